@@ -50,11 +50,11 @@ PROBLEM_PREFIX = "urn:rollout:problem:"
 
 TLS_HINT = "a port that takes TLS alone ends calls like this: name its CA by control_ca, or --control-ca-file"
 
-STATE_SECONDS = 3.0
-QUICK_SECONDS = 10.0
+STATE_TIMEOUT_SECONDS = 3.0
+QUICK_CALL_SECONDS = 10.0
 """For verbs that only take note of something."""
 
-SLACK_SECONDS = 120.0
+DEADLINE_SLACK_SECONDS = 120.0
 """How long a verb may take beyond its own deadline: moving a model's memory, loading it again."""
 
 
@@ -112,88 +112,94 @@ class WorkerControl:
     def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient | Send) -> None:
         self._base_url = base_url.rstrip("/")
         self._token = token
-        self._request = over(client) if isinstance(client, httpx.AsyncClient) else client
+        self._request = send_over_httpx(client) if isinstance(client, httpx.AsyncClient) else client
 
-    async def state(self, *, timeout: float = STATE_SECONDS) -> WorkerState:
+    async def state(self, *, timeout: float = STATE_TIMEOUT_SECONDS) -> WorkerState:
         """Return the worker's state."""
-        return await self._ask("GET", "/v1/state", None, WorkerState, timeout)
+        return await self._call_route("GET", "/v1/state", None, WorkerState, timeout)
 
     async def pause(
         self, request: PauseRequest | None = None, *, timeout: float | None = None
     ) -> WorkerState:
         """Hold generation."""
         request = request or PauseRequest()
-        limit = timeout or request.deadline_seconds + SLACK_SECONDS
-        return await self._ask("POST", "/v1/pause", request, WorkerState, limit)
+        limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
+        return await self._call_route("POST", "/v1/pause", request, WorkerState, limit)
 
     async def resume(
-        self, request: ReleaseRequest | None = None, *, timeout: float = SLACK_SECONDS
+        self, request: ReleaseRequest | None = None, *, timeout: float = DEADLINE_SLACK_SECONDS
     ) -> WorkerState:
         """Drop this caller's pause."""
         body = request or ReleaseRequest()
-        return await self._ask("POST", "/v1/resume", body, WorkerState, timeout)
+        return await self._call_route("POST", "/v1/resume", body, WorkerState, timeout)
 
     async def sleep(
         self, request: SleepRequest | None = None, *, timeout: float | None = None
     ) -> WorkerState:
         """Free the engine's memory."""
         request = request or SleepRequest()
-        limit = timeout or request.deadline_seconds + SLACK_SECONDS
-        return await self._ask("POST", "/v1/sleep", request, WorkerState, limit)
+        limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
+        return await self._call_route("POST", "/v1/sleep", request, WorkerState, limit)
 
     async def wake(
-        self, request: WakeRequest | None = None, *, timeout: float = 5 * SLACK_SECONDS
+        self, request: WakeRequest | None = None, *, timeout: float = 5 * DEADLINE_SLACK_SECONDS
     ) -> WorkerState:
         """Take the memory again; after a sleep of level 2 this loads the model, unless `load` is false."""
-        return await self._ask("POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout)
+        return await self._call_route(
+            "POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout
+        )
 
     async def abort(
-        self, request: AbortRequest, *, timeout: float = QUICK_SECONDS
+        self, request: AbortRequest, *, timeout: float = QUICK_CALL_SECONDS
     ) -> AbortResponse:
         """Abort some or all requests."""
-        return await self._ask("POST", "/v1/abort", request, AbortResponse, timeout)
+        return await self._call_route("POST", "/v1/abort", request, AbortResponse, timeout)
 
     async def stage(
-        self, request: StageRequest, *, timeout: float = QUICK_SECONDS
+        self, request: StageRequest, *, timeout: float = QUICK_CALL_SECONDS
     ) -> StagedWeights:
         """Start staging and return at once; progress is in `weights` and `state`."""
-        return await self._ask("POST", "/v1/weights/stage", request, StagedWeights, timeout)
+        return await self._call_route("POST", "/v1/weights/stage", request, StagedWeights, timeout)
 
     async def commit(self, request: CommitRequest, *, timeout: float | None = None) -> Committed:
         """Flip to the staged weights."""
-        limit = timeout or request.deadline_seconds + SLACK_SECONDS
-        return await self._ask("POST", "/v1/weights/commit", request, Committed, limit)
+        limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
+        return await self._call_route("POST", "/v1/weights/commit", request, Committed, limit)
 
     async def discard(
-        self, request: DiscardRequest, *, timeout: float = QUICK_SECONDS
+        self, request: DiscardRequest, *, timeout: float = QUICK_CALL_SECONDS
     ) -> DiscardResponse:
         """Drop the staged weights of this identity, if they are staged."""
-        return await self._ask("POST", "/v1/weights/discard", request, DiscardResponse, timeout)
+        return await self._call_route(
+            "POST", "/v1/weights/discard", request, DiscardResponse, timeout
+        )
 
-    async def dtypes(self, *, timeout: float = QUICK_SECONDS) -> WeightsDtypes:
+    async def dtypes(self, *, timeout: float = QUICK_CALL_SECONDS) -> WeightsDtypes:
         """Return the dtypes of the model's checkpoint, which every version has to have."""
-        return await self._ask("GET", "/v1/weights/dtypes", None, WeightsDtypes, timeout)
+        return await self._call_route("GET", "/v1/weights/dtypes", None, WeightsDtypes, timeout)
 
     async def offer(
-        self, request: OfferRequest, *, timeout: float = QUICK_SECONDS
+        self, request: OfferRequest, *, timeout: float = QUICK_CALL_SECONDS
     ) -> OfferResponse:
         """Return a ticket to fetch what the worker keeps of pushed weights."""
-        return await self._ask("POST", "/v1/weights/offer", request, OfferResponse, timeout)
+        return await self._call_route("POST", "/v1/weights/offer", request, OfferResponse, timeout)
 
     async def require(
-        self, request: RequireRequest, *, timeout: float = QUICK_SECONDS
+        self, request: RequireRequest, *, timeout: float = QUICK_CALL_SECONDS
     ) -> WeightsState:
         """Raise the epoch; with `min_version`, lift the fence and set the lowest admitted version."""
-        return await self._ask("POST", "/v1/require", request, WeightsState, timeout)
+        return await self._call_route("POST", "/v1/require", request, WeightsState, timeout)
 
-    async def reset_cache(self, *, timeout: float = QUICK_SECONDS) -> WorkerState:
+    async def reset_cache(self, *, timeout: float = QUICK_CALL_SECONDS) -> WorkerState:
         """Forget all cached prefixes."""
-        return await self._ask("POST", "/v1/cache/reset", ResetRequest(), WorkerState, timeout)
+        return await self._call_route(
+            "POST", "/v1/cache/reset", ResetRequest(), WorkerState, timeout
+        )
 
-    async def _ask(
+    async def _call_route(
         self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float
     ) -> M:
-        status, content = await self._send(method, path, body, timeout)
+        status, content = await self._send_request(method, path, body, timeout)
         try:
             # A newer worker may say more than this client knows of.
             return answer.model_validate_json(content, extra="ignore")
@@ -202,7 +208,7 @@ class WorkerControl:
             detail = f"{where}: the answer is not a {answer.__name__}: {error}"
             raise ControlError(status, "bad-answer", detail) from error
 
-    async def _send(
+    async def _send_request(
         self, method: str, path: str, body: BaseModel | None, timeout: float
     ) -> tuple[int, bytes]:
         url = self._base_url + path
@@ -220,11 +226,11 @@ class WorkerControl:
             slow = isinstance(error, TimeoutError)
             raise ControlUnreachable(f"{method} {url}: {reason}", slow=slow) from error
         if status >= 300:
-            raise _refusal(status, answer)
+            raise _parse_refusal(status, answer)
         return status, answer
 
 
-def over(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
+def send_over_httpx(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
     """Return the `Send` of an httpx client.
 
     Args:
@@ -257,7 +263,7 @@ def over(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
     return send
 
 
-def _refusal(status: int, content: bytes) -> ControlError:
+def _parse_refusal(status: int, content: bytes) -> ControlError:
     """Return the error for an unsuccessful answer, whether it is problem+json or not."""
     try:
         problem = json.loads(content)

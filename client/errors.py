@@ -183,7 +183,7 @@ class ClusterError(RolloutError):
         self.reason = reason
 
     @property
-    def passing(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether the same request may succeed a little later: silence, overload, a defect there."""
         return self.status in (0, 408, 429) or self.status >= 500
 

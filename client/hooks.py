@@ -36,7 +36,7 @@ class Hook:
         """A call of `publish_weights` ended: outcome `ok` or the name of the error."""
 
 
-class _Metrics:
+class _ClientMetrics:
     """The metrics of all pools that share a registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -54,7 +54,7 @@ class _Metrics:
         self.publishes = made(histogram, "publish_seconds", "Duration of a publish", "outcome")
 
 
-_METRICS: WeakKeyDictionary[CollectorRegistry, _Metrics] = WeakKeyDictionary()
+_METRICS: WeakKeyDictionary[CollectorRegistry, _ClientMetrics] = WeakKeyDictionary()
 """By registry: a name can be registered only once, and a process may have many pools."""
 
 
@@ -71,7 +71,7 @@ class PrometheusHook(Hook):
 
         where = prometheus.REGISTRY if registry is None else registry
         if where not in _METRICS:
-            _METRICS[where] = _Metrics(where)
+            _METRICS[where] = _ClientMetrics(where)
         self._pool = pool
         self._metrics = _METRICS[where]
 
@@ -95,7 +95,7 @@ class PrometheusHook(Hook):
         self._metrics.publishes.labels(self._pool, outcome).observe(seconds)
 
 
-def guarded(progress: Callable[P, object]) -> Callable[P, None]:
+def guard_progress(progress: Callable[P, object]) -> Callable[P, None]:
     """Return a `progress` of the caller's that ends nothing: what it raises is logged."""
 
     def told(*args: P.args, **more: P.kwargs) -> None:

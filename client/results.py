@@ -71,7 +71,7 @@ class GenerateResult(GenerateResponse):
         return self.outputs[0].logprobs
 
 
-def joined(
+def join_results(
     request_id: str,
     session_id: str,
     prompt_tokens: int,

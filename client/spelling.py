@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def check_names(verb: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_option_names(verb: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a name that is not known.
 
     Raises:

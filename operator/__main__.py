@@ -10,7 +10,7 @@ import sys
 import prometheus_client
 
 from . import logs
-from .config import Config, ConfigError, parse
+from .config import ConfigError, OperatorConfig, parse_config
 from .passes.reconcile import Reconciler
 from .runtime import Operator
 
@@ -18,16 +18,16 @@ from .runtime import Operator
 def main() -> None:
     """Run the operator; exit code 0: stopped, 1: Lease lost or task died, 2: wrong setting."""
     try:
-        config = parse(sys.argv[1:])
-        logs.configure(config.log_level, config.log_format)
+        config = parse_config(sys.argv[1:])
+        logs.configure_logging(config.log_level, config.log_format)
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        sys.exit(asyncio.run(_run(config)))
+        sys.exit(asyncio.run(_run_operator(config)))
     except ConfigError as error:
         sys.stderr.write(f"rollout-operator: {error}\n")
         sys.exit(2)
 
 
-async def _run(config: Config) -> int:
+async def _run_operator(config: OperatorConfig) -> int:
     operator = Operator(config, lambda context: Reconciler(context).reconcile)
     operator.handle_signals()
     code = await operator.run()

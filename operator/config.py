@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .api.names import CONTROL_TLS_NAME
 
-PREFIX = "ROLLOUT_OPERATOR_"
-DEFAULT_FILE = Path("/etc/rollout/config.yaml")
-ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ENV_PREFIX = "ROLLOUT_OPERATOR_"
+DEFAULT_CONFIG_FILE = Path("/etc/rollout/config.yaml")
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet puts the credentials of a pod."""
 
 LogFormat = Literal["json", "text"]
@@ -53,7 +53,7 @@ class ConfigFile(BaseModel):
     engines: Mapping[Literal["hf", "vllm", "sglang"], EngineDefaults] = Field(default_factory=dict)
 
 
-class Config(BaseModel):
+class OperatorConfig(BaseModel):
     """All settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -79,46 +79,46 @@ class Config(BaseModel):
     )
     engines: Mapping[str, EngineDefaults] = Field(default_factory=dict)
 
-    def engine(self, kind: str) -> EngineDefaults:
+    def engine_defaults(self, kind: str) -> EngineDefaults:
         """Return the defaults for a type of engine."""
         return self.engines.get(kind, EngineDefaults())
 
-    def account(self) -> tuple[str, str] | None:
+    def own_service_account(self) -> tuple[str, str] | None:
         """Return (namespace, name) of the operator's own service account, if one is set."""
         return (self.lease_namespace, self.service_account) if self.service_account else None
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
+def parse_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> OperatorConfig:
     """Return the settings of `rollout-operator run`.
 
     Raises:
         ConfigError: A setting is wrong.
         SystemExit: By argparse, for an unknown flag (2) or `--help` (0).
     """
-    given = vars(_parser().parse_args(argv))
+    given = vars(_build_parser().parse_args(argv))
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name == "command":
             continue
-        value = environ.get(PREFIX + name.upper()) if value is None else value
+        value = environ.get(ENV_PREFIX + name.upper()) if value is None else value
         if value is not None:
             values[name] = value
     path = values.pop("config", None)
-    values["engines"] = _read_file(path).engines
+    values["engines"] = _read_config_file(path).engines
     values.setdefault("pod_name", environ.get("POD_NAME") or socket.gethostname())
     namespace = environ.get("POD_NAMESPACE") or own_namespace() or "default"
     values.setdefault("lease_namespace", namespace)
     watched = values.get("watch_namespaces", "")
     values["watch_namespaces"] = tuple(n.strip() for n in watched.split(",") if n.strip())
     values["log_level"] = str(values.get("log_level", "INFO")).upper()
-    return _validated(Config, values, "")
+    return _validate_model(OperatorConfig, values, "")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollout-operator",
         description="Run pools of rollout workers. Each flag can also be set as the environment "
-        f"variable {PREFIX}<FLAG>.",
+        f"variable {ENV_PREFIX}<FLAG>.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run the operator until it is stopped")
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: the pod's own)",
         "--http-host": "address to serve metrics and probes on (default: 0.0.0.0)",
         "--http-port": "port to serve metrics and probes on; 0 picks a free one (default: 8080)",
-        "--config": f"YAML file with engine defaults (default: {DEFAULT_FILE}, if it exists)",
+        "--config": f"YAML file with engine defaults (default: {DEFAULT_CONFIG_FILE}, if it exists)",
         "--service-account": "the operator's own service account, used to mint the tokens that "
         "workers require (default: none)",
         "--control-ca-file": "file of CA certificates; the operator then calls control ports over TLS "
@@ -157,10 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_file(path: str | None) -> ConfigFile:
-    if path is None and not DEFAULT_FILE.exists():
+def _read_config_file(path: str | None) -> ConfigFile:
+    if path is None and not DEFAULT_CONFIG_FILE.exists():
         return ConfigFile()
-    where = Path(path) if path else DEFAULT_FILE
+    where = Path(path) if path else DEFAULT_CONFIG_FILE
     try:
         content = yaml.safe_load(where.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -168,10 +168,10 @@ def _read_file(path: str | None) -> ConfigFile:
     except yaml.YAMLError as error:
         flat = " ".join(str(error).split())
         raise ConfigError(f"--config: {where} is not valid YAML: {flat}") from error
-    return _validated(ConfigFile, content or {}, f"--config {where}: ")
+    return _validate_model(ConfigFile, content or {}, f"--config {where}: ")
 
 
-def _validated(model: type[M], values: object, where: str) -> M:
+def _validate_model(model: type[M], values: object, where: str) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -187,6 +187,6 @@ def _validated(model: type[M], values: object, where: str) -> M:
 def own_namespace() -> str | None:
     """Return the namespace of the pod that this process runs in, if it does."""
     try:
-        return (ACCOUNT_DIR / "namespace").read_text().strip() or None
+        return (SERVICE_ACCOUNT_DIR / "namespace").read_text().strip() or None
     except OSError:
         return None

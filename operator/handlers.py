@@ -21,19 +21,19 @@ from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.runtime import Operator
 
 
-class _Process:
+class _OperatorProcess:
     """The one operator of this process, between startup and cleanup."""
 
     operator: Operator | None = None
     task: asyncio.Task[int] | None = None
 
 
-def _sink(resource: ResourceName, event: str | None, obj: Any) -> None:
-    if _Process.operator is not None:
-        _Process.operator.feed(resource, event, obj)
+def _feed_operator(resource: ResourceName, event: str | None, obj: Any) -> None:
+    if _OperatorProcess.operator is not None:
+        _OperatorProcess.operator.feed(resource, event, obj)
 
 
-def _ended(task: asyncio.Task[int]) -> None:
+def _exit_on_failure(task: asyncio.Task[int]) -> None:
     if task.cancelled() or task.exception() is not None or task.result() != 0:
         logging.shutdown()
         os._exit(1)  # the Lease is lost or a task died: kopf must not run on without us
@@ -44,22 +44,22 @@ async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
     """Start everything but the streams."""
     streams.configure(settings, embedded=False)
     try:
-        chosen = config.parse(["run"])
+        chosen = config.parse_config(["run"])
     except config.ConfigError as error:
         raise kopf.PermanentError(str(error)) from error
-    logs.configure(chosen.log_level, chosen.log_format)
+    logs.configure_logging(chosen.log_level, chosen.log_format)
     operator = Operator(chosen, lambda context: Reconciler(context).reconcile, embedded=False)
-    _Process.operator = operator
-    _Process.task = asyncio.create_task(operator.run(), name="rollout operator")
-    _Process.task.add_done_callback(_ended)
+    _OperatorProcess.operator = operator
+    _OperatorProcess.task = asyncio.create_task(operator.run(), name="rollout operator")
+    _OperatorProcess.task.add_done_callback(_exit_on_failure)
 
 
 @kopf.on.cleanup()
 async def cleanup(**_: Any) -> None:
     """Finish passes and give the Lease back."""
-    if _Process.operator is not None and _Process.task is not None:
-        _Process.operator.stop()
-        await asyncio.wait({_Process.task}, timeout=20)
+    if _OperatorProcess.operator is not None and _OperatorProcess.task is not None:
+        _OperatorProcess.operator.stop()
+        await asyncio.wait({_OperatorProcess.task}, timeout=20)
 
 
-streams.register(_sink)
+streams.register(_feed_operator)

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from .telemetry import Telemetry
+from .telemetry import OperatorTelemetry
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[], str | None]
+HealthCheck = Callable[[], str | None]
 """Returns None, or a sentence on what is wrong."""
 
 MAX_LAG_SECONDS = 5.0
@@ -39,34 +39,34 @@ class LoopLag:
         while True:
             before = self._clock()
             await asyncio.sleep(LAG_PERIOD_SECONDS)
-            self.note(self._clock() - before - LAG_PERIOD_SECONDS)
+            self.note_lag(self._clock() - before - LAG_PERIOD_SECONDS)
 
-    def note(self, lag: float) -> None:
+    def note_lag(self, lag: float) -> None:
         """Take one measurement."""
         now = self._clock()
         while self._worst and self._worst[-1][1] <= lag:
             self._worst.pop()
         self._worst.append((now, max(0.0, lag)))
-        self._drop_old(now)
+        self._drop_old_lags(now)
 
-    def worst(self) -> float:
+    def worst_lag(self) -> float:
         """Return the worst lag of the last 30 seconds."""
-        self._drop_old(self._clock())
+        self._drop_old_lags(self._clock())
         return self._worst[0][1] if self._worst else 0.0
 
-    def check(self) -> str | None:
+    def check_lag(self) -> str | None:
         """Return what is wrong if the loop was blocked."""
-        worst = self.worst()
+        worst = self.worst_lag()
         if worst > MAX_LAG_SECONDS:
             return f"the event loop was blocked for {worst:.1f} s"
         return None
 
-    def _drop_old(self, now: float) -> None:
+    def _drop_old_lags(self, now: float) -> None:
         while self._worst and now - self._worst[0][0] > LAG_WINDOW_SECONDS:
             self._worst.popleft()
 
 
-class Probes:
+class ProbeServer:
     """The HTTP server; see the module.
 
     Args:
@@ -78,10 +78,10 @@ class Probes:
 
     def __init__(
         self,
-        telemetry: Telemetry,
+        telemetry: OperatorTelemetry,
         *,
-        healthy: list[Check],
-        ready: list[Check],
+        healthy: list[HealthCheck],
+        ready: list[HealthCheck],
         refresh: Callable[[], None] = lambda: None,
     ) -> None:
         self._telemetry = telemetry
@@ -93,9 +93,9 @@ class Probes:
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port (a free one if 0 was asked for)."""
         app = web.Application()
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/healthz", self._health)
-        app.router.add_get("/readyz", self._readiness)
+        app.router.add_get("/metrics", self._serve_metrics)
+        app.router.add_get("/healthz", self._serve_healthz)
+        app.router.add_get("/readyz", self._serve_readyz)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -106,21 +106,21 @@ class Probes:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
         self._refresh()
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         # A thousand pools take more than half a second to render.
-        page = await asyncio.to_thread(self._telemetry.page)
+        page = await asyncio.to_thread(self._telemetry.render_page)
         return web.Response(body=page, headers=headers)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return _answer(self._healthy)
+    async def _serve_healthz(self, request: web.Request) -> web.Response:
+        return _checks_response(self._healthy)
 
-    async def _readiness(self, request: web.Request) -> web.Response:
-        return _answer([*self._healthy, *self._ready])
+    async def _serve_readyz(self, request: web.Request) -> web.Response:
+        return _checks_response([*self._healthy, *self._ready])
 
 
-def _answer(checks: list[Check]) -> web.Response:
+def _checks_response(checks: list[HealthCheck]) -> web.Response:
     wrong = [text for check in checks if (text := check()) is not None]
     if wrong:
         return web.Response(status=503, text="\n".join(wrong) + "\n")

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-QUIET = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
+QUIET_LOGGERS = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
 """Libraries that log routine work at INFO; their warnings still come through."""
 
-REPEAT_SECONDS = 60.0
+REPEATED_LOG_SECONDS = 60.0
 
-_PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_KOPF = {"settings", "k8s_skip", "k8s_ref"}
+_STANDARD_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_KOPF_ATTRIBUTES = {"settings", "k8s_skip", "k8s_ref"}
 """What kopf attaches to its records for its own use."""
 
 
-class JsonFormatter(logging.Formatter):
+class OperatorJsonFormatter(logging.Formatter):
     """One object a line: ts, level, logger, msg, the record's extras, and error with traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -33,7 +33,11 @@ class JsonFormatter(logging.Formatter):
             "msg": record.getMessage(),
         }
         for name, value in vars(record).items():
-            if name not in _PLAIN and name not in _KOPF and name not in line:
+            if (
+                name not in _STANDARD_ATTRIBUTES
+                and name not in _KOPF_ATTRIBUTES
+                and name not in line
+            ):
                 line[name] = value
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
@@ -54,20 +58,20 @@ class LimitWarnings(logging.Filter):
         if record.levelno != logging.WARNING or not self._library.filter(record):
             return True
         now = self._clock()
-        if now - self._passed_at.get(record.name, -REPEAT_SECONDS) < REPEAT_SECONDS:
+        if now - self._passed_at.get(record.name, -REPEATED_LOG_SECONDS) < REPEATED_LOG_SECONDS:
             return False
         self._passed_at[record.name] = now
         return True
 
 
-def configure(level: str, log_format: str) -> None:
+def configure_logging(level: str, log_format: str) -> None:
     """Send all logs to stderr in this format; a later call replaces an earlier one."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
-        handler.setFormatter(JsonFormatter())
+        handler.setFormatter(OperatorJsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     handler.addFilter(LimitWarnings("kopf"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for name in QUIET:
+    for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))

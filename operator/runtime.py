@@ -16,25 +16,25 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from .cache.feed import RELIST_SECONDS
-from .config import Config, ConfigError
-from .health import LoopLag, Probes
+from .config import ConfigError, OperatorConfig
+from .health import LoopLag, ProbeServer
 from .kube.lease import LeadershipLost
-from .passes.context import Context, Reconcile
-from .wiring import Parts
+from .passes.context import PassContext, ReconcileFunction
+from .wiring import OperatorParts
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 60.0
+ELECTION_SILENCE_SECONDS = 60.0
 """The election's every step has a deadline, so a minute of silence means that it is stuck."""
 
-QUEUE_AGE_SECONDS = 60.0
-FINISH_SECONDS = 8.0
+MAX_QUEUE_AGE_SECONDS = 60.0
+PASSES_DRAIN_SECONDS = 8.0
 """Time that running passes get at the end; the whole shutdown stays below 25 s."""
 
-STREAMS_SECONDS = 4.0
+STREAMS_STOP_SECONDS = 4.0
 FENCE_TICK_SECONDS = 0.25
 
-LOST, DIED = "lost", "died"
+LEASE_LOST, TASK_DIED = "lost", "died"
 
 
 class Operator:
@@ -49,21 +49,21 @@ class Operator:
 
     def __init__(
         self,
-        config: Config,
-        make_reconcile: Callable[[Context], Reconcile],
+        config: OperatorConfig,
+        make_reconcile: Callable[[PassContext], ReconcileFunction],
         *,
         embedded: bool = True,
-        make_parts: Callable[..., Parts] = Parts,
+        make_parts: Callable[..., OperatorParts] = OperatorParts,
     ) -> None:
         self._config = config
         self._embedded = embedded
         self._parts = make_parts(config, make_reconcile, spawned=self.handle_signals)
         self.feed = self._parts.feed
         self._lag = LoopLag()
-        self._probes = Probes(
+        self._probes = ProbeServer(
             self._parts.telemetry,
-            healthy=[self._lag.check, self._dead_task, self._stuck_election],
-            ready=[self._parts.installed.check, self._leads_badly],
+            healthy=[self._lag.check_lag, self._check_tasks, self._check_election],
+            ready=[self._parts.installed.check, self._check_leading],
             refresh=self._refresh_metrics,
         )
         self.port = 0
@@ -95,33 +95,33 @@ class Operator:
         except OSError as error:
             raise ConfigError(f"--http-port: can't listen on {host}:{port}: {error}") from error
         logger.info("serving metrics and probes", extra={"port": self.port})
-        self._start("loop lag", self._lag.run())
-        self._start("installed schema", self._parts.installed.run())
-        self._start("leading", self._lead())
+        self._start_task("loop lag", self._lag.run())
+        self._start_task("installed schema", self._parts.installed.run())
+        self._start_task("leading", self._start_leading())
         while True:
             ended = await self._ended.get()
             if ended is None:
                 logger.info("stopping")
-                await self._end_well()
+                await self._stop_gracefully()
                 return 0
-            reason = self._judge(ended)
+            reason = self._exit_reason(ended)
             if reason is not None:
-                await self._end_badly(reason)
+                await self._stop_at_once(reason)
                 return 1
 
-    async def _lead(self) -> None:
+    async def _start_leading(self) -> None:
         await self._parts.leadership.acquire()
-        self._start("lease", self._parts.leadership.hold())
-        self._start("fence", self._watch_fence())
-        self._start("events", self._parts.recorder.run())
+        self._start_task("lease", self._parts.leadership.hold())
+        self._start_task("fence", self._watch_fence())
+        self._start_task("events", self._parts.recorder.run())
         await self._parts.resync.first()
         logger.info("the first list is complete", extra={"known": self._parts.store.counts()})
         if self._embedded:
-            self._start("streams", self._parts.streams.run())
-        self._start("poller", self._parts.poller.run())
-        self._start("resync", self._parts.resync.run())
-        self._start("neighbours", self._parts.neighbours.run())
-        self._start("passes", self._parts.passes.run())
+            self._start_task("streams", self._parts.streams.run())
+        self._start_task("poller", self._parts.poller.run())
+        self._start_task("resync", self._parts.resync.run())
+        self._start_task("neighbours", self._parts.neighbours.run())
+        self._start_task("passes", self._parts.passes.run())
         self._parts.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
 
     async def _watch_fence(self) -> None:
@@ -138,12 +138,12 @@ class Operator:
                 self._parts.resync.soon(0)
             could = can
 
-    def _start(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine, name=name)
         self._tasks[name] = task
         task.add_done_callback(self._ended.put_nowait)
 
-    def _judge(self, task: asyncio.Task[None]) -> str | None:
+    def _exit_reason(self, task: asyncio.Task[None]) -> str | None:
         """Return why the end of a task ends the process; None if it need not."""
         if task.cancelled():
             return None
@@ -152,60 +152,62 @@ class Operator:
             return None  # everything is started
         if isinstance(error, LeadershipLost):
             logger.critical("lost leadership: %s", error)
-            return LOST
+            return LEASE_LOST
         logger.critical("the task %r ended unexpectedly", task.get_name(), exc_info=error)
-        return DIED
+        return TASK_DIED
 
-    async def _end_well(self) -> None:
+    async def _stop_gracefully(self) -> None:
         if "passes" not in self._tasks:
             self._tasks["leading"].cancel()
-        await self._parts.passes.finish(self._tasks.get("passes"), FINISH_SECONDS)
+        await self._parts.passes.drain_passes(self._tasks.get("passes"), PASSES_DRAIN_SECONDS)
         await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
             await self._parts.recorder.flush(events)
-        await self._cancel("leading", "lease", "poller", "resync", "neighbours", "fence")
+        await self._cancel_tasks("leading", "lease", "poller", "resync", "neighbours", "fence")
         await self._parts.leadership.release()
         await self._stop_streams()
-        await self._close()
+        await self._close_parts()
 
-    async def _end_badly(self, reason: str) -> None:
+    async def _stop_at_once(self, reason: str) -> None:
         """End at once: a successor may be working already."""
-        await self._cancel("passes", "poller", "resync", "neighbours", "leading", "lease", "events")
+        await self._cancel_tasks(
+            "passes", "poller", "resync", "neighbours", "leading", "lease", "events"
+        )
         await self._parts.calls.cancel_all()
-        if reason == DIED:
+        if reason == TASK_DIED:
             await self._parts.leadership.release()
-        await self._cancel(*self._tasks)
+        await self._cancel_tasks(*self._tasks)
 
     async def _stop_streams(self) -> None:
         self._parts.streams.stop()
         if streams := self._tasks.get("streams"):
-            await asyncio.wait({streams}, timeout=STREAMS_SECONDS)
+            await asyncio.wait({streams}, timeout=STREAMS_STOP_SECONDS)
 
-    async def _cancel(self, *names: str) -> None:
+    async def _cancel_tasks(self, *names: str) -> None:
         tasks = {self._tasks[name] for name in names if name in self._tasks}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1)
 
-    async def _close(self) -> None:
-        await self._cancel(*self._tasks)
+    async def _close_parts(self) -> None:
+        await self._cancel_tasks(*self._tasks)
         await self._probes.stop()
         await self._parts.connections.close()
         await self._parts.kube.close()
 
-    def _dead_task(self) -> str | None:
+    def _check_tasks(self) -> str | None:
         for name, task in self._tasks.items():
             if task.done() and name != "leading":
                 return f"the task {name!r} has ended"
         return None
 
-    def _stuck_election(self) -> str | None:
-        if self._parts.leadership.silent_seconds() > SILENT_SECONDS:
+    def _check_election(self) -> str | None:
+        if self._parts.leadership.silent_seconds() > ELECTION_SILENCE_SECONDS:
             return "the loop that renews the Lease is stuck"
         return None
 
-    def _leads_badly(self) -> str | None:
+    def _check_leading(self) -> str | None:
         """Return what keeps a leader from working; a standby has nothing to do."""
         if not self._parts.leadership.held():
             return None
@@ -217,11 +219,11 @@ class Operator:
         if age > 2 * self._parts.resync.interval + RELIST_SECONDS:
             return f"the last full list was {age:.0f} s ago"
         waited = self._parts.queue.oldest_age()
-        if waited > QUEUE_AGE_SECONDS:
+        if waited > MAX_QUEUE_AGE_SECONDS:
             return f"a pool has waited {waited:.0f} s to be reconciled"
         return None
 
     def _refresh_metrics(self) -> None:
         self._parts.telemetry.leader.set(self._parts.leadership.held())
         self._parts.telemetry.queue_depth.set(self._parts.queue.depth())
-        self._parts.telemetry.event_loop_lag.set(self._lag.worst())
+        self._parts.telemetry.event_loop_lag.set(self._lag.worst_lag())

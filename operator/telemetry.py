@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 UPDATE_BUCKETS = (
@@ -39,14 +39,14 @@ UPDATE_BUCKETS = (
     1800.0,
     7200.0,
 )
-OUTCOMES = ("Complete", "Superseded", "Failed")
+UPDATE_OUTCOMES = ("Complete", "Superseded", "Failed")
 CONDITION_STATUSES = ("True", "False", "Unknown")
 
 T = TypeVar("T", bound=MetricWrapperBase)
 
 
 @dataclass(frozen=True, slots=True)
-class PoolFigures:
+class PoolMetrics:
     """What is shown of a pool.
 
     Attributes:
@@ -76,7 +76,7 @@ class PoolFigures:
     progressing: str | None = None
 
 
-class Telemetry:
+class OperatorTelemetry:
     """All metrics; see the module."""
 
     def __init__(self) -> None:
@@ -84,10 +84,10 @@ class Telemetry:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._pools = _Pools()
+        self._pools = _PoolCollector()
         self.registry.register(self._pools)
         self._add_pool_metrics()
-        self._of_pool: dict[Key, set[tuple[MetricWrapperBase, tuple[str, ...]]]] = {}
+        self._of_pool: dict[PoolKey, set[tuple[MetricWrapperBase, tuple[str, ...]]]] = {}
         self.reconcile_duration = Histogram(
             "rollout_operator_reconcile_duration_seconds",
             "Duration of a reconcile pass.",
@@ -170,56 +170,56 @@ class Telemetry:
             registry=self.registry,
         )
 
-    def request(self, verb: str, resource: str, code: int) -> None:
+    def count_request(self, verb: str, resource: str, code: int) -> None:
         """Count a request to the API server."""
         self.api_requests.labels(verb, resource, str(code)).inc()
 
-    def watch_event(self, resource: str) -> None:
+    def note_watch_event(self, resource: str) -> None:
         """Note that the watch delivered an event."""
         self.watch_last_event.labels(resource).set(time.time())
 
-    def pool(self, key: Key, figures: PoolFigures) -> None:
+    def set_pool_metrics(self, key: PoolKey, figures: PoolMetrics) -> None:
         """Show these figures for a pool."""
         self._pools.figures[key] = figures
         # Exported from the start: a rate over a series that appears later misses its first event.
-        for outcome in OUTCOMES:
-            self._series(key, self._updates, outcome)
-        self._series(key, self._failed_passes)
+        for outcome in UPDATE_OUTCOMES:
+            self._pool_series(key, self._updates, outcome)
+        self._pool_series(key, self._failed_passes)
 
-    def update_ended(self, key: Key, outcome: str, seconds: float) -> None:
+    def count_ended_update(self, key: PoolKey, outcome: str, seconds: float) -> None:
         """Count a weights update of a pool that reached an outcome."""
-        self._series(key, self._updates, outcome).observe(seconds)
+        self._pool_series(key, self._updates, outcome).observe(seconds)
 
-    def write_failed(self, key: Key, verb: str, resource: str, reason: str) -> None:
+    def count_failed_write(self, key: PoolKey, verb: str, resource: str, reason: str) -> None:
         """Count a write for a pool that the API server did not do."""
-        self._series(key, self._failed_writes, verb, resource, reason).inc()
+        self._pool_series(key, self._failed_writes, verb, resource, reason).inc()
 
-    def call_failed(self, key: Key, verb: str) -> None:
+    def count_failed_call(self, key: PoolKey, verb: str) -> None:
         """Count a call to a worker of a pool that failed."""
-        self._series(key, self._failed_calls, verb).inc()
+        self._pool_series(key, self._failed_calls, verb).inc()
 
-    def pass_failed(self, key: Key) -> None:
+    def count_failed_pass(self, key: PoolKey) -> None:
         """Count a pass over a pool that ended with an error."""
-        self._series(key, self._failed_passes).inc()
+        self._pool_series(key, self._failed_passes).inc()
 
-    def _series(self, key: Key, metric: T, *labels: str) -> T:
+    def _pool_series(self, key: PoolKey, metric: T, *labels: str) -> T:
         """The pool's series of a metric with these further labels; it goes with the pool."""
         values = (key.namespace, key.name, *labels)
         self._of_pool.setdefault(key, set()).add((metric, values))
         return metric.labels(*values)
 
-    def forget(self, key: Key) -> None:
+    def forget_pool(self, key: PoolKey) -> None:
         """Stop showing a pool."""
         self._pools.figures.pop(key, None)
         for metric, values in self._of_pool.pop(key, ()):
             metric.remove(*values)
 
-    def page(self) -> bytes:
+    def render_page(self) -> bytes:
         """Return the text of `/metrics`."""
         return generate_latest(self.registry)
 
 
-_COUNTS = (
+_COUNT_FAMILIES = (
     ("rollout_pool_replicas_desired", "Replicas that spec asks for.", "desired"),
     ("rollout_pool_replicas", "Replicas that exist.", "replicas"),
     ("rollout_pool_replicas_ready", "Replicas that serve.", "ready"),
@@ -235,27 +235,27 @@ _COUNTS = (
         "in_a_row",
     ),
 )
-"""Families with one number for each pool: name, meaning, and the field of `PoolFigures`."""
+"""Families with one number for each pool: name, meaning, and the field of `PoolMetrics`."""
 
-_REASONS = (
+_REASON_FAMILIES = (
     ("rollout_pool_degraded", "1 for the reason why a pool is degraded.", "degraded"),
     ("rollout_pool_progressing", "1 for the reason why a pool is progressing.", "progressing"),
 )
 """Families with a reason for each pool that has one, likewise."""
 
 
-class _Pools(Collector):
+class _PoolCollector(Collector):
     """The `rollout_pool_*` families, made from the figures when they are asked for."""
 
     def __init__(self) -> None:
-        self.figures: dict[Key, PoolFigures] = {}
+        self.figures: dict[PoolKey, PoolMetrics] = {}
 
     def describe(self) -> list[Metric]:
         return list(self.collect())
 
     def collect(self) -> Iterator[Metric]:
         labels, figures = ["namespace", "pool"], list(self.figures.items())
-        for name, meaning, figure in _COUNTS:
+        for name, meaning, figure in _COUNT_FAMILIES:
             family = GaugeMetricFamily(name, meaning, labels=labels)
             for key, shown in figures:
                 family.add_metric([key.namespace, key.name], getattr(shown, figure))
@@ -284,7 +284,7 @@ class _Pools(Collector):
                 for each in CONDITION_STATUSES:
                     condition.add_metric([*at, kind, each], float(each == status))
         yield from (restarts, version, epoch, condition)
-        for name, meaning, figure in _REASONS:
+        for name, meaning, figure in _REASON_FAMILIES:
             family = GaugeMetricFamily(name, meaning, labels=[*labels, "reason"])
             for key, shown in figures:
                 if (reason := getattr(shown, figure)) is not None:

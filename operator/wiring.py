@@ -10,33 +10,33 @@ import uuid
 from collections.abc import Callable
 
 from rollout_client.control import ControlError, WorkerControl
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_worker.schemas import WorkerState
 
-from .api.names import audience
+from .api.names import token_audience
 from .cache.feed import Feed
 from .cache.neighbours import Neighbourhood
 from .cache.resync import Resync
 from .cache.store import Store
 from .cache.streams import Streams
 from .cache.workqueue import WorkQueue
-from .config import Config
+from .config import OperatorConfig
 from .core.hybrid import parse_candidate
-from .core.trainers import parse_claim, parse_slice, parse_trainer
+from .core.trainers import parse_resource_claim, parse_resource_slice, parse_trainer
 from .kube.client import Kube
 from .kube.events import Recorder
 from .kube.installed import InstalledSchema
 from .kube.lease import Leadership, SoleLeader
-from .passes.context import Context, Reconcile
-from .passes.loop import Passes
-from .telemetry import Telemetry
-from .workers.calls import Calls
-from .workers.connections import Connections
-from .workers.poller import Poller
-from .workers.talk import Workers
+from .passes.context import PassContext, ReconcileFunction
+from .passes.loop import PassLoop
+from .telemetry import OperatorTelemetry
+from .workers.calls import WorkerCalls
+from .workers.connections import WorkerConnections
+from .workers.poller import HeadPoller
+from .workers.talk import WorkerClients
 
 
-class Parts:
+class OperatorParts:
     """The parts of one operator process.
 
     Args:
@@ -47,21 +47,23 @@ class Parts:
 
     def __init__(
         self,
-        config: Config,
-        make_reconcile: Callable[[Context], Reconcile],
+        config: OperatorConfig,
+        make_reconcile: Callable[[PassContext], ReconcileFunction],
         spawned: Callable[[], None],
     ) -> None:
         self._config = config
-        self.telemetry = telemetry = Telemetry()
-        self.kube = Kube(on_request=telemetry.request, service_account=config.account())
-        self.leadership = _leadership(config, self.kube)
+        self.telemetry = telemetry = OperatorTelemetry()
+        self.kube = Kube(
+            on_request=telemetry.count_request, service_account=config.own_service_account()
+        )
+        self.leadership = _make_leadership(config, self.kube)
         self.kube.fence_with(self.leadership.write_seconds)
         self.installed = InstalledSchema(self.kube)
         self.recorder = Recorder(self.kube, instance=config.pod_name)
         self._add_cache(spawned)
         self._add_workers()
-        self.passes = Passes(
-            make_reconcile(self._context()),
+        self.passes = PassLoop(
+            make_reconcile(self._make_context()),
             self.queue,
             telemetry,
             workers=config.workers,
@@ -71,7 +73,7 @@ class Parts:
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
         self.store = Store(config.operator_class)
-        self.queue: WorkQueue[Key] = WorkQueue(on_wait=telemetry.queue_wait.observe)
+        self.queue: WorkQueue[PoolKey] = WorkQueue(on_wait=telemetry.queue_wait.observe)
         self.resync = Resync(
             self.kube,
             self.store,
@@ -85,8 +87,8 @@ class Parts:
             self.kube,
             {
                 "pods": parse_trainer,
-                "resourceclaims": parse_claim,
-                "resourceslices": parse_slice,
+                "resourceclaims": parse_resource_claim,
+                "resourceslices": parse_resource_slice,
                 "members": parse_candidate,
             },
             self.feed.part_changed,
@@ -99,18 +101,18 @@ class Parts:
         )
 
     def _add_workers(self) -> None:
-        self.connections = Connections(self._config.control_ca_file)
-        self.poller = Poller(self._ask, self.feed.part_changed)
-        self.calls = Calls(
+        self.connections = WorkerConnections(self._config.control_ca_file)
+        self.poller = HeadPoller(self._ask_state, self.feed.part_changed)
+        self.calls = WorkerCalls(
             self.queue.add,
-            after=lambda lane, answer: self.workers.ended(lane, answer),
+            after=lambda lane, answer: self.workers.note_call_end(lane, answer),
             may_start=self.leadership.may_write,
-            failed=self.telemetry.call_failed,
+            failed=self.telemetry.count_failed_call,
         )
-        self.workers = Workers(self.poller, self.calls, self.control)
+        self.workers = WorkerClients(self.poller, self.calls, self.worker_control)
 
-    def _context(self) -> Context:
-        return Context(
+    def _make_context(self) -> PassContext:
+        return PassContext(
             config=self._config,
             store=self.store,
             neighbours=self.neighbours,
@@ -122,27 +124,27 @@ class Parts:
             monotonic=time.monotonic,
         )
 
-    def control(self, key: Key, address: str) -> WorkerControl:
+    def worker_control(self, key: PoolKey, address: str) -> WorkerControl:
         """Return the client of a worker's control port at `host:port`."""
 
         async def token() -> str | None:
             if self._config.service_account is None:
                 return None  # a worker that wants one says so
-            return await self.kube.token(audience(key.namespace, key.name))
+            return await self.kube.token(token_audience(key.namespace, key.name))
 
         scheme = "http" if self._config.control_ca_file is None else "https"
-        return WorkerControl(f"{scheme}://{address}", token, self.connections.send)
+        return WorkerControl(f"{scheme}://{address}", token, self.connections.send_request)
 
-    async def _ask(self, key: Key, address: str) -> WorkerState:
+    async def _ask_state(self, key: PoolKey, address: str) -> WorkerState:
         try:
-            return await self.control(key, address).state()
+            return await self.worker_control(key, address).state()
         except ControlError as error:
             if error.status == 401:
-                self.kube.forget_token(audience(key.namespace, key.name))
+                self.kube.forget_token(token_audience(key.namespace, key.name))
             raise
 
 
-def _leadership(config: Config, kube: Kube) -> Leadership | SoleLeader:
+def _make_leadership(config: OperatorConfig, kube: Kube) -> Leadership | SoleLeader:
     if not config.leader_elect:
         return SoleLeader()
     return Leadership(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-    from .settings import Settings
+    from .settings import WorkerSettings
 
 EXIT_BAD_SETTINGS = 2
 
@@ -66,23 +66,23 @@ def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from . import logs
-    from .settings import BadSettings, parse
+    from .settings import InvalidSettings, parse_settings
 
     try:
-        settings = parse(arguments, os.environ)
+        settings = parse_settings(arguments, os.environ)
         logs.configure(settings.log_level, settings.log_format)
         asyncio.run(_run(settings))
-    except BadSettings as error:
+    except InvalidSettings as error:
         sys.stderr.write(f"rollout-worker: {error}\n")
         return EXIT_BAD_SETTINGS
 
 
-async def _run(settings: Settings) -> NoReturn:
+async def _run(settings: WorkerSettings) -> NoReturn:
     import logging
 
-    from .ports.server import serve
+    from .ports.server import serve_worker
 
-    code = await serve(settings)
+    code = await serve_worker(settings)
     # Everything is flushed and freed. To end in order from here would cost ten seconds in which the
     # pod holds its place: a thread that imports torch is waited for, its modules taken down.
     logging.shutdown()
@@ -92,19 +92,19 @@ async def _run(settings: Settings) -> NoReturn:
 def _openapi() -> int:
     import json
 
-    from .ports.auth import Anyone
-    from .ports.control import control_app
-    from .ports.data import data_app
-    from .service import Worker
-    from .settings import parse
+    from .ports.auth import AllowAnyone
+    from .ports.control import make_control_app
+    from .ports.data import make_data_app
+    from .service import WorkerService
+    from .settings import parse_settings
 
     arguments = _parser().parse_args(
         ["serve", "--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
     )
-    worker = Worker(parse(arguments, {}))
+    worker = WorkerService(parse_settings(arguments, {}))
     documents = {
-        "data": data_app(worker).openapi(),
-        "control": control_app(worker, Anyone()).openapi(),
+        "data": make_data_app(worker).openapi(),
+        "control": make_control_app(worker, AllowAnyone()).openapi(),
     }
     sys.stdout.write(json.dumps(documents, indent=2, sort_keys=True) + "\n")
     return 0

@@ -13,12 +13,12 @@ from typing import Any
 Obj = Mapping[str, Any]
 
 
-def device_name(driver: str, pool: str, device: str) -> str:
+def device_lock_name(driver: str, pool: str, device: str) -> str:
     """Return what a device's lock is called, by its allocation; the same in every claim."""
     return f"{driver}/{pool}/{device}"
 
 
-def uuids_of(piece: Obj) -> dict[str, str]:
+def device_uuids(piece: Obj) -> dict[str, str]:
     """Return the uuids that a driver publishes in a ResourceSlice, by the devices' names.
 
     A device without the attribute `uuid` is not among them.
@@ -30,11 +30,11 @@ def uuids_of(piece: Obj) -> dict[str, str]:
         attributes = device.get("attributes") or {}
         told = attributes.get("uuid") or attributes.get(f"{driver}/uuid") or {}
         if told.get("string"):
-            found[device_name(driver, pool, device["name"])] = told["string"]
+            found[device_lock_name(driver, pool, device["name"])] = told["string"]
     return found
 
 
-def claims_of(pod: Obj) -> tuple[list[str], list[str]]:
+def pod_claims(pod: Obj) -> tuple[list[str], list[str]]:
     """Return the names of a pod's ResourceClaims, and of its entries whose claim has yet to be made.
 
     A pod has claims by name, from a template, and for an extended resource of its limits; the last one
@@ -58,7 +58,7 @@ def claims_of(pod: Obj) -> tuple[list[str], list[str]]:
 
 
 @lru_cache(maxsize=4096)
-def natural(name: str) -> tuple[tuple[int, str | int], ...]:
+def natural_sort_key(name: str) -> tuple[tuple[int, str | int], ...]:
     """Sort key of names: their numbers count by value, so gpu-9 comes before gpu-10."""
     parts = re.split(r"(\d+)", name)
     return tuple((1, int(part)) if part.isdigit() else (0, part) for part in parts if part)

@@ -14,7 +14,7 @@ _UNITS = {
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)(?:([eE][+-]?[0-9]{1,2})|(\D{0,2}))")
 
 
-def bytes_of(text: str) -> int:
+def parse_quantity_bytes(text: str) -> int:
     """Return the bytes of a quantity, a fraction of one rounded up.
 
     Raises:

@@ -10,16 +10,22 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .core.runtime import Runtime
+from .core.runtime import WorkerRuntime
 from .engine import Engine, EngineError, Gang, Member
 from .engines import EngineOptions, create, create_member
 from .engines.shared_memory.staging import Staging
-from .lifecycle.governor import Governor
-from .lifecycle.supervisor import Supervisor
-from .lifecycle.verbs import Verbs, wakes_empty
+from .lifecycle.governor import LifecycleGovernor
+from .lifecycle.supervisor import EngineSupervisor
+from .lifecycle.verbs import ControlVerbs, can_wake_empty
 from .observe.telemetry import resident_bytes
-from .requests.admission import check_room, check_version, engine_failed, expand, not_serving
-from .requests.flights import Flight, Flights
+from .requests.admission import (
+    check_queue_room,
+    check_version,
+    engine_failed_problem,
+    expand_request,
+    serving_refusal,
+)
+from .requests.flights import InFlightRequest, InFlightRequests
 from .schemas import (
     AbortReason,
     GenerateRequest,
@@ -27,40 +33,42 @@ from .schemas import (
     WorkerInfo,
     WorkerState,
 )
-from .settings import Settings
-from .sources.hub import local_model
-from .threads import Shared
-from .updates.commits import Commits
-from .updates.state import Updates
-from .wire.bodies import Limits, data_limits
+from .settings import WorkerSettings
+from .sources.hub import local_model_folder
+from .threads import SharedCall
+from .updates.commits import WeightCommits
+from .updates.state import WeightUpdates
+from .wire.bodies import BodyLimits, data_body_limits
 from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
 
-MEASURE_SECONDS = 5.0
+MEMORY_SCAN_SECONDS = 5.0
 """How long a scrape waits for the memory to be counted; then it gets what was counted last."""
 
 
-def engine_factory(
-    settings: Settings, staging: Staging, gang: Gang | None = None, *, guest: bool = False
+def make_engine_factory(
+    settings: WorkerSettings, staging: Staging, gang: Gang | None = None, *, guest: bool = False
 ) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first.
 
     `staging`: what its memory of staged weights is charged to. `guest`: as `EngineOptions.guest`.
     """
-    return lambda: create(settings.engine, _options(settings, gang, staging, guest=guest))
+    return lambda: create(settings.engine, _engine_options(settings, gang, staging, guest=guest))
 
 
-def member_factory(settings: Settings, gang: Gang, staging: Staging) -> Callable[[], Member]:
+def make_member_factory(
+    settings: WorkerSettings, gang: Gang, staging: Staging
+) -> Callable[[], Member]:
     """The same for the part of the engine that runs on a node beside the head's."""
-    return lambda: create_member(settings.engine, _options(settings, gang, staging))
+    return lambda: create_member(settings.engine, _engine_options(settings, gang, staging))
 
 
-def _options(
-    settings: Settings, gang: Gang | None, staging: Staging, *, guest: bool = False
+def _engine_options(
+    settings: WorkerSettings, gang: Gang | None, staging: Staging, *, guest: bool = False
 ) -> EngineOptions:
     return EngineOptions(
-        model=local_model(settings.model, settings.model_revision),
+        model=local_model_folder(settings.model, settings.model_revision),
         dtype=settings.dtype,
         max_length=settings.max_length,
         device=settings.device,
@@ -74,44 +82,44 @@ def _options(
     )
 
 
-class Worker:
+class WorkerService:
     """One worker process without its sockets."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: WorkerSettings,
         make_engine: Callable[[], Engine] | None = None,
         gang: Gang | None = None,
     ) -> None:
         self.settings = settings
         self._grace = settings.shutdown_grace
-        self.runtime = Runtime(settings, gang)
-        self._memory = Shared(resident_bytes, "memory")
-        self.flights = Flights(self.runtime)
+        self.runtime = WorkerRuntime(settings, gang)
+        self._memory = SharedCall(resident_bytes, "memory")
+        self.flights = InFlightRequests(self.runtime)
         staging = Staging(settings.staging_memory)
-        self.updates = Updates(self.runtime, staging)
-        self.commits = Commits(self.runtime, self.updates, self.flights)
-        self.governor = Governor(self.runtime, self.updates, self.flights)
-        self.verbs = Verbs(self.runtime, self.flights, self.governor)
-        self.supervisor = Supervisor(
+        self.updates = WeightUpdates(self.runtime, staging)
+        self.commits = WeightCommits(self.runtime, self.updates, self.flights)
+        self.governor = LifecycleGovernor(self.runtime, self.updates, self.flights)
+        self.verbs = ControlVerbs(self.runtime, self.flights, self.governor)
+        self.supervisor = EngineSupervisor(
             self.runtime,
             self.updates,
             self.flights,
             self.governor,
-            make_engine or engine_factory(settings, staging, gang),
+            make_engine or make_engine_factory(settings, staging, gang),
         )
 
-    async def run(self) -> None:
+    async def run_until_cancelled(self) -> None:
         """Supervise and govern until cancelled; a bug in either ends the process."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.supervisor.run())
-            tasks.create_task(self.governor.run())
+            tasks.create_task(self.supervisor.supervise_engine())
+            tasks.create_task(self.governor.follow_holds())
             if self.runtime.gang is not None:
-                tasks.create_task(self.runtime.gang.run())
+                tasks.create_task(self.runtime.gang.watch_members())
 
     # The data port.
 
-    def submit(self, request: GenerateRequest) -> Flight:
+    def submit_request(self, request: GenerateRequest) -> InFlightRequest:
         """Accept a request, or refuse it without side effects.
 
         Never awaits: checks and registration are one step, so no commit can come in between.
@@ -121,15 +129,15 @@ class Worker:
         """
         with self._counting_refusals():
             try:
-                return self._submit(request)
+                return self._admit_request(request)
             except EngineError as error:
-                self.runtime.crashed(str(error))  # the supervisor has not looked since it died
-                raise engine_failed() from error
+                self.runtime.report_crash(str(error))  # the supervisor has not looked since it died
+                raise engine_failed_problem() from error
 
-    def _submit(self, request: GenerateRequest) -> Flight:
+    def _admit_request(self, request: GenerateRequest) -> InFlightRequest:
         self._check_serving()
-        engine, info = self.runtime.loaded()
-        active = self.updates.identity
+        engine, info = self.runtime.loaded_engine()
+        active = self.updates.active_identity
         assert active is not None, "an engine has loaded weights"
         exact = check_version(request, active)
         request_id = request.request_id or uuid.uuid4().hex
@@ -140,30 +148,30 @@ class Worker:
                 f"request_id {request_id!r} is already in flight: use a new one, or abort that"
                 " request first",
             )
-        check_room(self.runtime, self.flights.waiting, request.sampling.n)
-        requests = expand(request, request_id, engine, info, self.settings.logprobs)
-        flight = Flight(request_id, requests, exact)
-        self.flights.launch(flight, request.deadline_seconds)
+        check_queue_room(self.runtime, self.flights.waiting_count, request.sampling.n)
+        requests = expand_request(request, request_id, engine, info, self.settings.logprobs)
+        flight = InFlightRequest(request_id, requests, exact)
+        self.flights.launch_request(flight, request.deadline_seconds)
         return flight
 
-    def body_limits(self) -> Limits:
+    def body_limits(self) -> BodyLimits:
         """What a request's body may hold, which follows from the model's maximum length.
 
         Raises:
             ProblemError: nothing is loaded yet.
         """
         with self._counting_refusals():
-            return data_limits(self.max_length)
+            return data_body_limits(self.max_model_length)
 
     @property
-    def max_length(self) -> int:
+    def max_model_length(self) -> int:
         """The model's maximum length.
 
         Raises:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None:
-            raise _starting()
+            raise _starting_problem()
         return self.runtime.info.max_length
 
     def check_serving(self) -> None:
@@ -188,15 +196,17 @@ class Worker:
         self.runtime.telemetry.refused.labels(slug).inc()
 
     def _check_serving(self) -> None:
-        refusal = not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
+        refusal = serving_refusal(
+            self.runtime, self.updates.active_identity, self.updates.fence.floor
+        )
         if refusal is not None:
             raise refusal
 
-    def readiness(self) -> ProblemError | None:
+    def readiness_problem(self) -> ProblemError | None:
         """None if requests may be sent here, else why not."""
         if self.runtime.shutting_down:
             return ProblemError("shutting-down", "the worker is shutting down", retry_after=1)
-        return not_serving(self.runtime, self.updates.identity, self.updates.fence.floor)
+        return serving_refusal(self.runtime, self.updates.active_identity, self.updates.fence.floor)
 
     def model_folder(self) -> Path:
         """The folder of the model that the engine has loaded.
@@ -205,17 +215,17 @@ class Worker:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None:
-            raise _starting()
+            raise _starting_problem()
         return Path(self.runtime.info.model)
 
-    def info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
+    def worker_info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
         """What is served; `chat` and `tool_parser` say what the OpenAI routes support.
 
         Raises:
             ProblemError: nothing is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
-            raise _starting()
+            raise _starting_problem()
         engine, info = self.runtime.engine, self.runtime.info
         kinds = sorted(engine.capabilities.logprobs, key=self.settings.logprobs.__ne__)
         return WorkerInfo(
@@ -229,48 +239,50 @@ class Worker:
             ),
         )
 
-    async def measure(self) -> None:
+    async def update_measurements(self) -> None:
         """Bring up to date what takes too long to be counted in `metrics`."""
         with contextlib.suppress(TimeoutError):
-            self.runtime.telemetry.memory.set(await self._memory.get(MEASURE_SECONDS))
+            self.runtime.telemetry.memory.set(await self._memory.get_result(MEMORY_SCAN_SECONDS))
 
-    def metrics(self) -> bytes:
+    def render_metrics(self) -> bytes:
         """The metrics page that Prometheus scrapes."""
         runtime = self.runtime
         own = runtime.engine is not None and runtime.lifecycle.has_engine
-        return runtime.telemetry.page(runtime.engine.metrics() if own and runtime.engine else "")
+        return runtime.telemetry.render_page(
+            runtime.engine.metrics() if own and runtime.engine else ""
+        )
 
     # The control port.
 
-    def state(self, caller: str = "") -> WorkerState:
+    def worker_state(self, caller: str = "") -> WorkerState:
         """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
-        stats = runtime.stats()
+        stats = runtime.engine_stats()
         engine = runtime.engine if runtime.info is not None else None  # it knows itself by then
         return WorkerState(
             boot_id=runtime.boot_id,
             engine=self.settings.engine,
-            lifecycle=runtime.lifecycle.state,
-            serving=self.readiness() is None,
-            weights=self.updates.view(),
+            lifecycle=runtime.lifecycle.current_state,
+            serving=self.readiness_problem() is None,
+            weights=self.updates.to_view(),
             resident=stats.resident,
-            holds=runtime.holds.listing(now),
+            holds=runtime.holds.list_holds(now),
             caller=caller,
             generation=runtime.generation,
             drain_seconds=runtime.drain_seconds,
             in_flight=stats.running,
-            queued=self.flights.waiting,
+            queued=self.flights.waiting_count,
             restarts=runtime.restarts,
             last_error=runtime.last_error,
             progress=runtime.progress,
             turn=None if runtime.turn is None else runtime.turn.view(),
             in_flight_policies=engine.capabilities.in_flight if engine else (),
-            wakes_empty=engine is not None and wakes_empty(engine),
+            wakes_empty=engine is not None and can_wake_empty(engine),
         )
 
     # Shutdown.
 
-    def hurry(self) -> None:
+    def hurry_shutdown(self) -> None:
         """Let a shutdown wait for nobody."""
         self._grace = self.runtime.drain_seconds = 0.0
 
@@ -278,7 +290,7 @@ class Worker:
         """Keep serving for a grace period while not ready, then drain, then abort the rest."""
         runtime, grace = self.runtime, self._grace
         runtime.shutting_down = True
-        runtime.changed.fire()
+        runtime.changed.notify_all()
         logger.info("shutting down: no longer ready, still serving for %g s", grace)
         await asyncio.sleep(grace)
         runtime.admitting = False
@@ -287,16 +299,16 @@ class Worker:
             if not runtime.lifecycle.has_engine:
                 return
             # Let a running commit finish first: half a commit is of no use.
-            async with runtime.alone(runtime.drain_seconds):
-                frozen = runtime.lifecycle.state is not Lifecycle.ACTIVE
-                if runtime.lifecycle.state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
-                    runtime.lifecycle.move(Lifecycle.DRAINING)
+            async with runtime.exclusive_within(runtime.drain_seconds):
+                frozen = runtime.lifecycle.current_state is not Lifecycle.ACTIVE
+                if runtime.lifecycle.current_state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
+                    runtime.lifecycle.move_to(Lifecycle.DRAINING)
                 while len(self.flights) and not frozen and time.monotonic() < until:
-                    await runtime.changed.wait(until - time.monotonic())
+                    await runtime.changed.wait_for_change(until - time.monotonic())
         if len(self.flights):
             logger.info("the drain is over: aborting %d requests", len(self.flights))
             await self.flights.abort_all(AbortReason.CONTROL)
 
 
-def _starting() -> ProblemError:
+def _starting_problem() -> ProblemError:
     return ProblemError("starting", "the engine has not loaded yet: try again", retry_after=2)

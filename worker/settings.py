@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from .engine import ENGINES
-from .quantities import bytes_of
+from .quantities import parse_quantity_bytes
 from .schemas import LogprobsOf
 from .turn.errors import TurnError
 from .turn.files import lock_name
@@ -42,12 +42,12 @@ Device = Literal["auto", "cpu", "cuda"]
 _LEADER = re.compile(r"[^.]+-0(\.|$)")
 
 
-class BadSettings(ValueError):
+class InvalidSettings(ValueError):
     """A flag or variable with an unusable value; the text names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkerSettings:
     """Checked settings of one worker process."""
 
     engine: str
@@ -101,18 +101,18 @@ class Settings:
     kube_token_file: Path
 
     @property
-    def in_pool(self) -> bool:
+    def is_in_pool(self) -> bool:
         """Whether an operator manages this worker, which then starts fenced."""
         return self.pool is not None
 
     @property
-    def audience(self) -> str:
+    def token_audience(self) -> str:
         """Audience that tokens must be issued for; as in `rollout_operator.api.names.audience`."""
         return f"rollout.dev/{self.namespace}/{self.pool}"
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class CommandFlag:
     """One flag: its name without dashes, how to parse its value, its default and meaning."""
 
     name: str
@@ -125,17 +125,17 @@ class Flag:
     hidden: bool = False
 
     @property
-    def field(self) -> str:
+    def field_name(self) -> str:
         """Name of the field in `Settings`."""
         return self.name.replace("-", "_")
 
     @property
-    def env(self) -> str:
+    def variable_name(self) -> str:
         """Name of the environment variable."""
-        return ENV_PREFIX + self.field.upper()
+        return ENV_PREFIX + self.field_name.upper()
 
     @property
-    def shown(self) -> str:
+    def shown_default(self) -> str:
         """The default as a user would type it; empty if there is none."""
         if isinstance(self.default, tuple):
             return ",".join(f"{value:g}" for value in self.default)
@@ -144,35 +144,35 @@ class Flag:
         return "" if self.default is None else str(self.default)
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
         raise ValueError("must be between 0 (any free port) and 65535")
     return port
 
 
-def _fixed_port(text: str) -> int:
-    port = _port(text)
+def _parse_fixed_port(text: str) -> int:
+    port = _parse_port(text)
     if port == 0:
         raise ValueError("must be between 1 and 65535: all ranks meet at the same one")
     return port
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError("must be at least 1")
     return value
 
 
-def _rank(text: str) -> int:
+def _parse_rank(text: str) -> int:
     rank = int(text)
     if rank < 0:
         raise ValueError("must be at least 0")
     return rank
 
 
-def _addresses(text: str) -> tuple[str, ...]:
+def _parse_addresses(text: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in text.split(","))
     for each in found:
         host, _, port = each.rpartition(":")
@@ -181,7 +181,7 @@ def _addresses(text: str) -> tuple[str, ...]:
     return found
 
 
-def _devices(text: str) -> tuple[str, ...]:
+def _parse_devices(text: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in text.split(","))
     try:
         for each in found:
@@ -193,33 +193,33 @@ def _devices(text: str) -> tuple[str, ...]:
     return found
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86400:
         raise ValueError("must be between 0 and 86400 seconds")
     return value
 
 
-def _delays(text: str) -> tuple[float, ...]:
+def _parse_delays(text: str) -> tuple[float, ...]:
     try:
-        return tuple(_seconds(part) for part in text.split(","))
+        return tuple(_parse_seconds(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"must be comma-separated seconds: {error}") from error
 
 
-def _name(text: str) -> str:
+def _parse_name(text: str) -> str:
     if not text:
         raise ValueError("must not be empty")
     return text
 
 
 _METAVARS: dict[Callable[[str], Any], str] = {
-    _port: "PORT",
-    _fixed_port: "PORT",
-    _positive: "N",
-    _seconds: "SECONDS",
-    _delays: "SECONDS,…",
-    _name: "NAME",
+    _parse_port: "PORT",
+    _parse_fixed_port: "PORT",
+    _parse_positive: "N",
+    _parse_seconds: "SECONDS",
+    _parse_delays: "SECONDS,…",
+    _parse_name: "NAME",
     Path: "FILE",
 }
 """What stands for the value in `--help`, unless the flag says otherwise."""
@@ -233,140 +233,153 @@ _DELAYS_HELP = (
     " An engine that lives for 10 minutes resets them"
 )
 
-FLAGS: tuple[Flag, ...] = (
-    Flag("engine", str, "hf", "inference engine", ENGINES),
-    Flag("model", _name, None, "folder of the checkpoint, or a repository on the Hugging Face Hub"
+FLAGS: tuple[CommandFlag, ...] = (
+    CommandFlag("engine", str, "hf", "inference engine", ENGINES),
+    CommandFlag("model", _parse_name, None, "folder of the checkpoint, or a repository on the Hugging Face Hub"
          " (required)", metavar="PATH"),
-    Flag("model-revision", _name, None, "commit, tag or branch of the Hub repository",
+    CommandFlag("model-revision", _parse_name, None, "commit, tag or branch of the Hub repository",
          metavar="REVISION"),
-    Flag("served-name", _name, None, "model name shown to clients; default: the folder's name"),
-    Flag("dtype", str, "auto", "data type of the weights; auto: the model's", get_args(Dtype)),
-    Flag("device", str, "auto", "device to run the engine on", get_args(Device)),
-    Flag("max-length", _positive, None,
+    CommandFlag("served-name", _parse_name, None, "model name shown to clients; default: the folder's name"),
+    CommandFlag("dtype", str, "auto", "data type of the weights; auto: the model's", get_args(Dtype)),
+    CommandFlag("device", str, "auto", "device to run the engine on", get_args(Device)),
+    CommandFlag("max-length", _parse_positive, None,
          "maximum tokens of prompt plus output; default: the model's maximum"),
-    Flag("data-host", _name, "0.0.0.0", "address the data port listens on", metavar="HOST"),
-    Flag("data-port", _port, 8000, "data port: generation, health, readiness, metrics"),
-    Flag("data-token-file", Path, None, "file with a bearer token that the data port wants for all but /health,"
+    CommandFlag("data-host", _parse_name, "0.0.0.0", "address the data port listens on", metavar="HOST"),
+    CommandFlag("data-port", _parse_port, 8000, "data port: generation, health, readiness, metrics"),
+    CommandFlag("data-token-file", Path, None, "file with a bearer token that the data port wants for all but /health,"
          " /ready and /metrics; default: none is wanted"),
-    Flag("control-host", _name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
-    Flag("control-port", _port, 8001, "control port: state, pause, sleep, weights"),
-    Flag("weights-port", _port, None,
+    CommandFlag("control-host", _parse_name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
+    CommandFlag("control-port", _parse_port, 8001, "control port: state, pause, sleep, weights"),
+    CommandFlag("weights-port", _parse_port, None,
          "port that takes pushed weights, 8002 in the operator's pods; default: none"),
-    Flag("weights-socket", Path, None,
+    CommandFlag("weights-socket", Path, None,
          "Unix socket that takes pushed weights as shared memory; its folder must exist", metavar="PATH"),
-    Flag("weights-tls", str, "off", "required: --weights-port takes TLS alone, with the control port's certificate,"
+    CommandFlag("weights-tls", str, "off", "required: --weights-port takes TLS alone, with the control port's certificate,"
          " and other workers are reached over TLS alone", get_args(WeightsTls)),
-    Flag("weights-egress", bytes_of, None, "most bytes a second of weights that go out to other workers, such as"
+    CommandFlag("weights-egress", parse_quantity_bytes, None, "most bytes a second of weights that go out to other workers, such as"
          " 500M; default: no limit", metavar="SIZE"),
-    Flag("auth", str, "token", "how callers of the control port authenticate",
+    CommandFlag("auth", str, "token", "how callers of the control port authenticate",
          ("none", "token", "kubernetes")),
-    Flag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
-    Flag("control-tls-cert-file", Path, None,
+    CommandFlag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
+    CommandFlag("control-tls-cert-file", Path, None,
          "certificate (chain) of the control port, which then speaks TLS only; read again every minute"),
-    Flag("control-tls-key-file", Path, None, "private key of that certificate"),
-    Flag("logprobs", str, "sampling", "kind of logprobs returned by default", ("sampling", "raw")),
-    Flag("pool", _name, None, "RolloutReplica this worker belongs to; it then starts fenced"),
-    Flag("namespace", _name, None, "namespace of the pool; default: the service account's"),
-    Flag("weights-roots", str, None, _ROOTS_HELP, metavar="DIRS"),
-    Flag("drain-seconds", _seconds, 30.0,
+    CommandFlag("control-tls-key-file", Path, None, "private key of that certificate"),
+    CommandFlag("logprobs", str, "sampling", "kind of logprobs returned by default", ("sampling", "raw")),
+    CommandFlag("pool", _parse_name, None, "RolloutReplica this worker belongs to; it then starts fenced"),
+    CommandFlag("namespace", _parse_name, None, "namespace of the pool; default: the service account's"),
+    CommandFlag("weights-roots", str, None, _ROOTS_HELP, metavar="DIRS"),
+    CommandFlag("drain-seconds", _parse_seconds, 30.0,
          "how long running requests may take to finish after SIGTERM"),
-    Flag("shutdown-grace", _seconds, 5.0,
+    CommandFlag("shutdown-grace", _parse_seconds, 5.0,
          "how long to keep serving after SIGTERM, though no longer ready"),
-    Flag("start-timeout", _seconds, 3600.0, "how long the model may take to load"),
-    Flag("restart-delays", _delays, RESTART_DELAYS, _DELAYS_HELP),
-    Flag("max-queue", _positive, 1024, "maximum queued outputs; requests beyond it get 429"),
-    Flag("max-batch-tokens", _positive, None, "size of the KV cache, in tokens"),
-    Flag("staging-memory", bytes_of, None, "most memory for staged weights, such as 80Gi; default: what the"
+    CommandFlag("start-timeout", _parse_seconds, 3600.0, "how long the model may take to load"),
+    CommandFlag("restart-delays", _parse_delays, RESTART_DELAYS, _DELAYS_HELP),
+    CommandFlag("max-queue", _parse_positive, 1024, "maximum queued outputs; requests beyond it get 429"),
+    CommandFlag("max-batch-tokens", _parse_positive, None, "size of the KV cache, in tokens"),
+    CommandFlag("staging-memory", parse_quantity_bytes, None, "most memory for staged weights, such as 80Gi; default: what the"
          " memory limit leaves", metavar="SIZE"),
-    Flag("spill-dir", Path, None,
+    CommandFlag("spill-dir", Path, None,
          "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR"),
-    Flag("engine-arg", str, (), "flag to pass to the engine, repeatable; the variable takes shell"
+    CommandFlag("engine-arg", str, (), "flag to pass to the engine, repeatable; the variable takes shell"
          " words", repeated=True, metavar="ARG"),
-    Flag("nodes", _positive, 1, "nodes that the engine spans, each with a worker of its own; above 1 they"
+    CommandFlag("nodes", _parse_positive, 1, "nodes that the engine spans, each with a worker of its own; above 1 they"
          " form a gang"),
-    Flag("rank", _rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N"),
-    Flag("leader-address", _name, None, "host name or address of the head's node, for --nodes above 1",
+    CommandFlag("rank", _parse_rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N"),
+    CommandFlag("leader-address", _parse_name, None, "host name or address of the head's node, for --nodes above 1",
          metavar="HOST"),
-    Flag("gang-port", _fixed_port, 8003, "port on the head's node at which the engine's ranks meet"),
-    Flag("gang-fetch", str, "needed", "what a rank above 0 takes of pushed weights: what its part of the engine"
+    CommandFlag("gang-port", _parse_fixed_port, 8003, "port on the head's node at which the engine's ranks meet"),
+    CommandFlag("gang-fetch", str, "needed", "what a rank above 0 takes of pushed weights: what its part of the engine"
          " reads, as far as that was seen, or all", get_args(GangFetch)),
-    Flag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
-    Flag("member-addresses", _addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
+    CommandFlag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
+    CommandFlag("member-addresses", _parse_addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
          " --leader-address with their rank in place of the 0 that ends its first label, and"
          " --control-port", metavar="HOST:PORT,…"),
-    Flag("turn-directory", Path, None, "directory of the node with a lock for each device that somebody else uses"
+    CommandFlag("turn-directory", Path, None, "directory of the node with a lock for each device that somebody else uses"
          " by turns with this engine", metavar="DIR"),
-    Flag("turn-devices", _devices, (), "comma-separated devices of this node whose locks are the engine's turn;"
+    CommandFlag("turn-devices", _parse_devices, (), "comma-separated devices of this node whose locks are the engine's turn;"
          " with --nodes above 1 each node has its own", metavar="DEVICE,…"),
-    Flag("turn-margin", bytes_of, None, "so much memory of each device must be free beyond what the engine freed"
+    CommandFlag("turn-margin", parse_quantity_bytes, None, "so much memory of each device must be free beyond what the engine freed"
          " when it fell asleep, before it wakes; default: 512Mi", metavar="SIZE"),
-    Flag("turn-holder", _name, None, "name under which others see that this worker has the turn; default: the"
+    CommandFlag("turn-holder", _parse_name, None, "name under which others see that this worker has the turn; default: the"
          " host's name"),
-    Flag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
-    Flag("log-format", str, "json", "log format", ("json", "text")),
-    Flag("kube-api-url", str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True),
-    Flag("kube-ca", Path, SERVICE_ACCOUNT / "ca.crt", "CA of the Kubernetes API", hidden=True),
-    Flag("kube-token-file", Path, SERVICE_ACCOUNT / "token", "token for the API", hidden=True),
+    CommandFlag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
+    CommandFlag("log-format", str, "json", "log format", ("json", "text")),
+    CommandFlag("kube-api-url", str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True),
+    CommandFlag("kube-ca", Path, SERVICE_ACCOUNT / "ca.crt", "CA of the Kubernetes API", hidden=True),
+    CommandFlag("kube-token-file", Path, SERVICE_ACCOUNT / "token", "token for the API", hidden=True),
 )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags; values stay text, so that `parse` treats flags and variables alike."""
     for flag in FLAGS:
-        default = f" (default: {flag.shown})" if flag.shown else ""
+        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
         parser.add_argument(
             f"--{flag.name}",
             choices=flag.choices,
             metavar=flag.metavar or (None if flag.choices else _METAVARS.get(flag.read)),
             action="append" if flag.repeated else "store",
-            help=argparse.SUPPRESS if flag.hidden else f"{flag.help}{default} [{flag.env}]",
+            help=argparse.SUPPRESS
+            if flag.hidden
+            else f"{flag.help}{default} [{flag.variable_name}]",
         )
 
 
-def parse(given: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> WorkerSettings:
     """Return checked settings from flags and environment.
 
     Raises:
         BadSettings: names the flag or variable and the fix.
     """
-    values = {flag.field: _value(flag, getattr(given, flag.field), environ) for flag in FLAGS}
+    values = {
+        flag.field_name: _flag_value(flag, getattr(given, flag.field_name), environ)
+        for flag in FLAGS
+    }
     if values["model"] is None:
-        raise BadSettings(
+        raise InvalidSettings(
             "give --model PATH (or ROLLOUT_MODEL): the checkpoint's folder or Hub repository"
         )
     values["served_name"] = values["served_name"] or Path(values["model"]).name or "model"
     values["turn_holder"] = values["turn_holder"] or socket.gethostname()
     values["namespace"] = values["namespace"] or _own_namespace()
-    values["weights_roots"] = _roots(values["weights_roots"], in_pool=values["pool"] is not None)
-    settings = Settings(**{field.name: values[field.name] for field in fields(Settings)})
-    _check_auth(settings)
-    _check_spill(settings.spill_dir)
-    _check_gang(settings)
-    _check_turn(settings)
-    _check_weights(settings)
+    values["weights_roots"] = _weights_roots(
+        values["weights_roots"], in_pool=values["pool"] is not None
+    )
+    settings = WorkerSettings(
+        **{field.name: values[field.name] for field in fields(WorkerSettings)}
+    )
+    _check_authentication(settings)
+    _check_spill_folder(settings.spill_dir)
+    _check_gang_settings(settings)
+    _check_turn_settings(settings)
+    _check_weights_ports(settings)
     return settings
 
 
-def _value(flag: Flag, given: str | Sequence[str] | None, environ: Mapping[str, str]) -> Any:
+def _flag_value(
+    flag: CommandFlag, given: str | Sequence[str] | None, environ: Mapping[str, str]
+) -> Any:
     if flag.repeated:
         if given is not None:
             return tuple(given)
         try:
-            return tuple(shlex.split(environ.get(flag.env, "")))
+            return tuple(shlex.split(environ.get(flag.variable_name, "")))
         except ValueError as error:
-            raise BadSettings(f"{flag.env} can't be split into shell words: {error}") from error
+            raise InvalidSettings(
+                f"{flag.variable_name} can't be split into shell words: {error}"
+            ) from error
     # In manifests, people unset a variable by making it empty.
-    text, source = (given, f"--{flag.name}") if given is not None else (None, flag.env)
+    text, source = (given, f"--{flag.name}") if given is not None else (None, flag.variable_name)
     if text is None:
-        text = environ.get(flag.env) or None
+        text = environ.get(flag.variable_name) or None
     if text is None:
         return flag.default
     if flag.choices is not None and text not in flag.choices:
-        raise BadSettings(f"{source} is {text!r}: choose one of {', '.join(flag.choices)}")
+        raise InvalidSettings(f"{source} is {text!r}: choose one of {', '.join(flag.choices)}")
     try:
         return flag.read(cast(str, text))
     except ValueError as error:
-        raise BadSettings(f"{source} is {text!r}: {error}") from error
+        raise InvalidSettings(f"{source} is {text!r}: {error}") from error
 
 
 def _own_namespace() -> str | None:
@@ -376,104 +389,106 @@ def _own_namespace() -> str | None:
         return None
 
 
-def _roots(text: str | None, *, in_pool: bool) -> tuple[Path, ...]:
+def _weights_roots(text: str | None, *, in_pool: bool) -> tuple[Path, ...]:
     if text is None:
         text = POOL_WEIGHTS_ROOTS if in_pool else ""
     roots = tuple(Path(part) for part in text.split(":") if part)
     for root in roots:
         if not root.is_absolute():
-            raise BadSettings(f"--weights-roots contains {str(root)!r}: use absolute paths")
+            raise InvalidSettings(f"--weights-roots contains {str(root)!r}: use absolute paths")
     return roots
 
 
-def _check_auth(settings: Settings) -> None:
+def _check_authentication(settings: WorkerSettings) -> None:
     if settings.auth == "none" and not is_loopback(settings.control_host):
-        raise BadSettings(
+        raise InvalidSettings(
             f"--auth none would open the control port on {settings.control_host}: add"
             " --control-host 127.0.0.1, or use --auth token or --auth kubernetes"
         )
     if settings.auth == "token" and settings.auth_token_file is None:
-        raise BadSettings(
+        raise InvalidSettings(
             "--auth token needs --auth-token-file FILE; for local use only, there is"
             " --auth none --control-host 127.0.0.1"
         )
     if (settings.control_tls_cert_file is None) != (settings.control_tls_key_file is None):
-        raise BadSettings("give --control-tls-cert-file and --control-tls-key-file, or neither")
+        raise InvalidSettings("give --control-tls-cert-file and --control-tls-key-file, or neither")
     if settings.pool is not None and settings.namespace is None:
-        raise BadSettings("--pool needs --namespace (or ROLLOUT_NAMESPACE)")
+        raise InvalidSettings("--pool needs --namespace (or ROLLOUT_NAMESPACE)")
     if settings.auth == "kubernetes" and settings.pool is None:
-        raise BadSettings(
+        raise InvalidSettings(
             "--auth kubernetes needs --pool and --namespace: tokens are issued for one pool"
         )
 
 
-def _check_spill(folder: Path | None) -> None:
+def _check_spill_folder(folder: Path | None) -> None:
     """Find out now, and not when the first sleep fails."""
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise BadSettings(
+        raise InvalidSettings(
             f"--spill-dir {folder} is not a folder that this process may write: create or mount it (in a"
             " pool, spec.sleep.spill.path names a mount of spec.podTemplate.volumeMounts)"
         )
 
 
-def _check_gang(settings: Settings) -> None:
+def _check_gang_settings(settings: WorkerSettings) -> None:
     if settings.rank >= settings.nodes:
-        raise BadSettings(
+        raise InvalidSettings(
             f"--rank {settings.rank} is not below --nodes {settings.nodes}: ranks count from 0"
         )
     if settings.nodes == 1:
         return
     if settings.leader_address is None:
-        raise BadSettings("--nodes above 1 needs --leader-address HOST: where rank 0 runs")
+        raise InvalidSettings("--nodes above 1 needs --leader-address HOST: where rank 0 runs")
     if settings.rank > 0:
         return  # the others' addresses are the head's to know
     if settings.member_addresses and len(settings.member_addresses) != settings.nodes - 1:
-        raise BadSettings(
+        raise InvalidSettings(
             f"--member-addresses names {len(settings.member_addresses)} workers: name each of the"
             f" {settings.nodes - 1} with a rank above 0"
         )
     if not settings.member_addresses and not _LEADER.match(settings.leader_address):
-        raise BadSettings(
+        raise InvalidSettings(
             f"--leader-address {settings.leader_address!r} does not say where the other ranks are: its"
             " first label must end in -0, or give --member-addresses"
         )
     if settings.auth == "kubernetes" and settings.gang_token_file is None:
-        raise BadSettings(
+        raise InvalidSettings(
             "--auth kubernetes with --nodes above 1 needs --gang-token-file: a token of this pod,"
-            f" issued for {settings.audience!r}"
+            f" issued for {settings.token_audience!r}"
         )
 
 
-def _check_turn(settings: Settings) -> None:
+def _check_turn_settings(settings: WorkerSettings) -> None:
     if (settings.turn_directory is None) != (not settings.turn_devices):
-        raise BadSettings("give --turn-directory and --turn-devices, or neither")
+        raise InvalidSettings("give --turn-directory and --turn-devices, or neither")
 
 
-def _check_weights(settings: Settings) -> None:
+def _check_weights_ports(settings: WorkerSettings) -> None:
     path = settings.weights_socket
     if settings.rank > 0 and (path is not None or settings.weights_port is not None):
-        raise BadSettings(
+        raise InvalidSettings(
             "--weights-port and --weights-socket with --rank above 0: only the head takes pushed"
             " weights, and the other ranks fetch them there; leave them out"
         )
     if settings.nodes > 1 and path is not None and settings.weights_port is None:
-        raise BadSettings(
+        raise InvalidSettings(
             "--weights-socket with --nodes above 1 needs --weights-port, where the other ranks fetch"
             " what came"
         )
     if settings.weights_tls == "required" and settings.control_tls_cert_file is None:
-        raise BadSettings(
+        raise InvalidSettings(
             "--weights-tls required needs --control-tls-cert-file and --control-tls-key-file: it shows the"
             " same certificate (in a pool, from the Secret of the chart's workers.controlTLS.secretName)"
         )
     if path is None:
         return
     if not path.is_absolute() or len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise BadSettings(
+        raise InvalidSettings(
             f"--weights-socket {str(path)!r} must be an absolute path of at most {MAX_SOCKET_PATH} bytes"
         )
     if not path.parent.is_dir():
-        raise BadSettings(f"--weights-socket {path}: its folder does not exist; create or mount it")
+        raise InvalidSettings(
+            f"--weights-socket {path}: its folder does not exist; create or mount it"
+        )
 
 
 def is_loopback(host: str) -> bool:

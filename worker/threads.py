@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.Event) -> T:
+async def run_in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.Event) -> T:
     """Run `work(cancelled)` in a thread; it has ended when this has, however often it is cancelled.
 
     Args:
@@ -47,11 +47,11 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 
 
-async def opened_in_thread(make: Callable[[], C]) -> C:
+async def open_in_thread(make: Callable[[], C]) -> C:
     """Return what `make` makes in a thread; a cancelled caller gets nothing, and nothing stays open."""
     made: list[C] = []
     try:
-        await in_thread(lambda _: made.append(make()), threading.Event())
+        await run_in_thread(lambda _: made.append(make()), threading.Event())
     except BaseException:
         for each in made:
             each.close()
@@ -59,7 +59,7 @@ async def opened_in_thread(make: Callable[[], C]) -> C:
     return made[0]
 
 
-class Shared(Generic[T]):
+class SharedCall(Generic[T]):
     """Work that may hang, as file systems do: in a thread of its own, and whoever asks meanwhile shares it.
 
     However often it is asked for, no more than one thread hangs.
@@ -70,7 +70,7 @@ class Shared(Generic[T]):
         self._thread = ThreadPoolExecutor(1, name)
         self._call: asyncio.Future[T] | None = None
 
-    async def get(self, seconds: float) -> T:
+    async def get_result(self, seconds: float) -> T:
         """Return what the work returns, or raise what it raises.
 
         Raises:
@@ -78,12 +78,12 @@ class Shared(Generic[T]):
         """
         if self._call is None or self._call.done():
             self._call = asyncio.get_running_loop().run_in_executor(self._thread, self._work)
-            self._call.add_done_callback(_heard)
+            self._call.add_done_callback(_ignore_failure)
         async with asyncio.timeout(seconds):
             return await asyncio.shield(self._call)
 
 
-class Freeing:
+class BackgroundFreeing:
     """Frees memory in a thread, and none while an engine stands still; may be used by several threads.
 
     Gigabytes take a tenth of a second to go, and meanwhile everybody waits who maps memory, as each
@@ -96,14 +96,14 @@ class Freeing:
         self._held = 0
         self._busy = False
 
-    def add(self, free: Callable[[], object]) -> None:
+    def free_soon(self, free: Callable[[], object]) -> None:
         """Call this in a thread, soon."""
         with self._state:
             self._todo.append(free)
-            self._begin()
+            self._start_thread()
 
     @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
+    def postpone_freeing(self) -> Iterator[None]:
         """Begin to free nothing inside the block."""
         with self._state:
             self._held += 1
@@ -112,26 +112,26 @@ class Freeing:
         finally:
             with self._state:
                 self._held -= 1
-                self._begin()
+                self._start_thread()
 
-    def settle(self, seconds: float) -> None:
+    def wait_until_freed(self, seconds: float) -> None:
         """Wait until everything is free; at most so long."""
         with self._state:
             self._state.wait_for(lambda: not self._todo and not self._busy, seconds)
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         if self._todo and not self._held and not self._busy:
             self._busy = True
-            threading.Thread(target=self._run, name="weights-free", daemon=True).start()
+            threading.Thread(target=self._free_all, name="weights-free", daemon=True).start()
 
-    def _run(self) -> None:
-        while (free := self._next()) is not None:
+    def _free_all(self) -> None:
+        while (free := self._next_free()) is not None:
             try:
                 free()
             except Exception:  # the next one is to be freed all the same
                 logger.exception("memory of weights could not be freed")
 
-    def _next(self) -> Callable[[], object] | None:
+    def _next_free(self) -> Callable[[], object] | None:
         with self._state:
             if self._todo and not self._held:
                 return self._todo.popleft()
@@ -140,7 +140,7 @@ class Freeing:
             return None
 
 
-def _heard(call: asyncio.Future[T]) -> None:
+def _ignore_failure(call: asyncio.Future[T]) -> None:
     """Nobody may be left to hear of its failure."""
     if not call.cancelled():
         call.exception()

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from .engine import Entry, Layout, TensorSpec, WeightsRejected
 from .schemas import CASTABLE
 from .transfer.layout import ALIGN, LayoutError, PushLayout
-from .wire.roothash import HASH, OUTPUT_HEAD, Hashed, root_hash_of
+from .wire.roothash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
 
 __all__ = [
     "ALIGN",
@@ -22,8 +22,8 @@ __all__ = [
     "LayoutError",
     "PushLayout",
     "check_layout",
-    "check_ties",
-    "root_hash",
+    "check_tied_weights",
+    "compute_root_hash",
 ]
 
 _EXPERT, _FUSED = re.compile(r"\.experts\.\d+\."), re.compile(r"\.experts\.[a-z]")
@@ -40,10 +40,10 @@ def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
     for name, want in layout.required.items():
         if name not in have:
             raise WeightsRejected(
-                f"tensor {name!r} is missing in {where!r}: {_fix_missing(name, have)}",
+                f"tensor {name!r} is missing in {where!r}: {_missing_tensor_fix(name, have)}",
                 tensor=name,
             )
-        _check_spec(name, have[name], want)
+        _check_tensor_spec(name, have[name], want)
     for name, spec in have.items():
         if name in layout.required:
             continue
@@ -54,10 +54,10 @@ def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
                 f"tensor {name!r} in {where!r} is unknown to the model: {fix}",
                 tensor=name,
             )
-        _check_spec(name, spec, layout.optional[name])
+        _check_tensor_spec(name, spec, layout.optional[name])
 
 
-def _fix_missing(name: str, have: Collection[str]) -> str:
+def _missing_tensor_fix(name: str, have: Collection[str]) -> str:
     """Return what to do about a tensor that is missing, by what is there instead."""
     if longer := next((each for each in have if each.endswith(f".{name}")), None):
         prefix = longer.removesuffix(name)
@@ -69,22 +69,22 @@ def _fix_missing(name: str, have: Collection[str]) -> str:
     return "publish every tensor of the model's checkpoint"
 
 
-def _check_spec(name: str, have: TensorSpec, want: TensorSpec) -> None:
+def _check_tensor_spec(name: str, have: TensorSpec, want: TensorSpec) -> None:
     if have != want:
         what = "shape" if have.dtype == want.dtype else "dtype"
         raise WeightsRejected(
             f"tensor {name!r} has the wrong {what}: it is {have}, the model's checkpoint has "
-            f"{want}; publish it as {want}{_fix_dtype(have, want)}",
+            f"{want}; publish it as {want}{_wrong_dtype_fix(have, want)}",
             tensor=name,
         )
 
 
-def _fix_dtype(have: TensorSpec, want: TensorSpec) -> str:
+def _wrong_dtype_fix(have: TensorSpec, want: TensorSpec) -> str:
     castable = have.shape == want.shape and {have.dtype, want.dtype} <= CASTABLE
     return ", or tensors by publish_weights(…, cast=True)" if castable else ""
 
 
-def check_ties(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:
+def check_tied_weights(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:
     """Refuse a tensor that differs from the one it is tied to, as `Layout.tied` says."""
     for name, target in tied.items():
         if name in digests and digests[name] != digests[target]:
@@ -95,8 +95,8 @@ def check_ties(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:
             )
 
 
-def root_hash(entries: Sequence[Entry], digests: Mapping[str, str]) -> str:
+def compute_root_hash(entries: Sequence[Entry], digests: Mapping[str, str]) -> str:
     """Return the hash of a whole set of tensors, given the content hash of each."""
     return root_hash_of(
-        {e.name: Hashed(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}
+        {e.name: HashedTensor(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}
     )

@@ -1,7 +1,7 @@
 """Simulated conversations: our balancer against round robin, stickiness and least in flight.
 
 10,000 turns over 16 replicas, one five times slower, one that dies on the way. All policies see the
-same conversations. Ours is the client's real `Balancer`; the others do what their namesakes do,
+same conversations. Ours is the client's real `LoadBalancer`; the others do what their namesakes do,
 with one favour: a dead replica is taken off their list at once (verl never does that).
 """
 
@@ -18,7 +18,7 @@ from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure, p99
 from bench.rigs.simulation import AT_ONCE, DIES_AT, DYING, SLOTS, SLOW, SLOW_FACTOR, Simulation
 from rollout_client.discovery.members import Member
-from rollout_client.routing.balancer import Balancer
+from rollout_client.routing.balancer import LoadBalancer
 
 TURNS = 10_000
 
@@ -29,24 +29,24 @@ class Ours(Policy):
     continues = True
 
     def __init__(self, urls: list[str], max_imbalance: int = 8) -> None:
-        self._balancer = Balancer(max_imbalance=max_imbalance)
+        self._balancer = LoadBalancer(max_imbalance=max_imbalance)
         self._balancer.set_members([Member(url, url) for url in urls], 0.0)
 
     @override
     def choose(self, key: str, now: float) -> str:
-        member = self._balancer.choose(key, now)
+        member = self._balancer.choose_member(key, now)
         assert member is not None
         return member.url
 
     @override
     def ended(self, url: str, now: float, pace: float | None = None) -> None:
-        self._balancer.release(url)
+        self._balancer.release_member(url)
         if pace is not None:
-            self._balancer.saw_pace(url, pace, now)
+            self._balancer.note_pace(url, pace, now)
 
     @override
     def died(self, url: str, now: float) -> None:
-        self._balancer.exclude(url, "dead", now)
+        self._balancer.exclude_member(url, "dead", now)
 
 
 @dataclass(slots=True)

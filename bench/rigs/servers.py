@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_kinds import KINDS, ROOT
-from rollout_worker.observe.processes import descendants, end
+from rollout_worker.observe.processes import find_descendants, kill_processes
 
 from .ports import answers, free_port
 
@@ -47,7 +47,7 @@ class Live:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all its processes so far."""
-        pids = (self.pid, *(process.pid for process in descendants(self.pid)))
+        pids = (self.pid, *(process.pid for process in find_descendants(self.pid)))
         return sum(map(_cpu_seconds, pids))
 
 
@@ -88,11 +88,11 @@ def _cores() -> Sequence[str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    family = descendants(process.pid)
+    family = find_descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(10)
-    end(family, 10)
+    kill_processes(family, 10)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from engine_kinds import ROOT, EngineKind
-from rollout_worker.observe.processes import descendants, end
+from rollout_worker.observe.processes import find_descendants, kill_processes
 from rollout_worker.observe.telemetry import resident_bytes
 from waiting import until_sync
 from workers import PROMPT, Command, events
@@ -120,13 +120,13 @@ class Observed(Command):
 
     def finish(self) -> None:
         """End the worker and all its processes."""
-        family = descendants(self.process.pid)
+        family = find_descendants(self.process.pid)
         if self.process.poll() is None:
             self.terminate()
         try:
             self.process.wait(60)
         finally:
             self.process.kill()
-            end(family, 10)
+            kill_processes(family, 10)
             if hasattr(self, "data"):
                 self.close()

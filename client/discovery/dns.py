@@ -14,10 +14,10 @@ from .members import CONTROL_PORT, DATA_PORT, Member, Publish
 
 logger = logging.getLogger(__name__)
 
-TTL_SECONDS = 5.0
+RESOLVE_INTERVAL_SECONDS = 5.0
 """How long an answer is good for: the TTL that cluster DNS gives to Services."""
 
-RESOLVE_SECONDS = 5.0
+RESOLVE_TIMEOUT_SECONDS = 5.0
 
 
 class DnsDiscovery:
@@ -31,39 +31,41 @@ class DnsDiscovery:
 
     refused = False
 
-    def __init__(self, host: str, port: int = DATA_PORT, ttl_seconds: float = TTL_SECONDS) -> None:
+    def __init__(
+        self, host: str, port: int = DATA_PORT, ttl_seconds: float = RESOLVE_INTERVAL_SECONDS
+    ) -> None:
         self.trouble = ""
         """Why it learns nothing new at the moment; empty: all is well."""
         self._host = host
         self._port = port
         self._ttl = ttl_seconds
 
-    async def run(self, publish: Publish) -> None:
+    async def run_discovery(self, publish: Publish) -> None:
         """Publish each new set until cancelled."""
         last: tuple[Member, ...] | None = None
         while True:
-            found = await self._resolve()
+            found = await self._resolve_members()
             if found is not None and found != last:
                 last = found
                 publish(found)
             await asyncio.sleep(self._ttl)
 
-    async def _resolve(self) -> tuple[Member, ...] | None:
+    async def _resolve_members(self) -> tuple[Member, ...] | None:
         """Return the members now; None: there was no answer, so the last set stays."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(RESOLVE_SECONDS):
+            async with asyncio.timeout(RESOLVE_TIMEOUT_SECONDS):
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError) as error:
-            self._tell(f"{self._host} can't be resolved: {error or type(error).__name__}")
+            self._report_trouble(f"{self._host} can't be resolved: {error or type(error).__name__}")
             # That is the answer for a Service without pods.
             gone = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME
             return () if gone else None
-        self._tell("")
+        self._report_trouble("")
         hosts = sorted({str(address[0]) for _, _, _, _, address in found})
-        return tuple(self._member(f"[{h}]" if ":" in h else h) for h in hosts)
+        return tuple(self._make_member(f"[{h}]" if ":" in h else h) for h in hosts)
 
-    def _member(self, host: str) -> Member:
+    def _make_member(self, host: str) -> Member:
         return Member(
             url=f"http://{host}:{self._port}",
             name=f"{host}:{self._port}",
@@ -71,7 +73,7 @@ class DnsDiscovery:
             proven=False,
         )
 
-    def _tell(self, trouble: str) -> None:
+    def _report_trouble(self, trouble: str) -> None:
         if trouble and trouble != self.trouble:
             logger.warning("%s", trouble)
         self.trouble = trouble

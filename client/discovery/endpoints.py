@@ -43,25 +43,27 @@ class EndpointDiscovery:
         self._name = name
         self._scheme = "https" if control_tls else "http"
 
-    async def run(self, publish: Publish) -> None:
+    async def run_discovery(self, publish: Publish) -> None:
         """Publish each new set until cancelled."""
         last: tuple[Member, ...] | None = None
-        async with aclosing(self._kube.follow(self._path, self._params, self._tell)) as changes:
+        async with aclosing(
+            self._kube.follow(self._path, self._params, self._report_trouble)
+        ) as changes:
             async for slices in changes:
-                found = members_of(slices.values(), self._scheme)
+                found = members_of_slices(slices.values(), self._scheme)
                 if found != last:
                     last = found
                     publish(found)
 
-    def _tell(self, error: ClusterError | None) -> None:
+    def _report_trouble(self, error: ClusterError | None) -> None:
         trouble = "" if error is None else str(error)
         if trouble and trouble != self.trouble:
             logger.warning("can't list the members of %s: %s", self._name, trouble)
         self.trouble = trouble
-        self.refused = error is not None and not error.passing
+        self.refused = error is not None and not error.is_transient
 
 
-def members_of(
+def members_of_slices(
     slices: Iterable[dict[str, Any]], control_scheme: str = "http"
 ) -> tuple[Member, ...]:
     """Return the members of all slices, in the order of their names.
@@ -70,14 +72,14 @@ def members_of(
     """
     found: dict[str, Member] = {}
     for each in slices:
-        for member in _members(each, control_scheme):
+        for member in _members_of_slice(each, control_scheme):
             known = found.get(member.url)
             if known is None or member.ready:
                 found[member.url] = member
     return tuple(sorted(found.values(), key=lambda member: (member.name, member.url)))
 
 
-def _members(each: dict[str, Any], control_scheme: str) -> Iterator[Member]:
+def _members_of_slice(each: dict[str, Any], control_scheme: str) -> Iterator[Member]:
     ports = {port.get("name"): port.get("port") for port in each.get("ports") or ()}
     port = ports.get(PORT_NAME) or DATA_PORT
     for endpoint in each.get("endpoints") or ():

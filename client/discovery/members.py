@@ -43,7 +43,7 @@ class Discovery(Protocol):
     refused: bool
     """Whether that is a refusal, which waiting does not mend."""
 
-    async def run(self, publish: Publish) -> None:
+    async def run_discovery(self, publish: Publish) -> None:
         """Publish the set as soon as it is known, and after each change.
 
         A passing failure does not end it: the last set stays, and it tries again.
@@ -59,7 +59,7 @@ class StaticDiscovery:
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = tuple(members)
 
-    async def run(self, publish: Publish) -> None:
+    async def run_discovery(self, publish: Publish) -> None:
         """Publish the list and return: it never changes."""
         publish(self._members)
 
@@ -76,7 +76,7 @@ def static_members(
         raise ValueError(f"urls must be a list of one URL or more, not {urls!r}")
     if control_urls is not None and len(control_urls) != len(urls):
         raise ValueError(f"{len(urls)} urls but {len(control_urls)} control_urls")
-    controls = control_urls or [_neighbour(url) for url in urls]
+    controls = control_urls or [_control_port_of(url) for url in urls]
     found = {}
     for url, control in zip(urls, controls, strict=True):
         parts = urlsplit(url)
@@ -88,7 +88,7 @@ def static_members(
     return tuple(found.values())
 
 
-def _neighbour(url: str) -> str | None:
+def _control_port_of(url: str) -> str | None:
     parts = urlsplit(url)
     if parts.port != DATA_PORT or not parts.hostname:
         return None

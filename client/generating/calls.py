@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollout_client.errors import RequestError, RolloutError
-from rollout_client.results import GenerateResult, joined
+from rollout_client.results import GenerateResult, join_results
 from rollout_worker.schemas import GenerateRequest
 
-from .attempts import Generation, Shared
+from .attempts import OutputGeneration, PoolContext
 from .prompts import OnVersionChange
-from .verdicts import Policy
+from .verdicts import RequestPolicy
 
 MAX_SEED = 2**63
 
@@ -30,7 +30,7 @@ class CallOptions:
     deterministic: bool = False
 
 
-class Call:
+class GenerateCall:
     """A caller's request. Run it once.
 
     `n` becomes single requests with the seeds that one worker would have derived, so that outputs
@@ -39,7 +39,7 @@ class Call:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: PoolContext,
         request: GenerateRequest,
         options: CallOptions,
         on_tokens: Callable[[int], None] = lambda index: None,
@@ -52,7 +52,7 @@ class Call:
         key = options.group_id or request.session_id
         if key is None and options.deterministic:
             key = self.request_id
-        policy = Policy(
+        policy = RequestPolicy(
             key=key,
             session_id=self.session_id,
             until=self._began + request.deadline_seconds,
@@ -60,11 +60,11 @@ class Call:
             max_failures=options.max_failures,
         )
         self.outputs = [
-            Generation(shared, single, request_id, index, policy, partial(on_tokens, index))
-            for index, (request_id, single) in enumerate(self._singles())
+            OutputGeneration(shared, single, request_id, index, policy, partial(on_tokens, index))
+            for index, (request_id, single) in enumerate(self._single_requests())
         ]
 
-    def _singles(self) -> Sequence[tuple[str, GenerateRequest]]:
+    def _single_requests(self) -> Sequence[tuple[str, GenerateRequest]]:
         sampling = self._request.sampling
         if sampling.n == 1:
             return [(self.request_id, self._request)]
@@ -76,17 +76,17 @@ class Call:
             found.append((f"{self.request_id}.{index}", request))
         return found
 
-    def result(self) -> GenerateResult:
+    def to_result(self) -> GenerateResult:
         """Return what there is so far; outputs that have not ended are marked aborted."""
-        return joined(
+        return join_results(
             self.request_id,
             self.session_id,
             len(self._request.token_ids),
             time.monotonic() - self._began,
-            [output.report for output in self.outputs],
+            [output.to_report for output in self.outputs],
         )
 
-    async def run(self) -> GenerateResult:
+    async def run_call(self) -> GenerateResult:
         """See all outputs through.
 
         Raises:
@@ -95,24 +95,24 @@ class Call:
         outcome = "cancelled"
         result = None
         try:
-            await self._run_all()
-            result = self.result()
+            await self._run_outputs()
+            result = self.to_result()
             outcome = "ok"
             return result
         except RolloutError as error:
             outcome = type(error).__name__
             if isinstance(error, RequestError):
-                kept = self.result()
+                kept = self.to_result()
                 error.kept = kept if any(output.token_ids for output in kept.outputs) else None
             raise
         finally:
             self._shared.hook.request(outcome, time.monotonic() - self._began, result)
 
-    async def _run_all(self) -> None:
+    async def _run_outputs(self) -> None:
         if len(self.outputs) == 1:
-            await self.outputs[0].run()
+            await self.outputs[0].run_attempts()
             return
-        tasks = [asyncio.create_task(output.run()) for output in self.outputs]
+        tasks = [asyncio.create_task(output.run_attempts()) for output in self.outputs]
         try:
             await asyncio.wait(tasks)
         finally:

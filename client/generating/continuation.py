@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from rollout_client.routing.bounds import Bounds
+from rollout_client.routing.bounds import WeightsBounds
 from rollout_worker.schemas import GenerateRequest, SamplingParams
 
-from .draft import Draft
+from .draft import OutputDraft
 
-LONGEST_DEADLINE = 86400.0
+MAX_DEADLINE_SECONDS = 86400.0
 """Seconds that a worker takes for a request at most."""
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """An odd number far from any that callers use: seeds of continuations meet nobody else's."""
 
 
-def rest_of(
+def remaining_request(
     request: GenerateRequest,
-    draft: Draft,
-    bounds: Bounds,
+    draft: OutputDraft,
+    bounds: WeightsBounds,
     *,
     request_id: str,
     session_id: str,
@@ -38,8 +38,8 @@ def rest_of(
         "request_id": request_id,
         "session_id": session_id,
         "token_ids": (*request.token_ids, *tokens) if tokens else request.token_ids,
-        "sampling": sampling_of_rest(request.sampling, len(tokens)),
-        "deadline_seconds": min(LONGEST_DEADLINE, max(0.001, seconds)),
+        "sampling": remaining_sampling(request.sampling, len(tokens)),
+        "deadline_seconds": min(MAX_DEADLINE_SECONDS, max(0.001, seconds)),
         "stream": True,
         "epoch": bounds.epoch,
         "min_version": bounds.min_version,
@@ -48,22 +48,24 @@ def rest_of(
     return request.model_copy(update=changes)
 
 
-def bounds_of_rest(asked: Bounds, draft: Draft, *, one_version: bool) -> Bounds:
+def remaining_bounds(
+    asked: WeightsBounds, draft: OutputDraft, *, one_version: bool
+) -> WeightsBounds:
     """Return which weights may make the rest: what the caller asked for, until there are tokens.
 
     A caller who minds a change, or who asked for exact weights, wants the rest from the same ones;
     everybody else from no older ones: while replicas commit one after the other, the next one may
     still be behind.
     """
-    first, last = draft.first, draft.last
+    first, last = draft.first_weights, draft.last_weights
     if first is None or last is None:
         return asked
     if one_version or asked.exact_version is not None:
-        return Bounds(first.epoch, asked.min_version, first.version)
-    return Bounds(last.epoch, last.version)
+        return WeightsBounds(first.epoch, asked.min_version, first.version)
+    return WeightsBounds(last.epoch, last.version)
 
 
-def sampling_of_rest(sampling: SamplingParams, tokens: int) -> SamplingParams:
+def remaining_sampling(sampling: SamplingParams, tokens: int) -> SamplingParams:
     """Return the parameters after so many tokens: one budget over all attempts.
 
     A seed is moved on, since the same one would draw the same random numbers again.
@@ -78,7 +80,7 @@ def sampling_of_rest(sampling: SamplingParams, tokens: int) -> SamplingParams:
     return sampling.model_copy(update=changes)
 
 
-def rewind_of(sampling: SamplingParams, tokens: int, *, end_known: bool) -> int:
+def rewind_length(sampling: SamplingParams, tokens: int, *, end_known: bool) -> int:
     """Return how many of so many tokens the next attempt must sample again.
 
     - All of them with presence or frequency penalties. These count sampled tokens only: to the next

@@ -21,7 +21,7 @@ class BadDelta(ValueError):
     """A worker sent tokens, logprobs and spans that do not fit together."""
 
 
-class Draft:
+class OutputDraft:
     """Tokens so far: token_ids [T], logprobs [T] if asked for, spans covering [0, T)."""
 
     def __init__(self, index: int) -> None:
@@ -35,17 +35,17 @@ class Draft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def begin(self, rewind: int = 0) -> None:
+    def begin_attempt(self, rewind: int = 0) -> None:
         """Begin an attempt after the tokens so far, except for the last `rewind` of them."""
-        self._cut(max(0, len(self) - rewind))
+        self._truncate_to(max(0, len(self) - rewind))
         self._base = len(self)
 
-    def clear(self) -> None:
+    def clear_tokens(self) -> None:
         """Forget everything: the output starts anew."""
-        self._cut(0)
+        self._truncate_to(0)
         self._base = 0
 
-    def _cut(self, length: int) -> None:
+    def _truncate_to(self, length: int) -> None:
         del self.token_ids[length:]
         del self.logprobs[length:]
         while self.spans and self.spans[-1].start >= length:
@@ -53,7 +53,7 @@ class Draft:
         if self.spans and self.spans[-1].end > length:
             self.spans[-1] = self.spans[-1].model_copy(update={"end": length})
 
-    def take(self, delta: StreamDelta) -> None:
+    def append_delta(self, delta: StreamDelta) -> None:
         """Append what an attempt sent.
 
         Raises:
@@ -71,31 +71,31 @@ class Draft:
             if self._base + span.start != end:
                 raise BadDelta(f"a span starts at {span.start}, expected {end - self._base}")
             end = self._base + span.end
-            self._append(span)
+            self._append_span(span)
         if end != len(self) + count:
             raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
 
-    def _append(self, span: WeightsSpan) -> None:
+    def _append_span(self, span: WeightsSpan) -> None:
         last = self.spans[-1] if self.spans else None
-        if last is not None and _kind(last) == _kind(span):
+        if last is not None and _span_kind(last) == _span_kind(span):
             self.spans[-1] = last.model_copy(update={"end": self._base + span.end})
         else:
             moved = {"start": self._base + span.start, "end": self._base + span.end}
             self.spans.append(span.model_copy(update=moved))
 
     @property
-    def first(self) -> WeightsId | None:
+    def first_weights(self) -> WeightsId | None:
         """Weights that made the first token; None: there is no token."""
-        return _identity(self.spans[0]) if self.spans else None
+        return _span_identity(self.spans[0]) if self.spans else None
 
     @property
-    def last(self) -> WeightsId | None:
+    def last_weights(self) -> WeightsId | None:
         """Weights that made the last token; None: there is no token."""
-        return _identity(self.spans[-1]) if self.spans else None
+        return _span_identity(self.spans[-1]) if self.spans else None
 
-    def delta(self, start: int, end: int) -> StreamDelta:
+    def delta_between(self, start: int, end: int) -> StreamDelta:
         """Return tokens [start, end) as an event of the joined stream."""
         spans = tuple(
             span.model_copy(update={"start": max(span.start, start), "end": min(span.end, end)})
@@ -109,7 +109,7 @@ class Draft:
             weights=spans,
         )
 
-    def output(
+    def to_output(
         self,
         stop_reason: StopReason,
         stop_match: StopMatch | None = None,
@@ -129,9 +129,9 @@ class Draft:
         )
 
 
-def _identity(span: WeightsSpan) -> WeightsId:
+def _span_identity(span: WeightsSpan) -> WeightsId:
     return WeightsId(epoch=span.epoch, version=span.version)
 
 
-def _kind(span: WeightsSpan) -> tuple[int, int, bool]:
+def _span_kind(span: WeightsSpan) -> tuple[int, int, bool]:
     return (span.epoch, span.version, span.stale_kv)

@@ -12,13 +12,13 @@ from rollout_worker.schemas import GenerateRequest, SamplingParams
 
 OnVersionChange = Literal["continue", "restart", "fail"]
 
-DEADLINE_SECONDS = 7200.0
+DEFAULT_DEADLINE_SECONDS = 7200.0
 """For an output unless said otherwise: 32,768 tokens at five a second, waiting included."""
 
-MAX_ID = 200
+MAX_ID_LENGTH = 200
 """Longest request id that a caller may give: attempts append to it."""
 
-MAX_SAID = 4
+MAX_REPORTED_ERRORS = 4
 """Mistakes that one message names."""
 
 
@@ -80,14 +80,14 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:
-            raise TypeError(f"generate has no argument {name!r}{_fix_of(name, known)}")
+            raise TypeError(f"generate has no argument {name!r}{_fix_for_name(name, known)}")
     choices = get_args(OnVersionChange)
     if (chosen := options.get("on_version_change", "continue")) not in choices:
         raise ValueError(f"on_version_change is {chosen!r}: use one of {', '.join(choices)}")
 
 
-def request_of(
-    prompt: Prompt, options: GenerateOptions, deadline_seconds: float = DEADLINE_SECONDS
+def make_request(
+    prompt: Prompt, options: GenerateOptions, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
 ) -> GenerateRequest:
     """Return the request for a prompt with these options.
 
@@ -105,18 +105,18 @@ def request_of(
     if isinstance(prompt, GenerateRequest):
         given |= {name: getattr(prompt, name) for name in prompt.model_fields_set}
     else:
-        given["token_ids"] = _token_ids(prompt)
+        given["token_ids"] = _prompt_token_ids(prompt)
     sent = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     try:
-        request = GenerateRequest.model_validate({**given, **_plain(sent)})
+        request = GenerateRequest.model_validate({**given, **_plain_numbers(sent)})
     except ValidationError as error:
-        raise ValueError(_said(error)) from None
-    if request.request_id is not None and len(request.request_id) > MAX_ID:
-        raise ValueError(f"request_id is longer than {MAX_ID} characters")
+        raise ValueError(_error_words(error)) from None
+    if request.request_id is not None and len(request.request_id) > MAX_ID_LENGTH:
+        raise ValueError(f"request_id is longer than {MAX_ID_LENGTH} characters")
     return request
 
 
-def _token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
+def _prompt_token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
     if isinstance(prompt, str | bytes):
         raise TypeError("a prompt is token ids, not text: tokenize it first")
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -132,10 +132,10 @@ def _token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
         raise ValueError("a prompt is one row of token ids: pass many to generate_many")
     whole = tuple(ids)
     # The usual list of a hundred thousand ids is not gone through one by one.
-    return whole if set(map(type, whole)) <= {int} else tuple(map(_plain, whole))
+    return whole if set(map(type, whole)) <= {int} else tuple(map(_plain_numbers, whole))
 
 
-def _plain(value: Any) -> Any:
+def _plain_numbers(value: Any) -> Any:
     """Return numbers of numpy and torch as Python's own, also within mappings and sequences."""
     if isinstance(value, BaseModel | str | bytes | int | float):
         # numpy's float64 is a float, too, and one that every check takes.
@@ -143,37 +143,37 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+        return {_plain_numbers(key): _plain_numbers(each) for key, each in value.items()}
+    return tuple(map(_plain_numbers, value)) if isinstance(value, list | tuple) else value
 
 
-def _said(error: ValidationError) -> str:
+def _error_words(error: ValidationError) -> str:
     """Return what is wrong, in words of ours: the path of each field and what it must be."""
     wrong, found = [], error.errors()
     # What follows from a mistake further inside is not told: that one is what to fix.
     outer = {each["loc"][:size] for each in found for size in range(len(each["loc"]))}
     inner = [each for each in found if each["loc"] not in outer]
-    for each in inner[:MAX_SAID]:
+    for each in inner[:MAX_REPORTED_ERRORS]:
         path = ".".join(map(str, each["loc"]))
         if each["type"] == "extra_forbidden":
             fields = SamplingParams if each["loc"][0] == "sampling" else GenerateRequest
             name = str(each["loc"][-1])
             wrong.append(f"{path} does not exist{did_you_mean(name, fields.model_fields)}")
         else:
-            fix = _FIXES.get(path, "")
+            fix = _KNOWN_FIXES.get(path, "")
             wrong.append(f"{path}: {each['msg']}, not {str(each['input'])[:80]!r}{fix}")
     more = len(inner) - len(wrong)
     return "; ".join(wrong) + (f"; and {more} more" if more else "")
 
 
-_FIXES = {
+_KNOWN_FIXES = {
     "logprobs": ": 'sampling' is what an output has by default, 'none' leaves them out",
     "sampling.stop": ": write a list of strings, also for one",
     "sampling.top_k": ": 0 stands for all tokens",
 }
 
 
-def _fix_of(name: str, known: Mapping[str, object]) -> str:
+def _fix_for_name(name: str, known: Mapping[str, object]) -> str:
     """Return what to write instead of an argument that does not exist."""
     if name in SamplingParams.model_fields:
         return f": put it into sampling, as in sampling={{{name!r}: …}}"

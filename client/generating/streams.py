@@ -9,7 +9,7 @@ from typing import Self
 from rollout_client.results import GenerateResult
 from rollout_worker.schemas import StreamDelta
 
-from .calls import Call
+from .calls import GenerateCall
 
 
 class GenerationStream:
@@ -19,7 +19,7 @@ class GenerationStream:
         make: Makes the call, given a function to be called when an output has new tokens.
     """
 
-    def __init__(self, make: Callable[[Callable[[int], None]], Call]) -> None:
+    def __init__(self, make: Callable[[Callable[[int], None]], GenerateCall]) -> None:
         self._fresh = asyncio.Event()
         self._call = make(lambda _: self._fresh.set())
         self._given = [0] * len(self._call.outputs)
@@ -45,7 +45,7 @@ class GenerationStream:
         task = self._task
         if task is not None and task.done() and not task.cancelled() and not task.exception():
             return task.result()
-        return self._call.result()
+        return self._call.to_result()
 
     async def __aiter__(self) -> AsyncGenerator[StreamDelta]:
         """Yield deltas; their spans count from the output's first token.
@@ -55,24 +55,24 @@ class GenerationStream:
         """
         if self._task is not None:
             raise RuntimeError("a stream can be iterated only once")
-        self._task = asyncio.create_task(self._call.run())
+        self._task = asyncio.create_task(self._call.run_call())
         self._task.add_done_callback(lambda _: self._fresh.set())
         while True:
             self._fresh.clear()
             ended = self._task.done()
-            for delta in self._new(whole=ended):
+            for delta in self._new_deltas(whole=ended):
                 yield delta
             if ended:
                 self._task.result()
                 return
             await self._fresh.wait()
 
-    def _new(self, *, whole: bool) -> list[StreamDelta]:
+    def _new_deltas(self, *, whole: bool) -> list[StreamDelta]:
         deltas = []
         for index, output in enumerate(self._call.outputs):
             draft, start = output.draft, self._given[index]
             end = len(draft) - (0 if whole else output.retractable)
             if end > start:
-                deltas.append(draft.delta(start, end))
+                deltas.append(draft.delta_between(start, end))
                 self._given[index] = end
         return deltas

@@ -9,12 +9,12 @@ PACE_TOKENS = 16
 """From fewer tokens a replica's pace can't be told."""
 
 
-def pace_of(tokens: int, seconds: float) -> float | None:
+def seconds_per_token(tokens: int, seconds: float) -> float | None:
     """Return the seconds per token, given how long the tokens after the first one took."""
     return seconds / (tokens - 1) if tokens >= PACE_TOKENS else None
 
 
-class Tally:
+class OutputUsage:
     """Adds up what workers say of one output.
 
     Args:
@@ -30,12 +30,12 @@ class Tally:
         self._queued = 0.0
         self._preemptions = 0
 
-    def token(self, now: float) -> None:
+    def note_first_token(self, now: float) -> None:
         """An attempt gave its first token."""
         if self._first_token_seconds is None:
             self._first_token_seconds = now - self._began
 
-    def end(self, done: StreamDone) -> None:
+    def note_stream_end(self, done: StreamDone) -> None:
         """A worker ended a stream."""
         if not self.attempts:
             # Of the caller's prompt; to later attempts the tokens so far are prompt as well.
@@ -44,7 +44,7 @@ class Tally:
         self._queued += done.timing.queued_seconds
         self._preemptions += done.timing.preemptions
 
-    def report(self, output: GenerateOutput, logprobs_of: LogprobsOf | None) -> OutputReport:
+    def to_report(self, output: GenerateOutput, logprobs_of: LogprobsOf | None) -> OutputReport:
         """Return the output with all that was added up.
 
         Args:

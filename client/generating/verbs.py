@@ -7,16 +7,16 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, Unpack
 
 from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
-from rollout_client.hooks import guarded
+from rollout_client.hooks import guard_progress
 from rollout_client.results import GenerateResult
 from rollout_worker.schemas import GenerateRequest, WeightsId
 
-from .attempts import Shared
-from .calls import Call, CallOptions
-from .prompts import DEADLINE_SECONDS, GenerateOptions, Prompt, request_of
+from .attempts import PoolContext
+from .calls import CallOptions, GenerateCall
+from .prompts import DEFAULT_DEADLINE_SECONDS, GenerateOptions, Prompt, make_request
 from .streams import GenerationStream
 
-CONCURRENCY = 512
+DEFAULT_CONCURRENCY = 512
 """Requests in flight of one `generate_many` unless said otherwise."""
 
 Progress = Callable[[int, int], None]
@@ -34,18 +34,18 @@ class GeneratingVerbs:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: PoolContext,
         *,
         max_failures: int,
         deterministic: bool,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     ) -> None:
         self._shared = shared
         self._deadline_seconds = deadline_seconds
         self._max_failures = max_failures
         self._deterministic = deterministic
 
-    def _start(self) -> None:
+    def _start_discovery(self) -> None:
         """Begin to look for members; called with each prompt."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class GeneratingVerbs:
             ValueError: The prompt or an option can't be sent; says which, and why.
             TypeError: The prompt is of no such kind, or there is no such option.
         """
-        return await self._call(prompt, options).run()
+        return await self._make_call(prompt, options).run_call()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
@@ -74,13 +74,13 @@ class GeneratingVerbs:
         Tokens that might still be sampled again are held back: the last few with `stop` strings, all
         of them with `on_version_change="restart"` or with presence or frequency penalties.
         """
-        return GenerationStream(lambda on_tokens: self._call(prompt, options, on_tokens))
+        return GenerationStream(lambda on_tokens: self._make_call(prompt, options, on_tokens))
 
     async def as_completed(
         self,
         prompts: Iterable[Prompt],
         *,
-        concurrency: int = CONCURRENCY,
+        concurrency: int = DEFAULT_CONCURRENCY,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[tuple[int, GenerateResult | RolloutError]]:
         """Yield (index, result or error) as requests end; at most `concurrency` run at once.
@@ -90,14 +90,14 @@ class GeneratingVerbs:
         """
         if concurrency < 1:
             raise ValueError("concurrency must be 1 or more")
-        request_of((0,), options)  # what is wrong for all prompts is told before any is sent
+        make_request((0,), options)  # what is wrong for all prompts is told before any is sent
         waiting = enumerate(prompts)
         running: dict[asyncio.Task[GenerateResult], int] = {}
         try:
             while True:
                 while len(running) < concurrency and (following := next(waiting, None)):
                     index, prompt = following
-                    running[asyncio.create_task(self._one_of_many(prompt, options))] = index
+                    running[asyncio.create_task(self._generate_one(prompt, options))] = index
                 if not running:
                     return
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -112,19 +112,19 @@ class GeneratingVerbs:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _one_of_many(self, prompt: Prompt, options: GenerateOptions) -> GenerateResult:
+    async def _generate_one(self, prompt: Prompt, options: GenerateOptions) -> GenerateResult:
         """Generate; a prompt that can't be sent fails like one that a worker refused."""
         try:
-            call = self._call(prompt, options)
+            call = self._make_call(prompt, options)
         except (ValueError, TypeError) as error:
             raise RequestRefused(str(error), status=422, slug="invalid-request") from error
-        return await call.run()
+        return await call.run_call()
 
     async def generate_many(
         self,
         prompts: Sequence[Prompt],
         *,
-        concurrency: int = CONCURRENCY,
+        concurrency: int = DEFAULT_CONCURRENCY,
         progress: Progress | None = None,
         on_error: Literal["raise", "return"] = "raise",
         **options: Unpack[GenerateOptions],
@@ -151,7 +151,7 @@ class GeneratingVerbs:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be raise or return, not {on_error!r}")
         results: list[Any] = [None] * len(prompts)
-        ended, tell = 0, None if progress is None else guarded(progress)
+        ended, tell = 0, None if progress is None else guard_progress(progress)
         async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
             results[index] = result
             ended += 1
@@ -161,23 +161,23 @@ class GeneratingVerbs:
             raise ManyFailed(results)
         return results
 
-    def _call(
+    def _make_call(
         self,
         prompt: Prompt,
         options: GenerateOptions,
         on_tokens: Callable[[int], None] = lambda index: None,
-    ) -> Call:
-        self._start()
-        request = request_of(prompt, options, self._deadline_seconds)
+    ) -> GenerateCall:
+        self._start_discovery()
+        request = make_request(prompt, options, self._deadline_seconds)
         how = CallOptions(
             options.get("on_version_change", "continue"),
             self._max_failures,
             options.get("group_id"),
             self._deterministic,
         )
-        return Call(self._shared, self._bounded(request), how, on_tokens)
+        return GenerateCall(self._shared, self._with_pool_bounds(request), how, on_tokens)
 
-    def _bounded(self, request: GenerateRequest) -> GenerateRequest:
+    def _with_pool_bounds(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the pool's bounds, unless it has bounds of its own."""
         lowest = self._lowest_weights()
         own = (request.epoch, request.min_version, request.exact_version)

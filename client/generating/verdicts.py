@@ -34,20 +34,20 @@ from rollout_worker.schemas import (
 )
 
 from .prompts import OnVersionChange
-from .wire import Refusal
+from .wire import AttemptRefused
 
 MAX_FAILURES = 8
 """Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
 enough that a request that crashes its engine does not crash them all."""
 
-FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 2.0
-RETRY_SECONDS = 1.0
+FIRST_PAUSE_SECONDS = 0.05
+MAX_PAUSE_SECONDS = 2.0
+DEFAULT_RETRY_SECONDS = 1.0
 """When to ask a replica again that is busy and does not say until when."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RequestPolicy:
     """How one request is to be seen through.
 
     Attributes:
@@ -69,7 +69,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AttemptState:
     """Where an output stood when an attempt ended.
 
     Attributes:
@@ -86,7 +86,7 @@ class Standing:
     replica: str | None
     now: float
     sampling: SamplingParams
-    policy: Policy
+    policy: RequestPolicy
     tokens: Sequence[int] = ()
     first: WeightsId | None = None
     last: WeightsId | None = None
@@ -96,7 +96,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishOutput:
     """The output is whole."""
 
     reason: StopReason
@@ -104,7 +104,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Continue:
+class ContinueOutput:
     """Another attempt goes on after the tokens so far.
 
     Attributes:
@@ -126,11 +126,11 @@ class GiveUp:
     error: RequestError
 
 
-Next = Finish | Continue | StartOver | GiveUp
+Next = FinishOutput | ContinueOutput | StartOver | GiveUp
 
 
 @dataclass(frozen=True, slots=True)
-class Exclusion:
+class ReplicaExclusion:
     """The replica gets no requests.
 
     Attributes:
@@ -143,7 +143,7 @@ class Exclusion:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AttemptVerdict:
     """What to report of an attempt, what to do next, and what the balancer should know.
 
     Attributes:
@@ -156,87 +156,89 @@ class Verdict:
     cause: str
     next: Next
     broke: bool = False
-    exclusion: Exclusion | None = None
+    exclusion: ReplicaExclusion | None = None
     weights: WeightsId | None = None
 
 
-def after_answer(output: DoneOutput | None, at: Standing) -> Verdict:
+def judge_answer(output: DoneOutput | None, at: AttemptState) -> AttemptVerdict:
     """Judge the worker's own end of a stream."""
     if output is None:
-        return after_break("it ended a stream without an output", at)
+        return judge_broken_attempt("it ended a stream without an output", at)
     if output.stop_reason is not StopReason.ABORTED:
-        return Verdict("finished", "", Finish(output.stop_reason, output.stop_match))
+        return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
     if output.abort_slug == NOT_FINITE:
         why = output.abort_detail or NOT_FINITE
         failed = GiveUp(RequestFailed(why, replica=at.replica))
-        return Verdict("aborted", why, finished_by(at) or failed)
+        return AttemptVerdict("aborted", why, finish_if_whole(at) or failed)
     match output.abort_reason or AbortReason.ENGINE:
         case AbortReason.DEADLINE as reason:
-            return Verdict("aborted", reason, GiveUp(overdue(at)))
+            return AttemptVerdict("aborted", reason, GiveUp(deadline_error(at)))
         case AbortReason.ENGINE | AbortReason.CLIENT as reason:
-            return after_break(f"aborted: {reason}", at, "aborted")
+            return judge_broken_attempt(f"aborted: {reason}", at, "aborted")
         case reason:
-            asleep = Exclusion("it fell asleep") if reason is AbortReason.SLEEP else None
-            follows = finished_by(at) or Continue(_pause_if_dry(at))
-            return Verdict("aborted", reason, follows, exclusion=asleep)
+            asleep = ReplicaExclusion("it fell asleep") if reason is AbortReason.SLEEP else None
+            follows = finish_if_whole(at) or ContinueOutput(_pause_if_dry(at))
+            return AttemptVerdict("aborted", reason, follows, exclusion=asleep)
 
 
-def after_break(why: str, at: Standing, outcome: Outcome = "broken") -> Verdict:
+def judge_broken_attempt(why: str, at: AttemptState, outcome: Outcome = "broken") -> AttemptVerdict:
     """Judge an attempt that broke: the connection, the engine or the worker failed."""
     failures = at.failures + 1
-    follows: Next = finished_by(at) or Continue(_pause(at))
-    if isinstance(follows, Continue) and at.now >= at.policy.until:
-        follows = GiveUp(overdue(at))
-    elif isinstance(follows, Continue) and failures > at.policy.max_failures:
+    follows: Next = finish_if_whole(at) or ContinueOutput(_backoff_pause(at))
+    if isinstance(follows, ContinueOutput) and at.now >= at.policy.until:
+        follows = GiveUp(deadline_error(at))
+    elif isinstance(follows, ContinueOutput) and failures > at.policy.max_failures:
         text = f"{failures} attempts broke, the last one: {why}"
         follows = GiveUp(RequestFailed(text, replica=at.replica))
-    return Verdict(outcome, why, follows, broke=True, exclusion=Exclusion(why))
+    return AttemptVerdict(outcome, why, follows, broke=True, exclusion=ReplicaExclusion(why))
 
 
-def after_refusal(refusal: Refusal, at: Standing) -> Verdict:
+def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     """Judge an answer that is a problem instead of a stream."""
     slug = refusal.slug or str(refusal.status)
-    follows: Next = Continue(_pause_if_dry(at))
+    follows: Next = ContinueOutput(_pause_if_dry(at))
     exclusion = None
     if refusal.status == 429:
-        exclusion = Exclusion("its queue is full", refusal.retry_after or RETRY_SECONDS)
+        exclusion = ReplicaExclusion(
+            "its queue is full", refusal.retry_after or DEFAULT_RETRY_SECONDS
+        )
     elif refusal.status == 503:
-        exclusion = Exclusion(refusal.detail)
+        exclusion = ReplicaExclusion(refusal.detail)
     elif slug == "version-not-met":
-        return _after_wrong_weights(refusal, at)
+        return _judge_wrong_weights(refusal, at)
     elif slug == "duplicate-request":
         pass
     elif refusal.status >= 500:
-        return after_break(str(refusal), at, "refused")
+        return judge_broken_attempt(str(refusal), at, "refused")
     elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
         # As much as the model's length allows was asked for, and that is reached.
-        follows = Finish(StopReason.LENGTH)
+        follows = FinishOutput(StopReason.LENGTH)
     else:
         follows = GiveUp(
             RequestRefused(
                 refusal.detail, replica=at.replica, status=refusal.status, slug=refusal.slug
             )
         )
-    return Verdict("refused", slug, follows, exclusion=exclusion)
+    return AttemptVerdict("refused", slug, follows, exclusion=exclusion)
 
 
-def _after_wrong_weights(refusal: Refusal, at: Standing) -> Verdict:
+def _judge_wrong_weights(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     """Judge a refusal because of the weights: the replica's are too old, or too new."""
     if refusal.active is None:
-        later = Exclusion(refusal.detail, refusal.retry_after or RETRY_SECONDS)
-        return Verdict("refused", refusal.slug, Continue(), exclusion=later)
-    follows: Next = Continue()
+        later = ReplicaExclusion(refusal.detail, refusal.retry_after or DEFAULT_RETRY_SECONDS)
+        return AttemptVerdict("refused", refusal.slug, ContinueOutput(), exclusion=later)
+    follows: Next = ContinueOutput()
     if at.policy.one_version and at.first is not None and refusal.active != at.first:
-        follows = when_weights_changed(at, refusal.active)
-    return Verdict("refused", refusal.slug, follows, weights=refusal.active)
+        follows = step_after_weights_change(at, refusal.active)
+    return AttemptVerdict("refused", refusal.slug, follows, weights=refusal.active)
 
 
-def after_new_weights(at: Standing) -> Verdict:
+def judge_new_weights(at: AttemptState) -> AttemptVerdict:
     """Judge an attempt that was left because other weights came and the caller minds."""
-    return Verdict("moved", "the weights changed", when_weights_changed(at, at.last))
+    return AttemptVerdict("moved", "the weights changed", step_after_weights_change(at, at.last))
 
 
-def when_weights_changed(at: Standing, to: WeightsId | None = None) -> Next:
+def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> Next:
     """Say what follows when the weights of the tokens so far serve no more."""
     if at.policy.on_version_change == "fail":
         text = f"the weights changed from {at.first} to {to or 'others'} within an output"
@@ -244,7 +246,7 @@ def when_weights_changed(at: Standing, to: WeightsId | None = None) -> Next:
     return StartOver()
 
 
-def finished_by(at: Standing) -> Finish | None:
+def finish_if_whole(at: AttemptState) -> FinishOutput | None:
     """Return the end if nothing is missing but the worker's own word for it.
 
     As on a worker, nothing of the first `min_tokens` is an end.
@@ -252,18 +254,18 @@ def finished_by(at: Standing) -> Finish | None:
     sampling, tokens = at.sampling, at.tokens
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
     if tokens and tokens[-1] in stops and len(tokens) > sampling.min_tokens:
-        return Finish(StopReason.STOP, StopMatch(token_id=tokens[-1]))
+        return FinishOutput(StopReason.STOP, StopMatch(token_id=tokens[-1]))
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
-        return Finish(StopReason.LENGTH)
+        return FinishOutput(StopReason.LENGTH)
     return None
 
 
-def overdue(at: Standing) -> DeadlineExceeded:
+def deadline_error(at: AttemptState) -> DeadlineExceeded:
     """Return the error for a request whose time is over."""
     return DeadlineExceeded("its deadline passed", replica=at.replica)
 
 
-def out_of_time(at: Standing, last: Outcome | None, reasons: str) -> RequestError:
+def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> RequestError:
     """Return the error when there is no time for another attempt.
 
     Args:
@@ -272,19 +274,19 @@ def out_of_time(at: Standing, last: Outcome | None, reasons: str) -> RequestErro
         reasons: Why no replica serves now.
     """
     if at.tokens or last != "refused":
-        return overdue(at)
+        return deadline_error(at)
     return NoReplica(f"no replica took the request in time ({reasons})")
 
 
-def no_replica(error: NoReplica, at: Standing) -> RequestError:
+def no_replica_error(error: NoReplica, at: AttemptState) -> RequestError:
     """Return the right word for it: with tokens in hand the deadline ended the output."""
     return DeadlineExceeded(error.cause) if at.tokens else error
 
 
-def _pause_if_dry(at: Standing) -> float:
+def _pause_if_dry(at: AttemptState) -> float:
     """Attempts that give nothing must not follow each other at once for ever."""
-    return _pause(at) if at.dry > 1 else 0.0
+    return _backoff_pause(at) if at.dry > 1 else 0.0
 
 
-def _pause(at: Standing) -> float:
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(at.dry, 10))
+def _backoff_pause(at: AttemptState) -> float:
+    return min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(at.dry, 10))

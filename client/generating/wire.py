@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from rollout_client.routing.router import Lease
+from rollout_client.routing.router import AttemptLease
 from rollout_worker.schemas import GenerateRequest, StreamDelta, StreamDone, WeightsId
 
 from .draft import BadDelta
@@ -26,12 +26,12 @@ MAX_EVENT_BYTES = 64 * 2**20
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 
-class Broken(Exception):
+class AttemptBroken(Exception):
     """The attempt ended before the worker ended it: cut off, silent, or not understood."""
 
 
 @dataclass(eq=False)
-class Refusal(Exception):
+class AttemptRefused(Exception):
     """The worker answered with a problem instead of a stream."""
 
     status: int
@@ -44,9 +44,9 @@ class Refusal(Exception):
         return f"{self.status} {self.slug}: {self.detail}" if self.slug else self.detail
 
 
-async def attempt(
+async def run_attempt(
     client: httpx.AsyncClient,
-    lease: Lease,
+    lease: AttemptLease,
     request: GenerateRequest,
     take: Callable[[StreamDelta], None],
     seconds: float,
@@ -55,7 +55,7 @@ async def attempt(
 
     Args:
         client: Connections to the member.
-        lease: Tells `Health` when the worker was heard last; through it the attempt is cut off.
+        lease: Tells `HealthChecker` when the worker was heard last; through it the attempt is cut off.
         request: With `stream`.
         take: Called with each delta.
         seconds: Deadline for all of it.
@@ -66,50 +66,50 @@ async def attempt(
     """
     try:
         async with asyncio.timeout(seconds) as scope:
-            lease.watch(scope)
-            return await _exchange(client, lease, request, take)
+            lease.watch_timeout(scope)
+            return await _exchange_stream(client, lease, request, take)
     except TimeoutError:
         # Its deadline, or it was cut off through the lease.
-        raise Broken(lease.cut or f"no end within {seconds:.1f} s") from None
+        raise AttemptBroken(lease.cut or f"no end within {seconds:.1f} s") from None
     except httpx.HTTPError as error:
-        raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        raise AttemptBroken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
     except (BadDelta, ValidationError, ValueError) as error:
-        raise Broken(f"it sent data that can't be used: {str(error)[:300]}") from error
+        raise AttemptBroken(f"it sent data that can't be used: {str(error)[:300]}") from error
     finally:
-        lease.watch(None)
+        lease.watch_timeout(None)
 
 
-async def _exchange(
+async def _exchange_stream(
     client: httpx.AsyncClient,
-    lease: Lease,
+    lease: AttemptLease,
     request: GenerateRequest,
     take: Callable[[StreamDelta], None],
 ) -> StreamDone:
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
     done: StreamDone | None = None
-    route = _route(lease.member.url)
+    route = _generate_url(lease.member.url)
     async with client.stream("POST", route, content=body, headers=_HEADERS) as answer:
         if answer.status_code != 200:
-            raise await _refusal(answer)
+            raise await _parse_refusal(answer)
         # Read on after `done`, up to the end: only then can the connection be used again.
         try:
-            async for name, data in _events(answer, lease):
-                done = done or _taken(name, data, take)
+            async for name, data in _read_events(answer, lease):
+                done = done or _handle_event(name, data, take)
         except httpx.HTTPError:
             if done is None:
                 raise
     if done is None:
-        raise Broken("the connection ended in the middle of the stream")
+        raise AttemptBroken("the connection ended in the middle of the stream")
     return done
 
 
 @lru_cache(maxsize=4096)
-def _route(url: str) -> httpx.URL:
+def _generate_url(url: str) -> httpx.URL:
     """Return where a member generates; httpx would parse a relative URL twice per request."""
     return httpx.URL(f"{url}/v1/generate")
 
 
-def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
+def _handle_event(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
     """Pass a delta on, or return the end; a newer worker may say more than this client knows."""
     match name:
         case "delta":
@@ -117,15 +117,19 @@ def _taken(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> Strea
         case "done":
             return StreamDone.model_validate_json(data, extra="ignore")
         case "error":
-            raise Broken(f"the stream broke: {_problem(data).get('detail', 'no detail')}")
+            raise AttemptBroken(
+                f"the stream broke: {_parse_problem(data).get('detail', 'no detail')}"
+            )
     return None
 
 
-async def _events(answer: httpx.Response, lease: Lease) -> AsyncIterator[tuple[str, bytes]]:
+async def _read_events(
+    answer: httpx.Response, lease: AttemptLease
+) -> AsyncIterator[tuple[str, bytes]]:
     """Yield server-sent events; the reader skips comments and events of other kinds."""
     pending = b""
     async for chunk in answer.aiter_bytes():
-        lease.heard()
+        lease.note_heard()
         *whole, pending = (pending + chunk).split(b"\n\n")
         if len(pending) > MAX_EVENT_BYTES:
             raise ValueError("an event does not end")
@@ -139,22 +143,22 @@ async def _events(answer: httpx.Response, lease: Lease) -> AsyncIterator[tuple[s
             yield name, data
 
 
-async def _refusal(answer: httpx.Response) -> Refusal:
+async def _parse_refusal(answer: httpx.Response) -> AttemptRefused:
     content = (await answer.aread())[:MAX_PROBLEM_BYTES]
-    problem = _problem(content)
+    problem = _parse_problem(content)
     detail = str(problem.get("detail") or problem.get("title") or "") or (
         content[:200].decode(errors="replace") or "no message"
     )
-    return Refusal(
+    return AttemptRefused(
         answer.status_code,
         str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX),
         detail,
-        _seconds(answer.headers.get("Retry-After")),
-        _identity(problem.get("active")),
+        _parse_retry_after(answer.headers.get("Retry-After")),
+        _parse_identity(problem.get("active")),
     )
 
 
-def _problem(content: bytes) -> dict[str, Any]:
+def _parse_problem(content: bytes) -> dict[str, Any]:
     try:
         problem = json.loads(content)
     except ValueError:
@@ -162,7 +166,7 @@ def _problem(content: bytes) -> dict[str, Any]:
     return problem if isinstance(problem, dict) else {}
 
 
-def _seconds(text: str | None) -> float | None:
+def _parse_retry_after(text: str | None) -> float | None:
     """Return Retry-After in seconds; workers never send it as a date."""
     try:
         return None if text is None else min(60.0, max(0.0, float(text)))
@@ -170,7 +174,7 @@ def _seconds(text: str | None) -> float | None:
         return None
 
 
-def _identity(value: object) -> WeightsId | None:
+def _parse_identity(value: object) -> WeightsId | None:
     try:
         return None if value is None else WeightsId.model_validate(value, extra="ignore")
     except ValidationError:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from rollout_client.discovery.members import Member
 from rollout_client.generating.prompts import GenerateOptions, Prompt
-from rollout_client.generating.verbs import CONCURRENCY as CONCURRENT_PROMPTS
+from rollout_client.generating.verbs import DEFAULT_CONCURRENCY as CONCURRENT_PROMPTS
 from rollout_client.generating.verbs import Progress
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.results import GenerateResult
 from rollout_client.steering.protocol import (
-    ACQUIRE_SECONDS,
-    PUBLISH_SECONDS,
-    STATE_SECONDS,
+    DEFAULT_ACQUIRE_SECONDS,
+    DEFAULT_PUBLISH_SECONDS,
+    DEFAULT_STATE_SECONDS,
     OnProgress,
     Published,
 )
@@ -75,7 +75,7 @@ class PoolActor:
         """See `AsyncRolloutPool.info`."""
         return await (await self._opened()).info(seconds=seconds)
 
-    async def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
+    async def acquire(self, *, seconds: float = DEFAULT_ACQUIRE_SECONDS) -> int:
         """See `AsyncRolloutPool.acquire`."""
         return await (await self._opened()).acquire(seconds=seconds)
 
@@ -85,7 +85,7 @@ class PoolActor:
         path: str | PurePath | EllipsisType | None = ...,
         *,
         tensors: Tensors | None = None,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
         **options: Unpack[PushOptions],
     ) -> Published:
@@ -98,15 +98,15 @@ class PoolActor:
             version, path, tensors=tensors, seconds=seconds, progress=progress, **options
         )
 
-    async def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
+    async def sleep(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.sleep`."""
         await (await self._opened()).sleep(seconds=seconds)
 
-    async def wake(self, *, seconds: float = STATE_SECONDS) -> None:
+    async def wake(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.wake`."""
         await (await self._opened()).wake(seconds=seconds)
 
-    async def pause(self, *, seconds: float = STATE_SECONDS) -> None:
+    async def pause(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """See `AsyncRolloutPool.pause`."""
         await (await self._opened()).pause(seconds=seconds)
 

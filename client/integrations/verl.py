@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollout_client.generating.prompts import DEADLINE_SECONDS, GenerateOptions
+from rollout_client.generating.prompts import DEFAULT_DEADLINE_SECONDS, GenerateOptions
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.pushing.routes import TRANSPORTS, Transport
-from rollout_client.steering.versions import KEEP
+from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS
 from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason, WorkerInfo
 
 SECTION = "pool"
@@ -58,7 +58,7 @@ class PoolSettings:
     transport: Transport = "auto"
     folder: str | None = None
     mounted_at: str | None = None
-    keep: int = KEEP
+    keep: int = DEFAULT_KEPT_VERSIONS
     deadline_seconds: float | None = None
 
     @classmethod
@@ -227,7 +227,7 @@ class VerlClient:
         sampling, wants_logprobs = self._sampling(sampling_params)
         pool = self._pools.here()
         # At the first prompt replicas may still load: that takes as long as a generation may wait.
-        wait = self._deadline_seconds or DEADLINE_SECONDS
+        wait = self._deadline_seconds or DEFAULT_DEADLINE_SECONDS
         info = self._info = self._info or await pool.info(seconds=wait)
         sampling["max_tokens"] = self._budget(sampling["max_tokens"], len(prompt_ids), info)
         options: GenerateOptions = {

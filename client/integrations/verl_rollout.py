@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.pushing.options import PushOptions
-from rollout_client.steering.spool import drain
+from rollout_client.steering.spool import drain_tensors
 
 from .verl import PoolSettings, _Pools
 
@@ -95,11 +95,11 @@ class VerlRollout:
             OSError, PublishError: See `AsyncRolloutPool.publish_weights`.
         """
         if wire_format != "named_tensors" or peft_config is not None:
-            await drain(weights)
+            await drain_tensors(weights)
             what = "adapters" if peft_config is not None else f"wire_format {wire_format!r}"
             raise NotImplementedError(f"{what} can't be sent: send whole named tensors")
         if not self.is_leader_rank:
-            await drain(weights)
+            await drain_tensors(weights)
             return
         pool = self._pools.here()
         # verl may call from another loop, and so another pool, than before: the trainer is the same.

@@ -59,7 +59,7 @@ class Kube:
                 return await self._send("GET", path, params=params)
             except ClusterError as error:
                 pause = pause_before(attempt)
-                if not error.passing or time.monotonic() + pause > until:
+                if not error.is_transient or time.monotonic() + pause > until:
                     raise
             await asyncio.sleep(pause)
             attempt += 1

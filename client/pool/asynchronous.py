@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, Unpack
 
-from rollout_client.discovery.dns import TTL_SECONDS, DnsDiscovery
+from rollout_client.discovery.dns import RESOLVE_INTERVAL_SECONDS, DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery
 from rollout_client.discovery.members import (
     DATA_PORT,
@@ -21,21 +21,21 @@ from rollout_client.discovery.members import (
     static_members,
 )
 from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
-from rollout_client.generating.attempts import Shared
-from rollout_client.generating.continuation import LONGEST_DEADLINE
-from rollout_client.generating.prompts import DEADLINE_SECONDS
+from rollout_client.generating.attempts import PoolContext
+from rollout_client.generating.continuation import MAX_DEADLINE_SECONDS
+from rollout_client.generating.prompts import DEFAULT_DEADLINE_SECONDS
 from rollout_client.generating.verbs import GeneratingVerbs
 from rollout_client.generating.verdicts import MAX_FAILURES
 from rollout_client.hooks import Hook
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
-from rollout_client.routing.balancer import MAX_IMBALANCE, Balancer
-from rollout_client.routing.connections import Connections, DataToken
-from rollout_client.routing.health import SILENT_SECONDS, Health
-from rollout_client.routing.router import Router
-from rollout_client.spelling import check_names
+from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
+from rollout_client.routing.connections import DataToken, MemberClients
+from rollout_client.routing.health import SILENCE_LIMIT_SECONDS, HealthChecker
+from rollout_client.routing.router import RequestRouter
+from rollout_client.spelling import check_option_names
 from rollout_client.steering.cluster import ClusterSteering
-from rollout_client.steering.control_ports import ControlPorts, Token, mounted_token
+from rollout_client.steering.control_ports import ControlPorts, Token, read_mounted_token
 from rollout_client.steering.direct import DirectSteering
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
@@ -76,8 +76,8 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         max_imbalance: int = MAX_IMBALANCE,
         deterministic: bool = False,
         max_failures: int = MAX_FAILURES,
-        silent_seconds: float = SILENT_SECONDS,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        silent_seconds: float = SILENCE_LIMIT_SECONDS,
+        deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
         hook: Hook | None = None,
         steering: Steering | None = None,
         max_staleness: int | None = None,
@@ -85,26 +85,26 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
     ) -> None:
         if max_failures < 0 or (max_staleness or 0) < 0:
             raise ValueError("max_failures and max_staleness must be 0 or more")
-        if silent_seconds <= 0 or not 0 < deadline_seconds <= LONGEST_DEADLINE:
+        if silent_seconds <= 0 or not 0 < deadline_seconds <= MAX_DEADLINE_SECONDS:
             raise ValueError(
                 "silent_seconds must be above 0, and deadline_seconds at most "
-                f"{LONGEST_DEADLINE:g} besides"
+                f"{MAX_DEADLINE_SECONDS:g} besides"
             )
         self.name = name
         self._hook = hook or Hook()
         self._discovery = discovery
         self._background = Background(name)
-        connections = Connections(data_token)
-        router = Router(
-            Balancer(max_imbalance=max_imbalance, deterministic=deterministic),
+        connections = MemberClients(data_token)
+        router = RequestRouter(
+            LoadBalancer(max_imbalance=max_imbalance, deterministic=deterministic),
             self._trouble,
-            connections.drop,
+            connections.drop_member,
             refused=lambda: self._discovery.refused,
         )
         Presence.__init__(self, router, connections)
-        self._health = Health(router, connections, silent_seconds=silent_seconds)
+        self._health = HealthChecker(router, connections, silent_seconds=silent_seconds)
         self._discovered = asyncio.Event()
-        shared = Shared(router, connections, self._hook)
+        shared = PoolContext(router, connections, self._hook)
         GeneratingVerbs.__init__(
             self,
             shared,
@@ -133,7 +133,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             name: For logs and metrics.
             **options: See `PoolOptions`.
         """
-        check_names("from_urls", options, (*POOL_OPTIONS, "control_urls", "direct"))
+        check_option_names("from_urls", options, (*POOL_OPTIONS, "control_urls", "direct"))
         members = StaticDiscovery(static_members(urls, control_urls))
         pool = cls(members, name=name, **options)
         pool._steering = DirectSteering(
@@ -147,7 +147,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         host: str,
         *,
         port: int = DATA_PORT,
-        ttl_seconds: float = TTL_SECONDS,
+        ttl_seconds: float = RESOLVE_INTERVAL_SECONDS,
         name: str | None = None,
         **options: Unpack[PoolOptions],
     ) -> Self:
@@ -162,7 +162,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             name: For logs and metrics; default: the host.
             **options: See `PoolOptions`.
         """
-        check_names("from_dns", options, (*POOL_OPTIONS, "port", "ttl_seconds"))
+        check_option_names("from_dns", options, (*POOL_OPTIONS, "port", "ttl_seconds"))
         return cls(DnsDiscovery(host, port, ttl_seconds), name=name or host, **options)
 
     @classmethod
@@ -198,13 +198,13 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             ClusterError: There are no usable credentials.
         """
         own = ("namespace", "kubeconfig", "context", "control_token", "control_ca")
-        check_names("from_cluster", options, (*POOL_OPTIONS, *own))
+        check_option_names("from_cluster", options, (*POOL_OPTIONS, *own))
         found = access(kubeconfig, context)
         namespace, kube = namespace or found.namespace, Kube(found)
         tls = control_ca is not None
         discovery = EndpointDiscovery(kube, name, namespace, control_tls=tls)
         pool = cls(discovery, name=f"{namespace}/{name}", **options)
-        token = control_token or mounted_token(f"rollout.dev/{namespace}/{name}")
+        token = control_token or read_mounted_token(f"rollout.dev/{namespace}/{name}")
         heads = ControlPorts(lambda: pool.members, token, control_ca, TLS_NAME)
         pool._steering = ClusterSteering(kube, name, namespace, heads)
         # The trainer's pod is in the pool's namespace: claims are shared within one alone.
@@ -214,17 +214,17 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
     # Life.
 
     async def __aenter__(self) -> Self:
-        self._start()
+        self._start_discovery()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _start(self) -> None:
+    def _start_discovery(self) -> None:
         if self._router.closed:
             raise PoolClosed("the pool was closed")
-        run_discovery = partial(self._discovery.run, self._take_members)
-        self._background.start({"discovery": run_discovery, "health": self._health.run})
+        run_discovery = partial(self._discovery.run_discovery, self._take_members)
+        self._background.start({"discovery": run_discovery, "health": self._health.run_checks})
 
     def _trouble(self) -> str:
         """Return why nothing new may be learnt of members at the moment; empty: all is well."""
@@ -232,25 +232,25 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
 
     def _take_members(self, members: Sequence[Member]) -> None:
         balancer = self._router.balancer
-        before = {member.url for member in balancer.members()}
+        before = {member.url for member in balancer.present_members()}
         balancer.set_members(members, time.monotonic())
         self._background.works("discovery")
-        after = {member.url for member in balancer.members()}
+        after = {member.url for member in balancer.present_members()}
         if before != after:
             logger.info(
                 "%s has %d members", self.name, len(after), extra={"gone": len(before - after)}
             )
         for url in before - after:
             if url not in balancer.records:
-                self._connections.drop(url)
-        self._hook.members(len(after), len([m for m in balancer.members() if m.ready]))
+                self._connections.drop_member(url)
+        self._hook.members(len(after), len([m for m in balancer.present_members() if m.ready]))
         self._discovered.set()
-        self._router.changed()
+        self._router.notify_waiting()
 
     async def close(self) -> None:
         """End everything; requests under way raise `PoolClosed`."""
         self._router.closed = True
-        self._router.changed()
+        self._router.notify_waiting()
         for lease in list(self._router.leases):
             lease.cut_off("the pool was closed")
         await self._background.stop()
@@ -260,12 +260,12 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             await self._steering.close()
         await self._connections.close()
 
-    async def _steer(self) -> Steering:
-        self._start()
+    async def _get_steering(self) -> Steering:
+        self._start_discovery()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCOVERY_SECONDS):
                 await self._discovered.wait()
-        return await super()._steer()
+        return await super()._get_steering()
 
     async def _expect_serving(self, count: int, seconds: float) -> None:
         """Let those that are excluded prove at once that they are back, and wait for as many.
@@ -273,7 +273,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         Raises:
             SteeringFailed: Fewer serve within these seconds; says why each does not.
         """
-        if self._router.hopeless:
+        if self._router.is_hopeless:
             return  # this trainer may steer, but not know the members
         for record in self._router.balancer.records.values():
             record.probe_at = 0.0
@@ -285,9 +285,9 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
             raise SteeringFailed(f"they woke, but {error.cause}") from None
 
     def _lowest_weights(self) -> WeightsId | None:
-        floors = (self.floor, None if self._steering is None else self._steering.floor)
+        floors = (self.floor, None if self._steering is None else self._steering.lowest_identity)
         return max((floor for floor in floors if floor is not None), default=None)
 
     def _saw_weights(self, url: str, identity: WeightsId) -> None:
-        self._router.balancer.saw_weights(url, identity)
-        self._router.changed()
+        self._router.balancer.note_weights(url, identity)
+        self._router.notify_waiting()

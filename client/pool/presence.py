@@ -9,8 +9,8 @@ import httpx
 
 from rollout_client.discovery.members import Member
 from rollout_client.errors import NoReplica
-from rollout_client.routing.connections import Connections
-from rollout_client.routing.router import Router
+from rollout_client.routing.connections import MemberClients
+from rollout_client.routing.router import RequestRouter
 from rollout_worker.schemas import WorkerInfo
 
 INFO_SECONDS = 5.0
@@ -25,24 +25,24 @@ class Presence:
         connections: To them.
     """
 
-    def __init__(self, router: Router, connections: Connections) -> None:
+    def __init__(self, router: RequestRouter, connections: MemberClients) -> None:
         self._router = router
         self._connections = connections
 
-    def _start(self) -> None:
+    def _start_discovery(self) -> None:
         """Begin to look for members."""
         raise NotImplementedError
 
     @property
     def members(self) -> list[Member]:
         """Members that discovery has found; `serving` says which of them get requests."""
-        return self._router.balancer.members()
+        return self._router.balancer.present_members()
 
     def serving(self) -> list[Member]:
         """Members that may get requests now."""
         now = time.monotonic()
         records = self._router.balancer.records.values()
-        return [record.member for record in records if record.usable(now)]
+        return [record.member for record in records if record.is_usable(now)]
 
     def load(self) -> dict[str, int]:
         """Requests of this pool in flight, by member name."""
@@ -55,15 +55,15 @@ class Presence:
         Raises:
             NoReplica: Fewer did within these seconds, or discovery may not know the members.
         """
-        self._start()
+        self._start_discovery()
         began = time.monotonic()
         until = began + seconds
         while len(found := self.serving()) < count:
             now = time.monotonic()
-            if now >= until or self._router.hopeless:
-                why = self._router.reasons()
+            if now >= until or self._router.is_hopeless:
+                why = self._router.refusal_reasons()
                 raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
-            self._router.warn_since(began)
+            self._router.warn_if_waiting(began)
             await asyncio.sleep(min(0.05, until - now))
         return found
 
@@ -80,13 +80,13 @@ class Presence:
             left = max(0.0, until - time.monotonic())
             member = (await self.wait_serving(seconds=left))[0]
             try:
-                with self._connections.to(member.url) as client:
+                with self._connections.client_for(member.url) as client:
                     answer = await client.get("/v1/info", timeout=INFO_SECONDS)
                 answer.raise_for_status()
             except httpx.HTTPError as error:
                 why = f"GET /v1/info: {type(error).__name__}: {error}".rstrip(": ")
                 now = time.monotonic()
-                self._router.balancer.exclude(member.url, why, now)
+                self._router.balancer.exclude_member(member.url, why, now)
                 if now >= until:
                     raise NoReplica(why, replica=member.name) from None
             else:

@@ -15,18 +15,18 @@ from pathlib import Path, PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from rollout_client.discovery.dns import TTL_SECONDS
+from rollout_client.discovery.dns import RESOLVE_INTERVAL_SECONDS
 from rollout_client.discovery.members import DATA_PORT, Member
 from rollout_client.errors import PoolClosed, RolloutError
 from rollout_client.generating.prompts import GenerateOptions, Prompt
-from rollout_client.generating.verbs import CONCURRENCY, Progress
+from rollout_client.generating.verbs import DEFAULT_CONCURRENCY, Progress
 from rollout_client.results import GenerateResult
 from rollout_client.steering.control_ports import Token
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import (
-    ACQUIRE_SECONDS,
-    PUBLISH_SECONDS,
-    STATE_SECONDS,
+    DEFAULT_ACQUIRE_SECONDS,
+    DEFAULT_PUBLISH_SECONDS,
+    DEFAULT_STATE_SECONDS,
     HandedOver,
     OnProgress,
     Published,
@@ -34,8 +34,8 @@ from rollout_client.steering.protocol import (
 from rollout_client.steering.pushing.options import PushOptions, PushPlan
 from rollout_client.steering.pushing.pusher import Begin
 from rollout_client.steering.pushing.together import Work
-from rollout_client.steering.spool import SHARD_BYTES, drain_here, spool_here
-from rollout_client.steering.versions import KEEP, Versions
+from rollout_client.steering.spool import SHARD_BYTES, drain_blocking, spool_blocking
+from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS, VersionFolder
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import Plan
 from rollout_client.turn.session import Session
@@ -93,7 +93,7 @@ class RolloutPool:
         host: str,
         *,
         port: int = DATA_PORT,
-        ttl_seconds: float = TTL_SECONDS,
+        ttl_seconds: float = RESOLVE_INTERVAL_SECONDS,
         name: str | None = None,
         **options: Unpack[PoolOptions],
     ) -> Self:
@@ -187,7 +187,7 @@ class RolloutPool:
         self,
         prompts: Sequence[Prompt],
         *,
-        concurrency: int = CONCURRENCY,
+        concurrency: int = DEFAULT_CONCURRENCY,
         progress: Progress | None = None,
         on_error: Literal["raise", "return"] = "raise",
         **options: Unpack[GenerateOptions],
@@ -207,7 +207,7 @@ class RolloutPool:
         self,
         prompts: Iterable[Prompt],
         *,
-        concurrency: int = CONCURRENCY,
+        concurrency: int = DEFAULT_CONCURRENCY,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[tuple[int, GenerateResult | RolloutError]]:
         """Yield (index, result or error) as requests end."""
@@ -230,7 +230,7 @@ class RolloutPool:
         """The epoch that this trainer holds; None until it has one."""
         return self.asynchronous.epoch
 
-    def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
+    def acquire(self, *, seconds: float = DEFAULT_ACQUIRE_SECONDS) -> int:
         """Take the pool: the next epoch, which shuts out earlier trainers."""
         return self._thread.call(self.asynchronous.acquire(seconds=seconds))
 
@@ -240,7 +240,7 @@ class RolloutPool:
         path: str | PurePath | EllipsisType | None = ...,
         *,
         tensors: Tensors | None = None,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
         **options: Unpack[PushOptions],
     ) -> Published:
@@ -280,14 +280,14 @@ class RolloutPool:
         pool = self.asynchronous
         try:
             push = begin(
-                dtypes=self._thread.call(pool._casts(plan, seconds)) if plan.cast else None
+                dtypes=self._thread.call(pool._cast_dtypes(plan, seconds)) if plan.cast else None
             )
         except BaseException:
             if plan.ranks is None:  # several ranks gather nothing before they have met
-                drain_here(tensors)
+                drain_blocking(tensors)
             raise
         try:
-            work = pool._send(version, push, plan, seconds, progress)
+            work = pool._send_push(version, push, plan, seconds, progress)
             sending = self._thread.begin(work, ended=push.filling.fail)
             with sending:
                 push.fill_here()
@@ -299,7 +299,7 @@ class RolloutPool:
         self,
         handed: HandedOver,
         *,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
         """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do."""
@@ -315,9 +315,9 @@ class RolloutPool:
         folder: str | PurePath,
         *,
         mounted_at: str | PurePath | None = None,
-        keep: int = KEEP,
+        keep: int = DEFAULT_KEPT_VERSIONS,
         shard_bytes: int = SHARD_BYTES,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
         """Write a version to a shared volume, publish it, and delete versions that nobody needs.
@@ -326,30 +326,30 @@ class RolloutPool:
         """
         pool = self.asynchronous
         try:
-            versions = Versions.at(folder, mounted_at, keep)
-            identity = self._thread.call(pool._identity(version))
-            versions.check(identity)
+            versions = VersionFolder.in_folder(folder, mounted_at, keep)
+            identity = self._thread.call(pool._next_identity(version))
+            versions.check_folder(identity)
         except BaseException:
-            drain_here(weights)
+            drain_blocking(weights)
             raise
-        root_hash = spool_here(weights, versions.place(identity), shard_bytes)
+        root_hash = spool_blocking(weights, versions.local_path(identity), shard_bytes)
         saved = pool._publish_saved(versions, identity, root_hash, seconds, progress)
         return self._thread.call(saved)
 
-    def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
+    def sleep(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Free the engines' memory."""
         self._thread.call(self.asynchronous.sleep(seconds=seconds))
 
-    def wake(self, *, seconds: float = STATE_SECONDS) -> None:
+    def wake(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Undo `sleep` and `pause`; returns once the replicas serve."""
         self._thread.call(self.asynchronous.wake(seconds=seconds))
 
-    def pause(self, *, seconds: float = STATE_SECONDS) -> None:
+    def pause(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Stop generating and keep the memory."""
         self._thread.call(self.asynchronous.pause(seconds=seconds))
 
     @contextmanager
-    def generating(self, *, seconds: float = STATE_SECONDS) -> Iterator[Self]:
+    def generating(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> Iterator[Self]:
         """Wake the pool for a block and put it to sleep at the end."""
         block = self.asynchronous.generating(seconds=seconds)
         self._thread.call(block.__aenter__())

@@ -7,7 +7,7 @@ In this order, among the members that may get it:
    `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
    warm, but no cache is worth a queue, or every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
-   double; of equals, the one that was chosen least recently. Beyond `SCAN` members: the less
+   double; of equals, the one that was chosen least recently. Beyond `MAX_SCANNED` members: the less
    loaded of two at random, whose tail is nearly as good and whose cost does not grow.
 
 A member is excluded after a failure or a refusal until a probe or its own later answer says
@@ -25,18 +25,18 @@ from hashlib import blake2b
 from rollout_client.discovery.members import Member
 from rollout_worker.schemas import WeightsId, WorkerInfo
 
-from .bounds import ANY, Bounds
+from .bounds import ANY_WEIGHTS, WeightsBounds
 from .records import MemberRecord
 
-SCAN = 64
+MAX_SCANNED = 64
 """Up to so many members, all are compared."""
 
 STICKY_KEYS = 100_000
-SLOW = 1.5
+SLOW_FACTOR = 1.5
 """Times the median pace up to which a member is as fast as usual: paces differ with the batch."""
 
 MAX_SLOWNESS = 10.0
-PACE_SECONDS = 60.0
+PACE_MEMORY_SECONDS = 60.0
 """After so long without a measurement a member counts as fast as usual, so that it is tried again."""
 
 PACE_SHARE = 0.2
@@ -47,7 +47,7 @@ MAX_REASONS = 8
 """Members whose reasons are spelled out in one sentence."""
 
 
-class Balancer:
+class LoadBalancer:
     """See the module.
 
     Args:
@@ -83,9 +83,9 @@ class Balancer:
         """By URL: all members, and those that are gone as long as requests run on them."""
         return self._records
 
-    def members(self) -> list[Member]:
+    def present_members(self) -> list[Member]:
         """Members that are present, in discovery's order."""
-        return [record.member for record in self._present()]
+        return [record.member for record in self._present_records()]
 
     def set_members(self, members: Sequence[Member], now: float) -> None:
         """Take discovery's new set."""
@@ -98,13 +98,13 @@ class Balancer:
             known = self._records.get(url)
             # Under another name it is another pod, which has the former one's address.
             if known is None or not known.present or known.member.name != member.name:
-                self._add(member, known, now)
+                self._add_member(member, known, now)
                 continue
             if member.ready and not known.member.ready:
                 known.probe_at = now
             known.member = member
 
-    def _add(self, member: Member, gone: MemberRecord | None, now: float) -> None:
+    def _add_member(self, member: Member, gone: MemberRecord | None, now: float) -> None:
         """Begin anew with a member; what runs on it from before it left still counts."""
         in_flight = gone.in_flight if gone else 0
         record = MemberRecord(member, in_flight=in_flight, chosen=self._turn)
@@ -119,11 +119,11 @@ class Balancer:
 
     # Who gets a request.
 
-    def choose(
+    def choose_member(
         self,
         key: str | None,
         now: float,
-        bounds: Bounds = ANY,
+        bounds: WeightsBounds = ANY_WEIGHTS,
         avoid: Collection[str] = (),
     ) -> Member | None:
         """Return the member for a request and count it there; None: nobody may get it now.
@@ -134,43 +134,47 @@ class Balancer:
             bounds: Weights that the request takes.
             avoid: URLs to leave out if others may get it.
         """
-        usable = [r for r in self._records.values() if r.usable(now) and bounds.admits(r.active)]
+        usable = [r for r in self._records.values() if r.is_usable(now) and bounds.admits(r.active)]
         usable = [r for r in usable if r.member.url not in avoid] or usable
         if not usable:
             return None
-        record = self._for_key(key, usable) if key is not None else self._least_loaded(usable)
+        record = (
+            self._member_for_key(key, usable) if key is not None else self._least_loaded(usable)
+        )
         self._turn += 1
         record.chosen = self._turn
         record.in_flight += 1
         return record.member
 
-    def _for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
+    def _member_for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
         if self._deterministic:
-            return max(usable, key=lambda record: _weight(key, record.member.url))
-        record = self._sticky(key, usable) or self._least_loaded(usable)
+            return max(usable, key=lambda record: _rendezvous_hash(key, record.member.url))
+        record = self._sticky_member(key, usable) or self._least_loaded(usable)
         self._last_url[key] = record.member.url
         self._last_url.move_to_end(key)
         if len(self._last_url) > self._sticky_keys:
             self._last_url.popitem(last=False)
         return record
 
-    def _sticky(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord | None:
+    def _sticky_member(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord | None:
         """Return the member that had the key before, if it may keep it."""
         record = self._records.get(self._last_url.get(key, ""))
         if record is None or record not in usable or record.slowness > 1:
             return None
-        least = min(each.load + (each is record) for each in usable)
-        return record if record.load + 1 <= least + self._max_imbalance else None
+        least = min(each.weighted_load + (each is record) for each in usable)
+        return record if record.weighted_load + 1 <= least + self._max_imbalance else None
 
     def _least_loaded(self, usable: Sequence[MemberRecord]) -> MemberRecord:
         if self._deterministic:
             return min(usable, key=lambda record: record.member.url)
-        if len(usable) > SCAN:
+        if len(usable) > MAX_SCANNED:
             usable = self._random.sample(usable, 2)
         # What counts is how long the new request would take: with it, not before it.
-        return min(usable, key=lambda record: (record.load + record.slowness, record.chosen))
+        return min(
+            usable, key=lambda record: (record.weighted_load + record.slowness, record.chosen)
+        )
 
-    def release(self, url: str) -> None:
+    def release_member(self, url: str) -> None:
         """Note that a request ended there."""
         record = self._records.get(url)
         if record is not None:
@@ -179,7 +183,7 @@ class Balancer:
 
     # What answers say.
 
-    def exclude(self, url: str, why: str, now: float, until: float | None = None) -> None:
+    def exclude_member(self, url: str, why: str, now: float, until: float | None = None) -> None:
         """Give it no more requests: until then, or (None) until a probe says that it serves."""
         record = self._records.get(url)
         if record is None:
@@ -190,24 +194,24 @@ class Balancer:
             # What comes back may be another process, with another model.
             record.info, record.info_at = None, now
 
-    def readmit(self, url: str) -> None:
+    def readmit_member(self, url: str) -> None:
         """Give it requests again: it answered that it serves."""
         record = self._records.get(url)
         if record is not None:
             record.excluded, record.excluded_until, record.failures = "", None, 0
 
-    def saw_weights(self, url: str, active: WeightsId) -> None:
+    def note_weights(self, url: str, active: WeightsId) -> None:
         """Note which weights it said it serves."""
         record = self._records.get(url)
         if record is not None:
             record.active = active
 
-    def info(self, url: str) -> WorkerInfo | None:
+    def worker_info(self, url: str) -> WorkerInfo | None:
         """Return what it says of itself; None: nothing yet."""
         record = self._records.get(url)
         return None if record is None else record.info
 
-    def saw_pace(self, url: str, seconds_per_token: float, now: float) -> None:
+    def note_pace(self, url: str, seconds_per_token: float, now: float) -> None:
         """Note how fast it sampled, and compare all members anew."""
         record = self._records.get(url)
         if record is None:
@@ -215,34 +219,34 @@ class Balancer:
         old = seconds_per_token if record.pace is None else record.pace
         record.pace, record.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
         for each in self._records.values():
-            if now - each.paced_at > PACE_SECONDS:
+            if now - each.paced_at > PACE_MEMORY_SECONDS:
                 each.pace = None
         paces = sorted(r.pace for r in self._records.values() if r.pace is not None)
         usual = paces[(len(paces) - 1) // 2]
         for each in self._records.values():
             times = (each.pace or usual) / usual if usual > 0 else 1.0
-            each.slowness = min(MAX_SLOWNESS, times) if times > SLOW else 1.0
+            each.slowness = min(MAX_SLOWNESS, times) if times > SLOW_FACTOR else 1.0
 
     # What to say when nobody can take a request.
 
-    def all_beyond(self, bounds: Bounds) -> bool:
+    def all_beyond(self, bounds: WeightsBounds) -> bool:
         """Whether every present member is beyond the exact version asked for."""
-        present = self._present()
-        return bool(present) and all(bounds.passed_by(record.active) for record in present)
+        present = self._present_records()
+        return bool(present) and all(bounds.is_passed_by(record.active) for record in present)
 
-    def reasons(self, now: float, bounds: Bounds = ANY) -> str:
+    def exclusion_reasons(self, now: float, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
         """Return in one sentence why nobody gets the request."""
         each = [
-            f"{record.member.name}: {record.why_not(now, bounds) or 'serves'}"
-            for record in self._present()
+            f"{record.member.name}: {record.unusable_reason(now, bounds) or 'serves'}"
+            for record in self._present_records()
         ]
         more = f"; and {len(each) - MAX_REASONS} more" if len(each) > MAX_REASONS else ""
         return "; ".join(each[:MAX_REASONS]) + more
 
-    def _present(self) -> list[MemberRecord]:
+    def _present_records(self) -> list[MemberRecord]:
         return [record for record in self._records.values() if record.present]
 
 
-def _weight(key: str, url: str) -> bytes:
+def _rendezvous_hash(key: str, url: str) -> bytes:
     """Return a rendezvous hash: when a member goes, only its own keys move."""
     return blake2b(f"{key}\0{url}".encode(), digest_size=8).digest()

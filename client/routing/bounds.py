@@ -8,7 +8,7 @@ from rollout_worker.schemas import WeightsId
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class WeightsBounds:
     """Limits on the weights that serve a request; None is no limit."""
 
     epoch: int | None = None
@@ -24,7 +24,7 @@ class Bounds:
             return False
         return active.as_tuple() >= (epoch, self.min_version or 0)
 
-    def passed_by(self, active: WeightsId | None) -> bool:
+    def is_passed_by(self, active: WeightsId | None) -> bool:
         """Whether these weights are newer than the exact version: waiting for it is no use."""
         if active is None or self.exact_version is None:
             return False
@@ -32,4 +32,4 @@ class Bounds:
         return active.as_tuple() > (epoch, self.exact_version)
 
 
-ANY = Bounds()
+ANY_WEIGHTS = WeightsBounds()

@@ -1,7 +1,7 @@
 """Connections to members: httpx clients with a few connections each.
 
 httpx goes through all connections of a client when a request begins and when it ends: a client with
-hundreds in flight spends most of its time on that. So a member gets one client for each `SHARE`.
+hundreds in flight spends most of its time on that. So a member gets one client for each `STREAMS_PER_CLIENT`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 import httpx
 
-CONNECT_SECONDS = 5.0
-WRITE_SECONDS = 60.0
-KEPT_SECONDS = 60.0
+CONNECT_TIMEOUT_SECONDS = 5.0
+WRITE_TIMEOUT_SECONDS = 60.0
+KEEP_ALIVE_SECONDS = 60.0
 """Less than the 75 s for which a worker keeps an idle connection."""
-SHARE = 32
+STREAMS_PER_CLIENT = 32
 """Requests that one client has in flight, and connections that it keeps."""
 
-# Reading has no limit: a queued request is silent for a long time. `Health` asks a silent worker
+# Reading has no limit: a queued request is silent for a long time. `HealthChecker` asks a silent worker
 # whether it is alive, and every attempt has the deadline of its request.
-TIMEOUT = httpx.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS)
+TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECONDS, write=WRITE_TIMEOUT_SECONDS)
 
 
 @functools.cache
-def authorities(*, environment: bool) -> ssl.SSLContext:
+def trusted_authorities(*, environment: bool) -> ssl.SSLContext:
     """What https servers are checked against by default, loaded once: it takes longer than a request.
 
     Args:
@@ -42,12 +42,12 @@ DataToken = str | Callable[[], str] | None
 
 
 @dataclass(slots=True)
-class _Client:
+class _SharedClient:
     client: httpx.AsyncClient
     in_flight: int = 0
 
 
-class Connections:
+class MemberClients:
     """Clients by member URL, made when first needed.
 
     Args:
@@ -56,16 +56,16 @@ class Connections:
 
     def __init__(self, token: DataToken = None) -> None:
         self._token = token
-        self._clients: dict[str, list[_Client]] = {}
+        self._clients: dict[str, list[_SharedClient]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextmanager
-    def to(self, url: str) -> Iterator[httpx.AsyncClient]:
+    def client_for(self, url: str) -> Iterator[httpx.AsyncClient]:
         """Lend a client for one request to a member; its base URL is the member's."""
         clients = self._clients.setdefault(url, [])
-        lent = next((each for each in clients if each.in_flight < SHARE), None)
+        lent = next((each for each in clients if each.in_flight < STREAMS_PER_CLIENT), None)
         if lent is None:
-            lent = _Client(self._new(url))
+            lent = _SharedClient(self._make_client(url))
             clients.append(lent)
         lent.in_flight += 1
         try:
@@ -73,28 +73,28 @@ class Connections:
         finally:
             lent.in_flight -= 1
 
-    def _new(self, url: str) -> httpx.AsyncClient:
+    def _make_client(self, url: str) -> httpx.AsyncClient:
         limits = httpx.Limits(
             max_connections=None,
-            max_keepalive_connections=SHARE,
-            keepalive_expiry=KEPT_SECONDS,
+            max_keepalive_connections=STREAMS_PER_CLIENT,
+            keepalive_expiry=KEEP_ALIVE_SECONDS,
         )
         # A proxy named in the environment is not meant for pods of the same cluster.
         return httpx.AsyncClient(
             base_url=url,
-            auth=None if self._token is None else self._authorize,
+            auth=None if self._token is None else self._add_token,
             timeout=TIMEOUT,
             limits=limits,
-            verify=authorities(environment=True),
+            verify=trusted_authorities(environment=True),
             trust_env=False,
         )
 
-    def _authorize(self, request: httpx.Request) -> httpx.Request:
+    def _add_token(self, request: httpx.Request) -> httpx.Request:
         token = self._token() if callable(self._token) else self._token
         request.headers["Authorization"] = f"Bearer {token}"
         return request
 
-    def drop(self, url: str) -> None:
+    def drop_member(self, url: str) -> None:
         """Close a member's clients in the background; no request may use them any more."""
         for each in self._clients.pop(url, ()):
             task = asyncio.create_task(each.client.aclose())

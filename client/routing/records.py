@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollout_client.discovery.members import Member
 from rollout_worker.schemas import WeightsId, WorkerInfo
 
-from .bounds import ANY, Bounds
+from .bounds import ANY_WEIGHTS, WeightsBounds
 
 
 @dataclass(slots=True, eq=False)
@@ -41,25 +41,25 @@ class MemberRecord:
     """When it may be asked for that."""
 
     @property
-    def load(self) -> float:
+    def weighted_load(self) -> float:
         """Requests in flight, weighed by how slow it is."""
         return self.in_flight * self.slowness
 
-    def exclusion(self, now: float) -> str:
+    def exclusion_reason(self, now: float) -> str:
         """Why it is excluded now; empty if it is not."""
         over = self.excluded_until is not None and now >= self.excluded_until
         return "" if over else self.excluded
 
-    def usable(self, now: float) -> bool:
+    def is_usable(self, now: float) -> bool:
         """Whether it may get requests."""
-        return self.present and self.member.ready and not self.exclusion(now)
+        return self.present and self.member.ready and not self.exclusion_reason(now)
 
-    def why_not(self, now: float, bounds: Bounds = ANY) -> str:
+    def unusable_reason(self, now: float, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
         """Why it gets no request with these bounds now; empty if it may."""
         if not self.present:
             return "gone"
         if not self.member.ready:
             return "not ready"
-        if not self.usable(now):
+        if not self.is_usable(now):
             return self.excluded
         return "" if bounds.admits(self.active) else f"has weights {self.active}"

@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from rollout_client.discovery.members import Member
 from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
 
-from .balancer import Balancer
-from .bounds import ANY, Bounds
+from .balancer import LoadBalancer
+from .bounds import ANY_WEIGHTS, WeightsBounds
 
 logger = logging.getLogger(__name__)
 
-WARN_SECONDS = 10.0
+WAIT_WARNING_SECONDS = 10.0
 """How often the log says why requests wait for a replica."""
 
-LOOK_SECONDS = 0.5
+WAIT_POLL_SECONDS = 0.5
 """A waiting request looks again at least this often: some exclusions end by time alone."""
 
 
-class Lease:
+class AttemptLease:
     """One attempt that runs on a member."""
 
     def __init__(self, member: Member) -> None:
@@ -33,12 +33,12 @@ class Lease:
         self.heard_at = time.monotonic()
         self._scope: asyncio.Timeout | None = None
 
-    def watch(self, scope: asyncio.Timeout | None) -> None:
+    def watch_timeout(self, scope: asyncio.Timeout | None) -> None:
         """Say which timeout ends the attempt; None: it has ended."""
         self._scope = scope
-        self.heard()
+        self.note_heard()
 
-    def heard(self) -> None:
+    def note_heard(self) -> None:
         """Note that the worker sent something."""
         self.heard_at = time.monotonic()
 
@@ -49,7 +49,7 @@ class Lease:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
 
-class Router:
+class RequestRouter:
     """Gives members to requests; a request that finds none waits for a change.
 
     Args:
@@ -62,70 +62,77 @@ class Router:
 
     def __init__(
         self,
-        balancer: Balancer,
+        balancer: LoadBalancer,
         trouble: Callable[[], str] = lambda: "",
         on_gone: Callable[[str], None] = lambda url: None,
         *,
-        look_seconds: float = LOOK_SECONDS,
+        look_seconds: float = WAIT_POLL_SECONDS,
         refused: Callable[[], bool] = lambda: False,
     ) -> None:
         self.balancer = balancer
         self._trouble = trouble
         self._refused = refused
         self._on_gone = on_gone
-        self.leases: set[Lease] = set()
+        self.leases: set[AttemptLease] = set()
         self.closed = False
         self._look_seconds = look_seconds
         self._warned_at = 0.0
-        self._waiting: dict[object, Bounds] = {}
+        self._waiting: dict[object, WeightsBounds] = {}
         self._changed = asyncio.Event()
 
-    def changed(self) -> None:
+    def notify_waiting(self) -> None:
         """Wake all who wait: one of them may get a member now who could not before."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
-    def hopeless(self) -> bool:
+    def is_hopeless(self) -> bool:
         """Whether nobody is known and discovery may not find out who is there."""
-        return self._refused() and not self.balancer.members()
+        return self._refused() and not self.balancer.present_members()
 
     @property
-    def waiting_for(self) -> list[Bounds]:
+    def waiting_bounds(self) -> list[WeightsBounds]:
         """Bounds of the requests that wait for a member."""
         return list(self._waiting.values())
 
-    def reasons(self, bounds: Bounds = ANY) -> str:
+    def refusal_reasons(self, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
         """Return why no member takes a request, and what discovery has to complain about."""
-        known = self.balancer.reasons(time.monotonic(), bounds) or "no members have been discovered"
+        known = (
+            self.balancer.exclusion_reasons(time.monotonic(), bounds)
+            or "no members have been discovered"
+        )
         trouble = self._trouble()
         return f"{known}; {trouble}" if trouble else known
 
-    def warn_since(self, began: float, bounds: Bounds = ANY) -> None:
+    def warn_if_waiting(self, began: float, bounds: WeightsBounds = ANY_WEIGHTS) -> None:
         """Log from time to time, once for all, why a request that began then still waits."""
         now = time.monotonic()
-        if now - max(began, self._warned_at) >= WARN_SECONDS:
+        if now - max(began, self._warned_at) >= WAIT_WARNING_SECONDS:
             self._warned_at = now
-            why = self.reasons(bounds)
+            why = self.refusal_reasons(bounds)
             logger.warning("waited %.0f s for a replica so far: %s", now - began, why)
 
     @contextmanager
-    def lease(self, member: Member) -> Iterator[Lease]:
+    def lease_member(self, member: Member) -> Iterator[AttemptLease]:
         """Account for an attempt on a chosen member."""
-        lease = Lease(member)
+        lease = AttemptLease(member)
         self.leases.add(lease)
         try:
             yield lease
         finally:
             self.leases.discard(lease)
-            self.balancer.release(member.url)
+            self.balancer.release_member(member.url)
             if member.url not in self.balancer.records:
                 self._on_gone(member.url)
             if self._waiting:
-                self.changed()
+                self.notify_waiting()
 
-    async def choose(
-        self, key: str | None, until: float, bounds: Bounds = ANY, avoid: Collection[str] = ()
+    async def choose_member(
+        self,
+        key: str | None,
+        until: float,
+        bounds: WeightsBounds = ANY_WEIGHTS,
+        avoid: Collection[str] = (),
     ) -> Member:
         """Return a member for one attempt, counted at once: enter `lease` with it next.
 
@@ -140,19 +147,21 @@ class Router:
             now = time.monotonic()
             if self.closed:
                 raise PoolClosed("the pool was closed")
-            member = self.balancer.choose(key, now, bounds, avoid)
+            member = self.balancer.choose_member(key, now, bounds, avoid)
             if member is not None:
                 return member
             if self.balancer.all_beyond(bounds):
                 why = f"all replicas are beyond the exact version {bounds.exact_version}"
                 raise RequestRefused(why, status=409, slug="version-not-met")
-            if now >= until or self.hopeless:
-                why = self.reasons(bounds)
+            if now >= until or self.is_hopeless:
+                why = self.refusal_reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
-            self.warn_since(began, bounds)
-            await self._wait(changed, min(self._look_seconds, until - now), bounds)
+            self.warn_if_waiting(began, bounds)
+            await self._wait_for_change(changed, min(self._look_seconds, until - now), bounds)
 
-    async def _wait(self, changed: asyncio.Event, seconds: float, bounds: Bounds) -> None:
+    async def _wait_for_change(
+        self, changed: asyncio.Event, seconds: float, bounds: WeightsBounds
+    ) -> None:
         token = object()
         self._waiting[token] = bounds
         try:

@@ -22,7 +22,7 @@ from rollout_worker.schemas import (
 )
 
 from .control_ports import ControlPorts
-from .protocol import MISMATCH, OnProgress, PublishProgress, mismatch
+from .protocol import MISMATCH, OnProgress, PublishProgress, content_mismatch_error
 from .pushing.push import Push
 from .pushing.routes import Receiver
 
@@ -189,7 +189,7 @@ class Barrier:
         found = {name: has for name, has in self.staged.items() if has != sent}
         self._foreign = frozenset(found)
         for name, has in sorted(found.items()):
-            error = mismatch(self.version.identity, sent, has, replica=name)
+            error = content_mismatch_error(self.version.identity, sent, has, replica=name)
             if name not in self._spared:
                 raise error
             logger.warning("publishing goes on without %s", error)
@@ -201,12 +201,12 @@ class Barrier:
     ) -> dict[str, StagedWeights | ControlError | ControlUnreachable]:
         """Ask all to stage: with a base, if there is one; who does not serve that gets all bytes."""
         if based is None:
-            return await self._ports.ask(self._all, lambda control: control.stage(request))
+            return await self._ports.ask_members(self._all, lambda control: control.stage(request))
         first = request.model_copy(update={"source": based})
-        answers = await self._ports.ask(self._all, lambda control: control.stage(first))
+        answers = await self._ports.ask_members(self._all, lambda control: control.stage(first))
         whole = [name for name, answer in answers.items() if _takes_no_delta(answer)]
         self._based = frozenset(answers) - frozenset(whole)
-        again = await self._ports.ask(whole, lambda control: control.stage(request))
+        again = await self._ports.ask_members(whole, lambda control: control.stage(request))
         return {**answers, **again}
 
     def _carry(
@@ -220,7 +220,7 @@ class Barrier:
             answer = answers[name]
             if isinstance(answer, ControlUnreachable):
                 self._leave(name, str(answer))
-            elif (host := self._ports.host(name)) is None:
+            elif (host := self._ports.host_of(name)) is None:
                 self._leave(name, "it is not a member any more")
             elif isinstance(answer, StagedWeights) and answer.transfer is not None:
                 receivers.append(Receiver(name, host, answer.transfer, name in self._based))
@@ -248,7 +248,7 @@ class Barrier:
         names = [name for name in list(self._heard_at) if not self._told(name)]
         if self._push is not None:
             names = self._unheard(self._push, names, now)
-        answers = await self._ports.ask(names, lambda control: control.state())
+        answers = await self._ports.ask_members(names, lambda control: control.state())
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
                 self._give_up(name, refused(name, self.version.identity, answer))
@@ -322,7 +322,7 @@ class Barrier:
             self._push.stop()
         request = DiscardRequest(**self.version.identity.model_dump())
         ours = [name for name in self._all if name not in self._foreign]
-        await self._ports.ask(ours, lambda control: control.discard(request))
+        await self._ports.ask_members(ours, lambda control: control.discard(request))
 
 
 def _takes_no_delta(answer: StagedWeights | ControlError | ControlUnreachable) -> bool:

@@ -29,18 +29,18 @@ from rollout_worker.schemas import WeightsId, WeightsSource
 
 from .barrier import Version
 from .control_ports import ControlPorts
-from .heads import known, stage_on_heads
-from .protocol import OnProgress, PoolState, Published, PublishProgress, mismatch
+from .heads import head_ports, stage_on_heads
+from .protocol import OnProgress, PoolState, Published, PublishProgress, content_mismatch_error
 from .pushing.push import Push
 from .replica_status import (
     ANNOTATION_EPOCH,
-    Underway,
+    UpdateUnderway,
     check_epoch,
+    has_reached,
     has_target,
     highest_epoch,
-    published,
-    reached,
-    replicas_of,
+    publish_progress,
+    wanted_replicas,
     wanted_state,
 )
 
@@ -66,7 +66,7 @@ class ClusterSteering:
         heads: Control ports of the members, for weights that are pushed; None: none can be.
     """
 
-    floor: WeightsId | None = None
+    lowest_identity: WeightsId | None = None
 
     def __init__(
         self, kube: Kube, name: str, namespace: str, heads: ControlPorts | None = None
@@ -84,13 +84,13 @@ class ClusterSteering:
             await self._heads.close()
         await self._kube.close()
 
-    async def state(self) -> PoolState | None:
+    async def wanted_state(self) -> PoolState | None:
         """Return what `spec.state` asks for."""
         return wanted_state(await self._kube.get(self._path, seconds=QUICK_SECONDS))
 
     # Epoch.
 
-    async def acquire(self, seconds: float) -> int:
+    async def acquire_epoch(self, seconds: float) -> int:
         """Take the next epoch by compare-and-swap.
 
         Raises:
@@ -134,7 +134,7 @@ class ClusterSteering:
                 return await self._kube.merge(self._path, {**body, "metadata": meta})
             except ClusterError as error:
                 pause = RETRY_SECONDS if error.status == CONFLICT else pause_before(attempt)
-                again = error.status == CONFLICT or error.passing
+                again = error.status == CONFLICT or error.is_transient
                 if not again or time.monotonic() + pause > until:
                     raise
                 unsure |= error.status not in (CONFLICT, OVERLOADED)
@@ -143,7 +143,7 @@ class ClusterSteering:
 
     # Weights.
 
-    async def publish(
+    async def publish_identity(
         self,
         identity: WeightsId,
         source: WeightsSource,
@@ -170,31 +170,31 @@ class ClusterSteering:
             pool = await self._move(identity, source, seconds - (time.monotonic() - began))
         except RolloutError as error:
             # Where nobody knows whether it was moved, the operator decides what becomes of the bytes.
-            if barrier is not None and not (isinstance(error, ClusterError) and error.passing):
+            if barrier is not None and not (isinstance(error, ClusterError) and error.is_transient):
                 await barrier.discard()
             raise
         generation = pool["metadata"]["generation"]
         if barrier is not None:
             root_hash = barrier.version.root_hash
 
-        def judge(pool: Obj) -> Published | Underway:
-            found = published(pool, identity, generation, time.monotonic() - began)
+        def judge(pool: Obj) -> Published | UpdateUnderway:
+            found = publish_progress(pool, identity, generation, time.monotonic() - began)
             has = found.root_hash if isinstance(found, Published) else None
             if root_hash is not None and has not in (None, root_hash):
-                raise mismatch(identity, root_hash, has)
+                raise content_mismatch_error(identity, root_hash, has)
             return found
 
         done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
         return done if push is None else push.reported(done)
 
-    async def dtypes(self) -> Mapping[str, str]:
+    async def tensor_dtypes(self) -> Mapping[str, str]:
         """Return the dtypes that tensors must have, by name.
 
         Raises:
             PublishFailed: No control ports are known.
             SteeringFailed: No head tells.
         """
-        return await known(self._heads).dtypes()
+        return await head_ports(self._heads).get_dtypes()
 
     async def _move(self, identity: WeightsId, source: WeightsSource, seconds: float) -> Obj:
         """Move the target, and return the object that has it."""
@@ -218,7 +218,7 @@ class ClusterSteering:
 
     async def _follow(
         self,
-        judge: Callable[[Obj], Published | Underway],
+        judge: Callable[[Obj], Published | UpdateUnderway],
         seconds: float,
         tell: OnProgress,
         identity: WeightsId,
@@ -227,7 +227,7 @@ class ClusterSteering:
 
         def heed(error: ClusterError | None) -> None:
             nonlocal trouble
-            if error is not None and not error.passing:
+            if error is not None and not error.is_transient:
                 raise error
             trouble = "" if error is None else f"; the API server: {error}"
 
@@ -235,7 +235,7 @@ class ClusterSteering:
             async with asyncio.timeout(seconds), aclosing(self._objects(heed)) as objects:
                 async for pool in objects:
                     found = judge(pool)
-                    total = replicas_of(pool)
+                    total = wanted_replicas(pool)
                     message = found.message
                     if isinstance(found, Published):
                         tell(PublishProgress("Complete", total, total, message))
@@ -281,7 +281,7 @@ class ClusterSteering:
                     status = {} if isinstance(seen, str) else seen.get("status") or {}
                     message = seen if isinstance(seen, str) else str(status.get("message", ""))
                     ready = int(status.get("readyReplicas", 0))
-                    if not isinstance(seen, str) and reached(seen, state, generation):
+                    if not isinstance(seen, str) and has_reached(seen, state, generation):
                         return ready
                     if state == "Active" and ready:
                         first_at = first_at or time.monotonic()
@@ -314,6 +314,6 @@ class ClusterSteering:
         try:
             return await self._kube.get(self._path)
         except ClusterError as error:
-            if not error.passing:
+            if not error.is_transient:
                 raise
             return f"the API server: {error}"

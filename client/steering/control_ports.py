@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rollout_client.control import ControlError, ControlUnreachable, WorkerControl, over
+from rollout_client.control import ControlError, ControlUnreachable, WorkerControl, send_over_httpx
 from rollout_client.discovery.members import Member
 from rollout_client.errors import SteeringFailed
-from rollout_client.routing.connections import authorities
+from rollout_client.routing.connections import trusted_authorities
 from rollout_worker.schemas import WeightsDtypes, WorkerState
 from rollout_worker.transfer.tls import Trust
 
-BUSY_SECONDS = 20.0
+BUSY_RETRY_SECONDS = 20.0
 """How long an overloaded control port, or a proxy before it, is asked again."""
-AGAIN_SECONDS = 0.5
+ASK_AGAIN_SECONDS = 0.5
 
 T = TypeVar("T")
 Token = str | Callable[[], str | None] | None
@@ -31,7 +31,7 @@ MOUNTED_TOKEN = Path("/var/run/secrets/rollout.dev/token")
 """Where a trainer's pod has its token for control ports, unless it says otherwise."""
 
 
-def mounted_token(audience: str, path: Path = MOUNTED_TOKEN) -> Callable[[], str]:
+def read_mounted_token(audience: str, path: Path = MOUNTED_TOKEN) -> Callable[[], str]:
     """Return what reads the token that the kubelet renews; it is for this audience."""
 
     def read() -> str:
@@ -65,7 +65,7 @@ class ControlPorts:
     ) -> None:
         self._members = members
         self._bearer = token
-        context = authorities(environment=False) if ca is None else _checked_against(ca)
+        context = trusted_authorities(environment=False) if ca is None else _tls_context(ca)
         self.trust = Trust(context, "give the file with its CA as control_ca")
         """Whom the ports for weights are checked against; always for the name of all workers."""
         self._http = httpx.AsyncClient(
@@ -73,10 +73,10 @@ class ControlPorts:
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
         )
-        self._send = over(self._http, tls_name)
+        self._send = send_over_httpx(self._http, tls_name)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether it is too late to ask anything."""
         return self._http.is_closed
 
@@ -84,20 +84,20 @@ class ControlPorts:
         """Close all connections."""
         await self._http.aclose()
 
-    def names(self) -> list[str]:
+    def member_names(self) -> list[str]:
         """Return the names of the members that are there now.
 
         Raises:
             SteeringFailed: It is not known where a member's control port is.
         """
-        return list(self._controls())
+        return list(self._member_controls())
 
-    def host(self, name: str) -> str | None:
+    def host_of(self, name: str) -> str | None:
         """Return the address of a member: its ports are all there. None: it is gone."""
         urls = {member.name: member.control_url for member in self._members()}
         return urlsplit(urls.get(name) or "").hostname
 
-    async def states(self, patience: float = 0.0) -> dict[str, WorkerState]:
+    async def get_states(self, patience: float = 0.0) -> dict[str, WorkerState]:
         """Return the states of the members that answer, by name.
 
         Args:
@@ -107,10 +107,10 @@ class ControlPorts:
             SteeringFailed: None answers, or one refuses to.
         """
         until = time.monotonic() + patience
-        answers = await self.ask(self.names(), lambda control: control.state())
-        while (slow := _slow(answers)) and time.monotonic() < until:
-            await asyncio.sleep(AGAIN_SECONDS)
-            answers |= await self.ask(slow, lambda control: control.state())
+        answers = await self.ask_members(self.member_names(), lambda control: control.state())
+        while (slow := _slow_members(answers)) and time.monotonic() < until:
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+            answers |= await self.ask_members(slow, lambda control: control.state())
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
                 raise SteeringFailed(answer.detail, replica=name) from answer
@@ -120,13 +120,13 @@ class ControlPorts:
             raise SteeringFailed(f"no worker answers ({said or 'the pool has no members'})")
         return found
 
-    async def dtypes(self) -> Mapping[str, str]:
+    async def get_dtypes(self) -> Mapping[str, str]:
         """Return the dtypes of the model's checkpoint, as a member tells them.
 
         Raises:
             SteeringFailed: None does.
         """
-        answers = await self.ask(self.names(), lambda control: control.dtypes())
+        answers = await self.ask_members(self.member_names(), lambda control: control.dtypes())
         for answer in answers.values():
             if isinstance(answer, WeightsDtypes):
                 return answer.dtypes
@@ -134,19 +134,19 @@ class ControlPorts:
         why = "; ".join(said) or "the pool has no members"
         raise SteeringFailed(f"cast: no worker tells the dtypes of its model ({why})")
 
-    async def ask(
+    async def ask_members(
         self, names: Sequence[str], question: Callable[[WorkerControl], Awaitable[T]]
     ) -> dict[str, T | ControlError | ControlUnreachable]:
         """Ask all of these at the same time; refusals and silence are answers, too.
 
-        Who was too busy to look at the question is asked again, for `BUSY_SECONDS`.
+        Who was too busy to look at the question is asked again, for `BUSY_RETRY_SECONDS`.
         """
-        controls = self._controls()
+        controls = self._member_controls()
 
         async def one(name: str) -> T | ControlError | ControlUnreachable:
             if name not in controls:
                 return ControlUnreachable(f"{name} is not a member any more")
-            until = time.monotonic() + BUSY_SECONDS
+            until = time.monotonic() + BUSY_RETRY_SECONDS
             while True:
                 try:
                     return await question(controls[name])
@@ -155,20 +155,20 @@ class ControlPorts:
                 except ControlError as error:
                     if not _is_busy(error) or time.monotonic() > until:
                         return error
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
 
         return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
-    def _controls(self) -> dict[str, WorkerControl]:
+    def _member_controls(self) -> dict[str, WorkerControl]:
         found = {}
         for member in self._members():
             if member.control_url is None:
                 why = "its control port is not known: give control_urls to from_urls"
                 raise SteeringFailed(why, replica=member.name)
-            found[member.name] = WorkerControl(member.control_url, self._token, self._send)
+            found[member.name] = WorkerControl(member.control_url, self._read_token, self._send)
         return found
 
-    async def _token(self) -> str | None:
+    async def _read_token(self) -> str | None:
         try:
             return self._bearer() if callable(self._bearer) else self._bearer
         except (OSError, ValueError) as error:
@@ -177,7 +177,7 @@ class ControlPorts:
             raise ControlUnreachable(why) from error
 
 
-def _slow(answers: Mapping[str, object]) -> list[str]:
+def _slow_members(answers: Mapping[str, object]) -> list[str]:
     """Return who has not answered in time, and may be merely busy."""
     return [n for n, a in answers.items() if isinstance(a, ControlUnreachable) and a.slow]
 
@@ -189,7 +189,7 @@ def _is_busy(error: ControlError) -> bool:
     return error.slug == "" and error.status in (502, 503, 504)
 
 
-def _checked_against(ca: str | Path) -> ssl.SSLContext:
+def _tls_context(ca: str | Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=str(ca))
     except OSError as error:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from rollout_client.control import QUICK_SECONDS, ControlError, ControlUnreachable
+from rollout_client.control import QUICK_CALL_SECONDS, ControlError, ControlUnreachable
 from rollout_client.discovery.members import Member
 from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed
 from rollout_worker.schemas import (
@@ -27,17 +27,17 @@ from rollout_worker.schemas import (
 
 from .barrier import Barrier, Version, refused
 from .control_ports import ControlPorts
-from .keeper import Keeper
+from .keeper import PoolKeeper
 from .options import DirectOptions
 from .protocol import OnProgress, PoolState, Published, PublishProgress
 from .pushing.push import Push
 
 logger = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 0.5
-ASK_SECONDS = 3.0
+RETRY_INTERVAL_SECONDS = 0.5
+STATE_ASK_SECONDS = 3.0
 """How long somebody who only asks for a wake waits for it."""
-TELL_SECONDS = 1.0
+PROGRESS_INTERVAL_SECONDS = 1.0
 """What a worker gets to take note of a wake whose end nobody waits for."""
 
 
@@ -60,7 +60,7 @@ class DirectSteering:
         self._options = options
         self._on_weights = on_weights
         self._ports = ControlPorts(members, options.token, options.control_ca)
-        self._keeper = Keeper(self._ports, options, self._note_serving)
+        self._keeper = PoolKeeper(self._ports, options, self._note_serving)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -68,18 +68,18 @@ class DirectSteering:
         await self._ports.close()
 
     @property
-    def floor(self) -> WeightsId | None:
+    def lowest_identity(self) -> WeightsId | None:
         """What was published last: a replica that came back with older weights gets nothing."""
         target = self._keeper.target
         return None if target is None else target.identity
 
-    async def state(self) -> PoolState | None:
+    async def wanted_state(self) -> PoolState | None:
         """Return the state that was asked for last through this pool."""
         return self._keeper.state
 
     # Epoch.
 
-    async def acquire(self, seconds: float) -> int:
+    async def acquire_epoch(self, seconds: float) -> int:
         """Take the epoch above all that the workers have seen, and fence the lower ones.
 
         Without an API server there is nothing to compare and swap on: two trainers that do this at
@@ -91,10 +91,10 @@ class DirectSteering:
         """
         try:
             async with asyncio.timeout(seconds):
-                states = await self._ports.states()
+                states = await self._ports.get_states()
                 epoch = 1 + max(_highest_epoch(state) for state in states.values())
                 request = RequireRequest(epoch=epoch)
-                answers = await self._ports.ask(list(states), lambda c: c.require(request))
+                answers = await self._ports.ask_members(list(states), lambda c: c.require(request))
         except TimeoutError:
             raise SteeringFailed(f"the workers did not confirm an epoch in {seconds:g} s") from None
         for name, answer in answers.items():
@@ -104,7 +104,7 @@ class DirectSteering:
 
     # Weights.
 
-    async def publish(
+    async def publish_identity(
         self,
         identity: WeightsId,
         source: WeightsSource,
@@ -129,26 +129,26 @@ class DirectSteering:
         await self._keeper.stop()
         try:
             async with self._keeper.lock:
-                states = await self._ports.states()
+                states = await self._ports.get_states()
                 live = [name for name, state in states.items() if state.resident.weights]
                 version = Version(identity, source, root_hash)
                 barrier = Barrier(self._ports, version, live, push=push)
                 await barrier.stage(until, tell)
-                done = await self._commit(barrier, len(states), began, until, tell)
+                done = await self._commit_staged(barrier, len(states), began, until, tell)
                 return done if push is None else push.reported(done)
         finally:
             # After a failure, too: who comes back needs the weights of before.
             self._keeper.start()
 
-    async def dtypes(self) -> Mapping[str, str]:
+    async def tensor_dtypes(self) -> Mapping[str, str]:
         """Return the dtypes that tensors must have, by name.
 
         Raises:
             SteeringFailed: No worker tells.
         """
-        return await self._ports.dtypes()
+        return await self._ports.get_dtypes()
 
-    async def _commit(
+    async def _commit_staged(
         self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress
     ) -> Published:
         """Commit on all that staged: from here it only goes forward."""
@@ -160,8 +160,8 @@ class DirectSteering:
         root_hash = next(iter(barrier.staged.values()), version.root_hash)
         order = self._options.commit_request(identity, left, root_hash)
         try:
-            answers = await self._ports.ask(
-                list(barrier.staged), lambda c: c.commit(order, timeout=left + QUICK_SECONDS)
+            answers = await self._ports.ask_members(
+                list(barrier.staged), lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS)
             )
         except BaseException:
             # Cancelled: some may have flipped, so the others must.
@@ -174,7 +174,7 @@ class DirectSteering:
             name, error = next(iter(errors.items()))
             raise refused(name, identity, error)
         self._keeper.target = version = replace(version, root_hash=root_hash)
-        await self._fence(version)
+        await self._fence_version(version)
         if answers and not done:
             why = f"no replica answered to the commit of {identity} in time"
             raise PublishFailed(
@@ -194,10 +194,12 @@ class DirectSteering:
             message=message,
         )
 
-    async def _fence(self, version: Version) -> None:
+    async def _fence_version(self, version: Version) -> None:
         """Let no replica serve older weights: neither who missed the commit nor who sleeps."""
         floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
-        await self._ports.ask(self._ports.names(), lambda control: control.require(floor))
+        await self._ports.ask_members(
+            self._ports.member_names(), lambda control: control.require(floor)
+        )
 
     def _note_serving(self, names: Iterable[str], version: Version) -> None:
         """Note that these replicas serve a version."""
@@ -217,57 +219,61 @@ class DirectSteering:
             SteeringFailed: A replica refused, or others hold it, or time ran out.
         """
         why = ""
-        with self._keeper.ordering(state):
+        with self._keeper.ordering_state(state):
             try:
                 async with asyncio.timeout(seconds):
                     while True:
                         try:
-                            return await self._order(state)
-                        except _Passing as error:
+                            return await self._order_state(state)
+                        except _Transient as error:
                             why = f": {error}"
                             turn = error.turn
-                        await asyncio.sleep(AGAIN_SECONDS)
+                        await asyncio.sleep(RETRY_INTERVAL_SECONDS)
                         if (wish := self._keeper.state) != state:
                             raise SteeringFailed(f"this pool was asked to be {wish} meanwhile{why}")
                         if turn:
-                            await self._until_none_sleeps()
+                            await self._wait_for_other_turns()
             except TimeoutError:
                 text = f"not all replicas were {state} within {seconds:g} s{why}"
                 raise SteeringFailed(text) from None
 
-    async def _order(self, state: PoolState) -> int:
+    async def _order_state(self, state: PoolState) -> int:
         """Move all replicas that answer now.
 
         Raises:
             SteeringFailed: A replica refused.
             _Passing: None answers, or one can't obey yet.
         """
-        told = await self._ports.ask(self._ports.names(), lambda control: control.state())
+        told = await self._ports.ask_members(
+            self._ports.member_names(), lambda control: control.state()
+        )
         there = [name for name, answer in told.items() if isinstance(answer, WorkerState)]
-        moved = await self._ports.ask(there, lambda c: self._keeper.change_state(c, state))
+        moved = await self._ports.ask_members(there, lambda c: self._keeper.change_state(c, state))
         answers = {**told, **moved}
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
-                turn = state == "Active" and _is_anothers_turn(answer, told[name])
-                if turn or answer.slug in PASSING:
-                    raise _Passing(f"{name}: {answer.detail}", turn=turn)
+                turn = state == "Active" and _is_other_trainers_turn(answer, told[name])
+                if turn or answer.slug in TRANSIENT_SLUGS:
+                    raise _Transient(f"{name}: {answer.detail}", turn=turn)
                 raise SteeringFailed(answer.detail, replica=name) from answer
         away = {n: a for n, a in answers.items() if isinstance(a, ControlUnreachable)}
         if len(away) == len(answers):
             said = "; ".join(map(str, away.values())) or "the pool has no members"
-            raise _Passing(f"no worker answers ({said})")
+            raise _Transient(f"no worker answers ({said})")
         for name, answer in away.items():
             logger.warning("%s does not answer and was left as it is: %s", name, answer)
         return len(answers) - len(away) if state == "Active" else 0
 
-    async def _until_none_sleeps(self) -> None:
+    async def _wait_for_other_turns(self) -> None:
         """Wait for other trainers' turns: to wake a replica meanwhile would end their sleep."""
         while True:
-            told = await self._ports.ask(self._ports.names(), lambda control: control.state())
+            told = await self._ports.ask_members(
+                self._ports.member_names(), lambda control: control.state()
+            )
             states = [each for each in told.values() if isinstance(each, WorkerState)]
             if not any(hold.state == "Asleep" for each in states for hold in each.holds):
                 return
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_INTERVAL_SECONDS)
 
     async def ask_state(self, state: PoolState, seconds: float) -> None:
         """Ask for a state, and wait a moment for it; who doesn't have it then comes to it as soon as it can.
@@ -276,20 +282,22 @@ class DirectSteering:
             SteeringFailed: A replica refused; or none answers, which can't be told to wake.
         """
         try:
-            await self.change_state(state, min(seconds, ASK_SECONDS))
+            await self.change_state(state, min(seconds, STATE_ASK_SECONDS))
         except SteeringFailed as error:
             if isinstance(error.__cause__, ControlError):
                 raise
             if state != "Active":
                 return  # the keeper sees to it
             # It may wait for devices that this very process keeps, so it has to go on without us.
-            names = self._ports.names()
-            answers = await self._ports.ask(names, lambda c: c.wake(timeout=TELL_SECONDS))
+            names = self._ports.member_names()
+            answers = await self._ports.ask_members(
+                names, lambda c: c.wake(timeout=PROGRESS_INTERVAL_SECONDS)
+            )
             if all(isinstance(a, ControlUnreachable) and not a.slow for a in answers.values()):
                 raise
 
 
-class _Passing(Exception):
+class _Transient(Exception):
     """Not now, but it may be in a moment; `turn`: once another trainer's turn is over."""
 
     def __init__(self, why: str, *, turn: bool = False) -> None:
@@ -297,7 +305,7 @@ class _Passing(Exception):
         self.turn = turn
 
 
-PASSING = {
+TRANSIENT_SLUGS = {
     "starting",
     "loading",
     "failed",
@@ -309,7 +317,7 @@ PASSING = {
 """Refusals of a worker that can't obey yet; the last one: another trainer of this name has woken it meanwhile."""
 
 
-def _is_anothers_turn(
+def _is_other_trainers_turn(
     error: ControlError, told: WorkerState | ControlError | ControlUnreachable
 ) -> bool:
     """Whether it can't wake because another trainer, of this name or another one, wants it asleep."""

@@ -11,7 +11,7 @@ from .control_ports import ControlPorts
 from .protocol import OnProgress
 from .pushing.push import Push
 
-SLOW_SECONDS = 30.0
+SLOW_HEAD_SECONDS = 30.0
 """How long a head that gives no answer in time is asked again. Were one that serves left out, the
 update would wait for its bytes in vain; one that is stuck leaves the Service after half of that."""
 
@@ -33,9 +33,9 @@ async def stage_on_heads(
         SteeringFailed: No head answers, or one refuses to.
         EpochLost: Another trainer has the pool.
     """
-    heads = known(heads)
-    patience = min(SLOW_SECONDS, until - time.monotonic())
-    states = await heads.states(patience)
+    heads = head_ports(heads)
+    patience = min(SLOW_HEAD_SECONDS, until - time.monotonic())
+    states = await heads.get_states(patience)
     loaded = [name for name, state in states.items() if state.resident.weights]
     waiting = [name for name in loaded if not states[name].serving]
     barrier = Barrier(heads, version, loaded, push=push, spared=waiting)
@@ -43,7 +43,7 @@ async def stage_on_heads(
     return barrier
 
 
-def known(heads: ControlPorts | None) -> ControlPorts:
+def head_ports(heads: ControlPorts | None) -> ControlPorts:
     """Return them.
 
     Raises:

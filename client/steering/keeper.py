@@ -35,15 +35,15 @@ from .protocol import PoolState
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-PEERS = 3
+KEEP_INTERVAL_SECONDS = 1.0
+MAX_PEERS = 3
 """How many members a replica fetches pushed weights from."""
 
-SEED_SECONDS = 600.0
+SEED_TIMEOUT_SECONDS = 600.0
 """How long one replica may take to stage the pool's weights."""
 
 
-class Keeper:
+class PoolKeeper:
     """See the module. Runs from `start` to `stop`.
 
     Args:
@@ -74,8 +74,8 @@ class Keeper:
     def start(self) -> None:
         """Look after the replicas from now on, if there is anything to give them."""
         needed = self.target is not None or self.state is not None
-        if self._task is None and needed and not self._ports.closed:
-            self._task = asyncio.create_task(self._run(), name="keeper of the pool")
+        if self._task is None and needed and not self._ports.is_closed:
+            self._task = asyncio.create_task(self._run_loop(), name="keeper of the pool")
 
     async def stop(self) -> None:
         """Stop, and wait for the end of what is under way."""
@@ -84,18 +84,18 @@ class Keeper:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _run(self) -> None:
+    async def _run_loop(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(KEEP_INTERVAL_SECONDS)
             try:
-                await self._look()
+                await self._check_replicas()
             except Exception:
                 logger.exception("the keeper of the pool failed and goes on")
 
-    async def _look(self) -> None:
+    async def _check_replicas(self) -> None:
         """Give every replica that answers what it lacks."""
         async with self.lock:
-            answers = await self._ports.ask(self._ports.names(), self._mend)
+            answers = await self._ports.ask_members(self._ports.member_names(), self._mend_replica)
             seeded = [name for name, answer in answers.items() if answer is True]
             if self.target is not None:
                 self._on_weights(seeded, self.target)
@@ -103,9 +103,9 @@ class Keeper:
             if isinstance(answer, ControlError):
                 logger.warning("%s lacks the pool's weights or state: %s", name, answer)
 
-    async def _mend(self, control: WorkerControl) -> bool:
+    async def _mend_replica(self, control: WorkerControl) -> bool:
         """Give one replica what it lacks; whether it was given weights."""
-        seeded = self.target is not None and await self._seed(self.target, control)
+        seeded = self.target is not None and await self._seed_weights(self.target, control)
         orders = self._orders
         state = await control.state()
         if self._ordering or self._orders != orders:
@@ -122,7 +122,7 @@ class Keeper:
                 await self.change_state(control, wanted)
         return seeded
 
-    async def _seed(self, version: Version, control: WorkerControl) -> bool:
+    async def _seed_weights(self, version: Version, control: WorkerControl) -> bool:
         """Give one replica the target if it has older weights; whether it was given."""
         state = await control.state()
         if not state.resident.weights or not _is_behind(state, version):
@@ -131,7 +131,7 @@ class Keeper:
         await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
         source = StageSource.of(version.source)
         if version.source.pushed is not None:
-            source = StageSource(pushed=PushedBytes(peers=await self._peers(identity)))
+            source = StageSource(pushed=PushedBytes(peers=await self._find_peers(identity)))
         request = StageRequest(
             epoch=identity.epoch,
             version=identity.version,
@@ -139,33 +139,35 @@ class Keeper:
             root_hash=version.root_hash,
         )
         await control.stage(request)
-        await _until_staged(identity, control)
+        await _wait_staged(identity, control)
         order = self._options.commit_request(identity, root_hash=version.root_hash)
         await control.commit(order)
         return True
 
-    async def _peers(self, identity: WeightsId) -> tuple[Peer, ...]:
+    async def _find_peers(self, identity: WeightsId) -> tuple[Peer, ...]:
         """Return who gives the bytes of a pushed version, each with a ticket for one fetch.
 
         Raises:
             ControlError: Nobody keeps them.
         """
         request = OfferRequest(epoch=identity.epoch, version=identity.version)
-        answers = await self._ports.ask(self._ports.names(), lambda c: c.offer(request))
+        answers = await self._ports.ask_members(
+            self._ports.member_names(), lambda c: c.offer(request)
+        )
         found = [
             Peer(host=host, port=offer.port, ticket=offer.ticket)
             for name, offer in answers.items()
-            if isinstance(offer, OfferResponse) and (host := self._ports.host(name))
+            if isinstance(offer, OfferResponse) and (host := self._ports.host_of(name))
         ]
         if not found:
             why = (
                 f"no replica keeps the pushed weights {identity}: the next publish brings new ones"
             )
             raise ControlError(409, "no-copy", why)
-        return tuple(found[:PEERS])
+        return tuple(found[:MAX_PEERS])
 
     @contextlib.contextmanager
-    def ordering(self, state: PoolState) -> Iterator[None]:
+    def ordering_state(self, state: PoolState) -> Iterator[None]:
         """Note what every replica must come to, while the pool itself orders that."""
         self.state = state
         self._orders += 1
@@ -182,14 +184,14 @@ class Keeper:
             case "Asleep":
                 await control.sleep(self._options.sleep_request())
             case "Paused":
-                await self._wake(control)
+                await self._wake_replica(control)
                 drain = self._options.drain_seconds
                 await control.pause(PauseRequest(deadline_seconds=drain))
             case "Active":
-                await self._wake(control)
+                await self._wake_replica(control)
                 await control.resume()
 
-    async def _wake(self, control: WorkerControl) -> None:
+    async def _wake_replica(self, control: WorkerControl) -> None:
         """Weights, then the newest version of them, then the KV cache: the order that fits.
 
         Weights that it is to have no longer are not read for that.
@@ -197,16 +199,16 @@ class Keeper:
         state = await control.state()
         there = state.resident.weights
         if there and state.weights.active is not None:
-            return await _unless_held(control.wake())
+            return await _wake_unless_held(control.wake())
         tags: tuple[tuple[MemoryTag, ...], ...] = (("weights",), ("kv_cache",))
         behind = self.target is not None and _is_behind(state, self.target)
         empty = behind and state.wakes_empty and not state.held_by_others
         if not (empty and there):
             first = WakeRequest(tags=tags[0], load=False if empty else None)
-            await _unless_held(control.wake(first))
+            await _wake_unless_held(control.wake(first))
         if self.target is not None:
-            await self._seed(self.target, control)
-        await _unless_held(control.wake(WakeRequest(tags=tags[1])))
+            await self._seed_weights(self.target, control)
+        await _wake_unless_held(control.wake(WakeRequest(tags=tags[1])))
         return None
 
 
@@ -216,13 +218,13 @@ def _is_behind(state: WorkerState, version: Version) -> bool:
     return active is None or active.identity < version.identity
 
 
-async def _until_staged(identity: WeightsId, control: WorkerControl) -> None:
+async def _wait_staged(identity: WeightsId, control: WorkerControl) -> None:
     """Wait until a replica has staged a version.
 
     Raises:
         ControlError: It can't, or took too long, or has lost it: the next look begins anew.
     """
-    until = time.monotonic() + SEED_SECONDS
+    until = time.monotonic() + SEED_TIMEOUT_SECONDS
     while time.monotonic() < until:
         match progress_of(await control.state(), identity):
             case Staged():
@@ -235,7 +237,7 @@ async def _until_staged(identity: WeightsId, control: WorkerControl) -> None:
     raise ControlError(409, "stage-failed", "it was not staged in time")
 
 
-async def _unless_held(wake: Awaitable[object]) -> None:
+async def _wake_unless_held(wake: Awaitable[object]) -> None:
     """Wake; if others still hold it, that is for the caller's last call to say."""
     try:
         await wake

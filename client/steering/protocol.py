@@ -20,9 +20,9 @@ PoolState = Literal["Active", "Paused", "Asleep"]
 
 MISMATCH = "content-mismatch"
 
-PUBLISH_SECONDS = 600.0
-STATE_SECONDS = 600.0
-ACQUIRE_SECONDS = 30.0
+DEFAULT_PUBLISH_SECONDS = 600.0
+DEFAULT_STATE_SECONDS = 600.0
+DEFAULT_ACQUIRE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PublishReport:
     bytes_sent: int = 0
 
     @property
-    def deltas(self) -> int:
+    def delta_count(self) -> int:
         """How many replicas got what differs from the version before."""
         return sum(each.delta for each in self.replicas.values())
 
@@ -129,7 +129,7 @@ class HandedOver(Protocol):
         """Of their content."""
 
 
-def identity_handed_over(handed: HandedOver, epoch: int | None) -> WeightsId:
+def handed_over_identity(handed: HandedOver, epoch: int | None) -> WeightsId:
     """Return the identity to move the target to.
 
     Raises:
@@ -144,7 +144,7 @@ def identity_handed_over(handed: HandedOver, epoch: int | None) -> WeightsId:
     return WeightsId(epoch=handed.epoch, version=handed.version)
 
 
-def mismatch(
+def content_mismatch_error(
     identity: WeightsId, sent: str, found: str | None, replica: str | None = None
 ) -> PublishFailed:
     """Return the error for an identity that is bound to other content than what was sent."""
@@ -159,13 +159,13 @@ class Steering(Protocol):
     """The verbs; each waits until it is done, up to a deadline."""
 
     @property
-    def floor(self) -> WeightsId | None:
+    def lowest_identity(self) -> WeightsId | None:
         """Lowest weights that this pool may be served by; None: the workers see to it."""
 
-    async def acquire(self, seconds: float) -> int:
+    async def acquire_epoch(self, seconds: float) -> int:
         """Take the next epoch; from then on earlier trainers are refused."""
 
-    async def publish(
+    async def publish_identity(
         self,
         identity: WeightsId,
         source: WeightsSource,
@@ -180,7 +180,7 @@ class Steering(Protocol):
         this identity fail it.
         """
 
-    async def dtypes(self) -> Mapping[str, str]:
+    async def tensor_dtypes(self) -> Mapping[str, str]:
         """Return the dtypes that tensors must have, by name."""
 
     async def change_state(self, state: PoolState, seconds: float) -> int:
@@ -189,14 +189,14 @@ class Steering(Protocol):
     async def ask_state(self, state: PoolState, seconds: float) -> None:
         """Ask for a state; whoever keeps the replicas at it does the rest."""
 
-    async def state(self) -> PoolState | None:
+    async def wanted_state(self) -> PoolState | None:
         """Return the state that was asked for last; None: not known."""
 
     async def close(self) -> None:
         """Close all connections."""
 
 
-def source_of(path: str | PurePath | None) -> WeightsSource:
+def source_from_path(path: str | PurePath | None) -> WeightsSource:
     """Return the source for a path as the workers see it; None: the model's own checkpoint."""
     if path is None:
         return WeightsSource.model_validate({"checkpoint": {}})

@@ -13,13 +13,13 @@ from .protocol import PoolState, Published
 
 ANNOTATION_EPOCH = "rollout.dev/trainer-epoch"
 
-STUBBORN_ATTEMPTS = 7
+MAX_FAILED_ATTEMPTS = 7
 """Attempts to stage, half a minute of them with the operator's back-off, after which the trainer is
 told: bytes at a path never change, and what a network volume shows late is there by then."""
 
 
 @dataclass(frozen=True, slots=True)
-class Underway:
+class UpdateUnderway:
     """Weights that are not committed yet.
 
     Attributes:
@@ -31,9 +31,9 @@ class Underway:
     message: str
 
 
-def published(
+def publish_progress(
     pool: Obj, identity: WeightsId, generation: int, seconds: float
-) -> Published | Underway:
+) -> Published | UpdateUnderway:
     """Say how far an update is.
 
     Args:
@@ -47,13 +47,13 @@ def published(
         Superseded: Other weights were committed, or are on their way.
     """
     status = pool.get("status") or {}
-    if _observed(status) < generation:
-        return Underway("Staging", "waiting for the operator to see the new target")
+    if _observed_generation(status) < generation:
+        return UpdateUnderway("Staging", "waiting for the operator to see the new target")
     weights = status.get("weights") or {}
     last, committed = weights.get("lastUpdate") or {}, weights.get("committed") or {}
     phase, message = str(last.get("phase", "")), str(last.get("message", ""))
-    ours = bool(last) and _identity(last) == identity
-    if committed and _identity(committed) == identity:
+    ours = bool(last) and _parse_identity(last) == identity
+    if committed and _parse_identity(committed) == identity:
         return Published(
             identity=identity,
             root_hash=committed.get("rootHash"),
@@ -62,21 +62,21 @@ def published(
             pause_seconds=None,
             message=f"weights {identity} are committed" + (f": {message}" if ours else ""),
         )
-    newer = [each for each in (committed, last) if each and _identity(each) > identity]
+    newer = [each for each in (committed, last) if each and _parse_identity(each) > identity]
     if newer:
-        raise Superseded(f"weights {_identity(newer[0])} took the place of {identity}")
+        raise Superseded(f"weights {_parse_identity(newer[0])} took the place of {identity}")
     if ours and phase == "Superseded":
         raise Superseded(message or f"weights {identity} were given up")
     if ours and phase == "Failed":
         raise PublishFailed(message or f"weights {identity} failed")
-    if ours and phase == "Staging" and int(last.get("attempts") or 0) >= STUBBORN_ATTEMPTS:
+    if ours and phase == "Staging" and int(last.get("attempts") or 0) >= MAX_FAILED_ATTEMPTS:
         raise PublishFailed(
             f"{message}; tried {last['attempts']} times. Publish sound weights as a higher version; "
             "until then the operator goes on trying"
         )
     if not ours:
-        return Underway("Staging", f"waiting for the update before it: {message}")
-    return Underway(phase, message or str(status.get("message", "")))
+        return UpdateUnderway("Staging", f"waiting for the update before it: {message}")
+    return UpdateUnderway(phase, message or str(status.get("message", "")))
 
 
 def highest_epoch(pool: Obj) -> int:
@@ -106,7 +106,7 @@ def check_epoch(pool: Obj, epoch: int) -> None:
 def has_target(pool: Obj, identity: WeightsId, source: WeightsSource) -> bool:
     """Whether the spec asks for these weights already."""
     target = (pool["spec"].get("weights") or {}).get("target")
-    if not target or _identity(target) != identity:
+    if not target or _parse_identity(target) != identity:
         return False
     found = {
         kind: value for kind, value in (target.get("source") or {}).items() if value is not None
@@ -114,7 +114,7 @@ def has_target(pool: Obj, identity: WeightsId, source: WeightsSource) -> bool:
     return found == source.model_dump(exclude_none=True)
 
 
-def replicas_of(pool: Obj) -> int:
+def wanted_replicas(pool: Obj) -> int:
     """Return how many replicas should run; in mode Hybrid only status knows."""
     if pool["spec"].get("mode") == "Hybrid":
         return int((pool.get("status") or {}).get("desiredReplicas", 1))
@@ -127,7 +127,7 @@ def wanted_state(pool: Obj) -> PoolState:
     return state
 
 
-def reached(pool: Obj, state: PoolState, generation: int) -> bool:
+def has_reached(pool: Obj, state: PoolState, generation: int) -> bool:
     """Whether every worker has come to a state, as the operator noted it.
 
     Raises:
@@ -144,12 +144,12 @@ def reached(pool: Obj, state: PoolState, generation: int) -> bool:
     status = pool.get("status") or {}
     last = status.get("lastTransition") or {}
     done = last.get("to") == state and last.get("completedAt")
-    return bool(_observed(status) >= generation and done)
+    return bool(_observed_generation(status) >= generation and done)
 
 
-def _identity(value: Any) -> WeightsId:
+def _parse_identity(value: Any) -> WeightsId:
     return WeightsId(epoch=value["epoch"], version=value["version"])
 
 
-def _observed(status: Obj) -> int:
+def _observed_generation(status: Obj) -> int:
     return int(status.get("observedGeneration") or 0)

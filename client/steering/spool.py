@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_worker.wire.roothash import HASH, Hashed, root_hash_of
+from rollout_worker.wire.roothash import HASH, HashedTensor, root_hash_of
 
 from .checkpoint_form import state_of, whole
 
@@ -38,7 +38,7 @@ READABLE, LISTABLE = 0o644, 0o755
 """Workers run as other users, whatever the umask of the trainer."""
 
 
-def items_of(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
+def named_tensors(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the (name, tensor) of a model, a state dict or a plain iterable."""
     state = state_of(tensors)
     kind = type(tensors).__name__
@@ -47,10 +47,10 @@ def items_of(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
     if not isinstance(state, Iterable):
         raise TypeError(f"weights are a model, a state dict or a generator, not a {kind}")
     items: Iterable[tuple[str, Any]] = state.items() if isinstance(state, Mapping) else state
-    return ((name, whole(tensor)) for name, tensor in map(_pair, items))
+    return ((name, whole(tensor)) for name, tensor in map(_check_pair, items))
 
 
-def _pair(item: Any) -> tuple[str, Any]:
+def _check_pair(item: Any) -> tuple[str, Any]:
     """Return what a stream brought, which must be a name and a tensor."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise TypeError(
@@ -60,35 +60,35 @@ def _pair(item: Any) -> tuple[str, Any]:
     return item[0], item[1]
 
 
-async def each(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
+async def iterate_tensors(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) from whatever the trainer has."""
     if isinstance(tensors, AsyncIterable):
         async for item in tensors:
-            name, tensor = _pair(item)
+            name, tensor = _check_pair(item)
             yield name, whole(tensor)
     else:
-        for item in items_of(tensors):
+        for item in named_tensors(tensors):
             yield item
 
 
-async def drain(tensors: Tensors) -> int:
+async def drain_tensors(tensors: Tensors) -> int:
     """Take every tensor and keep none; return how many came.
 
     Making a tensor is a collective operation of all ranks (FSDP gathers it): ranks that write nothing
     must take the tensors all the same, or the one that writes waits for ever.
     """
     count = 0
-    async for _ in each(tensors):
+    async for _ in iterate_tensors(tensors):
         count += 1
     return count
 
 
-def drain_here(tensors: Tensors) -> int:
+def drain_blocking(tensors: Tensors) -> int:
     """Do what `drain` does, in this thread."""
-    return sum(1 for _ in items_of(tensors))
+    return sum(1 for _ in named_tensors(tensors))
 
 
-async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
+async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
     """Write named tensors and return their root hash.
 
     At most one shard is held in memory. If writing fails, a stream is still taken to its end before
@@ -99,24 +99,24 @@ async def spool(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) 
         FileExistsError: The folder exists with other content; what was published must not change.
         ImportError: safetensors or xxhash is not installed.
     """
-    source = each(tensors)
-    writer = _Writer(folder, shard_bytes)
+    source = iterate_tensors(tensors)
+    writer = _ShardWriter(folder, shard_bytes)
     try:
         # In a thread: gigabytes are written while generations run in this loop.
-        await to_its_end(writer.begin)
+        await run_to_end(writer.make_folder)
         async for name, tensor in source:
-            await to_its_end(writer.take, name, tensor)
-        return await to_its_end(writer.end)
+            await run_to_end(writer.add_tensor, name, tensor)
+        return await run_to_end(writer.finish_folder)
     except BaseException:
         try:
             async for _ in source:
                 pass
         finally:
-            writer.give_up()
+            writer.remove_written()
         raise
 
 
-async def to_its_end(work: Callable[..., T], *args: Any) -> T:
+async def run_to_end(work: Callable[..., T], *args: Any) -> T:
     """Work in a thread, and leave it only once it has ended: what it still writes can't be removed.
 
     Were a folder removed while its thread renames it, half of it would stay under its final name.
@@ -129,25 +129,25 @@ async def to_its_end(work: Callable[..., T], *args: Any) -> T:
         raise
 
 
-def spool_here(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
+def spool_blocking(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
     """Do what `spool` does, in this thread, which may be the only one with the right device."""
-    source = iter(items_of(tensors))
-    writer = _Writer(folder, shard_bytes)
+    source = iter(named_tensors(tensors))
+    writer = _ShardWriter(folder, shard_bytes)
     try:
-        writer.begin()
+        writer.make_folder()
         for name, tensor in source:
-            writer.take(name, tensor)
-        return writer.end()
+            writer.add_tensor(name, tensor)
+        return writer.finish_folder()
     except BaseException:
         try:
             for _ in source:
                 pass
         finally:
-            writer.give_up()
+            writer.remove_written()
         raise
 
 
-class _Writer:
+class _ShardWriter:
     """Fills shards, and writes each one when it is full."""
 
     def __init__(self, final: Path, shard_bytes: int) -> None:
@@ -157,26 +157,26 @@ class _Writer:
         self._shard: dict[str, torch.Tensor] = {}
         self._shards: list[Path] = []
         self._places: dict[str, int] = {}
-        self._hashed: dict[str, Hashed] = {}
+        self._hashed: dict[str, HashedTensor] = {}
         self._bytes = 0
         self._total = 0
 
-    def begin(self) -> None:
+    def make_folder(self) -> None:
         """Make the folder."""
         import xxhash  # noqa: F401 - what is missing is told before anything is written
 
-        self.give_up()
+        self.remove_written()
         made = [self._folder, *(each for each in self._final.parents if not each.exists())]
         self._folder.mkdir(parents=True)
         for each in made:
             each.chmod(LISTABLE)
-            _flush(each.parent)
+            _flush_path(each.parent)
 
-    def give_up(self) -> None:
+    def remove_written(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor; it is copied, since its storage may be used again at once."""
         import torch
 
@@ -191,13 +191,13 @@ class _Writer:
             )
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._bytes + size > self._limit:
-            self._write()
+            self._write_shard()
         self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._places[name] = len(self._shards)
         self._bytes += size
         self._total += size
 
-    def _write(self) -> None:
+    def _write_shard(self) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -206,14 +206,14 @@ class _Writer:
             save_file(self._shard, file, metadata={"format": "pt"})
         except SafetensorError as error:  # its way to say that the disk is full
             raise OSError(f"version {self._final} can't be written: {error}") from error
-        for name, fields in _header(file).items():
-            shape, digest = tuple(fields["shape"]), _digest(self._shard[name])
-            self._hashed[name] = Hashed(fields["dtype"], shape, digest)
-        _settle(file)
+        for name, fields in _read_header(file).items():
+            shape, digest = tuple(fields["shape"]), _tensor_digest(self._shard[name])
+            self._hashed[name] = HashedTensor(fields["dtype"], shape, digest)
+        _publish_file(file)
         self._shards.append(file)
         self._shard, self._bytes = {}, 0
 
-    def end(self) -> str:
+    def finish_folder(self) -> str:
         """Write the last shard, the index and the manifest; the folder gets its name.
 
         Raises:
@@ -221,7 +221,7 @@ class _Writer:
         """
         if not self._places:
             raise ValueError("no tensors were given")
-        self._write()
+        self._write_shard()
         count = len(self._shards)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         for file, name in zip(self._shards, names, strict=True):
@@ -235,21 +235,21 @@ class _Writer:
         for name, body in (INDEX, index), (MANIFEST, {"root_hash": root, "tensors": digests}):
             file = self._folder / name
             file.write_text(json.dumps(body, indent=1) + "\n")
-            _settle(file)
-        _flush(self._folder)
+            _publish_file(file)
+        _flush_path(self._folder)
         if self._final.exists():
-            if _root_of(self._final) != root:
+            if _manifest_root(self._final) != root:
                 raise FileExistsError(
                     f"{self._final} exists with other content: publish under a new version"
                 )
-            self.give_up()  # the first attempt to publish it failed once it was written
+            self.remove_written()  # the first attempt to publish it failed once it was written
             return root
         self._folder.rename(self._final)
-        _flush(self._final.parent)
+        _flush_path(self._final.parent)
         return root
 
 
-def _root_of(folder: Path) -> object:
+def _manifest_root(folder: Path) -> object:
     """Return what a folder's manifest says of its content; None: nothing."""
     try:
         return json.loads((folder / MANIFEST).read_text()).get("root_hash")
@@ -257,7 +257,7 @@ def _root_of(folder: Path) -> object:
         return None
 
 
-def _header(file: Path) -> dict[str, dict[str, Any]]:
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
     """Return what a safetensors file says of its tensors, in the words that workers read."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -266,7 +266,7 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _tensor_digest(tensor: torch.Tensor) -> str:
     import torch
     import xxhash
 
@@ -274,13 +274,13 @@ def _digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def _settle(file: Path) -> None:
+def _publish_file(file: Path) -> None:
     """Let others read the file (safetensors makes it private), and put its bytes on the disk."""
     file.chmod(READABLE)
-    _flush(file)
+    _flush_path(file)
 
 
-def _flush(path: Path) -> None:
+def _flush_path(path: Path) -> None:
     """Put a file's bytes, or a folder's names, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -13,27 +13,27 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
-from rollout_client.hooks import Hook, guarded
+from rollout_client.hooks import Hook, guard_progress
 from rollout_worker.schemas import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
 
 from .protocol import (
-    ACQUIRE_SECONDS,
-    PUBLISH_SECONDS,
-    STATE_SECONDS,
+    DEFAULT_ACQUIRE_SECONDS,
+    DEFAULT_PUBLISH_SECONDS,
+    DEFAULT_STATE_SECONDS,
     HandedOver,
     OnProgress,
     PoolState,
     Published,
     Steering,
-    identity_handed_over,
-    source_of,
+    handed_over_identity,
+    source_from_path,
 )
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
 from .pushing.together import Together, Work
-from .spool import SHARD_BYTES, drain, spool
-from .versions import KEEP, Versions
+from .spool import SHARD_BYTES, drain_tensors, spool_tensors
+from .versions import DEFAULT_KEPT_VERSIONS, VersionFolder
 
 if TYPE_CHECKING:
     from .spool import Tensors
@@ -67,20 +67,20 @@ class SteeringVerbs:
         self._pusher = Pusher()
         self._together = Together(self._pusher)
 
-    async def _steer(self) -> Steering:
+    async def _get_steering(self) -> Steering:
         if self._steering is None:
             raise SteeringFailed(
                 "this pool can't be steered: make it with from_cluster or from_urls"
             )
         return self._steering
 
-    async def acquire(self, *, seconds: float = ACQUIRE_SECONDS) -> int:
+    async def acquire(self, *, seconds: float = DEFAULT_ACQUIRE_SECONDS) -> int:
         """Take the pool: the next epoch, by compare-and-swap, which shuts out earlier trainers.
 
         Raises:
             EpochLost: Another trainer was faster.
         """
-        self.epoch = await (await self._steer()).acquire(seconds)
+        self.epoch = await (await self._get_steering()).acquire_epoch(seconds)
         logger.info("this trainer holds epoch %d", self.epoch)
         return self.epoch
 
@@ -90,7 +90,7 @@ class SteeringVerbs:
         path: str | PurePath | EllipsisType | None = ...,
         *,
         tensors: Tensors | None = None,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
         **options: Unpack[PushOptions],
     ) -> Published:
@@ -122,11 +122,11 @@ class SteeringVerbs:
         if tensors is None:
             check_path(path, options)
             assert not isinstance(path, EllipsisType)
-            return await self._publish(version, source_of(path), seconds, progress)
+            return await self._publish_source(version, source_from_path(path), seconds, progress)
         plan = PushPlan.of(path, options)
 
         async def push(begin: Begin) -> Published:
-            return await self._push(begin, version, tensors, plan, seconds, progress)
+            return await self._push_tensors(begin, version, tensors, plan, seconds, progress)
 
         if plan.ranks is None:
             return await push(
@@ -137,7 +137,7 @@ class SteeringVerbs:
         )
         return await self._together.publish(work, push)
 
-    async def _push(
+    async def _push_tensors(
         self,
         begin: Begin,
         version: int,
@@ -148,12 +148,12 @@ class SteeringVerbs:
     ) -> Published:
         """Publish what this process has, or rank 0 with the others."""
         try:
-            push = begin(dtypes=await self._casts(plan, seconds))
+            push = begin(dtypes=await self._cast_dtypes(plan, seconds))
         except BaseException:
             if plan.ranks is None:  # several ranks gather nothing before they have met
-                await drain(tensors)
+                await drain_tensors(tensors)
             raise
-        sending = asyncio.ensure_future(self._send(version, push, plan, seconds, progress))
+        sending = asyncio.ensure_future(self._send_push(version, push, plan, seconds, progress))
         sending.add_done_callback(lambda _: push.filling.fail())
         try:
             try:
@@ -166,7 +166,7 @@ class SteeringVerbs:
         finally:
             push.close()
 
-    async def _casts(self, plan: PushPlan, seconds: float) -> Mapping[str, str] | None:
+    async def _cast_dtypes(self, plan: PushPlan, seconds: float) -> Mapping[str, str] | None:
         """Return what floating-point tensors are cast to; a pool is of one model, so it is asked for once.
 
         Raises:
@@ -175,10 +175,10 @@ class SteeringVerbs:
         if not plan.cast:
             return None
         if self._dtypes is None:
-            steering = await self._steer()
+            steering = await self._get_steering()
             try:
                 async with asyncio.timeout(seconds):
-                    self._dtypes = await steering.dtypes()
+                    self._dtypes = await steering.tensor_dtypes()
             except TimeoutError:
                 why = f"cast: no worker told the dtypes of its model within {seconds:g} s"
                 raise SteeringFailed(why) from None
@@ -188,7 +188,7 @@ class SteeringVerbs:
         self,
         handed: HandedOver,
         *,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
         """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do.
@@ -196,11 +196,13 @@ class SteeringVerbs:
         Of several ranks each hands over to its own worker, and one of them calls this with what it got; who was
         handed nothing fetches it from the others. Raises what `publish_weights` raises.
         """
-        version = identity_handed_over(handed, self.epoch).version
+        version = handed_over_identity(handed, self.epoch).version
         source = WeightsSource(pushed=Pushed())
-        return await self._publish(version, source, seconds, progress, root_hash=handed.root_hash)
+        return await self._publish_source(
+            version, source, seconds, progress, root_hash=handed.root_hash
+        )
 
-    async def _send(
+    async def _send_push(
         self,
         version: int,
         push: Push,
@@ -211,16 +213,16 @@ class SteeringVerbs:
         """Publish what somebody fills meanwhile, and the folder beside it if one is wanted."""
         if plan.versions is None:
             source = WeightsSource(pushed=Pushed())
-            return await self._publish(version, source, seconds, progress, push)
-        identity = await self._identity(version)
-        await asyncio.to_thread(plan.versions.check, identity)
-        push.spool = plan.versions.place(identity)
-        source = source_of(plan.versions.seen(identity))
-        done = await self._publish(version, source, seconds, progress, push)
-        await asyncio.to_thread(plan.versions.prune, done.identity)
+            return await self._publish_source(version, source, seconds, progress, push)
+        identity = await self._next_identity(version)
+        await asyncio.to_thread(plan.versions.check_folder, identity)
+        push.spool = plan.versions.local_path(identity)
+        source = source_from_path(plan.versions.mounted_path(identity))
+        done = await self._publish_source(version, source, seconds, progress, push)
+        await asyncio.to_thread(plan.versions.prune_versions, done.identity)
         return done
 
-    async def _publish(
+    async def _publish_source(
         self,
         version: int,
         source: WeightsSource,
@@ -230,11 +232,11 @@ class SteeringVerbs:
         root_hash: str | None = None,
     ) -> Published:
         began, outcome = time.monotonic(), "cancelled"
-        steering = await self._steer()
-        tell = guarded(progress)
+        steering = await self._get_steering()
+        tell = guard_progress(progress)
         try:
-            identity = await self._identity(version)
-            done = await steering.publish(identity, source, seconds, tell, push, root_hash)
+            identity = await self._next_identity(version)
+            done = await steering.publish_identity(identity, source, seconds, tell, push, root_hash)
             outcome, self._last = "ok", identity
         except RolloutError as error:
             outcome = type(error).__name__
@@ -254,9 +256,9 @@ class SteeringVerbs:
         folder: str | PurePath,
         *,
         mounted_at: str | PurePath | None = None,
-        keep: int = KEEP,
+        keep: int = DEFAULT_KEPT_VERSIONS,
         shard_bytes: int = SHARD_BYTES,
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
         """Write a version to a shared volume, publish it, and delete versions that nobody needs.
@@ -283,16 +285,16 @@ class SteeringVerbs:
             PublishError, EpochLost: See `publish_weights`.
         """
         try:
-            versions = Versions.at(folder, mounted_at, keep)
-            identity = await self._identity(version)
-            await asyncio.to_thread(versions.check, identity)
+            versions = VersionFolder.in_folder(folder, mounted_at, keep)
+            identity = await self._next_identity(version)
+            await asyncio.to_thread(versions.check_folder, identity)
         except BaseException:
-            await drain(weights)
+            await drain_tensors(weights)
             raise
-        root_hash = await spool(weights, versions.place(identity), shard_bytes)
+        root_hash = await spool_tensors(weights, versions.local_path(identity), shard_bytes)
         return await self._publish_saved(versions, identity, root_hash, seconds, progress)
 
-    async def _identity(self, version: int) -> WeightsId:
+    async def _next_identity(self, version: int) -> WeightsId:
         """Return the identity of a version of this trainer, which takes an epoch if it has none.
 
         Raises:
@@ -317,19 +319,21 @@ class SteeringVerbs:
 
     async def _publish_saved(
         self,
-        versions: Versions,
+        versions: VersionFolder,
         identity: WeightsId,
         root_hash: str,
         seconds: float,
         progress: OnProgress,
     ) -> Published:
         """Publish what was written, then delete what nobody needs any more."""
-        source = source_of(versions.seen(identity))
-        done = await self._publish(identity.version, source, seconds, progress, root_hash=root_hash)
-        await asyncio.to_thread(versions.prune, done.identity)
+        source = source_from_path(versions.mounted_path(identity))
+        done = await self._publish_source(
+            identity.version, source, seconds, progress, root_hash=root_hash
+        )
+        await asyncio.to_thread(versions.prune_versions, done.identity)
         return done
 
-    async def sleep(self, *, seconds: float = STATE_SECONDS) -> None:
+    async def sleep(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Free the engines' memory; running generations are cut off and continue after waking.
 
         Raises:
@@ -338,7 +342,7 @@ class SteeringVerbs:
         """
         await self._change_state("Asleep", seconds)
 
-    async def wake(self, *, seconds: float = STATE_SECONDS) -> None:
+    async def wake(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Undo `sleep` or `pause` and return once the replicas serve requests of this pool.
 
         A replica that comes back more than a minute after the first one is left to the operator.
@@ -348,12 +352,12 @@ class SteeringVerbs:
         count = await self._change_state("Active", seconds)
         await self._expect_serving(count, max(0.0, seconds - (time.monotonic() - began)))
 
-    async def pause(self, *, seconds: float = STATE_SECONDS) -> None:
+    async def pause(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Stop generating but keep the memory. Raises what `sleep` raises."""
         await self._change_state("Paused", seconds)
 
     async def _change_state(self, state: PoolState, seconds: float) -> int:
-        count = await (await self._steer()).change_state(state, seconds)
+        count = await (await self._get_steering()).change_state(state, seconds)
         logger.info("the pool is %s", state)
         return count
 
@@ -362,7 +366,7 @@ class SteeringVerbs:
         raise NotImplementedError
 
     @asynccontextmanager
-    async def generating(self, *, seconds: float = STATE_SECONDS) -> AsyncIterator[Self]:
+    async def generating(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> AsyncIterator[Self]:
         """Wake the pool for a block and put it to sleep at the end: for a shared accelerator.
 
         If somebody else changed the state meanwhile, it stays as they want it.
@@ -371,5 +375,5 @@ class SteeringVerbs:
         try:
             yield self
         finally:
-            if await (await self._steer()).state() in ("Active", None):
+            if await (await self._get_steering()).wanted_state() in ("Active", None):
                 await self.sleep(seconds=seconds)

@@ -12,14 +12,14 @@ from rollout_worker.schemas import WeightsId
 
 logger = logging.getLogger(__name__)
 
-KEEP = 2
+DEFAULT_KEPT_VERSIONS = 2
 """Versions kept unless said otherwise: the committed one, and the one before it."""
 
-_NAME = re.compile(r"(?:\.)?epoch-(\d+)-version-(\d+)(?:\.partial)?")
+_FOLDER_NAME = re.compile(r"(?:\.)?epoch-(\d+)-version-(\d+)(?:\.partial)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Versions:
+class VersionFolder:
     """Versions in one folder on a volume that the workers mount, each in a folder of its own.
 
     Attributes:
@@ -30,30 +30,33 @@ class Versions:
 
     folder: Path
     mounted_at: PurePath | None = None
-    keep: int = KEEP
+    keep: int = DEFAULT_KEPT_VERSIONS
 
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError("keep must be 1 or more: who joins loads the committed version")
 
     @classmethod
-    def at(
-        cls, folder: str | PurePath, mounted_at: str | PurePath | None = None, keep: int = KEEP
-    ) -> Versions:
+    def in_folder(
+        cls,
+        folder: str | PurePath,
+        mounted_at: str | PurePath | None = None,
+        keep: int = DEFAULT_KEPT_VERSIONS,
+    ) -> VersionFolder:
         """Return the versions in a folder, whose paths may be text."""
         mount = None if mounted_at is None else PurePosixPath(mounted_at)
         return cls(Path(folder), mount, keep)
 
-    def place(self, identity: WeightsId) -> Path:
+    def local_path(self, identity: WeightsId) -> Path:
         """Return where this process writes a version."""
         return self.folder / f"epoch-{identity.epoch}-version-{identity.version}"
 
-    def seen(self, identity: WeightsId) -> str:
+    def mounted_path(self, identity: WeightsId) -> str:
         """Return the same place as the workers see it."""
         base = self.folder.absolute() if self.mounted_at is None else self.mounted_at
-        return str(PurePosixPath(base) / self.place(identity).name)
+        return str(PurePosixPath(base) / self.local_path(identity).name)
 
-    def check(self, identity: WeightsId) -> None:
+    def check_folder(self, identity: WeightsId) -> None:
         """Refuse to write among the versions of another pool, or of one that is gone.
 
         Epochs begin anew with a pool. Without this, the version that both have would be met in the
@@ -66,14 +69,14 @@ class Versions:
         if not self.folder.exists():
             return
         epoch, number = identity.as_tuple()
-        there = [each for each, path in self._found() if path.suffix != ".partial"]
+        there = [each for each, path in self._find_versions() if path.suffix != ".partial"]
         if met := [version for each, version in there if each == epoch and version > number]:
             raise FileExistsError(
                 f"{self.folder} has version {max(met)} of epoch {epoch}: publish under a new version; "
                 "if it is of another pool, or of one that is gone, use a folder of your own, or delete it"
             )
 
-    def prune(self, committed: WeightsId) -> None:
+    def prune_versions(self, committed: WeightsId) -> None:
         """Delete what nobody loads any more: versions before the committed one, except the newest.
 
         What is left half-written by a trainer that died goes as well. Nothing else in the folder is
@@ -81,7 +84,7 @@ class Versions:
         """
         failures: list[str] = []
         try:
-            old = [each for each in self._found() if each[0] < committed.as_tuple()]
+            old = [each for each in self._find_versions() if each[0] < committed.as_tuple()]
         except OSError as error:
             old, failures = [], [str(error)]
         whole = sorted((e for e in old if e[1].suffix != ".partial"), reverse=True)
@@ -96,7 +99,7 @@ class Versions:
             said = "; ".join(failures)
             logger.warning("old versions in %s were not all deleted: %s", self.folder, said)
 
-    def _found(self) -> list[tuple[tuple[int, int], Path]]:
+    def _find_versions(self) -> list[tuple[tuple[int, int], Path]]:
         """Return which versions there are, whole or not, and where they lie."""
-        matches = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        matches = [(_FOLDER_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return [((int(match[1]), int(match[2])), path) for match, path in matches if match]

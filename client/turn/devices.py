@@ -11,7 +11,7 @@ from typing import Any
 from rollout_client.errors import ClusterError, TurnFailed
 from rollout_client.kube.access import Obj, access
 from rollout_client.kube.client import Kube
-from rollout_worker.claims import claims_of, device_name, natural, uuids_of
+from rollout_worker.claims import device_lock_name, device_uuids, natural_sort_key, pod_claims
 
 from .plan import ENV_DEVICES, ENV_POD
 
@@ -69,7 +69,7 @@ async def devices_by(kube: Kube, namespace: str, uuids: Sequence[str] | None = N
         path = f"{CLAIMS}/{namespace}/resourceclaims/{claim}"
         claimed = await _get(kube, "resourceclaims", path, f"{namespace}/{claim}")
         found.update(devices_of(claimed, f"{namespace}/{claim}", where))
-    names = sorted(found, key=natural)
+    names = sorted(found, key=natural_sort_key)
     if uuids is None:
         return names
     node = str((pod.get("spec") or {}).get("nodeName") or "")
@@ -82,7 +82,7 @@ async def _uuids_on(kube: Kube, node: str) -> dict[str, str]:
     listed = await _get(kube, "resourceslices", SLICES, f"devices of node {node}", selector)
     found: dict[str, str] = {}
     for each in sorted(listed.get("items") or (), key=_generation):
-        found |= uuids_of(each)
+        found |= device_uuids(each)
     return found
 
 
@@ -140,7 +140,7 @@ def _claims(pod: Obj, where: str) -> list[str]:
     Raises:
         TurnFailed: It has none, or not yet.
     """
-    found, unmade = claims_of(pod)
+    found, unmade = pod_claims(pod)
     if unmade:
         raise TurnFailed(
             f"the pod {where} has no ResourceClaim yet for its entry {unmade[0]!r}: wait until "
@@ -168,4 +168,4 @@ def devices_of(claim: Obj, name: str, pod: str) -> list[str]:
             f"the ResourceClaim {name} of the pod {pod} {state}: look at kubectl describe "
             f"resourceclaim, {BY_HAND}"
         )
-    return [device_name(each["driver"], each["pool"], each["device"]) for each in results]
+    return [device_lock_name(each["driver"], each["pool"], each["device"]) for each in results]

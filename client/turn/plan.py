@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from rollout_client.spelling import check_names
-from rollout_client.steering.protocol import STATE_SECONDS
+from rollout_client.spelling import check_option_names
+from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
 
 DIRECTORY = Path("/rollout/turn")
 """Where pods mount the node's lock directory."""
@@ -67,7 +67,7 @@ class Plan:
     rank: int = 0
     world: int = 1
     agree: Agreement | None = None
-    seconds: float = STATE_SECONDS
+    seconds: float = DEFAULT_STATE_SECONDS
     wake: bool = True
     serving: bool = True
 
@@ -94,7 +94,7 @@ class Plan:
         Raises:
             TypeError: One does not exist.
         """
-        check_names("turn", options, TurnOptions.__annotations__)
+        check_option_names("turn", options, TurnOptions.__annotations__)
         return cls(**options)
 
     def agreed(self, yes: bool) -> bool:

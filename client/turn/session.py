@@ -119,14 +119,14 @@ class Session:
         kept = self._locks.kept
         try:
             async with asyncio.timeout(self._left):
-                self._before = await _state(await self._pool._steer(), self._left)
+                self._before = await _state(await self._pool._get_steering(), self._left)
         except TimeoutError:
             raise SteeringFailed(
                 f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
                 "there?"
             ) from None
         self._asked = True
-        steering = await self._pool._steer()
+        steering = await self._pool._get_steering()
         if kept:  # a worker that waits for these very locks can't be waited for
             return await steering.ask_state("Asleep", self._left)
         while True:
@@ -143,8 +143,10 @@ class Session:
         before = self._before or "Active"
         if self._pool is None or not self._asked or before == "Asleep":
             return
-        steering = await self._pool._steer()
-        if await steering.state() == "Asleep":  # else somebody wants something else meanwhile
+        steering = await self._pool._get_steering()
+        if (
+            await steering.wanted_state() == "Asleep"
+        ):  # else somebody wants something else meanwhile
             await steering.ask_state(before, UNDO_SECONDS)
 
     def end_block(self, failure: BaseException | None) -> bool:
@@ -180,7 +182,7 @@ class Session:
             await self._wake(self._pool, serving=False)
 
     async def _wake(self, pool: SteeringVerbs, serving: bool) -> None:
-        steering = await pool._steer()
+        steering = await pool._get_steering()
         seconds = self._plan.seconds if serving else UNDO_SECONDS
         if await _state(steering, seconds) == "Paused":
             logger.info("somebody paused the pool during the turn, so it stays as they want it")
@@ -211,9 +213,9 @@ async def _state(steering: Steering, seconds: float) -> PoolState | None:
     until = time.monotonic() + seconds
     while True:
         try:
-            return await steering.state()
+            return await steering.wanted_state()
         except ClusterError as error:
-            if not error.passing or time.monotonic() > until:
+            if not error.is_transient or time.monotonic() > until:
                 raise
         await asyncio.sleep(AGAIN_SECONDS)
 
@@ -225,13 +227,13 @@ async def _became(state: PoolState, error: SteeringFailed, steering: Steering) -
     """
     if isinstance(error, StateTaken):
         return error.wanted == state
-    return await steering.state() == state
+    return await steering.wanted_state() == state
 
 
 async def _until_awake(steering: Steering, until: float) -> None:
     """Return once somebody has asked for another state than Asleep, or when the time is up."""
     while True:
-        if time.monotonic() > until or await steering.state() != "Asleep":
+        if time.monotonic() > until or await steering.wanted_state() != "Asleep":
             return
         await asyncio.sleep(AGAIN_SECONDS)
 

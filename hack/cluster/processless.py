@@ -141,11 +141,11 @@ def require(pod: PodState, body: RequireRequest) -> bytes:
 def stage(pod: PodState, body: StageRequest) -> bytes:
     if body.epoch < pod.weights.fence_epoch:
         raise Refused("stale-epoch", f"epoch {body.epoch} is below {pod.weights.fence_epoch}")
-    source = body.source.named.model_dump_json().encode()
+    source = body.source.without_bytes.model_dump_json().encode()
     staged = StagedWeights(
         epoch=body.epoch,
         version=body.version,
-        source=body.source.named,
+        source=body.source.without_bytes,
         phase="Staged",
         root_hash=hashlib.sha256(source).hexdigest(),
         labels=body.labels,

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rollout_operator.api.crd import structural
+from rollout_operator.api.crd import structural_schema
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.api.spec_env import EnvVar
 from rollout_operator.api.spec_pod import PodTemplate
@@ -88,7 +88,7 @@ def _engine(title: str, image: str) -> Schema:
     return group(
         image=text(f"{title} worker image; {image}. A pool's spec.engine.image takes precedence."),
         imagePullPolicy=_pull_policy(),
-        podTemplate=plain(structural(PodTemplate))
+        podTemplate=plain(structural_schema(PodTemplate))
         | {
             "description": "Fields merged into this engine's pods, as spec.podTemplate; the pool's "
             "own take precedence."
@@ -101,7 +101,7 @@ def _engine(title: str, image: str) -> Schema:
 
 
 def _environment() -> Schema:
-    schema = plain(structural(EnvVar))
+    schema = plain(structural_schema(EnvVar))
     schema["properties"]["name"]["not"] = {"pattern": "^ROLLOUT_"}
     return schema
 

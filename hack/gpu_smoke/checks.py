@@ -36,7 +36,7 @@ Check = Callable[[Scene], str]
 
 def started(scene: Scene) -> str:
     """It serves; the table of its processes is an artefact."""
-    titles = [f"{process.pid} {process.title()}" for process in scene.family()]
+    titles = [f"{process.pid} {process.command_line()}" for process in scene.family()]
     scene.folder.joinpath("processes.txt").write_text("\n".join(sorted(titles)) + "\n")
     return f"Ready after {scene.start_seconds:.0f} s, {len(titles)} processes below the worker"
 
@@ -196,7 +196,7 @@ def deaths(scene: Scene) -> str:
         try:
             _await_restart(scene, restarts)
         finally:
-            if core.stopped():  # so that a failure here is not one of all later checks, too
+            if core.is_stopped():  # so that a failure here is not one of all later checks, too
                 os.kill(core.pid, signal.SIGCONT)
         if (reason := call.result(CALL_SECONDS)["stop_reason"]) != "aborted":
             raise Wrong(f"what ran at {number.name} ended with {reason}")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from engine_kinds import CACHE, KINDS, ROOT, EngineKind
 from reference import Reference
-from rollout_worker.observe.processes import Process, descendants, end
+from rollout_worker.observe.processes import ProcessHandle, find_descendants, kill_processes
 from rollout_worker.observe.telemetry import resident_bytes
 from rollout_worker.sources.files import open_source
 from tinymodels import TinyModels, half_billion, many_experts
@@ -241,9 +241,9 @@ class Scene:
             raise Wrong(f"{name}: {answer.text}")
         return dict(answer.json())
 
-    def family(self) -> set[Process]:
+    def family(self) -> set[ProcessHandle]:
         """Processes below the worker."""
-        return descendants(self.worker.process.pid)
+        return find_descendants(self.worker.process.pid)
 
     def memory(self) -> float:
         """Return MiB in use: of the whole GPU, or resident in the worker and its processes."""
@@ -258,7 +258,7 @@ class Scene:
         family = self.family()
         self.worker.process.kill()
         self.worker.process.wait(60)
-        end(family, 10)
+        kill_processes(family, 10)
         if hasattr(self.worker, "data"):
             self.worker.close()
 

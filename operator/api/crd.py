@@ -12,25 +12,25 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from .names import GROUP, KIND, MAX_NAME, PLURAL, SHORT, VERSION
-from .schema import API_DEFAULT, INT32_MAX, RULES, cel
+from .names import GROUP, KIND, MAX_NAME_LENGTH, PLURAL, SHORT_NAME, VERSION
+from .schema import API_DEFAULT_KEYWORD, INT32_MAX, VALIDATIONS_KEYWORD, cel_rule
 from .spec import RolloutReplicaSpec
 from .status import RolloutReplicaStatus
 
 Schema = dict[str, Any]
 
 CRD_NAME: Final = f"{PLURAL}.{GROUP}"
-_KEPT: Final = (
+_KEPT_KEYWORDS: Final = (
     *("type", "format", "description", "enum", "default", "nullable", "pattern"),
     *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
     *("minProperties", "maxProperties", "required", "items", "properties"),
     *("additionalProperties", "anyOf", "x-kubernetes-int-or-string"),
     *("x-kubernetes-preserve-unknown-fields", "x-kubernetes-map-type", "x-kubernetes-list-type"),
-    *("x-kubernetes-list-map-keys", RULES),
+    *("x-kubernetes-list-map-keys", VALIDATIONS_KEYWORD),
 )
-_DROPPED: Final = ("title", API_DEFAULT, "$defs", "const")
+_DROPPED_KEYWORDS: Final = ("title", API_DEFAULT_KEYWORD, "$defs", "const")
 
-COLUMNS: Final = (
+PRINTER_COLUMNS: Final = (
     # name, JSON path, type, priority (1: wide only), description
     ("Mode", ".spec.mode", "string", 0, "Whose accelerators the pool uses."),
     ("Engine", ".spec.engine.type", "string", 0, "Inference engine."),
@@ -46,40 +46,42 @@ COLUMNS: Final = (
     ("Restarts", ".status.restarts", "integer", 1, "Restarts of replicas."),
     ("Message", ".status.message", "string", 1, "What the pool is waiting for, or what is wrong."),
 )
-SELECTABLE: Final = (".spec.engine.type", ".spec.state", ".status.phase")
+SELECTABLE_FIELDS: Final = (".spec.engine.type", ".spec.state", ".status.phase")
 
 
 class UnsupportedSchema(TypeError):
     """A model uses something that a structural schema can't say; the text names the field."""
 
 
-def structural(model: type[BaseModel]) -> Schema:
+def structural_schema(model: type[BaseModel]) -> Schema:
     """Return the structural schema of a model, as the API server demands it."""
     document = model.model_json_schema(by_alias=True, mode="validation")
-    return _convert(document, document.get("$defs", {}), model.__name__)
+    return _convert_schema(document, document.get("$defs", {}), model.__name__)
 
 
-def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str) -> Schema:
-    merged = _flatten(node, definitions, where)
+def _convert_schema(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str) -> Schema:
+    merged = _inline_references(node, definitions, where)
     out: Schema = {}
-    for key in _KEPT:
+    for key in _KEPT_KEYWORDS:
         if key in merged:
             out[key] = merged[key]
-    if unknown := merged.keys() - set(_KEPT) - set(_DROPPED):
+    if unknown := merged.keys() - set(_KEPT_KEYWORDS) - set(_DROPPED_KEYWORDS):
         raise UnsupportedSchema(f"{where}: {sorted(unknown)} is not possible in a CRD")
     if "properties" in out:
         out["properties"] = {
-            name: _convert(child, definitions, f"{where}.{name}")
+            name: _convert_schema(child, definitions, f"{where}.{name}")
             for name, child in out["properties"].items()
         }
     if isinstance(out.get("items"), Mapping):
-        out["items"] = _convert(out["items"], definitions, f"{where}[]")
+        out["items"] = _convert_schema(out["items"], definitions, f"{where}[]")
     _set_values(out, merged, definitions, where)
     _set_default(out, merged)
     return out
 
 
-def _flatten(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str) -> Schema:
+def _inline_references(
+    node: Mapping[str, Any], definitions: Mapping[str, Any], where: str
+) -> Schema:
     """Inline the reference or the one branch that is not null; what the field says wins."""
     merged = dict(node)
     branches = []
@@ -93,11 +95,11 @@ def _flatten(node: Mapping[str, Any], definitions: Mapping[str, Any], where: str
             )
         branches += given
     for branch in branches:
-        inner = _flatten(branch, definitions, where)
-        validations = inner.get(RULES, []) + merged.get(RULES, [])
+        inner = _inline_references(branch, definitions, where)
+        validations = inner.get(VALIDATIONS_KEYWORD, []) + merged.get(VALIDATIONS_KEYWORD, [])
         merged = inner | merged
         if validations:
-            merged[RULES] = validations
+            merged[VALIDATIONS_KEYWORD] = validations
     return merged
 
 
@@ -107,7 +109,7 @@ def _set_values(out: Schema, merged: Schema, definitions: Mapping[str, Any], whe
         out["enum"] = [merged["const"]]
     values = out.get("additionalProperties")
     if isinstance(values, Mapping):
-        out["additionalProperties"] = _convert(values, definitions, f"{where}[*]")
+        out["additionalProperties"] = _convert_schema(values, definitions, f"{where}[*]")
     elif values is not None:
         del out["additionalProperties"]
     if out.get("type") == "integer" and "enum" not in out:
@@ -121,7 +123,7 @@ def _set_values(out: Schema, merged: Schema, definitions: Mapping[str, Any], whe
 def _set_default(out: Schema, merged: Schema) -> None:
     """Keep a default only if the API server should fill it in; else describe it."""
     default = out.pop("default", None)
-    if merged.get(API_DEFAULT):
+    if merged.get(API_DEFAULT_KEYWORD):
         out["default"] = default
     elif isinstance(default, str | int) and default != "" and not isinstance(default, bool):
         out["description"] = f"{out['description']} Default: {default}."
@@ -141,15 +143,15 @@ def custom_resource_definition() -> dict[str, Any]:
                 "listKind": f"{KIND}List",
                 "plural": PLURAL,
                 "singular": KIND.lower(),
-                "shortNames": [SHORT],
+                "shortNames": [SHORT_NAME],
                 "categories": ["all"],
             },
-            "versions": [_version()],
+            "versions": [_crd_version()],
         },
     }
 
 
-def _version() -> dict[str, Any]:
+def _crd_version() -> dict[str, Any]:
     return {
         "name": VERSION,
         "served": True,
@@ -162,33 +164,33 @@ def _version() -> dict[str, Any]:
                 "labelSelectorPath": ".status.selector",
             },
         },
-        "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
+        "selectableFields": [{"jsonPath": path} for path in SELECTABLE_FIELDS],
         "additionalPrinterColumns": [
             {"name": name, "jsonPath": path, "type": kind, "description": text}
             | ({"priority": priority} if priority else {})
-            for name, path, kind, priority, text in COLUMNS
+            for name, path, kind, priority, text in PRINTER_COLUMNS
         ],
-        "schema": {"openAPIV3Schema": _root()},
+        "schema": {"openAPIV3Schema": _root_schema()},
     }
 
 
-def _root() -> Schema:
+def _root_schema() -> Schema:
     return {
         "type": "object",
         "description": "A pool of inference engines that serve one model. Failed replicas are "
         "replaced; a trainer updates the weights while it serves.",
         "required": ["spec"],
-        RULES: [
-            cel(
-                f"self.metadata.name.size() <= {MAX_NAME} && "
+        VALIDATIONS_KEYWORD: [
+            cel_rule(
+                f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && "
                 "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && "
                 "!self.metadata.name.endsWith('-heads')",
                 f"metadata.name must be a DNS-1035 label (a-z, 0-9 and '-', starting with a letter) of at "
-                f"most {MAX_NAME} characters that does not end in -heads: choose another name",
+                f"most {MAX_NAME_LENGTH} characters that does not end in -heads: choose another name",
             )
         ],
         "properties": {
-            "spec": structural(RolloutReplicaSpec),
-            "status": structural(RolloutReplicaStatus),
+            "spec": structural_schema(RolloutReplicaSpec),
+            "status": structural_schema(RolloutReplicaStatus),
         },
     }

@@ -9,9 +9,9 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "RolloutReplica"
 PLURAL = "rolloutreplicas"
-SHORT = "rr"
+SHORT_NAME = "rr"
 
-MANAGER = "rollout-operator"
+MANAGER_NAME = "rollout-operator"
 """Field manager, `managed-by` label and reporting component."""
 
 DATA_PORT = 8000
@@ -60,12 +60,12 @@ ANNOTATION_GATES = f"{GROUP}/gates"
 GATE_SERVING = f"{GROUP}/serving"
 """Readiness gate of head pods: the engine is awake and at or above the committed weights."""
 
-PROVEN = f"{GROUP}/proven"
+CONDITION_PROVEN = f"{GROUP}/proven"
 """Condition of head pods: the worker has once done what its pool asks for, and since when. A replica
 that fails long after it counts its failures from zero."""
 
 WORKER_CONTAINER = "worker"
-EXIT_GANG = 3
+GANG_EXIT_CODE = 3
 """Exit status of a worker that ends because another rank of its gang did."""
 
 MODEL_MOUNT = "/rollout/model"
@@ -76,12 +76,12 @@ GANG_MOUNT = "/rollout/gang"
 TURN_MOUNT = "/rollout/turn"
 """Folder of the node with the locks of its devices, one file each."""
 
-MAX_NAME = 50
+MAX_NAME_LENGTH = 50
 """Longest name of a RolloutReplica: `<name>-<replica ≤ 9998>-<rank ≤ 998>` stays ≤ 63 and the
 Service `<name>-heads` ≤ 63."""
 
 
-class Condition(StrEnum):
+class ConditionType(StrEnum):
     """Types of a RolloutReplica's conditions."""
 
     READY = "Ready"
@@ -107,7 +107,7 @@ def data_service(pool: str) -> str:
     return pool
 
 
-def audience(namespace: str, pool: str) -> str:
+def token_audience(namespace: str, pool: str) -> str:
     """Audience that a worker of this pool demands of tokens."""
     return f"{GROUP}/{namespace}/{pool}"
 
@@ -121,7 +121,7 @@ def pool_labels(pool: str) -> dict[str, str]:
     """Labels of every child of a pool."""
     return {
         LABEL_NAME: WORKER_APP,
-        LABEL_MANAGED_BY: MANAGER,
+        LABEL_MANAGED_BY: MANAGER_NAME,
         LABEL_INSTANCE: pool,
         LABEL_POOL: pool,
     }

@@ -8,11 +8,11 @@ Obj = dict[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
 
 ResourceName = Literal["pools", "pods", "services", "endpointslices"]
-RESOURCES: tuple[ResourceName, ...] = ("pools", "pods", "services", "endpointslices")
+WATCHED_RESOURCES: tuple[ResourceName, ...] = ("pools", "pods", "services", "endpointslices")
 """What the operator watches."""
 
 
-class Key(NamedTuple):
+class PoolKey(NamedTuple):
     """A pool: namespace and name of a RolloutReplica."""
 
     namespace: str

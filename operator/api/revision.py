@@ -16,7 +16,7 @@ from typing import Any
 from .spec import RolloutReplicaSpec
 
 
-def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
+def _hashed_fields_v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
     """Fields that shape the pod. Not here: replicas, state, weights' target, drainSeconds."""
     body = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     picked: dict[str, Any] = {
@@ -44,29 +44,31 @@ def _v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
     return picked
 
 
-SCHEMES: dict[str, Callable[[RolloutReplicaSpec], dict[str, Any]]] = {"v1": _v1}
-CURRENT = "v1"
+REVISION_SCHEMES: dict[str, Callable[[RolloutReplicaSpec], dict[str, Any]]] = {
+    "v1": _hashed_fields_v1
+}
+CURRENT_SCHEME = "v1"
 
-_KEPT = 4096
-_computed: OrderedDict[tuple[int, str], tuple[RolloutReplicaSpec, str]] = OrderedDict()
+_MAX_CACHED_REVISIONS = 4096
+_revision_cache: OrderedDict[tuple[int, str], tuple[RolloutReplicaSpec, str]] = OrderedDict()
 """By the spec's id and the scheme. A pass asks for every pod and specs can't be hashed; the spec
 is kept beside its revision, so that no other one can get its id."""
 
 
-def revision(spec: RolloutReplicaSpec, scheme: str = CURRENT) -> str:
+def pod_revision(spec: RolloutReplicaSpec, scheme: str = CURRENT_SCHEME) -> str:
     """Return `<scheme>-<ten hex digits>`; valid as a label."""
-    found = _computed.get((id(spec), scheme))
+    found = _revision_cache.get((id(spec), scheme))
     if found is not None:
         return found[1]
-    text = json.dumps(SCHEMES[scheme](spec), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(REVISION_SCHEMES[scheme](spec), sort_keys=True, separators=(",", ":"))
     made = f"{scheme}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    _computed[id(spec), scheme] = (spec, made)
-    if len(_computed) > _KEPT:
-        _computed.popitem(last=False)
+    _revision_cache[id(spec), scheme] = (spec, made)
+    if len(_revision_cache) > _MAX_CACHED_REVISIONS:
+        _revision_cache.popitem(last=False)
     return made
 
 
-def is_current(found: str, spec: RolloutReplicaSpec) -> bool:
+def is_current_revision(found: str, spec: RolloutReplicaSpec) -> bool:
     """Tell whether a pod of revision `found` is what `spec` asks for."""
     scheme = found.partition("-")[0]
-    return scheme in SCHEMES and found == revision(spec, scheme)
+    return scheme in REVISION_SCHEMES and found == pod_revision(spec, scheme)

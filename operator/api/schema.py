@@ -2,7 +2,7 @@
 
 The models are the one source of the CRD: `crd.py` turns their JSON schema into a structural one.
 What pydantic can't say (CEL rules, list and map types, defaults of the API server) is in
-`json_schema_extra`, under the name that the CRD uses; `cel`, `api_default` and the others below
+`json_schema_extra`, under the name that the CRD uses; `cel_rule`, `api_default` and the others below
 write it.
 """
 
@@ -16,13 +16,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import WithJsonSchema
 
-RULES = "x-kubernetes-validations"
-API_DEFAULT = "x-api-default"
+VALIDATIONS_KEYWORD = "x-kubernetes-validations"
+API_DEFAULT_KEYWORD = "x-api-default"
 """Marks a field whose default the API server fills in; `crd.py` drops all other defaults."""
 
 INT32_MAX = 2**31 - 1
 
-Extra = dict[str, Any]
+SchemaExtra = dict[str, Any]
 
 
 class ApiModel(BaseModel):
@@ -37,7 +37,7 @@ class ApiModel(BaseModel):
     )
 
 
-def cel(
+def cel_rule(
     rule: str, message: str, *, expression: bool = False, path: str | None = None
 ) -> dict[str, str]:
     """Return one validation rule; `expression`: the message is CEL that makes the text.
@@ -50,41 +50,43 @@ def cel(
     return out
 
 
-def rules(*validations: dict[str, str], **extra: Any) -> Extra:
+def schema_extra(*validations: dict[str, str], **extra: Any) -> SchemaExtra:
     """Return `json_schema_extra` with these rules and other CRD keywords (`_` stands for `-`)."""
-    out: Extra = {k.replace("_", "-"): v for k, v in extra.items()}
+    out: SchemaExtra = {k.replace("_", "-"): v for k, v in extra.items()}
     if validations:
-        out[RULES] = list(validations)
+        out[VALIDATIONS_KEYWORD] = list(validations)
     return out
 
 
-def checked(*validations: dict[str, str], **extra: Any) -> ConfigDict:
+def config_with_rules(*validations: dict[str, str], **extra: Any) -> ConfigDict:
     """Return the `model_config` of a model with these rules; the base's settings stay."""
-    return ConfigDict(json_schema_extra=rules(*validations, **extra))
+    return ConfigDict(json_schema_extra=schema_extra(*validations, **extra))
 
 
-def api_default() -> Extra:
+def api_default() -> SchemaExtra:
     """Let the API server fill in the model's default, because people must see the value."""
-    return {API_DEFAULT: True}
+    return {API_DEFAULT_KEYWORD: True}
 
 
-def map_list(*keys: str) -> Extra:
+def map_list(*keys: str) -> SchemaExtra:
     """Make a list that merges by these keys and refuses duplicates."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
 
 
-def named_list(path: str) -> Extra:
+def named_list(path: str) -> SchemaExtra:
     """Make a list that is replaced as a whole and whose entries have names of their own."""
     unique = "self.all(a, self.exists_one(b, b.name == a.name))"
-    return rules(cel(unique, f"{path}: two entries have the same name: rename one"), **ATOMIC_LIST)
+    return schema_extra(
+        cel_rule(unique, f"{path}: two entries have the same name: rename one"), **ATOMIC_LIST
+    )
 
 
-ATOMIC_LIST: Extra = {"x-kubernetes-list-type": "atomic"}
-ATOMIC_MAP: Extra = {"x-kubernetes-map-type": "atomic"}
-OPEN_OBJECT: Extra = {"x-kubernetes-preserve-unknown-fields": True}
+ATOMIC_LIST: SchemaExtra = {"x-kubernetes-list-type": "atomic"}
+ATOMIC_MAP: SchemaExtra = {"x-kubernetes-map-type": "atomic"}
+OPEN_OBJECT: SchemaExtra = {"x-kubernetes-preserve-unknown-fields": True}
 """Kept as given; the API server checks it when the pod is made."""
 
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
 
 Quantity = Annotated[
     int | str,
@@ -92,7 +94,7 @@ Quantity = Annotated[
         {
             "x-kubernetes-int-or-string": True,
             "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "pattern": QUANTITY,
+            "pattern": QUANTITY_PATTERN,
             "maxLength": 32,
         }
     ),
@@ -109,11 +111,11 @@ Dns1123 = Annotated[
 ]
 """Name of another object."""
 
-Key = Annotated[str, Field(min_length=1, max_length=253)]
+KeyName = Annotated[str, Field(min_length=1, max_length=253)]
 Dns1123Label = Annotated[
     str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 ]
-ResourceName = Annotated[
+ExtendedResourceName = Annotated[
     str,
     Field(
         min_length=3,
@@ -129,8 +131,8 @@ SubPath = Annotated[
     Field(
         min_length=1,
         max_length=1024,
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 r"!self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
                 "subPath must be a relative path without '..': name a folder inside the volume",
             )
@@ -139,7 +141,7 @@ SubPath = Annotated[
 ]
 
 
-def clipped(limit: int) -> BeforeValidator:
+def clipped_to(limit: int) -> BeforeValidator:
     """Cut text to `limit` characters: a long error must not make a status invalid."""
 
     def cut(value: Any) -> Any:
@@ -150,34 +152,34 @@ def clipped(limit: int) -> BeforeValidator:
     return BeforeValidator(cut)
 
 
-Message = Annotated[str, clipped(1024), Field(max_length=1024)]
-LogTail = Annotated[str, clipped(4096), Field(max_length=4096)]
-ShortMessage = Annotated[str, clipped(256), Field(max_length=256)]
+Message = Annotated[str, clipped_to(1024), Field(max_length=1024)]
+LogTail = Annotated[str, clipped_to(4096), Field(max_length=4096)]
+ShortMessage = Annotated[str, clipped_to(256), Field(max_length=256)]
 
 
-def _milliseconds(value: datetime) -> datetime:
+def _cut_to_milliseconds(value: datetime) -> datetime:
     value = value.astimezone(UTC)
     return value.replace(microsecond=value.microsecond // 1000 * 1000)
 
 
-def _rfc3339(value: datetime) -> str:
+def _to_rfc3339(value: datetime) -> str:
     text = value.astimezone(UTC).isoformat(timespec="milliseconds")
     return text.replace("+00:00", "Z")
 
 
-def _rfc3339_seconds(value: datetime) -> str:
+def _to_rfc3339_seconds(value: datetime) -> str:
     return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 Timestamp = Annotated[
-    datetime, AfterValidator(_milliseconds), PlainSerializer(_rfc3339, return_type=str)
+    datetime, AfterValidator(_cut_to_milliseconds), PlainSerializer(_to_rfc3339, return_type=str)
 ]
 """UTC in milliseconds; cut on validation, so that a value survives the way through the API."""
 
 TimestampSeconds = Annotated[
     datetime,
     AfterValidator(lambda value: value.astimezone(UTC).replace(microsecond=0)),
-    PlainSerializer(_rfc3339_seconds, return_type=str),
+    PlainSerializer(_to_rfc3339_seconds, return_type=str),
 ]
 """UTC in whole seconds, as Kubernetes writes the times of conditions."""
 
@@ -190,16 +192,18 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return text
 
 
-def without(document: Mapping[str, Any], location: tuple[int | str, ...]) -> dict[str, Any]:
+def without_location(
+    document: Mapping[str, Any], location: tuple[int | str, ...]
+) -> dict[str, Any]:
     """Return a copy of `document` that lacks what stands at `location`; the rest is shared.
 
     A location that ends inside a value (a branch of a union) removes that value.
     """
-    copy = _without(document, location)
+    copy = _without_location(document, location)
     return copy if isinstance(copy, dict) else {}
 
 
-def _without(value: Any, location: tuple[int | str, ...]) -> Any:
+def _without_location(value: Any, location: tuple[int | str, ...]) -> Any:
     head, rest = location[0], location[1:]
     if isinstance(value, Mapping):
         parts: dict[Any, Any] | list[Any] = dict(value)
@@ -211,7 +215,7 @@ def _without(value: Any, location: tuple[int | str, ...]) -> Any:
         return parts
     inner = parts[head]  # type: ignore[index]
     if rest and isinstance(inner, Mapping | list):
-        parts[head] = _without(inner, rest)  # type: ignore[index]
+        parts[head] = _without_location(inner, rest)  # type: ignore[index]
     else:
         del parts[head]  # type: ignore[arg-type]
     return parts

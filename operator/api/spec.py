@@ -1,4 +1,4 @@
-"""The spec of a RolloutReplica: the source of the CRD, and what `decide` reads.
+"""The spec of a RolloutReplica: the source of the CRD, and what `plan_pass` reads.
 
 A default that is in a model but not in the schema belongs to the operator: it may change with a
 release without touching stored objects. Attributes that have a default are never None.
@@ -17,50 +17,50 @@ from .schema import (
     Dns1123,
     Dns1123Label,
     api_default,
-    cel,
-    checked,
+    cel_rule,
+    config_with_rules,
     field_path,
-    rules,
+    schema_extra,
 )
-from .spec_colocation import COLOCATED_RULES, Colocation, Mode
-from .spec_engine import Engine, EngineType, Hub, Model, ModelSource
+from .spec_colocation import COLOCATED_RULES, Colocation, PoolMode
+from .spec_engine import EngineSpec, EngineType, HubSource, ModelSource, ModelSpec
 from .spec_env import EnvVar
 from .spec_hybrid import HYBRID_RULES
-from .spec_pod import PodTemplate, Resources
-from .spec_shape import OPERATOR_CLASS_RULE, Accelerator, Parallelism
+from .spec_pod import PodTemplate, ResourceRequirements
+from .spec_shape import OPERATOR_CLASS_RULE, AcceleratorSpec, Parallelism
 from .spec_weights import (
-    Claim,
-    InFlight,
+    InFlightSpec,
     RestartPolicy,
-    Strategy,
     UpdateStrategy,
-    Weights,
+    VolumeClaim,
+    WeightsSpec,
+    WeightsStrategy,
     WeightsTarget,
 )
-from .spec_worker import Sleep, Spill, WorkerProcess
+from .spec_worker import SleepSpec, SpillSpec, WorkerProcess
 
 __all__ = [
-    "Claim",
     "Colocation",
-    "Engine",
+    "DesiredState",
+    "EngineSpec",
     "EngineType",
     "EnvVar",
-    "Hub",
-    "InFlight",
+    "HubSource",
+    "InFlightSpec",
     "InvalidSpec",
-    "Mode",
-    "Model",
     "ModelSource",
+    "ModelSpec",
     "PodTemplate",
-    "Resources",
+    "PoolMode",
+    "ResourceRequirements",
     "RestartPolicy",
     "RolloutReplicaSpec",
-    "Sleep",
-    "Spill",
-    "State",
-    "Strategy",
+    "SleepSpec",
+    "SpillSpec",
     "UpdateStrategy",
-    "Weights",
+    "VolumeClaim",
+    "WeightsSpec",
+    "WeightsStrategy",
     "WeightsTarget",
     "WorkerProcess",
     "parse_spec",
@@ -71,7 +71,7 @@ class InvalidSpec(ValueError):
     """A stored object that this operator can't read; the text names the field and the fix."""
 
 
-class State(StrEnum):
+class DesiredState(StrEnum):
     """Desired lifecycle of the pool's engines."""
 
     ACTIVE = "Active"
@@ -79,39 +79,41 @@ class State(StrEnum):
     ASLEEP = "Asleep"
 
 
-_WORLD = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data)"
+_WORLD_SIZE_EXPRESSION = (
+    "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data)"
+)
 
 
 class RolloutReplicaSpec(ApiModel):
     """Desired state of the pool."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "!has(oldSelf.weights) || !has(oldSelf.weights.target) || "
             "(has(self.weights) && has(self.weights.target))",
             "spec.weights.target cannot be removed: keep it, or raise its version",
             path=".weights",
         ),
-        cel(
-            f"self.engine.type != 'hf' || {_WORLD} == 1",
+        cel_rule(
+            f"self.engine.type != 'hf' || {_WORLD_SIZE_EXPRESSION} == 1",
             f"'spec.parallelism: engine hf runs on one device, not %d: set tensor, pipeline and "
-            f"data to 1 or choose another engine'.format([{_WORLD}])",
+            f"data to 1 or choose another engine'.format([{_WORLD_SIZE_EXPRESSION}])",
             expression=True,
             path=".parallelism",
         ),
-        cel(
+        cel_rule(
             "self.engine.type != 'sglang' || self.parallelism.pipeline == 1",
             "spec.parallelism.pipeline: engine sglang cannot pause a pipeline for an update: set it to "
             "1 and raise tensor",
             path=".parallelism",
         ),
-        cel(
+        cel_rule(
             "self.engine.type != 'sglang' || self.parallelism.data == 1",
             "spec.parallelism.data: engine sglang updates no weights of data-parallel ranks: set it "
             "to 1 and raise replicas",
             path=".parallelism",
         ),
-        cel(
+        cel_rule(
             "self.engine.type != 'vllm' || self.parallelism.data == 1 || self.parallelism.nodes == 1",
             "'spec.parallelism.data: engine vllm spreads data-parallel ranks within one pod, not %d over "
             "%d pods: set data or nodes to 1 and raise replicas'"
@@ -119,7 +121,7 @@ class RolloutReplicaSpec(ApiModel):
             expression=True,
             path=".parallelism",
         ),
-        cel(
+        cel_rule(
             "self.engine.type == 'hf' || !has(self.weights) || !has(self.weights.inFlight) || "
             "!has(self.weights.inFlight.policy) || self.weights.inFlight.policy != 'Pin'",
             "'spec.weights.inFlight.policy: engine %s cannot run two versions at once (Pin): use "
@@ -127,20 +129,20 @@ class RolloutReplicaSpec(ApiModel):
             expression=True,
             path=".weights.inFlight.policy",
         ),
-        cel(
-            f"has(self.accelerator) || self.mode != 'Standalone' || {_WORLD} == 1",
+        cel_rule(
+            f"has(self.accelerator) || self.mode != 'Standalone' || {_WORLD_SIZE_EXPRESSION} == 1",
             f"'spec.parallelism: without spec.accelerator a pool runs on CPU with one rank, not %d: set "
-            f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD}])",
+            f"spec.accelerator.resource, or tensor, pipeline and data to 1'.format([{_WORLD_SIZE_EXPRESSION}])",
             expression=True,
             path=".parallelism",
         ),
-        cel(
+        cel_rule(
             "has(self.accelerator) == has(oldSelf.accelerator) && (!has(self.accelerator) || "
             "self.accelerator.resource == oldSelf.accelerator.resource)",
             "spec.accelerator.resource is immutable: create another RolloutReplica",
             path=".accelerator",
         ),
-        cel(
+        cel_rule(
             "!has(self.accelerator) || !has(self.resources) || "
             "!((has(self.resources.limits) && self.accelerator.resource in self.resources.limits)"
             " || (has(self.resources.requests) && "
@@ -149,7 +151,7 @@ class RolloutReplicaSpec(ApiModel):
             "spec.accelerator and spec.parallelism; remove it",
             path=".resources",
         ),
-        cel(
+        cel_rule(
             "!has(self.resources) || !has(self.resources.claims) || self.resources.claims.all(c, "
             "has(self.podTemplate) && has(self.podTemplate.resourceClaims) && "
             "self.podTemplate.resourceClaims.exists(p, p.name == c.name))",
@@ -175,33 +177,35 @@ class RolloutReplicaSpec(ApiModel):
         "Hybrid: there is one in each of the trainer's pods.",
         json_schema_extra=api_default(),
     )
-    mode: Mode = Field(
-        default=Mode.STANDALONE,
+    mode: PoolMode = Field(
+        default=PoolMode.STANDALONE,
         description="Standalone: the pool has its own accelerators. Colocated: its engines use those of a "
         "trainer's pods, by turns. Hybrid: its engines run in the trainer's own processes. Immutable.",
         json_schema_extra=api_default()
-        | rules(cel("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")),
+        | schema_extra(
+            cel_rule("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")
+        ),
     )
     colocation: Colocation | None = Field(
         default=None,
         description="Beside which pods the engines run, or in which; required in the modes Colocated and "
         "Hybrid. Immutable.",
     )
-    state: State = Field(
-        default=State.ACTIVE,
+    state: DesiredState = Field(
+        default=DesiredState.ACTIVE,
         description="Desired lifecycle. Paused: no generation, memory is kept. Asleep: memory is "
         "released.",
         json_schema_extra=api_default(),
     )
-    sleep: Sleep = Field(default=Sleep(), description="How the engines sleep.")
+    sleep: SleepSpec = Field(default=SleepSpec(), description="How the engines sleep.")
     suspend: bool = Field(
         default=False,
         description="If true, no pods run but the objects stay; overrides state.",
         json_schema_extra=api_default(),
     )
-    engine: Engine = Field(description="Inference engine and how to run it.")
-    model: Model = Field(
-        default=Model(source=ModelSource()),
+    engine: EngineSpec = Field(description="Inference engine and how to run it.")
+    model: ModelSpec = Field(
+        default=ModelSpec(source=ModelSource()),
         description="Model that the pool serves; required unless the mode is Hybrid, where it is the "
         "trainer's own.",
     )
@@ -210,16 +214,16 @@ class RolloutReplicaSpec(ApiModel):
         description="How one replica is spread across accelerators and pods. Immutable.",
         json_schema_extra=api_default(),
     )
-    accelerator: Accelerator | None = Field(
+    accelerator: AcceleratorSpec | None = Field(
         default=None,
         description="Accelerator that the engine runs on; if unset, CPU with one rank. Immutable.",
     )
-    resources: Resources = Field(
-        default=Resources(),
+    resources: ResourceRequirements = Field(
+        default=ResourceRequirements(),
         description="Compute resources of the worker container, excluding the accelerator.",
     )
-    weights: Weights = Field(
-        default=Weights(), description="Which weights the pool serves, and how it updates them."
+    weights: WeightsSpec = Field(
+        default=WeightsSpec(), description="Which weights the pool serves, and how it updates them."
     )
     update_strategy: UpdateStrategy = Field(
         default=UpdateStrategy(), description="Rolling update of pods."
@@ -249,14 +253,14 @@ class RolloutReplicaSpec(ApiModel):
     )
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Ranks of one replica."""
-        return self.parallelism.world
+        return self.parallelism.world_size
 
     @property
     def accelerators_per_pod(self) -> int:
         """Accelerators that each pod asks for; 0 on CPU."""
-        return self.world // self.parallelism.nodes if self.accelerator else 0
+        return self.world_size // self.parallelism.nodes if self.accelerator else 0
 
     @property
     def target(self) -> WeightsTarget | None:

@@ -14,21 +14,21 @@ from .schema import (
     ApiModel,
     Dns1123Label,
     api_default,
-    cel,
-    checked,
-    rules,
+    cel_rule,
+    config_with_rules,
+    schema_extra,
 )
-from .spec_pod import LABEL_KEY, keys
+from .spec_pod import LABEL_KEY_PATTERN, label_keys_rule
 from .spec_scheduling import LabelValue
 
-DEVICES_CLAIM = "rollout-devices"
+DEVICES_CLAIM_NAME = "rollout-devices"
 """What a colocated pod calls the trainer's claim."""
 
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """By these variables the operator gives each of several pods its share of a claim."""
 
 
-class Mode(StrEnum):
+class PoolMode(StrEnum):
     """Whose accelerators the pool uses."""
 
     STANDALONE = "Standalone"
@@ -36,18 +36,18 @@ class Mode(StrEnum):
     HYBRID = "Hybrid"
 
 
-class Requirement(ApiModel):
+class LabelSelectorRequirement(ApiModel):
     """A condition on one label."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
             "spec.colocation.trainerSelector.matchExpressions: In and NotIn need values, Exists and "
             "DoesNotExist must have none: correct values",
         )
     )
 
-    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY)] = Field(
+    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY_PATTERN)] = Field(
         description="Label key."
     )
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
@@ -60,7 +60,7 @@ class Requirement(ApiModel):
         json_schema_extra=ATOMIC_LIST,
     )
 
-    def text(self) -> str:
+    def to_query(self) -> str:
         """Return the condition as a query has it."""
         listed = f"({','.join(self.values)})"
         return {
@@ -70,7 +70,7 @@ class Requirement(ApiModel):
             "DoesNotExist": f"!{self.key}",
         }[self.operator]
 
-    def holds(self, labels: Mapping[str, str]) -> bool:
+    def matches_labels(self, labels: Mapping[str, str]) -> bool:
         """Whether the condition holds for these labels."""
         there = self.key in labels
         return {
@@ -84,8 +84,8 @@ class Requirement(ApiModel):
 class TrainerSelector(ApiModel):
     """A label selector, as everywhere in Kubernetes; all conditions must hold."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "(has(self.matchLabels) && self.matchLabels.size() > 0) || "
             "(has(self.matchExpressions) && self.matchExpressions.size() > 0)",
             "spec.colocation.trainerSelector is empty and would select every pod: add matchLabels or "
@@ -97,34 +97,36 @@ class TrainerSelector(ApiModel):
         default_factory=dict,
         max_length=32,
         description="Labels that a pod must have.",
-        json_schema_extra=rules(keys("spec.colocation.trainerSelector.matchLabels"), **ATOMIC_MAP),
+        json_schema_extra=schema_extra(
+            label_keys_rule("spec.colocation.trainerSelector.matchLabels"), **ATOMIC_MAP
+        ),
     )
-    match_expressions: tuple[Requirement, ...] = Field(
+    match_expressions: tuple[LabelSelectorRequirement, ...] = Field(
         default=(),
         max_length=32,
         description="Further conditions on labels.",
         json_schema_extra=ATOMIC_LIST,
     )
 
-    def text(self) -> str:
+    def to_query(self) -> str:
         """Return the selector as a query of the API server has it."""
-        return ",".join(self._conditions())
+        return ",".join(self._query_terms())
 
-    def selects(self, labels: Mapping[str, str]) -> bool:
+    def matches_labels(self, labels: Mapping[str, str]) -> bool:
         """Whether the API server would select an object with these labels."""
         wanted = all(labels.get(key) == value for key, value in self.match_labels.items())
-        return wanted and all(each.holds(labels) for each in self.match_expressions)
+        return wanted and all(each.matches_labels(labels) for each in self.match_expressions)
 
-    def _conditions(self) -> Iterator[str]:
+    def _query_terms(self) -> Iterator[str]:
         yield from (f"{key}={value}" for key, value in sorted(self.match_labels.items()))
-        yield from sorted(each.text() for each in self.match_expressions)
+        yield from sorted(each.to_query() for each in self.match_expressions)
 
 
 class Colocation(ApiModel):
     """Beside or in which pods the engines run, and which part of their devices they use. Immutable."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "self == oldSelf",
             "spec.colocation is immutable: create another RolloutReplica",
         )
@@ -150,29 +152,29 @@ class Colocation(ApiModel):
 
 
 COLOCATED_RULES = (
-    cel(
+    cel_rule(
         "has(self.colocation) == (self.mode != 'Standalone')",
         "spec.colocation belongs to the modes Colocated and Hybrid: set it there, and only there",
         path=".colocation",
     ),
-    cel(
+    cel_rule(
         "self.mode != 'Colocated' || !has(self.accelerator)",
         "spec.accelerator must not be set in mode Colocated: the devices are those of the trainer's "
         "ResourceClaim; remove it",
         path=".accelerator",
     ),
-    cel(
+    cel_rule(
         "self.mode != 'Colocated' || !has(self.podTemplate) || "
         "!has(self.podTemplate.resourceClaims) || "
-        f"!self.podTemplate.resourceClaims.exists(c, c.name == '{DEVICES_CLAIM}')",
-        f"spec.podTemplate.resourceClaims: the name {DEVICES_CLAIM} is that of the trainer's claim in mode "
+        f"!self.podTemplate.resourceClaims.exists(c, c.name == '{DEVICES_CLAIM_NAME}')",
+        f"spec.podTemplate.resourceClaims: the name {DEVICES_CLAIM_NAME} is that of the trainer's claim in mode "
         "Colocated: rename this claim",
         path=".podTemplate",
     ),
-    cel(
+    cel_rule(
         "!has(self.colocation) || self.colocation.slots == 1 || !has(self.engine.env) || "
-        f"!self.engine.env.exists(e, e.name in {list(VISIBLE_DEVICES)!r})",
-        f"spec.engine.env: the operator sets {' and '.join(VISIBLE_DEVICES)} where colocation.slots is "
+        f"!self.engine.env.exists(e, e.name in {list(VISIBLE_DEVICES_VARIABLES)!r})",
+        f"spec.engine.env: the operator sets {' and '.join(VISIBLE_DEVICES_VARIABLES)} where colocation.slots is "
         "more than 1: remove them",
         path=".engine.env",
     ),

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .names import WORKER_CONTAINER
-from .schema import OPEN_OBJECT, ApiModel, Dns1123, Dns1123Label, cel, checked
+from .schema import OPEN_OBJECT, ApiModel, Dns1123, Dns1123Label, cel_rule, config_with_rules
 
 OpenObject = Mapping[str, Any]
 ProbeSeconds = Annotated[int, Field(ge=1, le=86400)]
 
 
-class Probe(ApiModel):
+class ProbeTimings(ApiModel):
     """Times of a probe; what it asks is the operator's."""
 
     initial_delay_seconds: Annotated[int, Field(ge=0, le=86400)] | None = Field(
@@ -46,15 +46,15 @@ class WorkerContainer(ApiModel):
         "spec.drainSeconds + 15 s.",
         json_schema_extra=OPEN_OBJECT,
     )
-    startup_probe: Probe | None = Field(
+    startup_probe: ProbeTimings | None = Field(
         default=None,
         description="Until the process answers on /health; every second, 300 failures. Loading the "
         "model is no part of it.",
     )
-    liveness_probe: Probe | None = Field(
+    liveness_probe: ProbeTimings | None = Field(
         default=None, description="Of /health; every 10 s, 5 s to answer, 6 failures."
     )
-    readiness_probe: Probe | None = Field(
+    readiness_probe: ProbeTimings | None = Field(
         default=None, description="Of /ready; every 2 s, 2 s to answer, 2 failures."
     )
 
@@ -62,8 +62,8 @@ class WorkerContainer(ApiModel):
 class InitContainer(ApiModel):
     """A container that ends before the worker starts, as in a pod spec (`image`, `command`, …)."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             f"self.name != '{WORKER_CONTAINER}'",
             f"the container name {WORKER_CONTAINER} is the worker's own: rename this container",
             path=".name",
@@ -90,11 +90,11 @@ class Sidecar(InitContainer):
     )
 
 
-class PodClaim(ApiModel):
+class PodResourceClaim(ApiModel):
     """A ResourceClaim (DRA) of the pod: a claim that exists, or a template that makes one a pod."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
             "an entry of spec.podTemplate.resourceClaims needs exactly one of resourceClaimName and "
             "resourceClaimTemplateName: keep one",

@@ -16,13 +16,13 @@ from .schema import (
     ApiModel,
     Dns1123,
     SubPath,
-    cel,
-    checked,
+    cel_rule,
+    config_with_rules,
     map_list,
-    rules,
+    schema_extra,
 )
 from .spec_env import EnvVar
-from .spec_weights import Claim
+from .spec_weights import VolumeClaim
 
 
 class EngineType(StrEnum):
@@ -33,7 +33,7 @@ class EngineType(StrEnum):
     SGLANG = "sglang"
 
 
-Argument = Annotated[str, Field(max_length=2048)]
+EngineArgument = Annotated[str, Field(max_length=2048)]
 
 
 class CacheClaim(ApiModel):
@@ -51,13 +51,13 @@ class EngineCache(ApiModel):
     claim: CacheClaim = Field(description="Volume, mounted read-write at `/rollout/cache`.")
 
 
-class Engine(ApiModel):
+class EngineSpec(ApiModel):
     """Inference engine and how to run it."""
 
     type: EngineType = Field(
         description="Inference engine. Immutable.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 "self == oldSelf",
                 "spec.engine.type is immutable: create another RolloutReplica for another engine",
             )
@@ -75,7 +75,7 @@ class Engine(ApiModel):
         default=None,
         description="When the image is pulled; if unset, the operator's default for this engine.",
     )
-    args: tuple[Argument, ...] = Field(
+    args: tuple[EngineArgument, ...] = Field(
         default=(),
         max_length=64,
         description="Flags passed to the engine.",
@@ -108,7 +108,7 @@ class SecretKey(ApiModel):
     )
 
 
-class Hub(ApiModel):
+class HubSource(ApiModel):
     """A model on the Hugging Face Hub; each worker downloads it."""
 
     repo: Annotated[
@@ -130,12 +130,12 @@ class Hub(ApiModel):
 class ModelSource(ApiModel):
     """The checkpoint: exactly one of path, claim and hub."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "[has(self.path), has(self.claim), has(self.hub)].exists_one(x, x)",
             "spec.model.source needs exactly one of path, claim and hub: keep one",
         ),
-        cel(
+        cel_rule(
             "self == oldSelf",
             "spec.model.source is immutable: create another RolloutReplica for another model, or "
             "set spec.weights.target to serve other weights",
@@ -146,21 +146,21 @@ class ModelSource(ApiModel):
         default=None,
         description="Folder in the worker's file system, from the image or from a podTemplate "
         "volume.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
                 "spec.model.source.path must be an absolute path without '..': use one like "
                 "/models/qwen",
             )
         ),
     )
-    claim: Claim | None = Field(
+    claim: VolumeClaim | None = Field(
         default=None, description="PersistentVolumeClaim, mounted read-only at `/rollout/model`."
     )
-    hub: Hub | None = Field(default=None, description="Repository on the Hugging Face Hub.")
+    hub: HubSource | None = Field(default=None, description="Repository on the Hugging Face Hub.")
 
 
-class Model(ApiModel):
+class ModelSpec(ApiModel):
     """Model that the pool serves."""
 
     source: ModelSource = Field(description="Checkpoint. Immutable.")

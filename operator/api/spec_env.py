@@ -6,14 +6,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .schema import ApiModel, Dns1123, Key, cel, checked
+from .schema import ApiModel, Dns1123, KeyName, cel_rule, config_with_rules
 
 
 class KeyRef(ApiModel):
     """A key of a Secret or ConfigMap in the pool's namespace."""
 
     name: Dns1123 = Field(description="Name of the Secret or ConfigMap.")
-    key: Key = Field(description="Key in it.")
+    key: KeyName = Field(description="Key in it.")
     optional: bool | None = Field(
         default=None, description="If true, the variable is omitted when the key is missing."
     )
@@ -30,8 +30,8 @@ class FieldRef(ApiModel):
 class EnvSource(ApiModel):
     """Where a variable's value comes from; exactly one field is set."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)]"
             ".exists_one(x, x)",
             "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: keep one",
@@ -46,13 +46,13 @@ class EnvSource(ApiModel):
 class EnvVar(ApiModel):
     """One environment variable of the worker container."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "!self.name.startsWith('ROLLOUT_')",
             "env must not set ROLLOUT_*: the operator sets these from the spec; remove the entry",
             path=".name",
         ),
-        cel(
+        cel_rule(
             "!(has(self.value) && has(self.valueFrom))",
             "env takes value or valueFrom, not both: remove one",
         ),

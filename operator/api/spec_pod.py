@@ -18,21 +18,21 @@ from .schema import (
     Dns1123Label,
     Quantity,
     SubPath,
-    cel,
-    checked,
+    cel_rule,
+    config_with_rules,
     map_list,
     named_list,
-    rules,
+    schema_extra,
 )
-from .spec_containers import InitContainer, OpenObject, PodClaim, Sidecar, WorkerContainer
-from .spec_scheduling import LabelValue, Toleration, TopologySpread
+from .spec_containers import InitContainer, OpenObject, PodResourceClaim, Sidecar, WorkerContainer
+from .spec_scheduling import LabelValue, Toleration, TopologySpreadConstraint
 
 OPERATOR_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_MANAGED_BY)
-RESERVED_VOLUMES = "rollout-"
+RESERVED_VOLUME_PREFIX = "rollout-"
 """Prefix of the operator's own volumes."""
 
 
-class ClaimUse(ApiModel):
+class ContainerResourceClaim(ApiModel):
     """A ResourceClaim that the worker container uses."""
 
     name: Dns1123Label = Field(description="Name of an entry in spec.podTemplate.resourceClaims.")
@@ -41,11 +41,11 @@ class ClaimUse(ApiModel):
     )
 
 
-class Resources(ApiModel):
+class ResourceRequirements(ApiModel):
     """Compute resources of the worker container, excluding the accelerator."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) "
             "|| quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= "
             "0)",
@@ -61,7 +61,7 @@ class Resources(ApiModel):
         max_length=32,
         description="Maximum amounts that the container may use.",
     )
-    claims: tuple[ClaimUse, ...] = Field(
+    claims: tuple[ContainerResourceClaim, ...] = Field(
         default=(),
         max_length=16,
         description="ResourceClaims (DRA) whose devices the container uses.",
@@ -72,10 +72,10 @@ class Resources(ApiModel):
 class Volume(ApiModel):
     """A pod volume: `name` and one source, as in a pod spec (`persistentVolumeClaim`, …)."""
 
-    model_config = checked(
-        cel(
-            f"!self.name.startsWith('{RESERVED_VOLUMES}')",
-            f"volume names starting with {RESERVED_VOLUMES} are reserved for the operator: rename it",
+    model_config = config_with_rules(
+        cel_rule(
+            f"!self.name.startsWith('{RESERVED_VOLUME_PREFIX}')",
+            f"volume names starting with {RESERVED_VOLUME_PREFIX} are reserved for the operator: rename it",
             path=".name",
         ),
         x_kubernetes_preserve_unknown_fields=True,
@@ -90,13 +90,13 @@ class VolumeMount(ApiModel):
     name: Dns1123Label = Field(description="Name of an entry in spec.podTemplate.volumes.")
     mount_path: Annotated[str, Field(min_length=1, max_length=512)] = Field(
         description="Absolute path; `/rollout` and everything below it is reserved for the operator.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 r"self.matches('^(/[^/:]+)+/?$') && !self.matches('(^|/)[.][.]?(/|$)')",
                 "mountPath must be an absolute path below / without ':', '.', '..' or '//': "
                 "use one like /data",
             ),
-            cel(
+            cel_rule(
                 "!self.matches('^/rollout(/|$)')",
                 "mountPath must not be /rollout or below it: the operator mounts the model and the "
                 "weights there; choose another path",
@@ -113,20 +113,22 @@ class ObjectRef(ApiModel):
     name: Dns1123 = Field(description="Name of the object.")
 
 
-LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+LABEL_KEY_PATTERN = (
+    r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+)
 
 
-def keys(path: str) -> dict[str, str]:
+def label_keys_rule(path: str) -> dict[str, str]:
     """Return the rule that the keys of the mapping at `path` are those of labels."""
-    return cel(
-        f"self.all(k, k.size() <= 317 && k.matches('{LABEL_KEY}'))",
+    return cel_rule(
+        f"self.all(k, k.size() <= 317 && k.matches('{LABEL_KEY_PATTERN}'))",
         f"{path}: a key is a name of at most 63 letters, digits, '-', '_' and '.', "
         "optionally preceded by a DNS prefix and '/': correct the key",
     )
 
 
-def _own(what: str, kind: str, refused: str = "") -> dict[str, str]:
-    return cel(
+def _reserved_keys_rule(what: str, kind: str, refused: str = "") -> dict[str, str]:
+    return cel_rule(
         f"self.all(k, !k.startsWith('{GROUP}/'){refused})",
         f"spec.podTemplate.{what}: {kind} are set by the operator: remove them",
     )
@@ -138,15 +140,15 @@ _REFUSED_LABELS = f" && !(k in {list(OPERATOR_LABELS)!r})"
 class PodTemplate(ApiModel):
     """Fields merged into the pods that the operator creates; changing them replaces the pods."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "!has(self.volumeMounts) || self.volumeMounts.all(m, has(self.volumes) && "
             "self.volumes.exists(v, v.name == m.name))",
             "every entry of volumeMounts needs a volume of the same name: add it to "
             "spec.podTemplate.volumes",
             path=".volumeMounts",
         ),
-        cel(
+        cel_rule(
             "!has(self.sidecars) || !has(self.initContainers) || self.sidecars.all(s, "
             "!self.initContainers.exists(i, i.name == s.name))",
             "spec.podTemplate.sidecars and initContainers share their names: rename one container",
@@ -158,24 +160,29 @@ class PodTemplate(ApiModel):
         default_factory=dict,
         max_length=32,
         description="Additional labels; `rollout.dev/*` and the operator's own are rejected.",
-        json_schema_extra=rules(
-            keys("spec.podTemplate.labels"),
-            _own("labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS),
+        json_schema_extra=schema_extra(
+            label_keys_rule("spec.podTemplate.labels"),
+            _reserved_keys_rule(
+                "labels", f"{GROUP}/* and {', '.join(OPERATOR_LABELS)}", _REFUSED_LABELS
+            ),
         ),
     )
     annotations: Mapping[str, Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=dict,
         max_length=32,
         description="Additional annotations; `rollout.dev/*` is rejected.",
-        json_schema_extra=rules(
-            keys("spec.podTemplate.annotations"), _own("annotations", f"{GROUP}/*")
+        json_schema_extra=schema_extra(
+            label_keys_rule("spec.podTemplate.annotations"),
+            _reserved_keys_rule("annotations", f"{GROUP}/*"),
         ),
     )
     node_selector: Mapping[str, LabelValue] = Field(
         default_factory=dict,
         max_length=32,
         description="Labels that a node must have.",
-        json_schema_extra=rules(keys("spec.podTemplate.nodeSelector"), **ATOMIC_MAP),
+        json_schema_extra=schema_extra(
+            label_keys_rule("spec.podTemplate.nodeSelector"), **ATOMIC_MAP
+        ),
     )
     tolerations: tuple[Toleration, ...] = Field(
         default=(),
@@ -188,7 +195,7 @@ class PodTemplate(ApiModel):
         description="Node and pod affinity, as in a pod spec.",
         json_schema_extra=OPEN_OBJECT,
     )
-    topology_spread_constraints: tuple[TopologySpread, ...] = Field(
+    topology_spread_constraints: tuple[TopologySpreadConstraint, ...] = Field(
         default=(),
         max_length=16,
         description="How the pods are spread.",
@@ -243,7 +250,7 @@ class PodTemplate(ApiModel):
     container: WorkerContainer = Field(
         default=WorkerContainer(), description="The worker's own container."
     )
-    resource_claims: tuple[PodClaim, ...] = Field(
+    resource_claims: tuple[PodResourceClaim, ...] = Field(
         default=(),
         max_length=16,
         description="ResourceClaims (DRA) of the pods; spec.resources.claims says which the worker uses. "

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .schema import ATOMIC_LIST, INT32_MAX, OPEN_OBJECT, ApiModel, Key
+from .schema import ATOMIC_LIST, INT32_MAX, OPEN_OBJECT, ApiModel, KeyName
 from .spec_containers import OpenObject
 
 LabelValue = Annotated[
@@ -35,7 +35,7 @@ class Toleration(ApiModel):
     )
 
 
-class TopologySpread(ApiModel):
+class TopologySpreadConstraint(ApiModel):
     """How pods are spread across a topology."""
 
     max_skew: int = Field(
@@ -50,7 +50,7 @@ class TopologySpread(ApiModel):
     label_selector: OpenObject | None = Field(
         default=None, description="Pods that are counted.", json_schema_extra=OPEN_OBJECT
     )
-    match_label_keys: tuple[Key, ...] = Field(
+    match_label_keys: tuple[KeyName, ...] = Field(
         default=(),
         max_length=16,
         description="Pod labels whose values must also match.",

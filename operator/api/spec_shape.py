@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .schema import ApiModel, ResourceName, api_default, cel, checked
+from .schema import ApiModel, ExtendedResourceName, api_default, cel_rule, config_with_rules
 
-OPERATOR_CLASS_RULE = cel(
+OPERATOR_CLASS_RULE = cel_rule(
     "has(self.operatorClass) == has(oldSelf.operatorClass) && (!has(self.operatorClass) || "
     "self.operatorClass == oldSelf.operatorClass)",
     "spec.operatorClass is immutable: create another RolloutReplica for another operator",
@@ -18,14 +18,14 @@ OPERATOR_CLASS_RULE = cel(
 class Parallelism(ApiModel):
     """How one replica is spread across accelerators and pods. Immutable."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "(self.tensor * self.pipeline * self.data) % self.nodes == 0",
             "'spec.parallelism: tensor*pipeline*data = %d is not divisible by nodes = %d: set nodes "
             "to a divisor of it'.format([self.tensor * self.pipeline * self.data, self.nodes])",
             expression=True,
         ),
-        cel(
+        cel_rule(
             "self == oldSelf",
             "spec.parallelism is immutable: create another RolloutReplica with the new shape",
         ),
@@ -61,14 +61,14 @@ class Parallelism(ApiModel):
     )
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Ranks of one replica."""
         return self.tensor * self.pipeline * self.data
 
 
-class Accelerator(ApiModel):
+class AcceleratorSpec(ApiModel):
     """Accelerator that the engine runs on."""
 
-    resource: ResourceName = Field(
+    resource: ExtendedResourceName = Field(
         description="Extended resource of one accelerator, for example `nvidia.com/gpu`."
     )

@@ -18,13 +18,13 @@ from .schema import (
     Quantity,
     SubPath,
     api_default,
-    cel,
-    checked,
-    rules,
+    cel_rule,
+    config_with_rules,
+    schema_extra,
 )
 
 
-class Strategy(StrEnum):
+class WeightsStrategy(StrEnum):
     """How a pool moves to new weights."""
 
     ALL_AT_ONCE = "AllAtOnce"
@@ -32,43 +32,43 @@ class Strategy(StrEnum):
     EAGER = "Eager"
 
 
-class Claim(ApiModel):
+class VolumeClaim(ApiModel):
     """A PersistentVolumeClaim in the pool's namespace; mounted read-only."""
 
     name: Dns1123 = Field(description="Name of the claim.")
     sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
 
 
-TARGET = "spec.weights.target"
+TARGET_PATH = "spec.weights.target"
 
 
 class WeightsTarget(ApiModel):
     """The target: the weights that the pool must serve."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "self.epoch > oldSelf.epoch || "
             "(self.epoch == oldSelf.epoch && self.version >= oldSelf.version)",
-            f"'{TARGET} (%d, %d) is lower than the stored (%d, %d): raise version, or use epoch %d'"
+            f"'{TARGET_PATH} (%d, %d) is lower than the stored (%d, %d): raise version, or use epoch %d'"
             ".format([self.epoch, self.version, oldSelf.epoch, oldSelf.version, "
             "oldSelf.epoch + 1])",
             expression=True,
         ),
-        cel(
+        cel_rule(
             "self.epoch != oldSelf.epoch || self.version != oldSelf.version || "
             "self.source == oldSelf.source",
-            f"{TARGET}.source must not change for the same epoch and version: raise version",
+            f"{TARGET_PATH}.source must not change for the same epoch and version: raise version",
             path=".source",
         ),
-        cel(
+        cel_rule(
             "self.epoch != oldSelf.epoch || self.version == oldSelf.version || "
             "self.source != oldSelf.source || has(self.source.pushed)",
-            f"{TARGET}.source must change when version does: give the new version its own source",
+            f"{TARGET_PATH}.source must change when version does: give the new version its own source",
             path=".source",
         ),
-        cel(
+        cel_rule(
             "self.epoch > 0 || self.version > 0 || has(self.source.checkpoint)",
-            f"{TARGET} (0, 0) is the model's own checkpoint: set source to {{checkpoint: {{}}}}, "
+            f"{TARGET_PATH} (0, 0) is the model's own checkpoint: set source to {{checkpoint: {{}}}}, "
             "or raise version",
             path=".source",
         ),
@@ -87,15 +87,15 @@ class WeightsTarget(ApiModel):
         description="Where the weights are: exactly one of path, checkpoint and pushed. The files must "
         "not change until a later version is committed. Pushed: the trainer has staged the bytes on the "
         "replicas before it sets this; no volume has them.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 "[has(self.path), has(self.checkpoint), has(self.pushed)].exists_one(x, x)",
-                f"{TARGET}.source needs exactly one of path, checkpoint and pushed: keep one (in a "
+                f"{TARGET_PATH}.source needs exactly one of path, checkpoint and pushed: keep one (in a "
                 "merge patch, set the others to null)",
             ),
-            cel(
+            cel_rule(
                 r"!has(self.path) || !self.path.matches('(^|/)[.][.](/|$)')",
-                f"{TARGET}.source.path must not contain '..': name the folder itself, absolute or "
+                f"{TARGET_PATH}.source.path must not contain '..': name the folder itself, absolute or "
                 "relative to /rollout/weights",
                 path=".path",
             ),
@@ -111,10 +111,10 @@ class WeightsTarget(ApiModel):
 class WeightsVolume(ApiModel):
     """Volume with the trainer's weights, mounted read-only at `/rollout/weights`."""
 
-    claim: Claim = Field(description="PersistentVolumeClaim that holds the weights.")
+    claim: VolumeClaim = Field(description="PersistentVolumeClaim that holds the weights.")
 
 
-class InFlight(ApiModel):
+class InFlightSpec(ApiModel):
     """What happens to running requests when new weights are committed."""
 
     policy: Literal["Drain", "Abort", "Keep", "Recompute", "Pin"] = Field(
@@ -137,7 +137,7 @@ class InFlight(ApiModel):
     )
 
 
-class Transport(ApiModel):
+class TransportSpec(ApiModel):
     """How pushed weights travel between trainers and workers."""
 
     port: int = Field(
@@ -146,8 +146,8 @@ class Transport(ApiModel):
         le=65535,
         description="TCP port of every worker for pushed weights; a change replaces the pods. The "
         "chart's NetworkPolicy opens the ports in networkPolicy.weightsPorts (8002).",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 f"!(self in [{DATA_PORT}, {CONTROL_PORT}, {GANG_PORT}])",
                 f"spec.weights.transport.port must not be {DATA_PORT}, {CONTROL_PORT} or {GANG_PORT}, "
                 f"the worker's other ports: use {WEIGHTS_PORT}",
@@ -165,13 +165,13 @@ class Transport(ApiModel):
         description="Most bytes a second, such as 500M, that a worker sends of weights to others: to the "
         "next of a chain, to joiners and to the other nodes of its replica together. If unset, no limit. "
         "A change replaces the pods.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
                 "spec.weights.transport.egress must be more than 0: give bytes a second, such as "
                 "500M, or leave it out",
             ),
-            cel(
+            cel_rule(
                 "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
                 "spec.weights.transport.egress must be less than 1E (10^18 bytes a second): give what "
                 "the network takes, or leave it out",
@@ -186,7 +186,7 @@ class Transport(ApiModel):
     )
 
 
-class Weights(ApiModel):
+class WeightsSpec(ApiModel):
     """Which weights the pool serves, and how it updates them."""
 
     target: WeightsTarget | None = Field(
@@ -198,8 +198,8 @@ class Weights(ApiModel):
     volume: WeightsVolume | None = Field(
         default=None, description="Volume that holds source.path, in addition to the model's."
     )
-    strategy: Strategy = Field(
-        default=Strategy.ALL_AT_ONCE,
+    strategy: WeightsStrategy = Field(
+        default=WeightsStrategy.ALL_AT_ONCE,
         description="AllAtOnce: commit when every serving replica has staged. Rolling: at most "
         "maxUnavailable replicas at a time. Eager: each replica as soon as it can.",
         json_schema_extra=api_default(),
@@ -210,9 +210,11 @@ class Weights(ApiModel):
         le=9999,
         description="Maximum number of replicas that Rolling updates at a time.",
     )
-    transport: Transport = Field(default=Transport(), description="How pushed weights travel.")
-    in_flight: InFlight = Field(
-        default=InFlight(), description="What happens to running requests at a commit."
+    transport: TransportSpec = Field(
+        default=TransportSpec(), description="How pushed weights travel."
+    )
+    in_flight: InFlightSpec = Field(
+        default=InFlightSpec(), description="What happens to running requests at a commit."
     )
     deadline_seconds: int = Field(
         default=600,
@@ -226,13 +228,13 @@ class Weights(ApiModel):
         description="Most memory that staged weights may take in a pod, beside what its engine takes: at "
         "least the size of a version. A version that has no room is refused. If unset, what "
         "spec.resources.limits.memory leaves, which bounds it anyway.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
                 "spec.weights.stagingMemory must be more than 0: give it room for a version, or "
                 "leave it out",
             ),
-            cel(
+            cel_rule(
                 "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
                 "spec.weights.stagingMemory must be less than 1E (10^18 bytes): give the size of a "
                 "version or two",
@@ -252,8 +254,8 @@ class UpdateStrategy(ApiModel):
 class RestartPolicy(ApiModel):
     """Back-off for failing replicas; 10 minutes Ready or a new spec reset the count."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "(has(self.baseDelaySeconds) ? self.baseDelaySeconds : 10) <= "
             "(has(self.maxDelaySeconds) ? self.maxDelaySeconds : 300)",
             "spec.restartPolicy.baseDelaySeconds (default 10) must not exceed maxDelaySeconds "

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .schema import ApiModel, Quantity, cel, checked, rules
+from .schema import ApiModel, Quantity, cel_rule, config_with_rules, schema_extra
 
 
-class Spill(ApiModel):
+class SpillSpec(ApiModel):
     """Where sleep at level 1 keeps the weights: in a volume of the pod's own, or in a folder."""
 
-    model_config = checked(
-        cel(
+    model_config = config_with_rules(
+        cel_rule(
             "!has(self.path) || (!has(self.medium) && !has(self.sizeLimit))",
             "spec.sleep.spill.path names a folder of your own: remove medium and sizeLimit, or path",
         )
@@ -33,8 +33,8 @@ class Spill(ApiModel):
         default=None,
         description="A folder instead, which must exist and be writable, in a mount of "
         "spec.podTemplate.volumeMounts.",
-        json_schema_extra=rules(
-            cel(
+        json_schema_extra=schema_extra(
+            cel_rule(
                 r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
                 "spec.sleep.spill.path must be an absolute path without '..': use one like /scratch",
             )
@@ -42,7 +42,7 @@ class Spill(ApiModel):
     )
 
 
-class Sleep(ApiModel):
+class SleepSpec(ApiModel):
     """How an engine sleeps."""
 
     level: Literal[1, 2] = Field(
@@ -50,8 +50,9 @@ class Sleep(ApiModel):
         description="1: a copy of the weights is kept and restored on wake. 2: the weights are dropped "
         "and reloaded from their source on wake.",
     )
-    spill: Spill = Field(
-        default=Spill(), description="Where level 1 keeps the copy; changing it replaces the pods."
+    spill: SpillSpec = Field(
+        default=SpillSpec(),
+        description="Where level 1 keeps the copy; changing it replaces the pods.",
     )
 
 

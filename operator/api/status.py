@@ -25,16 +25,16 @@ from .schema import (
     TimestampSeconds,
     field_path,
     map_list,
-    without,
+    without_location,
 )
 
 MAX_MEMBERS = 50
 MAX_ERRORS = 5
-MAX_SELECTOR = 100_000
+MAX_SELECTOR_LENGTH = 100_000
 """Above the longest that spec can say: 32 labels of 381 characters, 32 expressions of 32 values."""
 
 
-class Phase(StrEnum):
+class PoolPhase(StrEnum):
     """Summary of the conditions, derived; decide nothing from it."""
 
     PENDING = "Pending"
@@ -61,7 +61,7 @@ class UpdatePhase(StrEnum):
 PoolState = Literal["Active", "Paused", "Asleep", "Suspended"]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Identity = Annotated[int, Field(ge=0, le=MAX_IDENTITY)]
-Name = Annotated[str, Field(max_length=253)]
+ObjectName = Annotated[str, Field(max_length=253)]
 
 
 class StatusId(ApiModel):
@@ -76,7 +76,7 @@ class StatusId(ApiModel):
         return WeightsId(epoch=self.epoch, version=self.version)
 
     @classmethod
-    def of(cls, identity: WeightsId) -> StatusId:
+    def from_identity(cls, identity: WeightsId) -> StatusId:
         """Return the identity as status has it."""
         return cls(epoch=identity.epoch, version=identity.version)
 
@@ -140,7 +140,7 @@ class WeightsStatus(ApiModel):
     )
 
 
-class Transition(ApiModel):
+class StateTransition(ApiModel):
     """A change of the pool's lifecycle."""
 
     from_: PoolState | None = Field(default=None, alias="from", description="Previous lifecycle.")
@@ -152,11 +152,11 @@ class Transition(ApiModel):
     message: Message = Field(default="", description="One sentence on its progress.")
 
 
-class Member(ApiModel):
+class MemberStatus(ApiModel):
     """A head pod, as its worker reports it."""
 
-    name: Name = Field(description="Name of the pod.")
-    node: Name | None = Field(default=None, description="Node that it runs on.")
+    name: ObjectName = Field(description="Name of the pod.")
+    node: ObjectName | None = Field(default=None, description="Node that it runs on.")
     state: Annotated[str, Field(max_length=32)] = Field(
         description="The worker's lifecycle, or Pending, Terminating or Unreachable."
     )
@@ -184,7 +184,7 @@ class LastError(ApiModel):
     )
 
 
-class Replacement(ApiModel):
+class PendingReplacement(ApiModel):
     """A replica whose failed pods are deleted and whose new pods are not all there yet."""
 
     replica: Count = Field(description="Index of the replica.")
@@ -217,7 +217,7 @@ class RolloutReplicaStatus(ApiModel):
     observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
         default=None, description="Generation of the spec that this status describes."
     )
-    phase: Phase | None = Field(
+    phase: PoolPhase | None = Field(
         default=None, description="Summary for people, derived from the conditions."
     )
     message: Message = Field(
@@ -232,17 +232,17 @@ class RolloutReplicaStatus(ApiModel):
     ready_replicas: Count = Field(default=0, description="Replicas that serve.")
     updated_replicas: Count = Field(default=0, description="Replicas at the latest revision.")
     asleep_replicas: Count = Field(default=0, description="Replicas that are asleep.")
-    selector: Annotated[str, Field(max_length=MAX_SELECTOR)] | None = Field(
+    selector: Annotated[str, Field(max_length=MAX_SELECTOR_LENGTH)] | None = Field(
         default=None,
         description="Label selector that matches one pod per replica, for HPA and PDB.",
     )
     weights: WeightsStatus = Field(
         default=WeightsStatus(), description="Weights of the pool, as observed."
     )
-    last_transition: Transition | None = Field(
+    last_transition: StateTransition | None = Field(
         default=None, description="Latest change of the pool's lifecycle."
     )
-    members: tuple[Member, ...] = Field(
+    members: tuple[MemberStatus, ...] = Field(
         default=(),
         max_length=MAX_MEMBERS,
         description="Head pods, unready ones first; at most 50.",
@@ -251,7 +251,7 @@ class RolloutReplicaStatus(ApiModel):
     restarts: Count = Field(
         default=0, description="Restarts of replicas since the pool was created."
     )
-    replacing: tuple[Replacement, ...] = Field(
+    replacing: tuple[PendingReplacement, ...] = Field(
         default=(),
         max_length=9999,
         description="Failed replicas between their old pods and their new ones.",
@@ -270,11 +270,11 @@ class RolloutReplicaStatus(ApiModel):
         json_schema_extra=map_list("type"),
     )
 
-    def condition(self, kind: str) -> PoolCondition | None:
+    def find_condition(self, kind: str) -> PoolCondition | None:
         """Return the condition of this type, if it is there."""
         return next((c for c in self.conditions if c.type == kind), None)
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         """Return the JSON document for the API server; absent values are left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
@@ -303,4 +303,4 @@ def parse_status(obj: Mapping[str, Any]) -> tuple[RolloutReplicaStatus, str | No
             faults = {e["loc"][:-1] if e["type"] == "missing" else e["loc"] for e in error.errors()}
             # From the back, so that indices of list items stay right.
             for location in sorted(faults, key=lambda loc: [str(p).zfill(4) for p in loc])[::-1]:
-                document = without(document, location)
+                document = without_location(document, location)

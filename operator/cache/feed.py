@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rollout_operator.api.objects import Key, ResourceName
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.api.objects import PoolKey, ResourceName
+from rollout_operator.telemetry import OperatorTelemetry
 
 from .resync import Resync
 from .store import Store
@@ -38,8 +38,8 @@ class Feed:
     def __init__(
         self,
         store: Store,
-        queue: WorkQueue[Key],
-        telemetry: Telemetry,
+        queue: WorkQueue[PoolKey],
+        telemetry: OperatorTelemetry,
         resync: Resync,
         relist_seconds: float = RELIST_SECONDS,
     ) -> None:
@@ -52,16 +52,16 @@ class Feed:
     def __call__(self, resource: ResourceName, event: str | None, obj: Any) -> None:
         """Take one raw event."""
         raw = dict(obj)
-        self._telemetry.watch_event(resource)
+        self._telemetry.note_watch_event(resource)
         for key in self._store.take(resource, event, raw):
             self._queue.add(key, 0.0 if resource == "pools" else self._pace(key))
         if event is None:
             self._resync.soon(self._relist_seconds)
 
-    def part_changed(self, key: Key) -> None:
+    def part_changed(self, key: PoolKey) -> None:
         """Look at a pool, one of whose workers has changed."""
         self._queue.add(key, self._pace(key))
 
-    def _pace(self, key: Key) -> float:
+    def _pace(self, key: PoolKey) -> float:
         size = self._store.size(key)
         return min(MAX_PACE_SECONDS, PACE_SECONDS * size) if size > UNPACED_PODS else 0.0

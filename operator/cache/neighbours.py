@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout_operator.api.names import LABEL_MANAGED_BY, MANAGER
-from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.names import LABEL_MANAGED_BY, MANAGER_NAME
+from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
@@ -42,7 +42,7 @@ APART = 8
 MANY = 64
 """From so many changes in a list on, all pools are woken instead of those that the changes are about."""
 
-NOT_OURS = f"{LABEL_MANAGED_BY}!={MANAGER}"
+NOT_OURS = f"{LABEL_MANAGED_BY}!={MANAGER_NAME}"
 
 Resource = Literal["pods", "resourceclaims", "resourceslices", "members"]
 """Members are pods as well; more is read of them."""
@@ -77,17 +77,17 @@ class _Watch:
     """Labels and value of each object that counts, by name."""
     listed: bool = False
     problem: str = ""
-    pools: dict[Key, TrainerSelector | None] = field(default_factory=dict)
+    pools: dict[PoolKey, TrainerSelector | None] = field(default_factory=dict)
     """Who asks, and which of the objects it means; None: all."""
     task: asyncio.Task[None] | None = None
 
-    def values(self, key: Key) -> tuple[object, ...]:
+    def values(self, key: PoolKey) -> tuple[object, ...]:
         """What a pool asks for, as far as it is known."""
         chosen = self.pools[key]
         return tuple(
             value
             for labels, value in self.found.values()
-            if chosen is None or chosen.selects(labels)
+            if chosen is None or chosen.matches_labels(labels)
         )
 
 
@@ -115,7 +115,7 @@ class Neighbourhood:
         self,
         kube: Kube,
         read: Mapping[Resource, Read],
-        wake: Callable[[Key], None],
+        wake: Callable[[PoolKey], None],
         *,
         seconds: float = WATCH_SECONDS,
     ) -> None:
@@ -128,7 +128,7 @@ class Neighbourhood:
         """Of all watches, and of those that nobody needs any more until they have ended."""
         self._stale = asyncio.Event()
 
-    def look(self, key: Key, selector: TrainerSelector, *, slices: bool = False) -> Neighbours:
+    def look(self, key: PoolKey, selector: TrainerSelector, *, slices: bool = False) -> Neighbours:
         """Return what is beside a pool, and have it woken when that changes, until `forget`.
 
         Args:
@@ -144,7 +144,7 @@ class Neighbourhood:
         found = [each.values(key) for each in watches]
         return Neighbours(found[0], found[1], found[2] if slices else ())
 
-    def inside(self, key: Key, selector: TrainerSelector) -> Neighbours:
+    def inside(self, key: PoolKey, selector: TrainerSelector) -> Neighbours:
         """Return the same for the pods that a pool is in; nobody asks for claims."""
         members = self._join(key, "members", selector)
         self._leave(key, (members,))
@@ -152,7 +152,7 @@ class Neighbourhood:
             return Neighbours(unknown=members.problem)
         return Neighbours(members.values(key))
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: PoolKey) -> None:
         """End the subscription of a pool that is gone."""
         self._leave(key, ())
 
@@ -181,7 +181,7 @@ class Neighbourhood:
             logger.error("the %s ended", task.get_name(), exc_info=task.exception())
             asyncio.get_running_loop().call_later(MAX_RETRY_SECONDS, self._stale.set)
 
-    def _join(self, key: Key, resource: Resource, selector: TrainerSelector | None) -> _Watch:
+    def _join(self, key: PoolKey, resource: Resource, selector: TrainerSelector | None) -> _Watch:
         scope = self._scope(key, resource, selector)
         watch = self._watches.get(scope)
         if watch is None:
@@ -190,13 +190,13 @@ class Neighbourhood:
         watch.pools[key] = selector if scope.selector is None else None
         return watch
 
-    def _scope(self, key: Key, resource: Resource, selector: TrainerSelector | None) -> Scope:
+    def _scope(self, key: PoolKey, resource: Resource, selector: TrainerSelector | None) -> Scope:
         """Of the watch that shows these objects: their own, or that of the whole namespace."""
         namespace = None if resource == "resourceslices" else key.namespace
         whole = Scope(resource, namespace, None)
         if selector is None:
             return whole
-        own = Scope(resource, key.namespace, selector.text())
+        own = Scope(resource, key.namespace, selector.to_query())
         if own in self._watches:
             return own
         there = self._watches.get(whole)
@@ -208,7 +208,7 @@ class Neighbourhood:
         )
         return own if apart < APART else whole
 
-    def _leave(self, key: Key, kept: Collection[_Watch]) -> None:
+    def _leave(self, key: PoolKey, kept: Collection[_Watch]) -> None:
         """Take a pool from all other watches; one that nobody asks for ends, and is not joined again."""
         for scope, watch in list(self._watches.items()):
             if key not in watch.pools or any(watch is each for each in kept):
@@ -280,7 +280,9 @@ class Neighbourhood:
     def _tell(self, watch: _Watch, changed: Collection[Labels] | None) -> None:
         """Wake the pools that mean an object with these labels; None: all of them."""
         for key, chosen in list(watch.pools.items()):
-            if changed is None or any(chosen is None or chosen.selects(each) for each in changed):
+            if changed is None or any(
+                chosen is None or chosen.matches_labels(each) for each in changed
+            ):
                 self._wake(key)
 
     def _complain(self, watch: _Watch, error: KubeError) -> None:

@@ -11,19 +11,19 @@ import random
 import time
 from collections.abc import Callable
 
-from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER, PLURAL
-from rollout_operator.api.objects import RESOURCES, Key, Obj, ResourceName
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER_NAME, PLURAL
+from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.telemetry import OperatorTelemetry
 
 from .store import Store, trimmed
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-MANAGED = f"{LABEL_MANAGED_BY}={MANAGER}"
-OUR_SLICES = f"{LABEL_SLICE_MANAGER}={MANAGER}"
+MANAGED = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
+OUR_SLICES = f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}"
 """Kubernetes' own EndpointSlices of our Services have all labels of these, but not this one."""
 
 PATHS: dict[ResourceName, str] = {
@@ -65,8 +65,8 @@ class Resync:
         self,
         kube: Kube,
         store: Store,
-        queue: WorkQueue[Key],
-        telemetry: Telemetry,
+        queue: WorkQueue[PoolKey],
+        telemetry: OperatorTelemetry,
         *,
         namespaces: tuple[str, ...] = (),
         interval: float = 300.0,
@@ -118,8 +118,8 @@ class Resync:
 
     async def once(self) -> None:
         """List everything once, and wake every pool: at once where something changed."""
-        touched: set[Key] = set()
-        for resource in RESOURCES:
+        touched: set[PoolKey] = set()
+        for resource in WATCHED_RESOURCES:
             for namespace in self._namespaces:
                 touched |= await self._list(resource, namespace)
         self._finished_at = self._clock()
@@ -152,7 +152,7 @@ class Resync:
             self._soon_timer.cancel()
             self._soon_timer = None
 
-    async def _list(self, resource: ResourceName, namespace: str | None) -> set[Key]:
+    async def _list(self, resource: ResourceName, namespace: str | None) -> set[PoolKey]:
         for attempt in range(1, LIST_TRIES + 1):
             try:
                 objs, version = await self._collect(resource, namespace)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
-from rollout_operator.api.objects import RESOURCES, Key, Obj, ResourceName
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
 
 
 class Store:
@@ -30,9 +30,9 @@ class Store:
 
     def __init__(self, operator_class: str = "") -> None:
         self._class = operator_class
-        self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name) for name in RESOURCES}
+        self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name) for name in WATCHED_RESOURCES}
 
-    def pool(self, key: Key) -> Obj | None:
+    def pool(self, key: PoolKey) -> Obj | None:
         """Return the RolloutReplica, or None if there is none (any more)."""
         found = self._kinds["pools"].at(key)
         return found if self._is_ours(found) else None
@@ -42,33 +42,33 @@ class Store:
         spec = {} if pool is None else pool.get("spec") or {}
         return pool is None or (spec.get("operatorClass") or "") == self._class
 
-    def _of(self, resource: ResourceName, key: Key) -> list[Obj]:
+    def _of(self, resource: ResourceName, key: PoolKey) -> list[Obj]:
         return self._kinds[resource].of(key) if self._leads(key) else []
 
-    def _leads(self, key: Key) -> bool:
+    def _leads(self, key: PoolKey) -> bool:
         return self._is_ours(self._kinds["pools"].at(key))
 
-    def pods(self, key: Key) -> list[Obj]:
+    def pods(self, key: PoolKey) -> list[Obj]:
         """Return the pool's pods, sorted by name."""
         return self._of("pods", key)
 
-    def size(self, key: Key) -> int:
+    def size(self, key: PoolKey) -> int:
         """Return how many pods the pool has."""
         return self._kinds["pods"].size(key) if self._leads(key) else 0
 
-    def services(self, key: Key) -> list[Obj]:
+    def services(self, key: PoolKey) -> list[Obj]:
         """Return the pool's Services, sorted by name."""
         return self._of("services", key)
 
-    def slices(self, key: Key) -> list[Obj]:
+    def slices(self, key: PoolKey) -> list[Obj]:
         """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
         return self._of("endpointslices", key)
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[PoolKey]:
         """Return the keys of all pools of our class."""
         return list(filter(self._leads, self._kinds["pools"].keys()))
 
-    def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[Key]:
+    def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[PoolKey]:
         """Take a watch event; `event` is None for an object from a stream's first list.
 
         Returns:
@@ -79,7 +79,7 @@ class Store:
         touched = kind.remove(obj) if event == "DELETED" else kind.put(obj)
         return self._woken(resource, touched)
 
-    def _woken(self, resource: ResourceName, touched: set[Key]) -> set[Key]:
+    def _woken(self, resource: ResourceName, touched: set[PoolKey]) -> set[PoolKey]:
         """Which of the touched pools to look at: one whose name went to another class is let go."""
         return touched if resource == "pools" else {key for key in touched if self._leads(key)}
 
@@ -87,7 +87,7 @@ class Store:
         """Take the answer to a write of ours, so that the next pass sees it before the watch."""
         self._kinds[resource].put(obj)
 
-    def upsert_deleted(self, resource: ResourceName, key: Key, uid: str, answer: Obj) -> bool:
+    def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
 
         Args:
@@ -112,7 +112,7 @@ class Store:
         *,
         listed_at: str,
         namespace: str | None = None,
-    ) -> tuple[set[Key], int]:
+    ) -> tuple[set[PoolKey], int]:
         """Take a finished list: what it holds, and what it lacks although it should hold it.
 
         Args:
@@ -132,17 +132,17 @@ class Store:
         return {name: len(kind) for name, kind in self._kinds.items()}
 
 
-def owner(resource: ResourceName, obj: Obj) -> Key | None:
+def owner(resource: ResourceName, obj: Obj) -> PoolKey | None:
     """Return the pool that an object is or says it belongs to, by its labels."""
     meta = obj["metadata"]
     namespace = meta.get("namespace", "")
     if resource == "pools":
-        return Key(namespace, meta["name"])
+        return PoolKey(namespace, meta["name"])
     labels = meta.get("labels") or {}
     pool = labels.get(LABEL_POOL)
-    if not pool or labels.get(LABEL_MANAGED_BY) != MANAGER:
+    if not pool or labels.get(LABEL_MANAGED_BY) != MANAGER_NAME:
         return None
-    return Key(namespace, pool)
+    return PoolKey(namespace, pool)
 
 
 def _number(version: str | None) -> int:
@@ -163,28 +163,28 @@ class _Kind:
 
     def __init__(self, resource: ResourceName) -> None:
         self._resource: ResourceName = resource
-        self._objects: dict[Key, Obj] = {}
-        self._by_pool: defaultdict[Key, dict[str, Obj]] = defaultdict(dict)
+        self._objects: dict[PoolKey, Obj] = {}
+        self._by_pool: defaultdict[PoolKey, dict[str, Obj]] = defaultdict(dict)
         self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
         self._listed_at: dict[str | None, int] = {}
 
     def __len__(self) -> int:
         return len(self._objects)
 
-    def at(self, key: Key) -> Obj | None:
+    def at(self, key: PoolKey) -> Obj | None:
         return self._objects.get(key)
 
-    def of(self, pool: Key) -> list[Obj]:
+    def of(self, pool: PoolKey) -> list[Obj]:
         members = self._by_pool.get(pool, {})
         return [members[name] for name in sorted(members)]
 
-    def size(self, pool: Key) -> int:
+    def size(self, pool: PoolKey) -> int:
         return len(self._by_pool.get(pool, ()))
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[PoolKey]:
         return list(self._objects)
 
-    def put(self, obj: Obj, *, listed: bool = False) -> set[Key]:
+    def put(self, obj: Obj, *, listed: bool = False) -> set[PoolKey]:
         key = _name(obj)
         if self._is_late(obj, self._objects.get(key)) or (not listed and self._is_listed(obj)):
             return set()
@@ -196,7 +196,7 @@ class _Kind:
             touched.add(pool)
         return touched
 
-    def remove(self, obj: Obj) -> set[Key]:
+    def remove(self, obj: Obj) -> set[PoolKey]:
         key = _name(obj)
         self._tombstones[_uid(obj)] = (key.namespace, _version(obj))
         known = self._objects.get(key)
@@ -208,7 +208,7 @@ class _Kind:
 
     def replace(
         self, objs: Iterable[Obj], listed_at: int, namespace: str | None
-    ) -> tuple[set[Key], int]:
+    ) -> tuple[set[PoolKey], int]:
         touched = self._start_over_if_rewound(listed_at, namespace)
         present = set()
         ghosts = 0
@@ -230,7 +230,7 @@ class _Kind:
         }
         return touched, ghosts
 
-    def _start_over_if_rewound(self, listed_at: int, namespace: str | None) -> set[Key]:
+    def _start_over_if_rewound(self, listed_at: int, namespace: str | None) -> set[PoolKey]:
         """Forget everything if versions run backwards: the cluster came back from a backup."""
         if not 0 < listed_at < self._listed_at.get(namespace, 0):
             return set()
@@ -253,7 +253,7 @@ class _Kind:
         floor = max(self._listed_at.get(None, 0), self._listed_at.get(namespace, 0))
         return 0 < _version(obj) <= floor
 
-    def _drop(self, key: Key) -> set[Key]:
+    def _drop(self, key: PoolKey) -> set[PoolKey]:
         known = self._objects.pop(key, None)
         if known is None:
             return set()
@@ -265,8 +265,8 @@ class _Kind:
         return {pool}
 
 
-def _name(obj: Obj) -> Key:
-    return Key(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+def _name(obj: Obj) -> PoolKey:
+    return PoolKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
 
 
 _UNREAD = frozenset({"volumes", "affinity", "tolerations", "topologySpreadConstraints"})

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import kopf
 
-from rollout_operator.api.names import GROUP, MANAGER, PLURAL, VERSION
+from rollout_operator.api.names import GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import ResourceName
 from rollout_operator.kube.credentials import login
 
@@ -84,7 +84,7 @@ class Streams:
             settings=settings,
             standalone=True,
             # Kopf would ask for the user's name, which a container's bare uid has not got.
-            identity=cast("Any", MANAGER),
+            identity=cast("Any", MANAGER_NAME),
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=self._stop,
@@ -151,7 +151,7 @@ def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = [0.5, 1, 2, 4]
-    settings.persistence.finalizer = f"{GROUP}/{MANAGER}"
+    settings.persistence.finalizer = f"{GROUP}/{MANAGER_NAME}"
     settings.persistence.diffbase_storage = _NoDiffs()
     # Embedded, the end of kopf is no reason to kill the process: our own exit is bounded.
     settings.process.ultimate_exiting_timeout = None if embedded else 25

@@ -6,27 +6,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from rollout_operator.api.spec import Mode, RolloutReplicaSpec
+from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastError
 
-from .failures import HEALTHY_SECONDS, failed_text, failures
-from .gangs import Gang, PodPlan
-from .heads import Head
-from .plan import Wait
-from .world import Observed, Pod
+from .failures import FAILURE_RESET_SECONDS, consecutive_failures, failure_message_prefix
+from .gangs import PodGang, PodPlan
+from .heads import ReplicaHead
+from .plan import RequeueAfter
+from .world import ObservedPool, Pod
 
-UNREACHABLE_SECONDS = 60.0
+UNREACHABLE_AFTER_SECONDS = 60.0
 """How long a control port may be silent before that is told as trouble."""
 
-UNSCHEDULED_SECONDS = 60.0
+UNSCHEDULABLE_AFTER_SECONDS = 60.0
 """How long a pod may be without a node before that is told: an autoscaler may be making one."""
 
-LOOP_FAILURES = 2
+CRASH_LOOP_FAILURES = 2
 """Failures in a row from which on a replica is in a crash loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ailments:
+class ReplicaTroubles:
     """What is wrong with single replicas, in sentences."""
 
     unreachable: Mapping[int, str] = field(default_factory=dict)
@@ -37,16 +37,16 @@ class Ailments:
     """Most failures in a row of a replica that has not proven itself since."""
 
 
-def find_ailments(
+def find_replica_troubles(
     spec: RolloutReplicaSpec,
-    seen: Observed,
-    gangs: Mapping[int, Gang],
-    heads: Iterable[Head],
+    seen: ObservedPool,
+    gangs: Mapping[int, PodGang],
+    heads: Iterable[ReplicaHead],
     pods: PodPlan,
     errors: Iterable[LastError],
     now: float,
-    wait: Wait,
-) -> Ailments:
+    wait: RequeueAfter,
+) -> ReplicaTroubles:
     """Look at each wanted replica.
 
     Args:
@@ -60,42 +60,42 @@ def find_ailments(
         wait: told when to look again.
     """
     if spec.suspend:
-        return Ailments()
+        return ReplicaTroubles()
     counts = {
-        gang.index: _in_a_row(spec, seen, gang, pods, now, wait)
+        gang.index: _failures_in_a_row(spec, seen, gang, pods, now, wait)
         for gang in gangs.values()
-        if gang.index < spec.replicas and spec.mode is not Mode.HYBRID
+        if gang.index < spec.replicas and spec.mode is not PoolMode.HYBRID
     }
     known = list(errors)
     looping = {
-        index: pods.backing_off.get(index) or _told_loop(index, count, pods, known)
+        index: pods.backing_off.get(index) or _crash_loop_message(index, count, pods, known)
         for index, count in counts.items()
-        if count >= LOOP_FAILURES
+        if count >= CRASH_LOOP_FAILURES
     }
-    return Ailments(
+    return ReplicaTroubles(
         unreachable={
             head.pod.replica: told
             for head in heads
-            if (told := _told_silence(spec, head, wait)) is not None
+            if (told := _unreachable_message(spec, head, wait)) is not None
         },
         looping=looping,
         unscheduled={
             pod.name: told
             for pod in seen.pods
             if pod.replica < spec.replicas
-            and (told := _told_unscheduled(spec, pod, now, wait)) is not None
+            and (told := _unschedulable_message(spec, pod, now, wait)) is not None
         },
         in_a_row=max(counts.values(), default=0),
     )
 
 
-def _in_a_row(
+def _failures_in_a_row(
     spec: RolloutReplicaSpec,
-    seen: Observed,
-    gang: Gang,
+    seen: ObservedPool,
+    gang: PodGang,
     plan: PodPlan,
     now: float,
-    wait: Wait,
+    wait: RequeueAfter,
 ) -> int:
     """Failures in a row of a replica: of pods that have ended, of those to come, or of those there."""
     if gang.index in plan.in_a_row:
@@ -103,42 +103,44 @@ def _in_a_row(
     if not gang.living:
         return seen.restarts_of.get(gang.index, 0)
     pod = gang.living[0]
-    count = failures(spec, seen, gang.living, pod, now)
+    count = consecutive_failures(spec, seen, gang.living, pod, now)
     proven = [p.proven_since for p in gang.living if p.proven_since is not None]
     if count and proven:
-        wait.at_most(min(proven) + HEALTHY_SECONDS - now)
+        wait.at_most(min(proven) + FAILURE_RESET_SECONDS - now)
     return count
 
 
-def _told_loop(index: int, count: int, plan: PodPlan, errors: Iterable[LastError]) -> str:
-    begin = failed_text(index)
+def _crash_loop_message(index: int, count: int, plan: PodPlan, errors: Iterable[LastError]) -> str:
+    begin = failure_message_prefix(index)
     messages = (plan.failed.get(index, ""), *(error.message for error in errors))
     cause = next((m.removeprefix(begin) for m in messages if m.startswith(begin)), "")
     why = f"; last cause: {cause}" if cause else "; status.lastErrors has the causes"
-    minutes = HEALTHY_SECONDS / 60
+    minutes = FAILURE_RESET_SECONDS / 60
     return (
         f"replica {index} failed {count} times in a row and has not yet done its work for "
         f"{minutes:g} minutes{why}"
     )
 
 
-def _told_silence(spec: RolloutReplicaSpec, head: Head, wait: Wait) -> str | None:
+def _unreachable_message(
+    spec: RolloutReplicaSpec, head: ReplicaHead, wait: RequeueAfter
+) -> str | None:
     """That a control port has been silent for too long, and what to look at.
 
     A process that has just been started listens once its libraries are imported. In a pool's own
     pods the kubelet says when that is over; a trainer's pod may start its worker whenever it likes.
     """
     worker = head.worker
-    if head.finished or worker.silent_since is None:
+    if head.is_finished or worker.silent_since is None:
         return None
-    was_heard = head.boot is not None or head.pod.proven_since is not None
-    if not was_heard and (spec.mode is Mode.HYBRID or head.pod.is_booting):
+    was_heard = head.boot_id is not None or head.pod.proven_since is not None
+    if not was_heard and (spec.mode is PoolMode.HYBRID or head.pod.is_booting):
         return None
-    left = UNREACHABLE_SECONDS - worker.silent_seconds
+    left = UNREACHABLE_AFTER_SECONDS - worker.silent_seconds
     if left > 0:
         wait.at_most(left)
         return None
-    if not head.silent:
+    if not head.is_silent:
         return None
     last = "its last answer was" if worker.last is not None else "it has been asked since"
     at = datetime.fromtimestamp(worker.silent_since, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -146,11 +148,11 @@ def _told_silence(spec: RolloutReplicaSpec, head: Head, wait: Wait) -> str | Non
     lost = " (the pod is not Ready: see whether its node is)" if not head.pod.ready else ""
     return (
         f"the control port of {head.pod.name}{where} has not answered for more than "
-        f"{UNREACHABLE_SECONDS:g} s, {last} at {at} UTC{lost}: {worker.error}; {_advice(worker.error)}"
+        f"{UNREACHABLE_AFTER_SECONDS:g} s, {last} at {at} UTC{lost}: {worker.error}; {_unreachable_advice(worker.error)}"
     )
 
 
-ADVICE = (
+UNREACHABLE_ADVICE = (
     (
         ("401 ",),
         "check that the worker runs with --auth kubernetes, and the API server's audiences",
@@ -172,9 +174,9 @@ ADVICE = (
 """What the error has in it, and what to check then."""
 
 
-def _advice(error: str | None) -> str:
+def _unreachable_advice(error: str | None) -> str:
     text = (error or "").lower()
-    for parts, advice in ADVICE:
+    for parts, advice in UNREACHABLE_ADVICE:
         if any(part in text for part in parts):
             return advice
     return (
@@ -183,10 +185,12 @@ def _advice(error: str | None) -> str:
     )
 
 
-def _told_unscheduled(spec: RolloutReplicaSpec, pod: Pod, now: float, wait: Wait) -> str | None:
-    if pod.unscheduled_since is None or pod.deleting or pod.finished:
+def _unschedulable_message(
+    spec: RolloutReplicaSpec, pod: Pod, now: float, wait: RequeueAfter
+) -> str | None:
+    if pod.unscheduled_since is None or pod.is_deleting or pod.is_finished:
         return None
-    left = pod.unscheduled_since + UNSCHEDULED_SECONDS - now
+    left = pod.unscheduled_since + UNSCHEDULABLE_AFTER_SECONDS - now
     if left > 0:
         wait.at_most(left)
         return None

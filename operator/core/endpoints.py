@@ -19,16 +19,16 @@ from rollout_operator.api.objects import Obj
 from .plan import SetGate
 from .world import Pod
 
-PER_SLICE = 100
+ENDPOINTS_PER_SLICE = 100
 """As many as Kubernetes' own slices have: that much is sent to each node when one of them changes."""
 
-_DATA = {"name": "data", "port": names.DATA_PORT, "protocol": "TCP"}
-_CONTROL = {"name": "control", "port": names.CONTROL_PORT, "protocol": "TCP"}
-_WEIGHTS = {"name": "weights", "port": names.WEIGHTS_PORT, "protocol": "TCP"}
+_DATA_PORT_ENTRY = {"name": "data", "port": names.DATA_PORT, "protocol": "TCP"}
+_CONTROL_PORT_ENTRY = {"name": "control", "port": names.CONTROL_PORT, "protocol": "TCP"}
+_WEIGHTS_PORT_ENTRY = {"name": "weights", "port": names.WEIGHTS_PORT, "protocol": "TCP"}
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class EndpointGate:
     """What the slices say of a member; times are wall-clock seconds."""
 
     on: bool = False
@@ -37,32 +37,32 @@ class Gate:
     proven: float | None = None
 
 
-def read_gates(slices: Iterable[Obj], pool: str, uid: str) -> dict[str, Gate]:
+def read_gates(slices: Iterable[Obj], pool: str, uid: str) -> dict[str, EndpointGate]:
     """Return the gates by pod uid, as the slices of the data Service have them that object `uid` controls."""
-    found: dict[str, Gate] = {}
+    found: dict[str, EndpointGate] = {}
     for each in slices:
         labels = each["metadata"].get("labels") or {}
-        if not is_controlled(each, uid) or labels.get(names.LABEL_SERVICE) != pool:
+        if not is_controlled_by(each, uid) or labels.get(names.LABEL_SERVICE) != pool:
             continue
-        found |= _notes(each)
+        found |= _parse_gates_annotation(each)
         for endpoint in each.get("endpoints") or ():
             pod = (endpoint.get("targetRef") or {}).get("uid", "")
             if (endpoint.get("conditions") or {}).get("ready") is not False:
-                found[pod] = replace(found.get(pod, Gate()), on=True)
+                found[pod] = replace(found.get(pod, EndpointGate()), on=True)
     return found
 
 
-def is_controlled(obj: Obj, uid: str) -> bool:
+def is_controlled_by(obj: Obj, uid: str) -> bool:
     """Whether object `uid` is the controller of this one."""
     refs = obj["metadata"].get("ownerReferences") or ()
     return any(ref.get("controller") and ref.get("uid") == uid for ref in refs)
 
 
-def _notes(each: Obj) -> dict[str, Gate]:
+def _parse_gates_annotation(each: Obj) -> dict[str, EndpointGate]:
     """What the annotation holds; nothing, if somebody made something else of it."""
     text = (each["metadata"].get("annotations") or {}).get(names.ANNOTATION_GATES, "")
     try:
-        notes = {pod: Gate(False, **note) for pod, note in json.loads(text).items()}
+        notes = {pod: EndpointGate(False, **note) for pod, note in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
     times = (at for note in notes.values() for at in (note.since, note.proven))
@@ -101,26 +101,30 @@ def pool_slices(
     chunks: defaultdict[tuple[str, int], list[Pod]] = defaultdict(list)
     reached = [pod for pod in members if pod.ip is not None]
     for place, pod in enumerate(reached):
-        chunks["IPv6" if ":" in (pod.ip or "") else "IPv4", place // PER_SLICE].append(pod)
+        chunks["IPv6" if ":" in (pod.ip or "") else "IPv4", place // ENDPOINTS_PER_SLICE].append(
+            pod
+        )
     wanted: dict[str, Obj] = {}
     for service in (names.data_service(pool), names.heads_service(pool)):
         data = service == names.data_service(pool)
         for (family, number), pods in chunks.items():
             name = f"{service}-{family.lower()}-{number}"
-            wanted[name] = _slice(pool, namespace, uid, service, name, family) | {
-                "endpoints": [_endpoint(pool, namespace, pod, data=data) for pod in pods]
+            wanted[name] = _empty_slice(pool, namespace, uid, service, name, family) | {
+                "endpoints": [_make_endpoint(pool, namespace, pod, data=data) for pod in pods]
             }
             if data:
-                wanted[name]["metadata"]["annotations"] = {names.ANNOTATION_GATES: _note(pods)}
+                wanted[name]["metadata"]["annotations"] = {
+                    names.ANNOTATION_GATES: _gates_annotation(pods)
+                }
     for each in stored:
         name = each["metadata"]["name"]
-        if is_controlled(each, uid) and name not in wanted:
+        if is_controlled_by(each, uid) and name not in wanted:
             service = each["metadata"]["labels"].get(names.LABEL_SERVICE, "")
-            wanted[name] = _slice(pool, namespace, uid, service, name, each["addressType"])
+            wanted[name] = _empty_slice(pool, namespace, uid, service, name, each["addressType"])
     return list(wanted.values())
 
 
-def _slice(pool: str, namespace: str, uid: str, service: str, name: str, family: str) -> Obj:
+def _empty_slice(pool: str, namespace: str, uid: str, service: str, name: str, family: str) -> Obj:
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
@@ -130,25 +134,27 @@ def _slice(pool: str, namespace: str, uid: str, service: str, name: str, family:
             "labels": {
                 **names.pool_labels(pool),
                 names.LABEL_SERVICE: service,
-                names.LABEL_SLICE_MANAGER: names.MANAGER,
+                names.LABEL_SLICE_MANAGER: names.MANAGER_NAME,
             },
             "ownerReferences": [names.controller_reference(pool, uid)],
         },
         "addressType": family,
-        "ports": [_DATA] if service == names.data_service(pool) else [_DATA, _CONTROL, _WEIGHTS],
+        "ports": [_DATA_PORT_ENTRY]
+        if service == names.data_service(pool)
+        else [_DATA_PORT_ENTRY, _CONTROL_PORT_ENTRY, _WEIGHTS_PORT_ENTRY],
         "endpoints": [],
     }
 
 
-def _endpoint(pool: str, namespace: str, pod: Pod, *, data: bool) -> Obj:
+def _make_endpoint(pool: str, namespace: str, pod: Pod, *, data: bool) -> Obj:
     """The data Service leads to who serves; the headless one to everybody, by name."""
-    serves = serving(pod)
+    serves = is_serving(pod)
     endpoint: Obj = {
         "addresses": [pod.ip],
         "conditions": {
             "ready": serves if data else True,
             "serving": serves if data else pod.ready,
-            "terminating": pod.deleting,
+            "terminating": pod.is_deleting,
         },
         "targetRef": {
             "kind": "Pod",
@@ -164,12 +170,12 @@ def _endpoint(pool: str, namespace: str, pod: Pod, *, data: bool) -> Obj:
     return endpoint
 
 
-def serving(pod: Pod) -> bool:
+def is_serving(pod: Pod) -> bool:
     """Whether a member belongs into the data Service."""
-    return pod.gate and not pod.deleting and not pod.finished
+    return pod.gate and not pod.is_deleting and not pod.is_finished
 
 
-def _note(pods: Iterable[Pod]) -> str:
+def _gates_annotation(pods: Iterable[Pod]) -> str:
     """Who has, or has had, its gate on: so much of a pass outlives the operator's process."""
     notes = {
         pod.uid: {"boot": pod.gate_boot, "since": pod.gate_since, "proven": pod.proven_since}
@@ -179,7 +185,7 @@ def _note(pods: Iterable[Pod]) -> str:
     return json.dumps(notes, sort_keys=True, separators=(",", ":"))
 
 
-def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
+def slice_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     """Return which part of a stored slice is not as wanted, or None."""
     for field in ("labels", "annotations"):
         stored = have["metadata"].get(field) or {}
@@ -192,7 +198,7 @@ def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     return None
 
 
-def repair(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
+def slice_patch(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
     """Return the merge patch that makes a stored slice what it should be.
 
     It is refused (`Conflict`) if somebody else has written the slice since it was read.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollout_operator.api.revision import is_current
+from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-from .world import Observed, Pod
+from .world import ObservedPool, Pod
 
-HEALTHY_SECONDS = 600.0
+FAILURE_RESET_SECONDS = 600.0
 """A replica that failed this long after it had proven itself counts from zero again."""
 
 
-def failures(
+def consecutive_failures(
     spec: RolloutReplicaSpec,
-    seen: Observed,
+    seen: ObservedPool,
     gang: Iterable[Pod],
     pod: Pod,
     at: float | None = None,
@@ -33,14 +33,14 @@ def failures(
     """
     proven = [p.proven_since for p in gang if p.proven_since is not None]
     moment = pod.ended_at if at is None else at
-    if proven and moment - min(proven) >= HEALTHY_SECONDS:
+    if proven and moment - min(proven) >= FAILURE_RESET_SECONDS:
         return 0
-    if not is_current(pod.revision, spec) or pod.retry != seen.retry:
+    if not is_current_revision(pod.revision, spec) or pod.retry != seen.retry:
         return 0
     return pod.restarts
 
 
-def backoff(spec: RolloutReplicaSpec, count: int) -> float:
+def backoff_seconds(spec: RolloutReplicaSpec, count: int) -> float:
     """Seconds between the `count`-th failure in a row and its replacement; none after the first."""
     policy = spec.restart_policy
     if count <= 1:
@@ -49,6 +49,6 @@ def backoff(spec: RolloutReplicaSpec, count: int) -> float:
     return min(doubled, policy.max_delay_seconds)
 
 
-def failed_text(index: int) -> str:
+def failure_message_prefix(index: int) -> str:
     """Return how the sentence begins that tells of a replica's failure; its cause follows."""
     return f"replica {index} failed and restarts: "

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.spec import Mode, RolloutReplicaSpec
-from rollout_worker.claims import natural
+from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
+from rollout_worker.claims import natural_sort_key
 
-from .endpoints import Gate
+from .endpoints import EndpointGate
 from .gangs import PodPlan
-from .heads import Head
-from .placement import told_strangers
-from .podreader import has_run
-from .podtrouble import memory_limits, timestamp, trouble_of
-from .world import Observed, Pod
+from .heads import ReplicaHead
+from .placement import foreign_pod_problems
+from .podreader import has_container_run
+from .podtrouble import describe_trouble, memory_limits, parse_timestamp
+from .world import ObservedPool, Pod
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MemberCandidate:
     """A pod that the pool's `trainerSelector` selects, as yet without a number or a gate."""
 
     pod: Pod
@@ -32,15 +32,15 @@ class Candidate:
     """The service account that it runs under, which nobody can change."""
 
 
-def parse_candidate(obj: Obj) -> Candidate | None:
+def parse_candidate(obj: Obj) -> MemberCandidate | None:
     """Read a pod; None if it is none of a trainer's: it has ended, or a pool of ours has it."""
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
-    if (meta.get("labels") or {}).get(names.LABEL_MANAGED_BY) == names.MANAGER:
+    if (meta.get("labels") or {}).get(names.LABEL_MANAGED_BY) == names.MANAGER_NAME:
         return None
     if status.get("phase") in ("Failed", "Succeeded"):
         return None
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
-    containers = _with_worker(spec, status)
+    containers = _worker_containers(spec, status)
     pod = Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -49,19 +49,19 @@ def parse_candidate(obj: Obj) -> Candidate | None:
         revision="",
         phase=status.get("phase", "Pending"),
         owned=False,
-        deletion_at=timestamp(meta.get("deletionTimestamp")),
-        started=has_run(status),
+        deletion_at=parse_timestamp(meta.get("deletionTimestamp")),
+        started=has_container_run(status),
         ready=conditions.get("Ready", {}).get("status") == "True",
         ip=status.get("podIP"),
         node=spec.get("nodeName"),
         restarts=sum(container.get("restartCount", 0) for container in containers),
-        trouble=trouble_of(status, conditions, memory_limits(obj)),
-        ended=_has_ended(containers),
+        trouble=describe_trouble(status, conditions, memory_limits(obj)),
+        ended=_has_worker_ended(containers),
     )
-    return Candidate(pod, spec.get("serviceAccountName") or "default")
+    return MemberCandidate(pod, spec.get("serviceAccountName") or "default")
 
 
-def _with_worker(spec: Obj, status: Obj) -> list[Obj]:
+def _worker_containers(spec: Obj, status: Obj) -> list[Obj]:
     """States of the containers that declare the control port; of all, if none does."""
     declared = {
         container["name"]
@@ -72,7 +72,7 @@ def _with_worker(spec: Obj, status: Obj) -> list[Obj]:
     return [state for state in states if not declared or state["name"] in declared]
 
 
-def _has_ended(containers: Iterable[Obj]) -> bool:
+def _has_worker_ended(containers: Iterable[Obj]) -> bool:
     """Nothing of it runs, and something has: whatever a worker said there is of a process that is gone."""
     states = [container.get("state") or {} for container in containers]
     ended = (
@@ -83,8 +83,10 @@ def _has_ended(containers: Iterable[Obj]) -> bool:
     return not any(state.get("running") for state in states) and any(ended)
 
 
-def members(
-    spec: RolloutReplicaSpec, candidates: Iterable[Candidate], gates: Mapping[str, Gate]
+def select_members(
+    spec: RolloutReplicaSpec,
+    candidates: Iterable[MemberCandidate],
+    gates: Mapping[str, EndpointGate],
 ) -> tuple[Pod, ...]:
     """Return the pods as members, numbered by name.
 
@@ -92,11 +94,13 @@ def members(
     to any pod that is there, its account is chosen when it is made.
     """
     own = (each.pod for each in candidates if each.account == spec.service_account_name)
-    ordered = sorted(own, key=lambda pod: (natural(pod.name), pod.name))
-    return tuple(_member(pod, index, gates) for index, pod in enumerate(ordered))
+    ordered = sorted(own, key=lambda pod: (natural_sort_key(pod.name), pod.name))
+    return tuple(_to_member(pod, index, gates) for index, pod in enumerate(ordered))
 
 
-def strangers(spec: RolloutReplicaSpec, candidates: Iterable[Candidate]) -> tuple[str, ...]:
+def foreign_pod_messages(
+    spec: RolloutReplicaSpec, candidates: Iterable[MemberCandidate]
+) -> tuple[str, ...]:
     """Return what there is to tell of selected pods that are no members, ordered by name."""
     wanted = spec.service_account_name
     return tuple(
@@ -108,8 +112,8 @@ def strangers(spec: RolloutReplicaSpec, candidates: Iterable[Candidate]) -> tupl
     )
 
 
-def _member(pod: Pod, index: int, gates: Mapping[str, Gate]) -> Pod:
-    gate = gates.get(pod.uid, Gate())
+def _to_member(pod: Pod, index: int, gates: Mapping[str, EndpointGate]) -> Pod:
+    gate = gates.get(pod.uid, EndpointGate())
     return replace(
         pod,
         replica=index,
@@ -120,12 +124,12 @@ def _member(pod: Pod, index: int, gates: Mapping[str, Gate]) -> Pod:
     )
 
 
-def unfit(head: Head, seen: Observed) -> str | None:
+def unfit_reason(head: ReplicaHead, seen: ObservedPool) -> str | None:
     """Why a member can't serve, which in other modes its node finds out by our probes.
 
     Who is silent leaves if others answer; if nobody does, it may be us who hears nothing.
     """
-    if head.finished or not head.pod.ready:
+    if head.is_finished or not head.pod.ready:
         return "its pod is not Ready"
     if head.pod.ip is None:
         return "it is not to be called"
@@ -135,19 +139,19 @@ def unfit(head: Head, seen: Observed) -> str | None:
     return None
 
 
-def with_members(spec: RolloutReplicaSpec, seen: Observed) -> RolloutReplicaSpec:
+def with_member_count(spec: RolloutReplicaSpec, seen: ObservedPool) -> RolloutReplicaSpec:
     """Return the spec with as many replicas as there are members; at least one is wanted."""
-    if spec.mode is not Mode.HYBRID:
+    if spec.mode is not PoolMode.HYBRID:
         return spec
     return spec.model_copy(update={"replicas": max(1, len(seen.pods))})
 
 
-def plan_nothing(spec: RolloutReplicaSpec, seen: Observed) -> PodPlan:
+def plan_hybrid_pods(spec: RolloutReplicaSpec, seen: ObservedPool) -> PodPlan:
     """Return the plan for the trainer's pods: none of them is made, deleted or replaced here."""
-    told = told_strangers(seen)
+    told = foreign_pod_problems(seen)
     if seen.pods or spec.colocation is None:
         return PodPlan(strangers=told)
-    selector = spec.colocation.trainer_selector.text()
+    selector = spec.colocation.trainer_selector.to_query()
     return PodPlan(
         strangers=told,
         waiting={0: f"waits for a pod that spec.colocation.trainerSelector selects: {selector}"},

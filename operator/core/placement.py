@@ -5,7 +5,7 @@ Pod number i = replica · nodes + rank runs beside trainer pod ⌊i / slots⌋, 
 
 A trainer's pod that restarts is missing for a while, and those behind it have its number meanwhile. So who
 has a place stays there while its claim lives, and moves once the trainer's pods have been the same for
-`SETTLED_SECONDS`. Who has none gets one at once, but not while one of the trainer's pods has just gone.
+`TRAINERS_SETTLED_SECONDS`. Who has none gets one at once, but not while one of the trainer's pods has just gone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
-from rollout_worker.claims import natural
+from rollout_worker.claims import natural_sort_key
 
-from .trainers import SETTLED_SECONDS, Beside, Device, DeviceClaim, Trainer
-from .world import Observed, Pod
+from .trainers import (
+    TRAINERS_SETTLED_SECONDS,
+    AllocatedDevice,
+    DeviceClaim,
+    ObservedTrainers,
+    TrainerPod,
+)
+from .world import ObservedPool, Pod
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PodPlacement:
     """Where a pod belongs, and what it has there."""
 
     trainer: str
@@ -36,24 +42,24 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class PlacementPending:
     """No place yet: `why` says for what, of a subject that goes before it ("waits for …")."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Misplaced:
+class PlacementProblem:
     """No place until somebody changes something; the message has the numbers."""
 
     reason: str
     message: str
 
 
-Answer = Place | Waits | Misplaced
+PlacementResult = PodPlacement | PlacementPending | PlacementProblem
 
 
-class Placement:
+class PlacementPlanner:
     """Where the pods of one pool belong, as far as the world of this pass tells.
 
     Args:
@@ -61,36 +67,38 @@ class Placement:
         beside: the trainer's pods and claims.
     """
 
-    def __init__(self, spec: RolloutReplicaSpec, beside: Beside) -> None:
+    def __init__(self, spec: RolloutReplicaSpec, beside: ObservedTrainers) -> None:
         assert spec.colocation is not None, "only colocated pools have places"
         self._spec = spec
         self._with: Colocation = spec.colocation
         self._beside = beside
-        self.strangers: list[Misplaced] = []
+        self.strangers: list[PlacementProblem] = []
         """Pods that the selector selects and that don't count as the trainer's, and why."""
         self.moves_in: float | None = None
         """Seconds until the order of the trainer's pods counts, if somebody waits for that."""
-        self._trainers = self._counted()
+        self._trainers = self._count_trainers()
         self._known = {claim.uid: claim for claim in (beside.claims or {}).values()}
 
-    def of(self, replica: int, rank: int) -> Answer:
+    def placement_for(self, replica: int, rank: int) -> PlacementResult:
         """Return the place of a pod."""
         if self._beside.claims is None:
-            return Waits(f"waits for the list of the trainer's pods and claims{self._unknown()}")
-        if few := self._too_few():
+            return PlacementPending(
+                f"waits for the list of the trainer's pods and claims{self._unknown_suffix()}"
+            )
+        if few := self._too_few_trainers():
             return few
-        if self._beside.has_shrunk and self._unsettled():
-            return Waits(
-                f"waits {SETTLED_SECONDS:.0f} s at most for the trainer's pod that has gone to come back"
+        if self._beside.has_shrunk and self._is_unsettled():
+            return PlacementPending(
+                f"waits {TRAINERS_SETTLED_SECONDS:.0f} s at most for the trainer's pod that has gone to come back"
             )
         number = replica * self._spec.parallelism.nodes + rank
         trainer = self._trainers[number // self._with.slots]
-        claim = self._claim(trainer, self._beside.claims)
+        claim = self._trainer_claim(trainer, self._beside.claims)
         if not isinstance(claim, DeviceClaim):
             return claim
-        return self._share(trainer, claim, number % self._with.slots)
+        return self._device_share(trainer, claim, number % self._with.slots)
 
-    def lost(self, pod: Pod) -> str | None:
+    def lost_reason(self, pod: Pod) -> str | None:
         """Why a pod that was made for a place has to go: it has lost it, or belongs elsewhere.
 
         While no place is known for it, it stays as long as it may keep its claim.
@@ -105,38 +113,42 @@ class Placement:
         ends = (t.name for t in self._beside.trainers if t.deleting and t.uid == claim.pod_uid)
         if trainer := next(ends, None):
             return f"the trainer's pod {trainer!r} goes, and takes its claim {claim.name!r} along"
-        return self._moved(pod, self.of(pod.replica, pod.rank))
+        return self._changed_share_reason(pod, self.placement_for(pod.replica, pod.rank))
 
-    def drift(self, pod: Pod) -> str | None:
+    def move_reason(self, pod: Pod) -> str | None:
         """Why a pod that may stay belongs elsewhere; None: it is there, or nobody knows yet."""
-        now = self.of(pod.replica, pod.rank)
-        if not isinstance(now, Place) or pod.taken is None or pod.taken.claim_uid == now.claim_uid:
+        now = self.placement_for(pod.replica, pod.rank)
+        if (
+            not isinstance(now, PodPlacement)
+            or pod.taken is None
+            or pod.taken.claim_uid == now.claim_uid
+        ):
             return None
-        if self._unsettled():
+        if self._is_unsettled():
             return None
         return f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
 
-    def _unsettled(self) -> bool:
-        left = SETTLED_SECONDS - self._beside.stable_seconds
+    def _is_unsettled(self) -> bool:
+        left = TRAINERS_SETTLED_SECONDS - self._beside.stable_seconds
         if left > 0:
             self.moves_in = left
         return left > 0
 
-    def _moved(self, pod: Pod, now: Answer) -> str | None:
-        if not isinstance(now, Place) or pod.taken is None:
+    def _changed_share_reason(self, pod: Pod, now: PlacementResult) -> str | None:
+        if not isinstance(now, PodPlacement) or pod.taken is None:
             return None
         if pod.taken.claim_uid != now.claim_uid:
-            return None  # that can wait: see `drift`
+            return None  # that can wait: see `move_reason`
         if pod.taken.devices != now.devices:
             return f"its share of claim {now.claim!r} is {', '.join(now.devices)}"
         if pod.node not in (None, now.node):
             return f"its claim {now.claim!r} is on node {now.node!r} now"
         return None
 
-    def _counted(self) -> list[Trainer]:
+    def _count_trainers(self) -> list[TrainerPod]:
         """The trainer's pods by name. A label alone makes none, and of two with one claim the older counts."""
-        users: dict[tuple[str, ...], Trainer] = {}
-        counted: list[Trainer] = []
+        users: dict[tuple[str, ...], TrainerPod] = {}
+        counted: list[TrainerPod] = []
         for each in sorted(self._beside.trainers, key=lambda t: (t.deleting, t.created, t.name)):
             whole = each.claims and not each.unmade and not (each.extended and each.node is None)
             # Until all of its claims are made, it looks like others of its kind.
@@ -144,13 +156,13 @@ class Placement:
             if each.has_devices and twin is each:
                 counted.append(each)
             elif not each.deleting:
-                self.strangers.append(_stranger(each, twin))
-        return sorted(counted, key=lambda t: (natural(t.name), t.name))
+                self.strangers.append(_uncounted_trainer_problem(each, twin))
+        return sorted(counted, key=lambda t: (natural_sort_key(t.name), t.name))
 
-    def _unknown(self) -> str:
+    def _unknown_suffix(self) -> str:
         return f": {self._beside.unknown}" if self._beside.unknown else ""
 
-    def _too_few(self) -> Misplaced | None:
+    def _too_few_trainers(self) -> PlacementProblem | None:
         """While one is missing nobody knows which, so nothing is made and nothing moved."""
         pods = self._spec.replicas * self._spec.parallelism.nodes
         needed = -(-pods // self._with.slots)
@@ -159,49 +171,53 @@ class Placement:
             return None
         if self.strangers and have + len(self.strangers) >= needed:
             return self.strangers[0]
-        return Misplaced(
+        return PlacementProblem(
             "TooFewTrainers",
             f"the pool needs {needed} of the trainer's pods for {pods} of its own (spec.colocation.slots "
             f"{self._with.slots}), and spec.colocation.trainerSelector "
-            f"({self._with.trainer_selector.text()}) selects "
+            f"({self._with.trainer_selector.to_query()}) selects "
             f"{have}: start more of them or lower spec.replicas",
         )
 
-    def _claim(
-        self, trainer: Trainer, known: Mapping[str, DeviceClaim]
-    ) -> DeviceClaim | Waits | Misplaced:
+    def _trainer_claim(
+        self, trainer: TrainerPod, known: Mapping[str, DeviceClaim]
+    ) -> DeviceClaim | PlacementPending | PlacementProblem:
         """The claim of a trainer's pod that has the devices, once all is there."""
         what = f"the trainer's pod {trainer.name!r}"
         if trainer.deleting:
-            return Waits(f"waits for {what} to go and come back")
+            return PlacementPending(f"waits for {what} to go and come back")
         if trainer.unmade:
-            return Waits(f"waits for the ResourceClaim {trainer.unmade[0]!r} of {what} to be made")
+            return PlacementPending(
+                f"waits for the ResourceClaim {trainer.unmade[0]!r} of {what} to be made"
+            )
         missing = next((name for name in trainer.claims if name not in known), None)
         if missing is not None:
-            return Waits(
+            return PlacementPending(
                 f"waits for the ResourceClaim {missing!r} of {what}, which does not exist yet"
             )
         if trainer.node is None:  # a claim for an extended resource is made as it is scheduled
             told = f", which needs ResourceClaim {trainer.claims[0]!r}" if trainer.claims else ""
-            return Waits(f"waits for {what} to be scheduled{told}")
-        chosen = self._chosen(what, [known[name] for name in trainer.claims])
-        if isinstance(chosen, Misplaced):
+            return PlacementPending(f"waits for {what} to be scheduled{told}")
+        chosen = self._choose_claim(what, [known[name] for name in trainer.claims])
+        if isinstance(chosen, PlacementProblem):
             return chosen
         if chosen.deleting:
-            return Waits(
+            return PlacementPending(
                 f"waits for a new ResourceClaim of {what}: {chosen.name!r} is being deleted"
             )
         if not chosen.allocated:
-            return Waits(f"waits for the ResourceClaim {chosen.name!r} of {what} to be allocated")
+            return PlacementPending(
+                f"waits for the ResourceClaim {chosen.name!r} of {what} to be allocated"
+            )
         return chosen
 
-    def _chosen(self, what: str, claims: list[DeviceClaim]) -> DeviceClaim | Misplaced:
+    def _choose_claim(self, what: str, claims: list[DeviceClaim]) -> DeviceClaim | PlacementProblem:
         """Of all claims of a trainer's pod the one that has the request."""
         wanted = self._with.request
         having = [c for c in claims if wanted is None or wanted in c.requests]
         if not having:
             told = "; ".join(f"{c.name} has {', '.join(c.requests)}" for c in claims)
-            return Misplaced(
+            return PlacementProblem(
                 "NoClaim",
                 f"no ResourceClaim of {what} has a request {wanted!r} as in spec.colocation.request: {told}",
             )
@@ -210,16 +226,18 @@ class Placement:
             return having[0]
         told = ", ".join(f"{c.name}/{r}" for c in having for r in c.requests if wanted in (None, r))
         fix = "set spec.colocation.request" if wanted is None else "name their requests differently"
-        return Misplaced(
+        return PlacementProblem(
             "AmbiguousClaim", f"{what} has {count} requests of devices ({told}): {fix}"
         )
 
-    def _share(self, trainer: Trainer, claim: DeviceClaim, share: int) -> Place | Misplaced:
+    def _device_share(
+        self, trainer: TrainerPod, claim: DeviceClaim, share: int
+    ) -> PodPlacement | PlacementProblem:
         request = self._with.request or claim.requests[0]
-        devices = _of(claim.devices, request)
-        slots, wanted = self._with.slots, self._spec.world // self._spec.parallelism.nodes
+        devices = _devices_of_request(claim.devices, request)
+        slots, wanted = self._with.slots, self._spec.world_size // self._spec.parallelism.nodes
         if len(devices) != slots * wanted:
-            return Misplaced(
+            return PlacementProblem(
                 "UnequalShares",
                 f"request {request!r} of ResourceClaim {claim.name!r} has {len(devices)} devices, and "
                 f"{slots} slots of {wanted} (tensor·pipeline·data of spec.parallelism) need "
@@ -228,7 +246,7 @@ class Placement:
         first = share * wanted
         mine = tuple(d.name for d in devices[first : first + wanted])
         if slots > 1 and (unknown := [name for name in mine if name not in self._beside.uuids]):
-            return Misplaced(
+            return PlacementProblem(
                 "NoDeviceUuid",
                 f"the driver of {unknown[0]} publishes no attribute uuid of it in a ResourceSlice, so which "
                 f"of the {len(devices)} devices of ResourceClaim {claim.name!r} a pod is to use can't be told "
@@ -236,23 +254,23 @@ class Placement:
             )
         uuids = tuple(self._beside.uuids[name] for name in mine) if slots > 1 else ()
         assert trainer.node is not None, "an allocated claim is looked at on its node only"
-        return Place(trainer.name, trainer.node, claim.name, claim.uid, request, mine, uuids)
+        return PodPlacement(trainer.name, trainer.node, claim.name, claim.uid, request, mine, uuids)
 
 
-def told_strangers(seen: Observed) -> list[Misplaced]:
+def foreign_pod_problems(seen: ObservedPool) -> list[PlacementProblem]:
     """Return the pods that look like the pool's own and are not."""
-    return [Misplaced("PodTrouble", why) for why in seen.strangers]
+    return [PlacementProblem("PodTrouble", why) for why in seen.strangers]
 
 
-def _stranger(pod: Trainer, twin: Trainer) -> Misplaced:
+def _uncounted_trainer_problem(pod: TrainerPod, twin: TrainerPod) -> PlacementProblem:
     if twin is not pod:
-        return Misplaced(
+        return PlacementProblem(
             "NoClaim",
             f"the trainer's pod {pod.name!r} has no ResourceClaim of its own but that of {twin.name!r}, and "
             "does not count as one: give it another claim, or remove the labels of "
             "spec.colocation.trainerSelector from it",
         )
-    return Misplaced(
+    return PlacementProblem(
         "NoClaim",
         f"the trainer's pod {pod.name!r} has no ResourceClaim: give it one in spec.resourceClaims of its "
         "template, or limits of an extended resource that a DeviceClass has; a pod that is none of the "
@@ -260,7 +278,9 @@ def _stranger(pod: Trainer, twin: Trainer) -> Misplaced:
     )
 
 
-def _of(devices: Iterable[Device], request: str) -> list[Device]:
+def _devices_of_request(devices: Iterable[AllocatedDevice], request: str) -> list[AllocatedDevice]:
     """Devices of one request, or of its alternatives, which are named `request/alternative`."""
     mine = (d for d in devices if d.request == request or d.request.startswith(f"{request}/"))
-    return sorted(mine, key=lambda d: (d.driver, natural(d.pool), natural(d.device)))
+    return sorted(
+        mine, key=lambda d: (d.driver, natural_sort_key(d.pool), natural_sort_key(d.device))
+    )

@@ -1,4 +1,4 @@
-"""A pass's decision as data: what `decide` returns and `act` carries out."""
+"""A pass's decision as data: what `plan_pass` returns and `act` carries out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout_worker.schemas import (
     WeightsId,
 )
 
-from .placement import Place
+from .placement import PodPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CreatePod:
     replica: int
     rank: int
     restarts: int
-    place: Place | None = None
+    place: PodPlacement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SetGate:
     """When the worker first did what its pool asks for; None: it has not yet."""
 
 
-class Verb(StrEnum):
+class ControlVerb(StrEnum):
     """Calls to a worker's control port."""
 
     STAGE = "stage"
@@ -82,7 +82,7 @@ class Verb(StrEnum):
     WAKE = "wake"
 
 
-Body = (
+CallBody = (
     StageRequest
     | CommitRequest
     | DiscardRequest
@@ -100,19 +100,19 @@ class CallWorker:
 
     uid: str
     pod: str
-    verb: Verb
-    body: Body
+    verb: ControlVerb
+    body: CallBody
     deadline_seconds: float
     peers: tuple[str, ...] = ()
     """Addresses of pods that have a copy of the pushed weights to stage: they are asked for it first."""
-    instead_of: frozenset[Verb] = frozenset()
+    instead_of: frozenset[ControlVerb] = frozenset()
     """Calls under way in its lane that it ends: what they wait for is not wanted any more."""
 
     @property
-    def is_final(self) -> bool:
+    def is_irreversible(self) -> bool:
         """It gives a worker other weights, or takes those that it has: nothing brings them back."""
         emptied = isinstance(self.body, WakeRequest) and not self.body.load
-        return self.verb is Verb.COMMIT or emptied
+        return self.verb is ControlVerb.COMMIT or emptied
 
     @property
     def about(self) -> WeightsId | None:
@@ -123,7 +123,7 @@ class CallWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class EventNote:
     """An event for a person."""
 
     type: Literal["Normal", "Warning"]
@@ -132,7 +132,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PassPlan:
     """Everything one pass does, and the status that describes the world it saw."""
 
     status: RolloutReplicaStatus
@@ -141,7 +141,7 @@ class Plan:
     delete: tuple[DeletePod, ...] = ()
     gates: tuple[SetGate, ...] = ()
     calls: tuple[CallWorker, ...] = ()
-    notes: tuple[Note, ...] = ()
+    notes: tuple[EventNote, ...] = ()
     restarts: Mapping[int, int] = field(default_factory=dict)
     """Failures to note on the pods that replace deleted ones, by replica."""
     barrier: frozenset[str] | None = None
@@ -155,7 +155,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Wait:
+class RequeueAfter:
     """The earliest of several times to look again."""
 
     seconds: float | None = field(default=None)

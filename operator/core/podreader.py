@@ -9,22 +9,22 @@ from collections.abc import Iterable, Mapping
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.revision import is_current
+from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.api.spec_colocation import DEVICES_CLAIM
+from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
 
 from .podtrouble import (
-    containers_of,
+    container_statuses,
+    describe_startup_wait,
+    describe_trouble,
+    failed_container_log,
     is_booting,
     is_unschedulable,
-    last_log_of,
     memory_limits,
-    timestamp,
-    trouble_of,
+    parse_timestamp,
     unscheduled_since,
-    waits_on,
 )
-from .trainers import Taken
+from .trainers import RecordedPlacement
 from .world import Pod
 
 MAX_RESTARTS = 1_000_000
@@ -47,7 +47,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     gate = conditions.get(names.GATE_SERVING, {})
-    reported = trouble_of(status, {}, memory_limits(obj))
+    reported = describe_trouble(status, {}, memory_limits(obj))
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -56,43 +56,45 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         revision=labels.get(names.LABEL_REVISION, ""),
         phase=status.get("phase", "Pending"),
         mislabelled=not wanted.items() <= labels.items(),
-        owned=owner_uid is not None and _controller(meta) == owner_uid,
-        deletion_at=timestamp(meta.get("deletionTimestamp")),
+        owned=owner_uid is not None and _controller_uid(meta) == owner_uid,
+        deletion_at=parse_timestamp(meta.get("deletionTimestamp")),
         grace=meta.get("deletionGracePeriodSeconds"),
-        started=has_run(status),
+        started=has_container_run(status),
         ready=conditions.get("Ready", {}).get("status") == "True",
         gate=gate.get("status") == "True",
-        gate_boot=boot_of(gate.get("message", "")),
+        gate_boot=parse_boot_id(gate.get("message", "")),
         own_grace=(obj.get("spec") or {}).get("terminationGracePeriodSeconds"),
-        gate_since=timestamp(gate.get("lastTransitionTime")),
-        proven_since=timestamp(conditions.get(names.PROVEN, {}).get("lastTransitionTime")),
+        gate_since=parse_timestamp(gate.get("lastTransitionTime")),
+        proven_since=parse_timestamp(
+            conditions.get(names.CONDITION_PROVEN, {}).get("lastTransitionTime")
+        ),
         ip=status.get("podIP"),
         node=(obj.get("spec") or {}).get("nodeName"),
         restarts=restarts,
         retry=notes.get(names.ANNOTATION_RETRY, ""),
-        followed=_has_followed(status),
-        finished_at=max(_ends(status), default=None),
-        last_known_at=_last_known(meta, status),
-        trouble=reported or trouble_of(status, conditions),
+        followed=_has_followed_gang(status),
+        finished_at=max(_container_end_times(status), default=None),
+        last_known_at=_last_known_time(meta, status),
+        trouble=reported or describe_trouble(status, conditions),
         lacks_node=not reported and is_unschedulable(conditions),
-        last_log=last_log_of(status),
-        waits_on=waits_on(status, conditions),
+        last_log=failed_container_log(status),
+        waits_on=describe_startup_wait(status, conditions),
         unscheduled_since=unscheduled_since(conditions),
         is_booting=is_booting(status),
         colocated=_is_colocated(obj),
-        taken=_taken(notes),
+        taken=_recorded_placement(notes),
     )
 
 
 def _is_colocated(obj: Obj) -> bool:
     """Its spec says so, which nobody can change; annotations may be."""
     claims = (obj.get("spec") or {}).get("resourceClaims") or ()
-    return any(claim["name"] == DEVICES_CLAIM for claim in claims)
+    return any(claim["name"] == DEVICES_CLAIM_NAME for claim in claims)
 
 
-def _taken(notes: Mapping[str, str]) -> Taken | None:
+def _recorded_placement(notes: Mapping[str, str]) -> RecordedPlacement | None:
     try:
-        return Taken(
+        return RecordedPlacement(
             trainer=notes[names.ANNOTATION_TRAINER],
             claim_uid=notes[names.ANNOTATION_CLAIM],
             devices=tuple(notes[names.ANNOTATION_DEVICES].split(",")),
@@ -104,13 +106,13 @@ def _taken(notes: Mapping[str, str]) -> Taken | None:
 BOOT_PREFIX = "boot "
 
 
-def boot_of(message: str) -> str | None:
+def parse_boot_id(message: str) -> str | None:
     """The boot id that a gate's message names."""
     head, found, rest = message.partition(BOOT_PREFIX)
     return rest.split(":")[0].strip() if found and not head else None
 
 
-def _controller(meta: Obj) -> str | None:
+def _controller_uid(meta: Obj) -> str | None:
     for ref in meta.get("ownerReferences") or ():
         if ref.get("controller"):
             uid: str = ref["uid"]
@@ -118,28 +120,28 @@ def _controller(meta: Obj) -> str | None:
     return None
 
 
-def _ends(status: Obj) -> list[float]:
+def _container_end_times(status: Obj) -> list[float]:
     """When containers ended; an init container that fails ends its pod, too."""
     states = (
         container.get(part) or {}
-        for container in containers_of(status)
+        for container in container_statuses(status)
         for part in ("state", "lastState")
     )
-    ends = (timestamp((state.get("terminated") or {}).get("finishedAt")) for state in states)
+    ends = (parse_timestamp((state.get("terminated") or {}).get("finishedAt")) for state in states)
     return [end for end in ends if end]
 
 
-def _has_followed(status: Obj) -> bool:
+def _has_followed_gang(status: Obj) -> bool:
     """Whether the worker says by its exit status that it gave its gang up."""
     return any(
         container["name"] == names.WORKER_CONTAINER
         and ((container.get("state") or {}).get("terminated") or {}).get("exitCode")
-        == names.EXIT_GANG
+        == names.GANG_EXIT_CODE
         for container in status.get("containerStatuses") or ()
     )
 
 
-def has_run(status: Obj) -> bool:
+def has_container_run(status: Obj) -> bool:
     """Return whether a container has run that is no init container."""
     states = (
         container.get(part) or {}
@@ -150,15 +152,16 @@ def has_run(status: Obj) -> bool:
     return any(run.get("startedAt") for run in runs)
 
 
-def _last_known(meta: Obj, status: Obj) -> float:
+def _last_known_time(meta: Obj, status: Obj) -> float:
     """Latest time of a pod that a container need not have run for: the kubelet may refuse it."""
     changes = (
         condition.get("lastTransitionTime")
         for condition in status.get("conditions") or ()
-        if condition["type"] not in (names.GATE_SERVING, names.PROVEN)  # these are written by us
+        if condition["type"]
+        not in (names.GATE_SERVING, names.CONDITION_PROVEN)  # these are written by us
     )
     moments = (meta.get("creationTimestamp"), status.get("startTime"), *changes)
-    return max((found for moment in moments if (found := timestamp(moment))), default=0.0)
+    return max((found for moment in moments if (found := parse_timestamp(moment))), default=0.0)
 
 
 def is_leftover(obj: Obj, pool: str, owner_uid: str) -> bool:
@@ -178,7 +181,7 @@ class PodReader:
         self.strangers: tuple[str, ...] = ()
         """What the last reading has to tell of pods that look like ours and are not."""
 
-    def read(
+    def read_pods(
         self, objs: Iterable[Obj], pool: str, owner_uid: str, spec: RolloutReplicaSpec | None = None
     ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
         """Return the pods that our object controls, and those of a deleted one of its name.
@@ -191,13 +194,13 @@ class PodReader:
         predecessors: list[Pod] = []
         for obj in objs:
             # The object is kept beside its pod, so its id is nobody else's.
-            known = before.get(id(obj)) or (obj, parse_pod(obj, _controller(obj["metadata"])))
+            known = before.get(id(obj)) or (obj, parse_pod(obj, _controller_uid(obj["metadata"])))
             self._known[id(obj)] = known
             pod = known[1]
             if pod is None:
                 continue
-            if _controller(obj["metadata"]) == owner_uid:
-                why = _foreign(obj, pod, pool, spec)
+            if _controller_uid(obj["metadata"]) == owner_uid:
+                why = _foreign_reason(obj, pod, pool, spec)
                 told += [why] if why else []
                 ours += [] if why else [pod]
             elif is_leftover(obj, pool, owner_uid):
@@ -206,14 +209,14 @@ class PodReader:
         return tuple(ours), tuple(predecessors)
 
 
-def _foreign(obj: Obj, pod: Pod, pool: str, spec: RolloutReplicaSpec | None) -> str | None:
+def _foreign_reason(obj: Obj, pod: Pod, pool: str, spec: RolloutReplicaSpec | None) -> str | None:
     name = names.pod_name(pool, pod.replica, pod.rank)
     account = None if spec is None else spec.service_account_name
-    current = spec is not None and is_current(pod.revision, spec)
-    return why_foreign(obj, name, names.heads_service(pool), account, current=current)
+    current = spec is not None and is_current_revision(pod.revision, spec)
+    return foreign_pod_reason(obj, name, names.heads_service(pool), account, current=current)
 
 
-def why_foreign(
+def foreign_pod_reason(
     obj: Obj, name: str, subdomain: str, account: str | None, *, current: bool
 ) -> str | None:
     """Return why a pod is not ours although its labels and its controller say so; None: it is.

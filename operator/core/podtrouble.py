@@ -10,27 +10,27 @@ from typing import Any
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 
-LAST_WORDS = 300
+MAX_CAUSE_LENGTH = 300
 """Maximum characters of a container's log in one of our sentences."""
 
-LAST_LOG = 4096
+MAX_LAST_LOG_LENGTH = 4096
 """Maximum characters of a container's log that are kept; the kubelet's own limit in a pod, in bytes."""
 
-OOM = "OOMKilled"
+OOM_REASON = "OOMKilled"
 IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-NO_IMAGE = " can't get its image"
+NO_IMAGE_TEXT = " can't get its image"
 IMAGE_FIX = "check spec.engine.image and spec.podTemplate.imagePullSecrets"
 CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError")
 
 
-def timestamp(text: str | None) -> float | None:
+def parse_timestamp(text: str | None) -> float | None:
     """Seconds since the epoch of a Kubernetes time, None for none."""
     if not text:
         return None
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
-def _last_words(log: str) -> str:
+def _cause_from_log(log: str) -> str:
     """Return why a container ended, as the end of its log says: one line, often none.
 
     Our workers log JSON: the last line of level error counts. Of anything else, such as a
@@ -46,7 +46,7 @@ def _last_words(log: str) -> str:
         if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
             told = str(entry.get("message", ""))
     # The kubelet cuts the log at its beginning, which leaves a piece of a line of ours.
-    return (told or ("" if plain.endswith("}") else plain))[:LAST_WORDS]
+    return (told or ("" if plain.endswith("}") else plain))[:MAX_CAUSE_LENGTH]
 
 
 def memory_limits(obj: Obj) -> Mapping[str, str]:
@@ -60,19 +60,19 @@ def memory_limits(obj: Obj) -> Mapping[str, str]:
     return {name: str(limit) for name, limit in limits.items() if limit is not None}
 
 
-def trouble_of(
+def describe_trouble(
     status: Obj, conditions: Mapping[str, Any], limits: Mapping[str, str] | None = None
 ) -> str:
     """Return one sentence on what is wrong with the pod, empty if nothing is."""
-    for container in containers_of(status):
+    for container in container_statuses(status):
         state = container.get("state") or {}
         # An init container that did its work is no trouble, whatever became of the worker.
         is_workers = container in (status.get("containerStatuses") or ())
-        if _failed_end(status, container, is_workers=is_workers):
-            return _told_end(container["name"], state["terminated"], limits or {})
+        if _has_container_failed(status, container, is_workers=is_workers):
+            return _describe_container_end(container["name"], state["terminated"], limits or {})
         waiting = state.get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return _told_wait(container["name"], waiting)
+            return _describe_container_wait(container["name"], waiting)
     if status.get("reason"):
         return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
     scheduled = conditions.get("PodScheduled", {})
@@ -81,17 +81,17 @@ def trouble_of(
     return ""
 
 
-def _failed_end(status: Obj, container: Obj, *, is_workers: bool) -> bool:
+def _has_container_failed(status: Obj, container: Obj, *, is_workers: bool) -> bool:
     ended = (container.get("state") or {}).get("terminated")
     failed = is_workers and status.get("phase") == "Failed"
     return bool(ended and (ended.get("exitCode") or failed))
 
 
-def _told_end(name: str, ended: Obj, limits: Mapping[str, str]) -> str:
+def _describe_container_end(name: str, ended: Obj, limits: Mapping[str, str]) -> str:
     text = f"container {name!r} ended: {ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
-    why = _last_words(ended.get("message") or "")
+    why = _cause_from_log(ended.get("message") or "")
     text += f"{why and ': '}{why}"
-    if ended.get("reason") != OOM:
+    if ended.get("reason") != OOM_REASON:
         return text
     of = "spec.resources" if name == names.WORKER_CONTAINER else "its resources"
     if name in limits:
@@ -99,10 +99,10 @@ def _told_end(name: str, ended: Obj, limits: Mapping[str, str]) -> str:
     return f"{text}; its node ran out of memory, and it has no limit: set {of}.requests.memory"
 
 
-def _told_wait(name: str, waiting: Obj) -> str:
+def _describe_container_wait(name: str, waiting: Obj) -> str:
     reason, message = waiting["reason"], waiting.get("message", "")
     if reason in IMAGE_REASONS:
-        return f"container {name!r}{NO_IMAGE}: {reason} {message}".rstrip() + f"; {IMAGE_FIX}"
+        return f"container {name!r}{NO_IMAGE_TEXT}: {reason} {message}".rstrip() + f"; {IMAGE_FIX}"
     if reason in CONFIG_REASONS:
         return (
             f"container {name!r}: {reason} {message}".rstrip()
@@ -112,12 +112,12 @@ def _told_wait(name: str, waiting: Obj) -> str:
     return f"container {name!r}: {reason} {message}".rstrip()
 
 
-def last_log_of(status: Obj) -> str:
+def failed_container_log(status: Obj) -> str:
     """Return the end of the log of the first container that failed, as the kubelet keeps it."""
-    for container in containers_of(status):
+    for container in container_statuses(status):
         ended = (container.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
-            return str(ended.get("message") or "")[-LAST_LOG:]
+            return str(ended.get("message") or "")[-MAX_LAST_LOG_LENGTH:]
     return ""
 
 
@@ -125,7 +125,7 @@ def unscheduled_since(conditions: Mapping[str, Any]) -> float | None:
     """Return since when the scheduler finds no node for the pod; None: it does, or has not tried."""
     if not is_unschedulable(conditions):
         return None
-    return timestamp(conditions["PodScheduled"].get("lastTransitionTime"))
+    return parse_timestamp(conditions["PodScheduled"].get("lastTransitionTime"))
 
 
 def is_unschedulable(conditions: Mapping[str, Any]) -> bool:
@@ -142,7 +142,7 @@ def is_booting(status: Obj) -> bool:
     )
 
 
-def waits_on(status: Obj, conditions: Mapping[str, Any]) -> str:
+def describe_startup_wait(status: Obj, conditions: Mapping[str, Any]) -> str:
     """What a scheduled pod does before its worker starts."""
     for container in status.get("initContainerStatuses") or ():
         if "running" in (container.get("state") or {}):
@@ -158,7 +158,7 @@ def waits_on(status: Obj, conditions: Mapping[str, Any]) -> str:
     return ""
 
 
-def containers_of(status: Obj) -> Iterable[Obj]:
+def container_statuses(status: Obj) -> Iterable[Obj]:
     """Yield the containers, the worker's first: why it ended says more than how those beside it were ended."""
     yield from status.get("containerStatuses") or ()
     yield from status.get("initContainerStatuses") or ()

@@ -6,140 +6,140 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from rollout_operator.api import names
-from rollout_operator.api.names import Condition
-from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import Mode, State
+from rollout_operator.api.names import ConditionType
+from rollout_operator.api.revision import is_current_revision
+from rollout_operator.api.spec import DesiredState, PoolMode
 from rollout_operator.api.status import (
     MAX_ERRORS,
     MAX_MEMBERS,
     LastError,
-    Member,
-    Phase,
+    MemberStatus,
+    PendingReplacement,
     PoolCondition,
-    Replacement,
+    PoolPhase,
     RolloutReplicaStatus,
-    Transition,
+    StateTransition,
     UpdatePhase,
 )
 from rollout_worker.schemas import WeightsId
 
-from .findings import Finding, Kind, find, first_wait
-from .gangs import Gang
-from .heads import Head, waits_for
-from .podtrouble import NO_IMAGE
+from .findings import Finding, FindingKind, describe_first_wait, first_findings
+from .gangs import PodGang
+from .heads import ReplicaHead, describe_wait
+from .podtrouble import NO_IMAGE_TEXT
 from .updates.status import weights_status
-from .view import View
+from .view import PoolView
 
-Verdict = tuple[bool, str, str]
+ConditionVerdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""
 
 
-def build_status(view: View, stored: RolloutReplicaStatus, now: float) -> RolloutReplicaStatus:
+def build_status(view: PoolView, stored: RolloutReplicaStatus, now: float) -> RolloutReplicaStatus:
     """Return the whole status; times of what did not change are kept from `stored`."""
-    found = find(view)
-    wanted = [g for g in view.gangs.values() if g.index < view.wanted]
-    current = [g for g in wanted if g.complete and _is_current(view, g)]
-    conditions = _conditions(view, found, stored, now)
+    found = first_findings(view)
+    wanted = [g for g in view.gangs.values() if g.index < view.wanted_replicas]
+    current = [g for g in wanted if g.is_complete and _is_gang_current(view, g)]
+    conditions = _build_conditions(view, found, stored, now)
     return RolloutReplicaStatus(
         observed_generation=view.seen.generation,
-        phase=_phase(view, found),
-        message=_sentence(view, found),
+        phase=_pool_phase(view, found),
+        message=_status_message(view, found),
         replicas=sum(bool(g.living) for g in view.gangs.values()),
         desired_replicas=view.spec.replicas,
-        ready_replicas=view.ready,
+        ready_replicas=view.ready_replicas,
         updated_replicas=len(current),
-        asleep_replicas=view.asleep,
-        selector=_selector(view),
+        asleep_replicas=view.asleep_replicas,
+        selector=_label_selector(view),
         weights=weights_status(view.weights, view.heads),
-        last_transition=_transition(view, stored, now),
-        members=_members(view),
+        last_transition=_last_transition(view, stored, now),
+        members=_member_statuses(view),
         restarts=stored.restarts + _new_restarts(view, stored),
         replacing=tuple(
-            Replacement(replica=index, restarts=count)
+            PendingReplacement(replica=index, restarts=count)
             for index, count in sorted(view.pods.replacing.items())
         ),
-        last_errors=_last_errors(view, found.get(Kind.DEGRADED), stored, now),
+        last_errors=_last_errors(view, found.get(FindingKind.DEGRADED), stored, now),
         conditions=conditions,
     )
 
 
-def _is_current(view: View, gang: Gang) -> bool:
+def _is_gang_current(view: PoolView, gang: PodGang) -> bool:
     """Whether all its pods are of the latest revision; a trainer's pods have none."""
-    theirs = view.spec.mode is Mode.HYBRID
-    return theirs or all(is_current(pod.revision, view.spec) for pod in gang.living)
+    theirs = view.spec.mode is PoolMode.HYBRID
+    return theirs or all(is_current_revision(pod.revision, view.spec) for pod in gang.living)
 
 
-def _selector(view: View) -> str:
+def _label_selector(view: PoolView) -> str:
     """Label selector of one pod per replica."""
-    if view.spec.mode is Mode.HYBRID and view.spec.colocation is not None:
-        return view.spec.colocation.trainer_selector.text()
+    if view.spec.mode is PoolMode.HYBRID and view.spec.colocation is not None:
+        return view.spec.colocation.trainer_selector.to_query()
     return names.head_selector(view.seen.name)
 
 
-def _new_restarts(view: View, stored: RolloutReplicaStatus) -> int:
+def _new_restarts(view: PoolView, stored: RolloutReplicaStatus) -> int:
     """Replicas that this pass restarts; one whose deletion failed has been counted.
 
     A trainer's containers restart in their pods: what status had of each member tells which are new.
     """
-    if view.spec.mode is not Mode.HYBRID:
+    if view.spec.mode is not PoolMode.HYBRID:
         return len(view.pods.failed)
     before = {member.name: member.restarts for member in stored.members}
     pods = (head.pod for head in view.heads.values() if head.pod.name in before)
     return sum(max(0, pod.restarts - before[pod.name]) for pod in pods)
 
 
-def _sentence(view: View, found: dict[Kind, Finding]) -> str:
-    for kind in (Kind.DEGRADED, Kind.STALLED, Kind.PROGRESSING):
+def _status_message(view: PoolView, found: dict[FindingKind, Finding]) -> str:
+    for kind in (FindingKind.DEGRADED, FindingKind.STALLED, FindingKind.PROGRESSING):
         if kind in found:
             return found[kind].message
     if view.spec.suspend:
         return "suspended: no pods run"
-    if view.spec.state is not State.ACTIVE:
-        return f"all {view.wanted} replicas are {view.spec.state.lower()}"
+    if view.spec.state is not DesiredState.ACTIVE:
+        return f"all {view.wanted_replicas} replicas are {view.spec.state.lower()}"
     weights = f"weights {view.weights.committed.identity}"
-    return f"{view.ready} of {view.wanted} replicas serve {weights}"
+    return f"{view.ready_replicas} of {view.wanted_replicas} replicas serve {weights}"
 
 
-def _phase(view: View, found: dict[Kind, Finding]) -> Phase:
-    ladder: Iterable[tuple[bool, Phase]] = (
-        (view.spec.suspend, Phase.SUSPENDED),
-        (bool(view.pods.exhausted) and not view.ready, Phase.FAILED),
-        (Kind.DEGRADED in found, Phase.DEGRADED),
-        (view.spec.state is State.ASLEEP and view.reached, Phase.ASLEEP),
-        (view.spec.state is State.PAUSED and view.reached, Phase.PAUSED),
-        (_is_updating(view), Phase.UPDATING),
-        (view.reached, Phase.READY),
-        (not view.pods.waiting and any(p.started for p in view.seen.pods), Phase.LOADING),
+def _pool_phase(view: PoolView, found: dict[FindingKind, Finding]) -> PoolPhase:
+    ladder: Iterable[tuple[bool, PoolPhase]] = (
+        (view.spec.suspend, PoolPhase.SUSPENDED),
+        (bool(view.pods.exhausted) and not view.ready_replicas, PoolPhase.FAILED),
+        (FindingKind.DEGRADED in found, PoolPhase.DEGRADED),
+        (view.spec.state is DesiredState.ASLEEP and view.is_settled, PoolPhase.ASLEEP),
+        (view.spec.state is DesiredState.PAUSED and view.is_settled, PoolPhase.PAUSED),
+        (_is_updating(view), PoolPhase.UPDATING),
+        (view.is_settled, PoolPhase.READY),
+        (not view.pods.waiting and any(p.started for p in view.seen.pods), PoolPhase.LOADING),
     )
-    return next((phase for holds, phase in ladder if holds), Phase.PENDING)
+    return next((phase for holds, phase in ladder if holds), PoolPhase.PENDING)
 
 
-def _is_updating(view: View) -> bool:
+def _is_updating(view: PoolView) -> bool:
     update = view.weights.update
     running = update is not None and update.phase in (
         UpdatePhase.STAGING,
         UpdatePhase.COMMITTING,
         UpdatePhase.FAILED,
     )
-    falling = view.spec.state is not State.ACTIVE and bool(view.heads)
+    falling = view.spec.state is not DesiredState.ACTIVE and bool(view.heads)
     return running or falling or bool(view.pods.outdated)
 
 
-def _conditions(
-    view: View, found: dict[Kind, Finding], stored: RolloutReplicaStatus, now: float
+def _build_conditions(
+    view: PoolView, found: dict[FindingKind, Finding], stored: RolloutReplicaStatus, now: float
 ) -> tuple[PoolCondition, ...]:
-    verdicts: dict[Condition, Verdict] = {
-        Condition.READY: _ready(view),
-        Condition.PROGRESSING: _progressing(view, found),
-        Condition.DEGRADED: _degraded(view, found),
-        Condition.WEIGHTS_SYNCED: _synced(view, stored),
-        Condition.ASLEEP: _asleep(view),
-        Condition.SUSPENDED: _suspended(view),
+    verdicts: dict[ConditionType, ConditionVerdict] = {
+        ConditionType.READY: _ready_verdict(view),
+        ConditionType.PROGRESSING: _progressing_verdict(view, found),
+        ConditionType.DEGRADED: _degraded_verdict(view, found),
+        ConditionType.WEIGHTS_SYNCED: _weights_synced_verdict(view, stored),
+        ConditionType.ASLEEP: _asleep_verdict(view),
+        ConditionType.SUSPENDED: _suspended_verdict(view),
     }
     out = []
     for kind, (holds, reason, message) in verdicts.items():
         status = "True" if holds else "False"
-        before = stored.condition(kind)
+        before = stored.find_condition(kind)
         kept = before is not None and before.status == status
         since = before.last_transition_time if kept and before else datetime.fromtimestamp(now, UTC)
         out.append(
@@ -155,40 +155,42 @@ def _conditions(
     return tuple(out)
 
 
-def _ready(view: View) -> Verdict:
+def _ready_verdict(view: PoolView) -> ConditionVerdict:
     if view.spec.suspend:
         return False, "Suspended", "the pool is suspended: set spec.suspend to false to run it"
-    if view.spec.state is not State.ACTIVE:
+    if view.spec.state is not DesiredState.ACTIVE:
         return False, view.spec.state.value, f"spec.state is {view.spec.state}"
-    text = f"{view.ready} of {view.wanted} replicas serve"
-    if view.reached:
+    text = f"{view.ready_replicas} of {view.wanted_replicas} replicas serve"
+    if view.is_settled:
         return True, "Serving", text
-    what = first_wait(view)
+    what = describe_first_wait(view)
     return False, "NotServing", text + (what and f": {what}")
 
 
-def _progressing(view: View, found: dict[Kind, Finding]) -> Verdict:
-    if Kind.STALLED in found:
-        return False, found[Kind.STALLED].reason, found[Kind.STALLED].message
-    if Kind.PROGRESSING in found:
-        return True, found[Kind.PROGRESSING].reason, found[Kind.PROGRESSING].message
-    return False, "Complete", _sentence(view, {})
+def _progressing_verdict(view: PoolView, found: dict[FindingKind, Finding]) -> ConditionVerdict:
+    if FindingKind.STALLED in found:
+        return False, found[FindingKind.STALLED].reason, found[FindingKind.STALLED].message
+    if FindingKind.PROGRESSING in found:
+        return True, found[FindingKind.PROGRESSING].reason, found[FindingKind.PROGRESSING].message
+    return False, "Complete", _status_message(view, {})
 
 
-def _degraded(view: View, found: dict[Kind, Finding]) -> Verdict:
-    if Kind.DEGRADED in found:
-        return True, found[Kind.DEGRADED].reason, found[Kind.DEGRADED].message
-    missing = view.wanted - view.ready
-    if view.spec.state is not State.ACTIVE or missing <= 0:
+def _degraded_verdict(view: PoolView, found: dict[FindingKind, Finding]) -> ConditionVerdict:
+    if FindingKind.DEGRADED in found:
+        return True, found[FindingKind.DEGRADED].reason, found[FindingKind.DEGRADED].message
+    missing = view.wanted_replicas - view.ready_replicas
+    if view.spec.state is not DesiredState.ACTIVE or missing <= 0:
         return False, "AsExpected", "nothing is wrong"
-    text = f"no failure is known; {missing} of {view.wanted} replicas do not serve yet"
+    text = f"no failure is known; {missing} of {view.wanted_replicas} replicas do not serve yet"
     return False, "AsExpected", text
 
 
-def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
+def _weights_synced_verdict(view: PoolView, stored: RolloutReplicaStatus) -> ConditionVerdict:
     update, target = view.weights.update, view.target
     actives = [h.worker.active for h in view.heads.values()]
-    ahead = [a for a in actives if a is not None and a > max(target, _running_id(view) or target)]
+    ahead = [
+        a for a in actives if a is not None and a > max(target, _running_identity(view) or target)
+    ]
     if ahead:
         text = (
             f"a worker serves {max(ahead)}, ahead of the target {target}; workers are never "
@@ -199,7 +201,7 @@ def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
         late = "DeadlineExceeded" if view.weights.overdue else "WeightsFailed"
         reason = "Unsupported" if view.weights.unsupported else late
         return False, reason, update.message
-    if _running_id(view) is not None and update is not None:
+    if _running_identity(view) is not None and update is not None:
         return False, update.phase.value, update.message
     if view.weights.withheld:
         text = f"nobody has the bytes of weights {target}: publish again, under a higher version"
@@ -207,37 +209,39 @@ def _synced(view: View, stored: RolloutReplicaStatus) -> Verdict:
     if view.spec.suspend:
         return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
     there = sum(a == target for a in actives)
-    text = f"{there} of {view.wanted} replicas have weights {target}"
-    if there >= view.wanted:
+    text = f"{there} of {view.wanted_replicas} replicas have weights {target}"
+    if there >= view.wanted_replicas:
         return True, "Synced", text
-    before = stored.condition(Condition.WEIGHTS_SYNCED)
+    before = stored.find_condition(ConditionType.WEIGHTS_SYNCED)
     known = stored.weights.committed
     if (
         before is not None
         and before.status == "True"
         and known is not None
         and known.identity == target
-        and there + view.unknown >= view.wanted
+        and there + view.unknown_replicas >= view.wanted_replicas
     ):
         return True, "Synced", before.message  # unknown is not out of date
-    return False, "Asleep" if view.spec.state is State.ASLEEP else "Loading", text
+    return False, "Asleep" if view.spec.state is DesiredState.ASLEEP else "Loading", text
 
 
-def _running_id(view: View) -> WeightsId | None:
+def _running_identity(view: PoolView) -> WeightsId | None:
     update = view.weights.update
     if update is None or update.phase in (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED):
         return None
     return update.identity
 
 
-def _asleep(view: View) -> Verdict:
-    count = view.at_rest if view.spec.state is State.ASLEEP else view.asleep
-    whole = 0 < view.wanted <= count
+def _asleep_verdict(view: PoolView) -> ConditionVerdict:
+    count = (
+        view.replicas_at_rest if view.spec.state is DesiredState.ASLEEP else view.asleep_replicas
+    )
+    whole = 0 < view.wanted_replicas <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
-    return whole, reason, f"{count} of {view.wanted} replicas are asleep"
+    return whole, reason, f"{count} of {view.wanted_replicas} replicas are asleep"
 
 
-def _suspended(view: View) -> Verdict:
+def _suspended_verdict(view: PoolView) -> ConditionVerdict:
     if not view.spec.suspend:
         return False, "NotSuspended", "spec.suspend is false"
     left = len(view.seen.pods)
@@ -250,53 +254,55 @@ def _suspended(view: View) -> Verdict:
     return True, "Suspended", "no pods run"
 
 
-def _transition(view: View, stored: RolloutReplicaStatus, now: float) -> Transition | None:
+def _last_transition(
+    view: PoolView, stored: RolloutReplicaStatus, now: float
+) -> StateTransition | None:
     """The lifecycle's last change: begun when spec asked for it, ended when all have done it."""
     wanted = "Suspended" if view.spec.suspend else view.spec.state
     last = stored.last_transition
     if last is None or last.to != wanted:
         moment = datetime.fromtimestamp(now, UTC)
-        last = Transition(from_=last.to if last else None, to=wanted, started_at=moment)
+        last = StateTransition(from_=last.to if last else None, to=wanted, started_at=moment)
     if last.completed_at is not None:
         return last
-    if view.reached:
+    if view.is_settled:
         moment = datetime.fromtimestamp(now, UTC)
         return last.model_copy(update={"completed_at": moment, "message": "done"})
-    return last.model_copy(update={"message": _waiting(view)})
+    return last.model_copy(update={"message": _transition_message(view)})
 
 
-def _waiting(view: View) -> str:
-    return f"bringing {view.wanted} replicas to state {view.spec.state}"
+def _transition_message(view: PoolView) -> str:
+    return f"bringing {view.wanted_replicas} replicas to state {view.spec.state}"
 
 
-def _member(view: View, head: Head) -> Member:
+def _member_status(view: PoolView, head: ReplicaHead) -> MemberStatus:
     state, active = head.worker.state, head.worker.active
     pod = head.pod
-    told = "Terminating" if pod.deleting else "Unreachable" if pod.started else "Pending"
-    return Member(
+    told = "Terminating" if pod.is_deleting else "Unreachable" if pod.started else "Pending"
+    return MemberStatus(
         name=pod.name,
         node=pod.node,
         state=state.lifecycle if state else told,
         epoch=active.epoch if active else None,
         version=active.version if active else None,
-        ready=head.serves,
+        ready=head.is_serving,
         restarts=pod.restarts,
         turn=state.turn.state if state and state.turn else None,
-        message=view.ailments.unreachable.get(pod.replica) or waits_for(head),
+        message=view.ailments.unreachable.get(pod.replica) or describe_wait(head),
     )
 
 
-def _members(view: View) -> tuple[Member, ...]:
+def _member_statuses(view: PoolView) -> tuple[MemberStatus, ...]:
     silent = view.ailments.unreachable
     order = sorted(
         view.heads.values(),
-        key=lambda h: (h.serves, h.pod.replica not in silent, h.pod.replica),
+        key=lambda h: (h.is_serving, h.pod.replica not in silent, h.pod.replica),
     )
-    return tuple(_member(view, head) for head in order[:MAX_MEMBERS])
+    return tuple(_member_status(view, head) for head in order[:MAX_MEMBERS])
 
 
 def _last_errors(
-    view: View, finding: Finding | None, stored: RolloutReplicaStatus, now: float
+    view: PoolView, finding: Finding | None, stored: RolloutReplicaStatus, now: float
 ) -> tuple[LastError, ...]:
     at = datetime.fromtimestamp(now, UTC)
     # Made first: that cuts a text to its bound, as those in status are.
@@ -308,12 +314,12 @@ def _last_errors(
         finding is not None and finding.reason != "CrashLooping"
     ):  # its failures are there, each once
         made.append(LastError(time=at, message=finding.message))
-    known = {_gist(each.message) for each in stored.last_errors}
-    fresh = [error for error in made if _gist(error.message) not in known]
+    known = {_error_key(each.message) for each in stored.last_errors}
+    fresh = [error for error in made if _error_key(error.message) not in known]
     return (*reversed(fresh), *stored.last_errors)[:MAX_ERRORS]
 
 
-def _gist(message: str) -> str:
+def _error_key(message: str) -> str:
     """What makes an error another one: the kubelet tells of one image in turn in two ways."""
-    before, found, _ = message.partition(NO_IMAGE)
+    before, found, _ = message.partition(NO_IMAGE_TEXT)
     return before if found else message

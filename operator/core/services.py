@@ -8,8 +8,13 @@ from typing import Any
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 
-_DATA = {"name": "data", "port": names.DATA_PORT, "targetPort": "data", "protocol": "TCP"}
-_CONTROL = {
+_DATA_PORT_ENTRY = {
+    "name": "data",
+    "port": names.DATA_PORT,
+    "targetPort": "data",
+    "protocol": "TCP",
+}
+_CONTROL_PORT_ENTRY = {
     "name": "control",
     "port": names.CONTROL_PORT,
     "targetPort": "control",
@@ -30,7 +35,7 @@ def pool_services(
     With `selecting` False they select no pods: their EndpointSlices are ours (`endpoints.py`).
     """
     heads = {names.LABEL_POOL: name, names.LABEL_ROLE: names.ROLE_HEAD}
-    data: Obj = {"type": "ClusterIP", "selector": heads, "ports": [_DATA]}
+    data: Obj = {"type": "ClusterIP", "selector": heads, "ports": [_DATA_PORT_ENTRY]}
     weights = {
         "name": "weights",
         "port": weights_port,
@@ -43,7 +48,7 @@ def pool_services(
         # Trainers and gangs must find workers that load, sleep or wait for weights, too.
         "publishNotReadyAddresses": True,
         "selector": {names.LABEL_POOL: name},
-        "ports": [_DATA, _CONTROL, weights],
+        "ports": [_DATA_PORT_ENTRY, _CONTROL_PORT_ENTRY, weights],
     }
     if not selecting:
         del data["selector"], everyone["selector"]
@@ -64,7 +69,7 @@ def pool_services(
     ]
 
 
-def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
+def service_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     """Return which part of a stored Service is not as wanted, or None."""
     labels = have["metadata"].get("labels") or {}
     for key, value in want["metadata"]["labels"].items():
@@ -74,11 +79,11 @@ def differs(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     for field in ("selector", "publishNotReadyAddresses"):
         if (spec.get(field) or False) != (want["spec"].get(field) or False):
             return f"spec.{field}"
-    stored = [{k: p.get(k) for k in _DATA} for p in spec.get("ports") or ()]
+    stored = [{k: p.get(k) for k in _DATA_PORT_ENTRY} for p in spec.get("ports") or ()]
     return None if stored == want["spec"]["ports"] else "spec.ports"
 
 
-def repair(want: Mapping[str, Any], uid: str) -> list[Obj]:
+def service_patch(want: Mapping[str, Any], uid: str) -> list[Obj]:
     """Return the JSON patch that brings the stored Service `uid` back, and no other of its name.
 
     A merge patch would leave keys that somebody else added to the selector.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_operator.api.names import Condition
+from rollout_operator.api.names import ConditionType
 from rollout_operator.api.status import RolloutReplicaStatus, WeightsStatus
 
-_OUR_CONDITIONS = frozenset(c.value for c in Condition)
+_OUR_CONDITIONS = frozenset(c.value for c in ConditionType)
 
-_PROGRESS = frozenset(
+_PROGRESS_FIELDS = frozenset(
     {
         "members", "message", "lastErrors",
         "replicas", "readyReplicas", "updatedReplicas", "asleepReplicas",
@@ -19,18 +19,18 @@ _PROGRESS = frozenset(
 
 def owned_fields(status: RolloutReplicaStatus) -> dict[str, Any]:
     """The part of status that the operator owns, as a document: no conditions of others."""
-    document = status.document()
+    document = status.to_document()
     kept = [c for c in document.get("conditions", ()) if c["type"] in _OUR_CONDITIONS]
     document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
     return document
 
 
-def same_decision(before: WeightsStatus, after: WeightsStatus) -> bool:
+def is_same_decision(before: WeightsStatus, after: WeightsStatus) -> bool:
     """Whether a new status decides nothing about weights that the old one doesn't say."""
-    return _decision(before) == _decision(after)
+    return _weights_decision(before) == _weights_decision(after)
 
 
-def _decision(weights: WeightsStatus) -> tuple[object, ...]:
+def _weights_decision(weights: WeightsStatus) -> tuple[object, ...]:
     update = weights.last_update
     if update is None:
         return (weights.committed,)
@@ -39,7 +39,7 @@ def _decision(weights: WeightsStatus) -> tuple[object, ...]:
 
 def without_progress(document: dict[str, Any]) -> dict[str, Any]:
     """Status without the texts and counts that change with mere progress."""
-    out = {k: v for k, v in document.items() if k not in _PROGRESS}
+    out = {k: v for k, v in document.items() if k not in _PROGRESS_FIELDS}
     out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
     weights = {**out.get("weights", {})}
     weights.pop("active", None)

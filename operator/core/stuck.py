@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from .plan import DeletePod, Wait
+from .plan import DeletePod, RequeueAfter
 from .world import Pod
 
-STUCK_SECONDS = 30.0
+FORCED_DELETION_SECONDS = 30.0
 """A pod still there this long after its grace period (a dead node, a finalizer) is deleted with grace
 0, and again each time this long after."""
 
 
-def free_the_stuck(pod: Pod, now: float, wait: Wait) -> DeletePod | None:
+def plan_forced_deletion(pod: Pod, now: float, wait: RequeueAfter) -> DeletePod | None:
     """Return the deletion by force of a pod that outlived its grace period, if it is due.
 
     Never of a colocated pod: what is removed by force may run on, with the trainer's devices.
     """
     if pod.deletion_at is None:
         return None
-    left = until_forced(pod, now)
-    wait.at_most(left if left > 0 else STUCK_SECONDS)
-    return force(pod) if left <= 0 and not pod.colocated else None
+    left = seconds_until_forced(pod, now)
+    wait.at_most(left if left > 0 else FORCED_DELETION_SECONDS)
+    return forced_deletion(pod) if left <= 0 and not pod.colocated else None
 
 
-def told_stuck(pod: Pod, now: float) -> str | None:
+def stuck_message(pod: Pod, now: float) -> str | None:
     """Say that a colocated pod outlived its grace period, and what can be done."""
-    if not pod.colocated or pod.deletion_at is None or until_forced(pod, now) > 0:
+    if not pod.colocated or pod.deletion_at is None or seconds_until_forced(pod, now) > 0:
         return None
     where = f" on node {pod.node!r}" if pod.node else ""
     return (
@@ -33,19 +33,19 @@ def told_stuck(pod: Pod, now: float) -> str | None:
     )
 
 
-def until_forced(pod: Pod, now: float) -> float:
+def seconds_until_forced(pod: Pod, now: float) -> float:
     """Seconds until a terminating pod is deleted by force: first, or once more.
 
     What this process has witnessed counts alone: by a clock that is ahead, a pod that has just begun
     to drain would be removed, and with it the requests that it runs.
     """
     if pod.forced_ago is not None:
-        return STUCK_SECONDS - pod.forced_ago
+        return FORCED_DELETION_SECONDS - pod.forced_ago
     if pod.grace is None:
-        return STUCK_SECONDS + (pod.deletion_at or now) - now
-    return STUCK_SECONDS + pod.grace - pod.witnessed
+        return FORCED_DELETION_SECONDS + (pod.deletion_at or now) - now
+    return FORCED_DELETION_SECONDS + pod.grace - pod.witnessed
 
 
-def force(pod: Pod) -> DeletePod:
+def forced_deletion(pod: Pod) -> DeletePod:
     """Delete a pod that terminates, without grace."""
     return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_worker.claims import claims_of, device_name, uuids_of
+from rollout_worker.claims import device_lock_name, device_uuids, pod_claims
 
-SETTLED_SECONDS = 60.0
+TRAINERS_SETTLED_SECONDS = 60.0
 """How long the trainer's pods have to be the same before an engine moves because of their order: a
 StatefulSet or a Job brings a lost pod back within 10 s, unless its node is lost."""
 
-IMPLICIT = "deviceclass.resource.kubernetes.io/"
+IMPLICIT_RESOURCE_PREFIX = "deviceclass.resource.kubernetes.io/"
 """Before the name of a DeviceClass: the extended resource that each one has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class TrainerPod:
     """A pod that the pool's `trainerSelector` selects."""
 
     name: str
@@ -45,7 +45,7 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class AllocatedDevice:
     """One allocated device."""
 
     request: str
@@ -56,7 +56,7 @@ class Device:
     @property
     def name(self) -> str:
         """What its lock is called."""
-        return device_name(self.driver, self.pool, self.device)
+        return device_lock_name(self.driver, self.pool, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class DeviceClaim:
     deleting: bool = False
     requests: tuple[str, ...] = ()
     allocated: bool = False
-    devices: tuple[Device, ...] = ()
+    devices: tuple[AllocatedDevice, ...] = ()
     pod_uid: str | None = None
     """The pod that it was generated for and goes with; None: somebody made it to stay."""
     users: tuple[str, ...] = ()
@@ -87,10 +87,10 @@ class DeviceSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ObservedTrainers:
     """What may be beside a colocated pool's pods."""
 
-    trainers: tuple[Trainer, ...] = ()
+    trainers: tuple[TrainerPod, ...] = ()
     claims: Mapping[str, DeviceClaim] | None = None
     """By name; None: not known yet, and `unknown` says why."""
     unknown: str = ""
@@ -102,7 +102,7 @@ class Beside:
     """Of devices by name, as their drivers publish them; only if the pool shares devices out."""
 
     @property
-    def asked(self) -> bool:
+    def is_list_pending(self) -> bool:
         """The API server has been asked what there is, and may answer yet."""
         return self.claims is None and not self.unknown
 
@@ -122,7 +122,7 @@ class TrainerWatch:
         """There were more of them a short time ago."""
         return len(self._uids) < self._most
 
-    def stable_seconds(self, trainers: Iterable[Trainer], now: float) -> float:
+    def note_trainers(self, trainers: Iterable[TrainerPod], now: float) -> float:
         """Note which pods there are; return seconds since that last changed.
 
         Args:
@@ -133,12 +133,14 @@ class TrainerWatch:
         if uids != self._uids:
             self._uids, self.changed_at = uids, now
         seconds = now - self.changed_at
-        self._most = len(uids) if seconds >= SETTLED_SECONDS else max(self._most, len(uids))
+        self._most = (
+            len(uids) if seconds >= TRAINERS_SETTLED_SECONDS else max(self._most, len(uids))
+        )
         return seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class RecordedPlacement:
     """The place that a colocated pod was made for, as its annotations have it."""
 
     trainer: str
@@ -146,28 +148,28 @@ class Taken:
     devices: tuple[str, ...]
 
 
-def parse_trainer(obj: Obj) -> Trainer | None:
+def parse_trainer(obj: Obj) -> TrainerPod | None:
     """Read a pod; None if it is none of a trainer's: it has ended, or it is a rollout pod itself."""
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels = meta.get("labels") or {}
-    if labels.get(names.LABEL_MANAGED_BY) == names.MANAGER:
+    if labels.get(names.LABEL_MANAGED_BY) == names.MANAGER_NAME:
         return None
     if status.get("phase") in ("Failed", "Succeeded"):
         return None
-    claims, unmade = claims_of(obj)
-    return Trainer(
+    claims, unmade = pod_claims(obj)
+    return TrainerPod(
         name=meta["name"],
         uid=meta["uid"],
         node=spec.get("nodeName"),
         deleting=meta.get("deletionTimestamp") is not None,
         claims=tuple(claims),
         unmade=tuple(unmade),
-        extended=_asks_for_extended(spec),
+        extended=_requests_extended_resource(spec),
         created=meta.get("creationTimestamp") or "",
     )
 
 
-def _asks_for_extended(spec: Obj) -> bool:
+def _requests_extended_resource(spec: Obj) -> bool:
     """Whether a limit of the pod's is an extended resource, as Kubernetes tells them by their names."""
     names_of = (
         name
@@ -175,15 +177,15 @@ def _asks_for_extended(spec: Obj) -> bool:
         for name in (container.get("resources") or {}).get("limits") or ()
     )
     return any(
-        "/" in name and ("kubernetes.io/" not in name or name.startswith(IMPLICIT))
+        "/" in name and ("kubernetes.io/" not in name or name.startswith(IMPLICIT_RESOURCE_PREFIX))
         for name in names_of
     )
 
 
-def parse_slice(obj: Obj) -> DeviceSlice:
+def parse_resource_slice(obj: Obj) -> DeviceSlice:
     """Read a ResourceSlice."""
     spec, pool = obj["spec"], obj["spec"]["pool"]
-    uuids = tuple(sorted(uuids_of(obj).items()))
+    uuids = tuple(sorted(device_uuids(obj).items()))
     return DeviceSlice(spec["driver"], pool["name"], pool.get("generation", 0), uuids)
 
 
@@ -196,7 +198,7 @@ def published_uuids(slices: Iterable[DeviceSlice]) -> dict[str, str]:
     }
 
 
-def parse_claim(obj: Obj) -> DeviceClaim:
+def parse_resource_claim(obj: Obj) -> DeviceClaim:
     """Read a ResourceClaim."""
     meta = obj["metadata"]
     requests = ((obj.get("spec") or {}).get("devices") or {}).get("requests") or ()
@@ -210,7 +212,9 @@ def parse_claim(obj: Obj) -> DeviceClaim:
         deleting=meta.get("deletionTimestamp") is not None,
         requests=tuple(r["name"] for r in requests),
         allocated=allocation is not None,
-        devices=tuple(Device(r["request"], r["driver"], r["pool"], r["device"]) for r in results),
+        devices=tuple(
+            AllocatedDevice(r["request"], r["driver"], r["pool"], r["device"]) for r in results
+        ),
         pod_uid=next((o["uid"] for o in owners if o["kind"] == "Pod"), None),
         users=tuple(user["name"] for user in users if user.get("resource") == "pods"),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rollout_worker.schemas import Lifecycle, WeightsId, WorkerState
 
-from .trainers import Beside, Taken
+from .trainers import ObservedTrainers, RecordedPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Pod:
     """Its process has ended, and its pod may start another one: of a trainer's pod."""
     colocated: bool = False
     """It uses a trainer's devices: it is never removed by force, for its engine may hold them still."""
-    taken: Taken | None = None
+    taken: RecordedPlacement | None = None
     """The place that it was made for, if it is colocated."""
 
     @property
@@ -82,18 +82,18 @@ class Pod:
         return self.last_known_at if self.finished_at is None else self.finished_at
 
     @property
-    def deleting(self) -> bool:
+    def is_deleting(self) -> bool:
         """It is terminating."""
         return self.deletion_at is not None
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Its process has ended and won't come back; in a trainer's pod another one may."""
         return self.ended or self.phase in ("Failed", "Succeeded")
 
 
 @dataclass(frozen=True, slots=True)
-class CallError:
+class FailedCall:
     """A call to a worker that failed, and in how many seconds it may be tried again."""
 
     message: str
@@ -118,14 +118,14 @@ def is_asleep(state: WorkerState) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class ObservedWorker:
     """A head's own answer, and our calls to it."""
 
     state: WorkerState | None = None
     error: str | None = None
     running: frozenset[str] = frozenset()
     """Names of calls in flight."""
-    failures: Mapping[str, CallError] = field(default_factory=dict)
+    failures: Mapping[str, FailedCall] = field(default_factory=dict)
     last: WorkerState | None = None
     """Its last answer to this process, however old; `state`, as long as that is believed."""
     slot_seconds: float = 0.0
@@ -146,25 +146,25 @@ class Worker:
             object.__setattr__(self, "active", self.state.weights.active.identity)
 
     @property
-    def loaded(self) -> bool:
+    def is_loaded(self) -> bool:
         """It has a model and can be told what to do."""
         return self.state is not None and is_loaded(self.state)
 
 
-RECALLED = "status"
+RECALLED_KEY = "status"
 """Key of what stood in the way of the process before this one, until it is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """Everything `decide` may look at."""
+class ObservedPool:
+    """Everything `plan_pass` may look at."""
 
     name: str
     namespace: str
     uid: str
     generation: int
     pods: tuple[Pod, ...]
-    workers: Mapping[str, Worker]
+    workers: Mapping[str, ObservedWorker]
     """By pod uid; heads only."""
     conflicts: Mapping[str, str]
     """Objects of others that have the names we need: `kind/name` → sentence."""
@@ -184,14 +184,14 @@ class Observed:
     """Writes that the API server could not do, creations by `kind/name` → sentence."""
     undeleted: frozenset[str] = frozenset()
     """Uids of pods whose deletion the API server refused: what they do for the pool goes on."""
-    beside: Beside = field(default_factory=Beside)
+    beside: ObservedTrainers = field(default_factory=ObservedTrainers)
     """The trainer's pods and claims, of a colocated pool."""
     strangers: tuple[str, ...] = ()
     """What there is to tell of pods that look like the pool's and are not: they are left alone."""
 
-    def worker(self, pod: Pod) -> Worker:
+    def find_worker(self, pod: Pod) -> ObservedWorker:
         """What is known of a head's worker."""
-        return self.workers.get(pod.uid, UNKNOWN)
+        return self.workers.get(pod.uid, UNKNOWN_WORKER)
 
 
-UNKNOWN = Worker()
+UNKNOWN_WORKER = ObservedWorker()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER, PLURAL, VERSION
+from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import Obj
 
 from .errors import Forbidden, from_answer
@@ -100,7 +100,7 @@ class Kube:
 
     async def create(self, resource: str, obj: Obj) -> Obj:
         """Create an object; unknown fields are an error (`Invalid`), a taken name `AlreadyExists`."""
-        params = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+        params = {"fieldManager": MANAGER_NAME, "fieldValidation": "Strict"}
         namespace = obj["metadata"]["namespace"]
         return await self._send("create", resource, namespace, body=obj, params=params)
 
@@ -141,7 +141,7 @@ class Kube:
         apiVersion and kind then, and may carry `metadata.resourceVersion` to be refused
         (`Conflict`) where somebody else was faster. `merge` may carry it too.
         """
-        params = {"fieldManager": MANAGER}
+        params = {"fieldManager": MANAGER_NAME}
         if kind == "apply":
             params["force"] = "true"
         path = f"{name}/{subresource}" if subresource else name

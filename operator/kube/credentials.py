@@ -16,7 +16,7 @@ from pathlib import Path
 import kopf
 import yaml
 
-from rollout_operator.config import ACCOUNT_DIR, own_namespace
+from rollout_operator.config import SERVICE_ACCOUNT_DIR, own_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _in_cluster() -> bool:
     return (
         not os.environ.get("KUBECONFIG")
         and bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
-        and (ACCOUNT_DIR / "token").exists()
+        and (SERVICE_ACCOUNT_DIR / "token").exists()
     )
 
 
@@ -53,13 +53,13 @@ def _service_account() -> kopf.ConnectionInfo:
     if ":" in host:
         host = f"[{host}]"
     try:
-        token = (ACCOUNT_DIR / "token").read_text().strip()
+        token = (SERVICE_ACCOUNT_DIR / "token").read_text().strip()
     except OSError as error:
         raise LoginFailed(f"the service account's token can't be read: {error}") from error
     now = datetime.datetime.now(datetime.UTC)
     return kopf.ConnectionInfo(
         server=f"https://{host}:{port}",
-        ca_path=str(ACCOUNT_DIR / "ca.crt"),
+        ca_path=str(SERVICE_ACCOUNT_DIR / "ca.crt"),
         token=token,
         default_namespace=own_namespace(),
         expiration=now + datetime.timedelta(seconds=TOKEN_SECONDS),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout_operator.api.names import MANAGER
+from rollout_operator.api.names import MANAGER_NAME
 from rollout_operator.api.objects import Obj
 
 from .client import Kube
@@ -145,7 +145,7 @@ class Recorder:
             "reason": found.reason,
             "note": _shortened(found.message),
             "action": found.reason,
-            "reportingController": MANAGER,
+            "reportingController": MANAGER_NAME,
             "reportingInstance": self._instance,
             "regarding": _reference(found.pool),
         }

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout_operator.api.crd import CRD_NAME, structural
+from rollout_operator.api.crd import CRD_NAME, structural_schema
 from rollout_operator.api.names import KIND
 from rollout_operator.api.status import RolloutReplicaStatus
 
@@ -51,7 +51,7 @@ class InstalledSchema:
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self._want = structural(RolloutReplicaStatus)
+        self._want = structural_schema(RolloutReplicaStatus)
         self._wrong: str | None = None
 
     def check(self) -> str | None:

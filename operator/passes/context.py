@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
-from rollout_operator.config import Config
+from rollout_operator.config import OperatorConfig
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.events import Recorder
-from rollout_operator.telemetry import Telemetry
-from rollout_operator.workers.talk import Workers
+from rollout_operator.telemetry import OperatorTelemetry
+from rollout_operator.workers.talk import WorkerClients
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class PassContext:
     """Everything around a pass.
 
     Attributes:
@@ -24,16 +24,16 @@ class Context:
         monotonic: Monotonic seconds, for every interval that begins in this process.
     """
 
-    config: Config
+    config: OperatorConfig
     store: Store
     neighbours: Neighbourhood
     kube: Kube
-    workers: Workers
+    workers: WorkerClients
     recorder: Recorder
-    telemetry: Telemetry
+    telemetry: OperatorTelemetry
     clock: Callable[[], float]
     monotonic: Callable[[], float]
 
 
-Reconcile = Callable[[Key], Awaitable[float | None]]
+ReconcileFunction = Callable[[PoolKey], Awaitable[float | None]]
 """One pass over a pool; returns in how many seconds to look again, or None."""

@@ -11,22 +11,22 @@ import logging
 import time
 from collections.abc import Callable
 
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from rollout_operator.kube.errors import Conflict, FencedError, KubeError, Unavailable
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.telemetry import OperatorTelemetry
 
-from .context import Reconcile
+from .context import ReconcileFunction
 
 logger = logging.getLogger(__name__)
 
-PASS_SECONDS = 300.0
+PASS_DEADLINE_SECONDS = 300.0
 """Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""
 
-FENCED_SECONDS = 1.0
+FENCED_RETRY_SECONDS = 1.0
 
 
-class Passes:
+class PassLoop:
     """See the module.
 
     Args:
@@ -39,9 +39,9 @@ class Passes:
 
     def __init__(
         self,
-        reconcile: Reconcile,
-        queue: WorkQueue[Key],
-        telemetry: Telemetry,
+        reconcile: ReconcileFunction,
+        queue: WorkQueue[PoolKey],
+        telemetry: OperatorTelemetry,
         *,
         workers: int,
         may_run: Callable[[], bool],
@@ -56,9 +56,9 @@ class Passes:
         """Run passes until the queue is closed."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._workers):
-                group.create_task(self._work(), name=f"pass {number}")
+                group.create_task(self._work_loop(), name=f"pass {number}")
 
-    async def finish(self, task: asyncio.Task[None] | None, seconds: float) -> None:
+    async def drain_passes(self, task: asyncio.Task[None] | None, seconds: float) -> None:
         """Start no more passes, let running ones end, then cancel what is left.
 
         Args:
@@ -74,34 +74,34 @@ class Passes:
             task.cancel()
             await asyncio.wait({task}, timeout=1)
 
-    async def _work(self) -> None:
+    async def _work_loop(self) -> None:
         while True:
             try:
                 key = await self._queue.get()
             except QueueClosed:
                 return
             try:
-                await self._one(key)
+                await self._run_pass(key)
             finally:
                 self._queue.done(key)
 
-    async def _one(self, key: Key) -> None:
+    async def _run_pass(self, key: PoolKey) -> None:
         if not self._may_run():
-            self._queue.add(key, FENCED_SECONDS)
+            self._queue.add(key, FENCED_RETRY_SECONDS)
             return
         began = time.perf_counter()
-        result = await self._guarded(key)
+        result = await self._run_guarded(key)
         self._telemetry.reconcile_duration.observe(time.perf_counter() - began)
         self._telemetry.reconcile_total.labels(result).inc()
 
-    async def _guarded(self, key: Key) -> str:
+    async def _run_guarded(self, key: PoolKey) -> str:
         """Run the pass, ask for the next one, and return the result's label."""
         where = {"pool": str(key)}
         try:
-            async with asyncio.timeout(PASS_SECONDS):
+            async with asyncio.timeout(PASS_DEADLINE_SECONDS):
                 again = await self._reconcile(key)
         except FencedError:
-            self._queue.add(key, FENCED_SECONDS)
+            self._queue.add(key, FENCED_RETRY_SECONDS)
             return "fenced"
         except Conflict as error:
             # Somebody else wrote in between: routine, the next pass sees the newer object.
@@ -111,20 +111,20 @@ class Passes:
         except Unavailable as error:
             logger.warning("the pass failed and will be retried: %s", error, extra=where)
             self._queue.add(key, error.retry_after or 0.0, rate_limited=True)
-            return self._failed(key)
+            return self._count_failure(key)
         except KubeError as error:
             logger.error("the pass failed: %s", error, extra=where)  # noqa: TRY400 - its message says all
             self._queue.add(key, rate_limited=True)
-            return self._failed(key)
+            return self._count_failure(key)
         except Exception:
             logger.exception("the pass failed", extra=where)
             self._queue.add(key, rate_limited=True)
-            return self._failed(key)
+            return self._count_failure(key)
         self._queue.forget(key)
         if again is not None:
             self._queue.add(key, again)
         return "ok"
 
-    def _failed(self, key: Key) -> str:
-        self._telemetry.pass_failed(key)
+    def _count_failure(self, key: PoolKey) -> str:
+        self._telemetry.count_failed_pass(key)
         return "error"

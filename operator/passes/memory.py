@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_operator.api.names import ANNOTATION_RETRY, Condition
+from rollout_operator.api.names import ANNOTATION_RETRY, ConditionType
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
@@ -13,21 +13,21 @@ from rollout_operator.core.podreader import PodReader
 from rollout_operator.core.status_changes import owned_fields
 from rollout_operator.core.trainers import TrainerWatch
 
-from .obstacles import Obstacles
-from .witness import Witness
+from .obstacles import WriteObstacles
+from .witness import EndedPodClock
 
 
 @dataclass(slots=True)
-class Memory:
+class PoolMemory:
     """What a process remembers of a pool between passes; losing it costs time, not truth."""
 
     barrier: frozenset[str] | None = None
-    obstacles: Obstacles = field(default_factory=Obstacles)
+    obstacles: WriteObstacles = field(default_factory=WriteObstacles)
     wishes: tuple[object, ...] | None = None
     """What the user wanted when those were met."""
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
-    witness: Witness = field(default_factory=Witness)
+    witness: EndedPodClock = field(default_factory=EndedPodClock)
     trainers: TrainerWatch = field(default_factory=TrainerWatch)
     first_look: float | None = None
     """When this process first looked at the pool, monotonic."""
@@ -50,26 +50,26 @@ class Memory:
     spec: tuple[tuple[str, int], RolloutReplicaSpec] | None = None
     """The last spec that could be read, and of which object and generation it is."""
 
-    def recall(self) -> None:
+    def recall_obstacles(self) -> None:
         """Take for true, until it is tried, what the last process met: it has not gone since."""
-        before = self.stored.condition(Condition.DEGRADED)
+        before = self.stored.find_condition(ConditionType.DEGRADED)
         if before is not None and before.status == "True":
-            self.obstacles.recall(before.reason, before.message)
+            self.obstacles.recall_obstacle(before.reason, before.message)
 
-    def hear(self, pool: Obj) -> None:
+    def notice_user_change(self, pool: Obj) -> None:
         """Try at once what was refused, if the user has changed spec or asked for it.
 
         A trainer's publishes and turns are no such change: they come each second, for days.
         """
         if self.pool is pool:
             return
-        wishes = _wishes(pool)
+        wishes = _user_wishes(pool)
         if self.wishes not in (None, wishes):
             self.obstacles.retry_now()
         self.wishes = wishes
 
     @property
-    def believed(self) -> RolloutReplicaStatus:
+    def believed_status(self) -> RolloutReplicaStatus:
         """What the next status follows: the newest one, with what stands written about weights.
 
         Whatever was decided about weights and can't be written is decided anew, so no commit rests
@@ -88,7 +88,7 @@ class Memory:
             if fields != self.stored_fields:
                 self.unwritten = None  # it was written after all
             self.stored_fields = fields
-        return self.believed
+        return self.believed_status
 
     def read_spec(self, pool: Obj) -> RolloutReplicaSpec:
         """Return the object's spec, parsed once for each generation.
@@ -96,17 +96,17 @@ class Memory:
         Raises:
             InvalidSpec: this operator can't read it.
         """
-        generation = _generation(pool)
+        generation = _spec_generation(pool)
         if self.spec is None or self.spec[0] != generation:
             self.spec = (generation, parse_spec(pool))
         return self.spec[1]
 
 
-def _wishes(pool: Obj) -> tuple[object, ...]:
+def _user_wishes(pool: Obj) -> tuple[object, ...]:
     spec, notes = pool["spec"], pool["metadata"].get("annotations") or {}
     weights = {**(spec.get("weights") or {}), "target": None}
     return {**spec, "weights": weights, "state": None}, notes.get(ANNOTATION_RETRY, "")
 
 
-def _generation(pool: Obj) -> tuple[str, int]:
+def _spec_generation(pool: Obj) -> tuple[str, int]:
     return pool["metadata"]["uid"], pool["metadata"].get("generation", 0)

@@ -7,38 +7,38 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.kube.errors import FencedError, KubeError, Unavailable
 
-from .context import Context
-from .obstacles import Obstacle, Obstacles
+from .context import PassContext
+from .obstacles import WriteObstacle, WriteObstacles
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 12
+MAX_WRITES_IN_FLIGHT = 12
 """Writes of one pass in flight. Each turn of the event loop serves all of them, and another pool's
 call waits for them at every step: 500 new pods must not make it late."""
 
-SILENT_KINDS = 2
+SILENT_KINDS_OF_DEAD_SERVER = 2
 """Once requests of so many kinds got no answer, and none got one, the API server counts as dead. Of one
 kind alone a hung admission webhook is more likely."""
 
 T = TypeVar("T")
 
 
-class OneByOne:
+class WriteRunner:
     """See the module. What ends a pass is raised: the fence, and an API server that is dead."""
 
-    def __init__(self, ctx: Context, key: Key, obstacles: Obstacles | None) -> None:
+    def __init__(self, ctx: PassContext, key: PoolKey, obstacles: WriteObstacles | None) -> None:
         self.ctx = ctx
         self.key = key
-        self.obstacles = Obstacles() if obstacles is None else obstacles
+        self.obstacles = WriteObstacles() if obstacles is None else obstacles
         self.extra = {"pool": str(key)}
-        self._limit = asyncio.Semaphore(AT_ONCE)
+        self._limit = asyncio.Semaphore(MAX_WRITES_IN_FLIGHT)
         self._answers = 0
         self._silent: set[tuple[str, str]] = set()
 
-    async def all(self, writes: Iterable[Coroutine[Any, Any, object]]) -> None:
+    async def run_all(self, writes: Iterable[Coroutine[Any, Any, object]]) -> None:
         """Run writes, a bounded number at once; raise what ends the pass once all have ended."""
 
         async def bounded(write: Coroutine[Any, Any, object]) -> None:
@@ -50,7 +50,7 @@ class OneByOne:
             if isinstance(result, BaseException):
                 raise result
 
-    async def slowly(
+    async def slow_start_batch(
         self, kind: str, writes: Mapping[str, Callable[[], Coroutine[Any, Any, object]]]
     ) -> None:
         """Do one of these writes, by label, then two, four, …, until one is refused.
@@ -60,25 +60,25 @@ class OneByOne:
         """
         found = self.obstacles
         now, held = self.ctx.monotonic(), found.get(kind)
-        if found.waits(kind, now) and held is not None:
-            found.hold(writes, held.due)
+        if found.is_waiting(kind, now) and held is not None:
+            found.hold_back(writes, held.due)
             return
-        due = sorted((x for x in writes if not found.waits(x, now)), key=found.turn)
+        due = sorted((x for x in writes if not found.is_waiting(x, now)), key=found.retry_order)
         if not due:
             # Each waits for a time of its own, or there is none: the kind's wakes nobody.
-            found.overcome(kind)
+            found.clear_obstacle(kind)
         size = 1
         while due:
             batch, due = due[:size], due[size:]
-            await self.all(writes[label]() for label in batch)
+            await self.run_all(writes[label]() for label in batch)
             refused = [label for label in batch if found.is_refused(label)]
             if refused:
                 found.hold_kind(kind, refused[0], due, self.ctx.monotonic())
                 return
-            found.overcome(kind)
+            found.clear_obstacle(kind)
             size *= 2
 
-    async def guarded(
+    async def run_guarded(
         self, label: str, what: str, request: tuple[str, str], write: Callable[[], Awaitable[T]]
     ) -> T | None:
         """Do one write, unless it was refused a short while ago; None: not done.
@@ -89,7 +89,7 @@ class OneByOne:
             request: Its verb and resource, for the metric.
             write: Sends it.
         """
-        if self.obstacles.waits(label, self.ctx.monotonic()):
+        if self.obstacles.is_waiting(label, self.ctx.monotonic()):
             return None
         self.check_alive()
         before = self.obstacles.get(label)
@@ -102,24 +102,24 @@ class OneByOne:
             return None
         self._answers += 1
         if self.obstacles.get(label) is before:
-            self.obstacles.overcome(label)
+            self.obstacles.clear_obstacle(label)
         return done
 
     def check_alive(self) -> None:
         """Raise `Unavailable` if the API server is dead, as far as this pass has seen."""
-        if len(self._silent) >= SILENT_KINDS and not self._answers:
+        if len(self._silent) >= SILENT_KINDS_OF_DEAD_SERVER and not self._answers:
             raise Unavailable(0, "NoAnswer", "the API server answers nothing; trying again later")
 
     def note_failure(
         self, label: str, what: str, request: tuple[str, str], error: KubeError
-    ) -> Obstacle:
+    ) -> WriteObstacle:
         """Note that the API server did not do this write; log and count what is worth telling."""
-        met = self.obstacles.meet(label, what, error, self.ctx.monotonic())
+        met = self.obstacles.note_failed_write(label, what, error, self.ctx.monotonic())
         if error.status:
             self._answers += 1
         else:
             self._silent.add(request)
         if met.reason:
             logger.warning("%s", met.text, extra=self.extra)
-            self.ctx.telemetry.write_failed(self.key, *request, met.reason)
+            self.ctx.telemetry.count_failed_write(self.key, *request, met.reason)
         return met

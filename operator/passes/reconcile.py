@@ -8,35 +8,35 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rollout_operator.api import names
-from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.spec import InvalidSpec, Mode
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.spec import InvalidSpec, PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.decide import decide
-from rollout_operator.core.plan import Note, Plan, Wait
-from rollout_operator.core.stuck import free_the_stuck
-from rollout_operator.core.unreadable import conditions_for_invalid
+from rollout_operator.core.decide import plan_pass
+from rollout_operator.core.plan import EventNote, PassPlan, RequeueAfter
+from rollout_operator.core.stuck import plan_forced_deletion
+from rollout_operator.core.unreadable import status_for_invalid_spec
 from rollout_operator.kube.errors import Conflict, NotFound
 
-from .act import act, keep_status, soonest, write_status
-from .context import Context
-from .memory import Memory
-from .observe import Look, observe, stop_polling, wait_for_first_polls
-from .writes import Writer
+from .act import apply_plan, soonest_requeue, write_status, write_unreadable_status
+from .context import PassContext
+from .memory import PoolMemory
+from .observe import PassInput, observe_pool, stop_polling, wait_for_first_polls
+from .writes import PoolWriter
 
 logger = logging.getLogger(__name__)
 
-MANY_PODS = 500
-"""From so many on `decide` takes more than 50 ms, a second with as many as the CRD allows."""
+THREADED_PLAN_PODS = 500
+"""From so many on `plan_pass` takes more than 50 ms, a second with as many as the CRD allows."""
 
 
 class Reconciler:
     """Passes over pools; the queue runs one at a time for each."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: PassContext) -> None:
         self.ctx = ctx
-        self._memory: dict[Key, Memory] = {}
+        self._memory: dict[PoolKey, PoolMemory] = {}
 
-    async def reconcile(self, key: Key) -> float | None:
+    async def reconcile(self, key: PoolKey) -> float | None:
         """Bring the pool one step nearer to its spec.
 
         Returns:
@@ -48,101 +48,101 @@ class Reconciler:
         """
         pool = self.ctx.store.pool(key)
         if pool is None or pool["metadata"].get("deletionTimestamp"):
-            return await self._let_go(key, pool)
+            return await self._forget_deleted_pool(key, pool)
         memory = self._memory_of(key, pool)
-        memory.hear(pool)
+        memory.notice_user_change(pool)
         stored = memory.read_status(pool)
         if memory.unreadable is not None:
             stop_polling(self.ctx, memory)
-            await keep_status(self.ctx, key, pool, memory.unreadable, stored)
+            await write_unreadable_status(self.ctx, key, pool, memory.unreadable, stored)
             return None
         try:
             spec = memory.read_spec(pool)
         except InvalidSpec as error:
             stop_polling(self.ctx, memory)
-            status = conditions_for_invalid(stored, pool, str(error), self.ctx.clock())
-            writer = Writer(self.ctx, key, pool["metadata"]["uid"], memory.obstacles)
+            status = status_for_invalid_spec(stored, pool, str(error), self.ctx.clock())
+            writer = PoolWriter(self.ctx, key, pool["metadata"]["uid"], memory.obstacles)
             with suppress(NotFound):
-                return await write_status(writer, pool, Plan(status), memory)
+                return await write_status(writer, pool, PassPlan(status), memory)
             return None
         if memory.first_look is None:
-            memory.recall()
-        look = Look(key, pool, spec, stored, observe(self.ctx, key, pool, spec, memory))
+            memory.recall_obstacles()
+        look = PassInput(key, pool, spec, stored, observe_pool(self.ctx, key, pool, spec, memory))
         if self._knows_too_little(look):
             return None  # the lists' end, or what is wrong with them, wakes the pool
         if not memory.first_polls_done:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
             if left:
                 return left
-        plan = await plan_for(look, self.ctx.clock())
+        plan = await compute_plan(look, self.ctx.clock())
         if look.seen.paused:
-            plan = _paused(plan, stored)
+            plan = _paused_plan(plan, stored)
         try:
-            return await act(self.ctx, look, plan, memory)
+            return await apply_plan(self.ctx, look, plan, memory)
         except Conflict as error:
             # Somebody wrote the object since it was read: retry with what the watch brings.
             logger.debug("%s changed meanwhile: %s", key, error)
             return 0.2
 
-    def _memory_of(self, key: Key, pool: Obj) -> Memory:
+    def _memory_of(self, key: PoolKey, pool: Obj) -> PoolMemory:
         """Return what is remembered of exactly this object."""
-        memory = self._memory.setdefault(key, Memory())
+        memory = self._memory.setdefault(key, PoolMemory())
         if memory.pool is not None and memory.pool["metadata"]["uid"] != pool["metadata"]["uid"]:
             # Made anew under the same name between two passes: what hindered that one is not its own.
             stop_polling(self.ctx, memory)
-            memory = self._memory[key] = Memory(witness=memory.witness)
+            memory = self._memory[key] = PoolMemory(witness=memory.witness)
         return memory
 
-    def _knows_too_little(self, look: Look) -> bool:
+    def _knows_too_little(self, look: PassInput) -> bool:
         """Whether nothing can be decided yet of a pool beside a trainer, or in it."""
         beside = look.seen.beside
-        if look.spec.mode is not Mode.HYBRID:
-            return look.spec.colocation is not None and beside.asked
+        if look.spec.mode is not PoolMode.HYBRID:
+            return look.spec.colocation is not None and beside.is_list_pending
         if beside.unknown:
             # Without its members nothing can be said of it: status and Services stay as they are.
             why = f"can't list the trainer's pods: {beside.unknown}"
-            note = Note("Warning", "TrainerUnknown", why)
+            note = EventNote("Warning", "TrainerUnknown", why)
             self.ctx.recorder.event(look.pool, note.type, note.reason, note.message)
         return beside.claims is None
 
-    async def _let_go(self, key: Key, pool: Obj | None) -> float | None:
+    async def _forget_deleted_pool(self, key: PoolKey, pool: Obj | None) -> float | None:
         """Let go of a deleted object: the garbage collector does the rest, except for stuck pods."""
-        memory = self._memory.setdefault(key, Memory())
+        memory = self._memory.setdefault(key, PoolMemory())
         for uid in memory.polled:
-            self.ctx.workers.forget(uid)
+            self.ctx.workers.forget_head(uid)
         self.ctx.neighbours.forget(key)
-        self.ctx.telemetry.forget(key)
+        self.ctx.telemetry.forget_pool(key)
         if pool is None:
-            self.ctx.kube.forget_token(names.audience(key.namespace, key.name))
-        again = await self._free_stuck_orphans(key, memory)
+            self.ctx.kube.forget_token(names.token_audience(key.namespace, key.name))
+        again = await self._force_delete_orphans(key, memory)
         if pool is None:
             # An object of that name that comes later is another one; what pods did is no other.
-            self._memory[key] = Memory(witness=memory.witness)
+            self._memory[key] = PoolMemory(witness=memory.witness)
             if not self.ctx.store.pods(key):
                 del self._memory[key]
         return again
 
-    async def _free_stuck_orphans(self, key: Key, memory: Memory) -> float | None:
+    async def _force_delete_orphans(self, key: PoolKey, memory: PoolMemory) -> float | None:
         ctx, next_due = self.ctx, None
-        _, orphans = memory.pods.read(ctx.store.pods(key), key.name, "")
-        for pod in memory.witness.testify(orphans, ctx.monotonic()):
-            wait = Wait()
-            forced = free_the_stuck(pod, ctx.clock(), wait)
+        _, orphans = memory.pods.read_pods(ctx.store.pods(key), key.name, "")
+        for pod in memory.witness.with_seen_seconds(orphans, ctx.monotonic()):
+            wait = RequeueAfter()
+            forced = plan_forced_deletion(pod, ctx.clock(), wait)
             if forced is not None:
-                memory.witness.forced(pod.uid, ctx.monotonic())
-                await Writer(ctx, key, "", memory.obstacles).delete(forced)
-            next_due = soonest(next_due, wait.seconds)
+                memory.witness.note_forced(pod.uid, ctx.monotonic())
+                await PoolWriter(ctx, key, "", memory.obstacles).delete_pod(forced)
+            next_due = soonest_requeue(next_due, wait.seconds)
         return next_due
 
 
-async def plan_for(look: Look, now: float) -> Plan:
+async def compute_plan(look: PassInput, now: float) -> PassPlan:
     """Decide; about a large pool in a thread, because the event loop has the other pools to serve."""
-    if len(look.seen.pods) < MANY_PODS:
-        return decide(look.spec, look.seen, look.stored, now)
-    return await asyncio.to_thread(decide, look.spec, look.seen, look.stored, now)
+    if len(look.seen.pods) < THREADED_PLAN_PODS:
+        return plan_pass(look.spec, look.seen, look.stored, now)
+    return await asyncio.to_thread(plan_pass, look.spec, look.seen, look.stored, now)
 
 
-def _paused(plan: Plan, stored: RolloutReplicaStatus) -> Plan:
+def _paused_plan(plan: PassPlan, stored: RolloutReplicaStatus) -> PassPlan:
     """Observe and report, but change nothing; decisions about weights wait, too."""
     text = f"reconciling is paused by the annotation {names.ANNOTATION_PAUSED}"
     status = plan.status.model_copy(

@@ -8,46 +8,48 @@ from functools import partial
 from typing import Final
 
 from rollout_operator.api.objects import Obj
-from rollout_operator.core.endpoints import differs, pool_slices, repair
+from rollout_operator.core.endpoints import pool_slices, slice_difference, slice_patch
 from rollout_operator.core.world import Pod
 
-from .writes import Writer
+from .writes import PoolWriter
 
 logger = logging.getLogger(__name__)
 
 SLICES: Final = "endpointslices"
 
 
-async def write_slices(writer: Writer, members: Iterable[Pod]) -> bool:
+async def write_slices(writer: PoolWriter, members: Iterable[Pod]) -> bool:
     """Have the slices show these members; return whether anything was written."""
     key, stored = writer.key, writer.ctx.store.slices(writer.key)
     there = {o["metadata"]["name"]: o for o in stored if writer.is_ours(o)}
-    going = {o["metadata"]["name"] for o in stored if writer.will_go(o)}
+    going = {o["metadata"]["name"] for o in stored if writer.will_be_deleted(o)}
     wrote = False
     for want in pool_slices(key.name, key.namespace, writer.uid, members, there.values()):
         name = want["metadata"]["name"]
         have = there.get(name)
-        if name in going or (have is not None and differs(want, have) is None):
+        if name in going or (have is not None and slice_difference(want, have) is None):
             continue
         if have is None:
-            have = await writer.create(SLICES, want)
+            have = await writer.create_child(SLICES, want)
             wrote = wrote or have is not None
-        if have is not None and differs(want, have):  # made by us, and the watch does not show it
-            wrote = await _rewrite(writer, want, have) or wrote
+        if have is not None and slice_difference(
+            want, have
+        ):  # made by us, and the watch does not show it
+            wrote = await _rewrite_slice(writer, want, have) or wrote
     return wrote
 
 
-async def _rewrite(writer: Writer, want: Obj, have: Obj) -> bool:
+async def _rewrite_slice(writer: PoolWriter, want: Obj, have: Obj) -> bool:
     name = want["metadata"]["name"]
-    rewrite = partial(_send, writer, want, have)
+    rewrite = partial(_send_slice_patch, writer, want, have)
     what = f"the change of endpointslice {name!r}"
-    return bool(await writer.guarded(f"repair {name}", what, ("patch", SLICES), rewrite))
+    return bool(await writer.run_guarded(f"repair {name}", what, ("patch", SLICES), rewrite))
 
 
-async def _send(writer: Writer, want: Obj, have: Obj) -> bool:
-    name, changed = want["metadata"]["name"], differs(want, have)
+async def _send_slice_patch(writer: PoolWriter, want: Obj, have: Obj) -> bool:
+    name, changed = want["metadata"]["name"], slice_difference(want, have)
     answer = await writer.ctx.kube.patch(
-        SLICES, writer.key.namespace, name, repair(want, have), kind="merge"
+        SLICES, writer.key.namespace, name, slice_patch(want, have), kind="merge"
     )
     writer.ctx.store.upsert(SLICES, answer)
     logger.info("wrote EndpointSlice %s: %s", name, changed, extra={"pool": str(writer.key)})

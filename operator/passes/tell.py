@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 from typing import Literal
 
-from rollout_operator.api.names import Condition
-from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.spec import Mode
+from rollout_operator.api.names import ConditionType
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.spec import PoolMode
 from rollout_operator.api.status import (
     LastUpdate,
     PoolCondition,
@@ -16,26 +16,26 @@ from rollout_operator.api.status import (
     UpdatePhase,
     WeightsStatus,
 )
-from rollout_operator.core.plan import Plan
-from rollout_operator.telemetry import PoolFigures
+from rollout_operator.core.plan import PassPlan
+from rollout_operator.telemetry import PoolMetrics
 
-from .context import Context
-from .memory import Memory
-from .observe import Look
+from .context import PassContext
+from .memory import PoolMemory
+from .observe import PassInput
 
 logger = logging.getLogger(__name__)
 
 EventType = Literal["Normal", "Warning"]
 
 
-def post_events(ctx: Context, look: Look, plan: Plan, memory: Memory) -> None:
+def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory) -> None:
     """Post an event for each note and each condition that changed; log a new sentence."""
     for note in plan.notes:
         ctx.recorder.event(look.pool, note.type, note.reason, note.message)
     for condition in plan.status.conditions:
-        if not _changed(condition, look.stored.condition(condition.type)):
+        if not _has_changed(condition, look.stored.find_condition(condition.type)):
             continue
-        found = _event_of(condition)
+        found = _condition_event(condition)
         if found is not None:
             ctx.recorder.event(look.pool, *found, condition.message)
     if plan.sentence != memory.sentence:
@@ -43,41 +43,47 @@ def post_events(ctx: Context, look: Look, plan: Plan, memory: Memory) -> None:
         logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
 
 
-WAITING = "WaitingForTrainer"
-UNSCHEDULABLE = "Unschedulable"
+WAITING_REASON = "WaitingForTrainer"
+UNSCHEDULABLE_REASON = "Unschedulable"
 """The two reasons of Progressing that are worth an event: somebody may have to act."""
 
-FINAL = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
+FINAL_PHASES = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
 
 
-def count_update(ctx: Context, look: Look, plan: Plan) -> None:
+def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:
     """Count what became of a weights update in this pass, if anything did."""
-    for update, outcome in outcomes(look.stored.weights, plan.status.weights):
+    for update, outcome in update_outcomes(look.stored.weights, plan.status.weights):
         if update.started_at is not None:
             seconds = max(0.0, ctx.clock() - update.started_at.timestamp())
-            ctx.telemetry.update_ended(look.key, outcome.value, seconds)
+            ctx.telemetry.count_ended_update(look.key, outcome.value, seconds)
 
 
-def outcomes(stored: WeightsStatus, new: WeightsStatus) -> Iterator[tuple[LastUpdate, UpdatePhase]]:
+def update_outcomes(
+    stored: WeightsStatus, new: WeightsStatus
+) -> Iterator[tuple[LastUpdate, UpdatePhase]]:
     """Yield the updates that reached an outcome between two statuses, and which one."""
     before, after = stored.last_update, new.last_update
     is_told = False
-    if before is not None and after is not None and _same(before, after):
+    if before is not None and after is not None and _is_same_update(before, after):
         is_told = before.phase is after.phase
-    elif before is not None and before.phase not in FINAL:
+    elif before is not None and before.phase not in FINAL_PHASES:
         # Within one pass it ended and another one began.
         there = new.committed is not None and new.committed.identity >= before.identity
         yield before, UpdatePhase.COMPLETE if there else UpdatePhase.SUPERSEDED
-    if after is not None and after.phase in (*FINAL, UpdatePhase.FAILED) and not is_told:
+    if after is not None and after.phase in (*FINAL_PHASES, UpdatePhase.FAILED) and not is_told:
         yield after, after.phase
 
 
-def _same(one: LastUpdate, other: LastUpdate) -> bool:
+def _is_same_update(one: LastUpdate, other: LastUpdate) -> bool:
     return one.identity == other.identity and one.started_at == other.started_at
 
 
-def show_figures(
-    ctx: Context, key: Key, pool: Obj, status: RolloutReplicaStatus, plan: Plan | None = None
+def update_pool_metrics(
+    ctx: PassContext,
+    key: PoolKey,
+    pool: Obj,
+    status: RolloutReplicaStatus,
+    plan: PassPlan | None = None,
 ) -> None:
     """Show the pool's figures on the page of metrics."""
     target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
@@ -87,8 +93,8 @@ def show_figures(
     if status.weights.active is not None:
         weights["active_min"] = status.weights.active.min.identity.as_tuple()
         weights["active_max"] = status.weights.active.max.identity.as_tuple()
-    figures = PoolFigures(
-        desired=_desired(pool, status),
+    figures = PoolMetrics(
+        desired=_desired_replicas(pool, status),
         replicas=status.replicas,
         ready=status.ready_replicas,
         asleep=status.asleep_replicas,
@@ -97,38 +103,38 @@ def show_figures(
         restarts=status.restarts,
         weights=weights,
         conditions={c.type: c.status for c in status.conditions},
-        degraded=_reason(status, Condition.DEGRADED),
-        progressing=_reason(status, Condition.PROGRESSING),
+        degraded=_condition_reason(status, ConditionType.DEGRADED),
+        progressing=_condition_reason(status, ConditionType.PROGRESSING),
     )
-    ctx.telemetry.pool(key, figures)
+    ctx.telemetry.set_pool_metrics(key, figures)
 
 
-def _desired(pool: Obj, status: RolloutReplicaStatus) -> int:
+def _desired_replicas(pool: Obj, status: RolloutReplicaStatus) -> int:
     """Replicas that should run: how many a Hybrid pool has, only its status knows."""
-    if pool["spec"].get("mode") == Mode.HYBRID:
+    if pool["spec"].get("mode") == PoolMode.HYBRID:
         return status.desired_replicas
     return int(pool["spec"].get("replicas", 1))
 
 
-def _reason(status: RolloutReplicaStatus, kind: Condition) -> str | None:
+def _condition_reason(status: RolloutReplicaStatus, kind: ConditionType) -> str | None:
     """Reason of a condition that is True; None if it isn't."""
-    found = status.condition(kind)
+    found = status.find_condition(kind)
     return found.reason if found is not None and found.status == "True" else None
 
 
-def _changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
+def _has_changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
     """Another status; or degraded for another reason, or waiting for something else of a trainer."""
-    if condition.reason == WAITING:
+    if condition.reason == WAITING_REASON:
         return before is None or before.message != condition.message
-    if condition.reason == UNSCHEDULABLE:
-        return before is None or before.reason != UNSCHEDULABLE
+    if condition.reason == UNSCHEDULABLE_REASON:
+        return before is None or before.reason != UNSCHEDULABLE_REASON
     if before is None:
         return condition.status != "False"
-    degraded = condition.type == Condition.DEGRADED and condition.status == "True"
+    degraded = condition.type == ConditionType.DEGRADED and condition.status == "True"
     return condition.status != before.status or (degraded and condition.reason != before.reason)
 
 
-def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:
+def _condition_event(condition: PoolCondition) -> tuple[EventType, str] | None:
     """Type and reason of the event for a condition's change; None if it is not worth one."""
     table: dict[tuple[str, str], tuple[EventType, str]] = {
         ("Ready", "True"): ("Normal", "Ready"),
@@ -138,8 +144,8 @@ def _event_of(condition: PoolCondition) -> tuple[EventType, str] | None:
         ("Asleep", "True"): ("Normal", "Asleep"),
         ("Suspended", "True"): ("Normal", "Suspended"),
     }
-    if condition.reason == WAITING:
-        return "Normal", WAITING
-    if condition.reason == UNSCHEDULABLE:
-        return "Warning", UNSCHEDULABLE
+    if condition.reason == WAITING_REASON:
+        return "Normal", WAITING_REASON
+    if condition.reason == UNSCHEDULABLE_REASON:
+        return "Warning", UNSCHEDULABLE_REASON
     return table.get((condition.type, condition.status))

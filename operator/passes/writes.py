@@ -14,30 +14,30 @@ from functools import partial
 from typing import Any, Final
 
 from rollout_operator.api import names
-from rollout_operator.api.objects import Key, Obj
-from rollout_operator.core.endpoints import is_controlled
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.core.endpoints import is_controlled_by
 from rollout_operator.core.plan import DeletePod, SetGate
-from rollout_operator.core.podreader import BOOT_PREFIX, is_leftover, why_foreign
-from rollout_operator.core.services import differs, pool_services, repair
+from rollout_operator.core.podreader import BOOT_PREFIX, foreign_pod_reason, is_leftover
+from rollout_operator.core.services import pool_services, service_difference, service_patch
 from rollout_operator.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 
-from .context import Context
-from .obstacles import CONFLICT, RETRY_SECONDS, Obstacles
-from .onebyone import OneByOne
+from .context import PassContext
+from .obstacles import CONFLICT, REFUSED_RETRY_SECONDS, WriteObstacles
+from .onebyone import WriteRunner
 
 logger = logging.getLogger(__name__)
 
 PODS: Final = "pods"
 
 
-class Writer(OneByOne):
+class PoolWriter(WriteRunner):
     """The writes of one pass over one pool.
 
-    All but `status` raise only what ends a pass, see `OneByOne`.
+    All but `status` raise only what ends a pass, see `WriteRunner`.
     """
 
     def __init__(
-        self, ctx: Context, key: Key, uid: str, obstacles: Obstacles | None = None
+        self, ctx: PassContext, key: PoolKey, uid: str, obstacles: WriteObstacles | None = None
     ) -> None:
         super().__init__(ctx, key, obstacles)
         self.uid = uid
@@ -49,12 +49,12 @@ class Writer(OneByOne):
         No watch event wakes the pool for them, because the store knows that version already.
         """
 
-    async def services(
+    async def write_services(
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
     ) -> None:
         """Create the two Services, or repair what somebody changed."""
         there = {o["metadata"]["name"]: o for o in self.ctx.store.services(self.key)}
-        waited_for = {name for name, o in there.items() if self.will_go(o)}
+        waited_for = {name for name, o in there.items() if self.will_be_deleted(o)}
         stored = {
             name: o for name, o in there.items() if self.is_ours(o) and name not in waited_for
         }
@@ -66,21 +66,21 @@ class Writer(OneByOne):
             have = stored.get(name)
             if have is None:
                 if name not in waited_for:
-                    await self.create("services", want)
-            elif reason := differs(want, have):
+                    await self.create_child("services", want)
+            elif reason := service_difference(want, have):
                 text = "repairing Service %s: somebody changed %s"
                 logger.info(text, name, reason, extra=self.extra)
-                await self.guarded(
+                await self.run_guarded(
                     f"repair service/{name}",
                     f"the change of service {name!r}",
                     ("patch", "services"),
-                    partial(self._repair, want, have),
+                    partial(self._send_service_repair, want, have),
                 )
 
-    async def _repair(self, want: Obj, have: Obj) -> None:
+    async def _send_service_repair(self, want: Obj, have: Obj) -> None:
         """Bring exactly this Service back."""
         name = want["metadata"]["name"]
-        body = repair(want, have["metadata"]["uid"])
+        body = service_patch(want, have["metadata"]["uid"])
         try:
             answer = await self.ctx.kube.patch(
                 "services", self.key.namespace, name, body, kind="json"
@@ -91,75 +91,80 @@ class Writer(OneByOne):
 
     async def create_pods(self, bodies: Iterable[Obj]) -> None:
         """Create pods, few at first: what refuses one often refuses all."""
-        await self.slowly(PODS, {_label(b): partial(self.create, PODS, b) for b in bodies})
+        await self.slow_start_batch(
+            PODS, {_object_label(b): partial(self.create_child, PODS, b) for b in bodies}
+        )
 
-    async def create(self, resource: str, body: Obj) -> Obj | None:
+    async def create_child(self, resource: str, body: Obj) -> Obj | None:
         """Create a child; a taken name is success only if the object there is ours.
 
         Returns:
             What is there now and ours; None: nothing, and `obstacles` says why.
         """
-        label, what = _label(body), f"{body['kind'].lower()} {body['metadata']['name']!r}"
-        create = partial(self._create, resource, body, label)
-        return await self.guarded(label, what, ("create", resource), create)
+        label, what = _object_label(body), f"{body['kind'].lower()} {body['metadata']['name']!r}"
+        create = partial(self._send_create, resource, body, label)
+        return await self.run_guarded(label, what, ("create", resource), create)
 
-    async def _create(self, resource: str, body: Obj, label: str) -> Obj | None:
+    async def _send_create(self, resource: str, body: Obj, label: str) -> Obj | None:
         try:
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
-            return await self._look_at_namesake(resource, body, label)
+            return await self._inspect_namesake(resource, body, label)
         self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
         self.changed = True
         logger.info("created %s", label, extra=self.extra)
         return made
 
-    async def _look_at_namesake(
+    async def _inspect_namesake(
         self, resource: str, body: Obj, label: str, *, seeking: bool = False
     ) -> Obj | None:
-        name, later = body["metadata"]["name"], self.ctx.monotonic() + RETRY_SECONDS
+        name, later = body["metadata"]["name"], self.ctx.monotonic() + REFUSED_RETRY_SECONDS
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
         except NotFound:
             if not seeking:  # gone in between: the next pass creates it
-                self.obstacles.note(label, "", "", self.ctx.monotonic(), 0)
+                self.obstacles.note_obstacle(label, "", "", self.ctx.monotonic(), 0)
             return None
         self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
-        if self.will_go(found):
+        if self.will_be_deleted(found):
             if not self.is_ours(found):
                 # Its name gets free, and perhaps no event says when.
-                self.obstacles.note(label, "", "", later, 0)
+                self.obstacles.note_obstacle(label, "", "", later, 0)
             return None
         if not self.is_ours(found):
             text = f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
-            self.obstacles.note(label, CONFLICT, text, later)
+            self.obstacles.note_obstacle(label, CONFLICT, text, later)
             return None
         if resource == "pods":
-            if why := _why_foreign(found, body, self.key.name):
-                self.obstacles.note(label, CONFLICT, why, later)
+            if why := _foreign_namesake_reason(found, body, self.key.name):
+                self.obstacles.note_obstacle(label, CONFLICT, why, later)
                 return None
             # Not its revision, nor what the user adds: this may be a pod of an older template.
             ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
             labels = {label: body["metadata"]["labels"][label] for label in ours}
-            await self.relabel(name, found["metadata"]["uid"], labels)
+            await self.relabel_pod(name, found["metadata"]["uid"], labels)
         return found
 
-    async def seek(self, body: Obj) -> None:
+    async def seek_pod(self, body: Obj) -> None:
         """Look for a pod that the watch does not show; ours gets its labels back."""
-        label = _label(body)
-        seek = partial(self._look_at_namesake, PODS, body, label, seeking=True)
+        label = _object_label(body)
+        seek = partial(self._inspect_namesake, PODS, body, label, seeking=True)
         what = f"the look for pod {body['metadata']['name']!r}"
-        await self.guarded(f"seek {label}", what, ("get", PODS), seek)
+        await self.run_guarded(f"seek {label}", what, ("get", PODS), seek)
 
-    async def relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
+    async def relabel_pod(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         """Give a pod of ours these labels again: without them neither we nor Services find it.
 
         Through its status, which the API server lets carry labels: the operator may write no more
         of a pod than that.
         """
-        what, relabel = f"the labels of pod {name!r}", partial(self._relabel, name, uid, labels)
-        await self.guarded(f"relabel {uid}", what, ("patch", PODS), relabel)
+        what, relabel = (
+            f"the labels of pod {name!r}",
+            partial(self._send_relabel, name, uid, labels),
+        )
+        await self.run_guarded(f"relabel {uid}", what, ("patch", PODS), relabel)
 
-    async def _relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
+    async def _send_relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         body = {"metadata": {"uid": uid, "labels": dict(labels)}}
         answer = await self.ctx.kube.patch(
             "pods", self.key.namespace, name, body, subresource="status"
@@ -169,35 +174,37 @@ class Writer(OneByOne):
         text = "repairing pod %s: somebody changed the labels by which it is found"
         logger.info(text, name, extra=self.extra)
 
-    def will_go(self, obj: Obj) -> bool:
+    def will_be_deleted(self, obj: Obj) -> bool:
         """Whether it terminates, or the garbage collector will delete it: its name gets free."""
         going = obj["metadata"].get("deletionTimestamp") is not None
         return going or is_leftover(obj, self.key.name, self.uid)
 
     def is_ours(self, obj: Obj) -> bool:
         """Whether the pool's object is its controller."""
-        return is_controlled(obj, self.uid)
+        return is_controlled_by(obj, self.uid)
 
-    async def delete(self, pod: DeletePod) -> None:
+    async def delete_pod(self, pod: DeletePod) -> None:
         """Delete exactly this pod."""
-        what, delete = f"the deletion of pod {pod.name!r}", partial(self._delete, pod)
-        await self.guarded(f"delete {pod.uid}", what, ("delete", PODS), delete)
+        what, delete = f"the deletion of pod {pod.name!r}", partial(self._send_delete, pod)
+        await self.run_guarded(f"delete {pod.uid}", what, ("delete", PODS), delete)
 
-    async def _delete(self, pod: DeletePod) -> None:
+    async def _send_delete(self, pod: DeletePod) -> None:
         answer = await self.ctx.kube.delete(
             PODS, self.key.namespace, pod.name, uid=pod.uid, grace=pod.grace
         )
         self.changed |= self.ctx.store.upsert_deleted(
-            PODS, Key(self.key.namespace, pod.name), pod.uid, answer
+            PODS, PoolKey(self.key.namespace, pod.name), pod.uid, answer
         )
         logger.info("deleted pod %s: %s", pod.name, pod.reason, extra=self.extra)
 
-    async def gate(self, gate: SetGate) -> None:
+    async def set_gate(self, gate: SetGate) -> None:
         """Set the readiness gate, bound to the process that earned it."""
         what = f"the readiness gate of pod {gate.name!r}"
-        await self.guarded(f"gate {gate.uid}", what, ("patch", PODS), partial(self._gate, gate))
+        await self.run_guarded(
+            f"gate {gate.uid}", what, ("patch", PODS), partial(self._send_gate, gate)
+        )
 
-    async def _gate(self, gate: SetGate) -> None:
+    async def _send_gate(self, gate: SetGate) -> None:
         body = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -215,7 +222,7 @@ class Writer(OneByOne):
         self.ctx.store.upsert("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self.extra)
 
-    async def status(self, resource_version: str, status: Mapping[str, Any]) -> None:
+    async def apply_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
         """Apply the whole status, as a document; raises each `KubeError`.
 
         `Conflict`: somebody else wrote the object in between.
@@ -242,7 +249,7 @@ class Writer(OneByOne):
         self.ctx.store.upsert("pools", answer)
 
 
-def _label(body: Obj) -> str:
+def _object_label(body: Obj) -> str:
     return f"{body['kind'].lower()}/{body['metadata']['name']}"
 
 
@@ -253,27 +260,29 @@ def _gate_conditions(gate: SetGate, now: float) -> list[Obj]:
         "status": "True" if gate.serving else "False",
         "reason": "Serving" if gate.serving else "NotServing",
         "message": f"{BOOT_PREFIX}{gate.boot}: {gate.reason}",
-        "lastTransitionTime": _moment(now),
+        "lastTransitionTime": _format_time(now),
     }
     if gate.proven_since is None:
         return [serving]
     proven = {
-        "type": names.PROVEN,
+        "type": names.CONDITION_PROVEN,
         "status": "True",
         "reason": "AsExpected",
         "message": "the worker has done what its pool asks for",
-        "lastTransitionTime": _moment(gate.proven_since),
+        "lastTransitionTime": _format_time(gate.proven_since),
     }
     return [serving, proven]
 
 
-def _moment(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _why_foreign(found: Obj, body: Obj, pool: str) -> str | None:
+def _foreign_namesake_reason(found: Obj, body: Obj, pool: str) -> str | None:
     """Why the pod that has a name of ours is none of ours, although its controller is."""
     meta, account = body["metadata"], body["spec"]["serviceAccountName"]
     labels = found["metadata"].get("labels") or {}
     current = labels.get(names.LABEL_REVISION) == meta["labels"][names.LABEL_REVISION]
-    return why_foreign(found, meta["name"], names.heads_service(pool), account, current=current)
+    return foreign_pod_reason(
+        found, meta["name"], names.heads_service(pool), account, current=current
+    )

@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from rollout_client.control import ControlError, ControlUnreachable
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.kube.errors import KubeError
 
 logger = logging.getLogger(__name__)
 
-BASE_SECONDS = 1.0
-MAX_SECONDS = 30.0
-CANCEL_SECONDS = 2.0
+CALL_BACKOFF_BASE_SECONDS = 1.0
+CALL_BACKOFF_MAX_SECONDS = 30.0
+CALL_CANCEL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CallFailure:
     about: Hashable = None
 
 
-class Calls:
+class WorkerCalls:
     """Calls in flight and failures, by lane; see the module.
 
     Args:
@@ -61,12 +61,12 @@ class Calls:
 
     def __init__(
         self,
-        wake: Callable[[Key], None],
+        wake: Callable[[PoolKey], None],
         *,
         after: Callable[[str, object], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         may_start: Callable[[], bool] = lambda: True,
-        failed: Callable[[Key, str], None] = lambda key, name: None,
+        failed: Callable[[PoolKey, str], None] = lambda key, name: None,
     ) -> None:
         self._wake = wake
         self._after = after
@@ -76,9 +76,9 @@ class Calls:
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._failures: dict[str, dict[str, CallFailure]] = {}
 
-    def start(
+    def start_call(
         self,
-        key: Key,
+        key: PoolKey,
         lane: str,
         name: str,
         make: Callable[[], Awaitable[object]],
@@ -112,27 +112,27 @@ class Calls:
             )
             before[1].cancel()
         task = asyncio.create_task(
-            self._run(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
+            self._run_call(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
         )
         self._running[lane] = (name, task)
         # Not a `finally` in the task: one that is cancelled before its first step never gets there.
-        task.add_done_callback(lambda task: self._end(key, lane, task))
+        task.add_done_callback(lambda task: self._end_call(key, lane, task))
         return True
 
-    def running(self, lane: str) -> str | None:
+    def running_call(self, lane: str) -> str | None:
         """Return the name of the call in flight."""
         entry = self._running.get(lane)
         return entry[0] if entry else None
 
-    def failures(self, lane: str) -> Mapping[str, CallFailure]:
+    def call_failures(self, lane: str) -> Mapping[str, CallFailure]:
         """Return all failures of a lane, by the call's name."""
         return self._failures.get(lane, {})
 
-    def until(self, moment: float) -> float:
+    def seconds_until(self, moment: float) -> float:
         """Return the seconds until a failure's `retry_at`; negative once it is over."""
         return moment - self._clock()
 
-    def forget(self, lane: str) -> None:
+    def forget_calls(self, lane: str) -> None:
         """Drop everything about a lane and cancel its call, because the pod is gone."""
         self._failures.pop(lane, None)
         entry = self._running.get(lane)
@@ -145,11 +145,11 @@ class Calls:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+            await asyncio.wait(tasks, timeout=CALL_CANCEL_SECONDS)
 
-    async def _run(
+    async def _run_call(
         self,
-        key: Key,
+        key: PoolKey,
         lane: str,
         name: str,
         make: Callable[[], Awaitable[object]],
@@ -161,27 +161,27 @@ class Calls:
             async with asyncio.timeout(deadline):
                 answer = await make()
         except TimeoutError:
-            self._fail(key, lane, name, f"no answer within {deadline:g} s", about)
+            self._note_failure(key, lane, name, f"no answer within {deadline:g} s", about)
         except ControlError as error:
-            self._fail(key, lane, name, error.detail, about, problem=error.slug or None)
+            self._note_failure(key, lane, name, error.detail, about, problem=error.slug or None)
         except (ControlUnreachable, KubeError) as error:
-            self._fail(key, lane, name, str(error), about)
+            self._note_failure(key, lane, name, str(error), about)
         except Exception as error:
             logger.exception("%s failed", name, extra={"pool": str(key), "lane": lane})
-            self._fail(key, lane, name, f"{type(error).__name__}: {error}", about)
+            self._note_failure(key, lane, name, f"{type(error).__name__}: {error}", about)
         else:
             self._failures.get(lane, {}).pop(name, None)
         if self._after is not None:
             await self._after(lane, answer)
 
-    def _end(self, key: Key, lane: str, task: asyncio.Task[None]) -> None:
+    def _end_call(self, key: PoolKey, lane: str, task: asyncio.Task[None]) -> None:
         if (entry := self._running.get(lane)) is not None and entry[1] is task:
             del self._running[lane]
         self._wake(key)
 
-    def _fail(
+    def _note_failure(
         self,
-        key: Key,
+        key: PoolKey,
         lane: str,
         name: str,
         message: str,
@@ -193,7 +193,7 @@ class Calls:
         failures = self._failures.setdefault(lane, {})
         before = failures.get(name)
         count = before.count + 1 if before and before.about == about else 1
-        delay = min(MAX_SECONDS, BASE_SECONDS * 2.0 ** min(count - 1, 10))
+        delay = min(CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_BASE_SECONDS * 2.0 ** min(count - 1, 10))
         now = self._clock()
         failures[name] = CallFailure(count, message, now, now + delay, problem, about)
         logger.info(

@@ -4,7 +4,7 @@ Workers don't push: the operator asks `GET /v1/state` twice a second where somet
 and every five seconds elsewhere. A head that fails to answer is asked less and less often; its last
 answer stays, marked stale once it is too old to be trusted. Of pools with hundreds of heads under way,
 or thousands in all or that fail, these intervals stretch (`pace`): pools that are starting must not take
-the time that their passes need. After a call of ours its worker is asked at once (`refresh`).
+the time that their passes need. After a call of ours its worker is asked at once (`refresh_state`).
 Silent heads delay no others' polls: they have a pace of their own, and a poll that waits for its answer
 soon leaves its place to the next one.
 """
@@ -20,39 +20,39 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from rollout_client.control import ControlError, ControlUnreachable
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from rollout_operator.kube.errors import KubeError
 from rollout_worker.schemas import WorkerState
 
-from .pace import Pace
+from .pace import PollRateLimit
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 64
+MAX_CONCURRENT_POLLS = 64
 """Polls that begin at once."""
 
-PLACE_SECONDS = 0.1
-"""How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_RATE`
+POLL_SLOT_SECONDS = 0.1
+"""How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_POLLS_PER_SECOND`
 (of each pace) polls that get no answer at all take 60 places."""
 
-FAST_SECONDS = 0.5
-SLOW_SECONDS = 5.0
-FIRST_BACKOFF_SECONDS = 0.5
-LAST_BACKOFF_SECONDS = 5.0
-STARTING_SECONDS = 1.0
-STALE_SECONDS = 15.0
-POLL_SECONDS = 3.0
-JITTER = 0.1
-EARLY_SECONDS = 0.02
+FAST_POLL_SECONDS = 0.5
+SLOW_POLL_SECONDS = 5.0
+FIRST_POLL_BACKOFF_SECONDS = 0.5
+MAX_POLL_BACKOFF_SECONDS = 5.0
+STARTING_POLL_BACKOFF_SECONDS = 1.0
+STALE_STATE_SECONDS = 15.0
+POLL_TIMEOUT_SECONDS = 3.0
+POLL_JITTER = 0.1
+EARLY_POLL_SECONDS = 0.02
 """A poll that is due so soon may as well be now."""
 
-Ask = Callable[[Key, str], Awaitable[WorkerState]]
+AskState = Callable[[PoolKey, str], Awaitable[WorkerState]]
 """Asks the control port at an address (host:port) of a pool's pod."""
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class HeadObservation:
     """What is known of a head.
 
     Attributes:
@@ -77,8 +77,8 @@ class Observation:
 
 
 @dataclass(slots=True)
-class _Head:
-    key: Key
+class _PolledHead:
+    key: PoolKey
     address: str
     since: float
     state: WorkerState | None = None
@@ -99,7 +99,7 @@ class _Head:
     """When it is to be asked next; 0: at once."""
 
 
-class Poller:
+class HeadPoller:
     """See the module. `run` must be running for anything to happen.
 
     Args:
@@ -110,30 +110,30 @@ class Poller:
 
     def __init__(
         self,
-        ask: Ask,
-        wake: Callable[[Key], None],
+        ask: AskState,
+        wake: Callable[[PoolKey], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask = ask
         self._wake = wake
         self._clock = clock
-        self._heads: dict[str, _Head] = {}
+        self._heads: dict[str, _PolledHead] = {}
         self._fast: set[str] = set()
-        self._slow_pace = Pace(SLOW_SECONDS)
+        self._slow_pace = PollRateLimit(SLOW_POLL_SECONDS)
         """Of all that answer."""
-        self._fast_pace = Pace(FAST_SECONDS)
+        self._fast_pace = PollRateLimit(FAST_POLL_SECONDS)
         """Of the fast ones that answer."""
-        self._failing_pace = Pace(0.0)
+        self._failing_pace = PollRateLimit(0.0)
         self._queue: WorkQueue[str] = WorkQueue(clock=clock)
 
     async def run(self) -> None:
         """Poll until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for number in range(AT_ONCE):
-                group.create_task(self._work(group), name=f"poller {number}")
+            for number in range(MAX_CONCURRENT_POLLS):
+                group.create_task(self._work_loop(group), name=f"poller {number}")
 
-    def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
+    def watch_head(self, key: PoolKey, pod_uid: str, address: str, fast: bool) -> None:
         """Poll this head from now on; a call with other arguments changes them."""
         head = self._heads.get(pod_uid)
         hurried = fast and pod_uid not in self._fast
@@ -141,89 +141,91 @@ class Poller:
         (self._fast.add if fast else self._fast.discard)(pod_uid)
         renewed = head is None or (head.key, head.address) != (key, address)
         if head is None or renewed:
-            self._leave_paces(pod_uid)
-            head = self._heads[pod_uid] = _Head(key, address, self._clock())
-        self._classify(pod_uid, head)
+            self._leave_rate_limits(pod_uid)
+            head = self._heads[pod_uid] = _PolledHead(key, address, self._clock())
+        self._join_rate_limits(pod_uid, head)
         if renewed:
             self._queue.add(pod_uid)
         elif hurried:
-            self._at_once(pod_uid, head)
+            self._schedule_now(pod_uid, head)
         elif eased and not head.waiters:
             # The next fast poll is due in half a second, and nobody wants it any more.
-            head.due_at = self._clock() + self._interval(pod_uid, head)
+            head.due_at = self._clock() + self._poll_interval(pod_uid, head)
 
-    def unwatch(self, pod_uid: str) -> None:
+    def unwatch_head(self, pod_uid: str) -> None:
         """Forget this head."""
-        self._leave_paces(pod_uid)
+        self._leave_rate_limits(pod_uid)
         self._heads.pop(pod_uid, None)
         self._fast.discard(pod_uid)
 
-    def take(self, pod_uid: str, state: WorkerState) -> None:
+    def note_state(self, pod_uid: str, state: WorkerState) -> None:
         """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
         head = self._heads.get(pod_uid)
         if head is not None:
-            self._note(pod_uid, head, state, None)
+            self._note_outcome(pod_uid, head, state, None)
 
-    def poke(self, pod_uid: str) -> None:
+    def poll_now(self, pod_uid: str) -> None:
         """Poll this head now."""
         head = self._heads.get(pod_uid)
         if head is not None:
-            self._at_once(pod_uid, head)
+            self._schedule_now(pod_uid, head)
 
-    def _at_once(self, pod_uid: str, head: _Head) -> None:
+    def _schedule_now(self, pod_uid: str, head: _PolledHead) -> None:
         head.due_at = 0.0
         self._queue.add(pod_uid)
 
-    async def refresh(self, pod_uid: str) -> None:
+    async def refresh_state(self, pod_uid: str) -> None:
         """Poll this head now and return when its answer is there (or it failed to come)."""
         head = self._heads.get(pod_uid)
         if head is None:
             return
         polled = asyncio.Event()
         head.waiters.append(polled)
-        self.poke(pod_uid)
+        self.poll_now(pod_uid)
         try:
             # A poll that is under way ends first and does not count: it asked too early.
-            async with asyncio.timeout(2 * POLL_SECONDS):
+            async with asyncio.timeout(2 * POLL_TIMEOUT_SECONDS):
                 await polled.wait()
         except TimeoutError:
             logger.debug("no fresh state of %s in time", head.address)
 
-    def last(self, pod_uid: str) -> Observation | None:
+    def last_observation(self, pod_uid: str) -> HeadObservation | None:
         """Return what is known of a head; None before its first poll ended."""
         head = self._heads.get(pod_uid)
         if head is None or (head.answered_at is None and head.failures == 0):
             return None
-        at, now = _last_heard(head), self._clock()
+        at, now = _last_answer_at(head), self._clock()
         slot_seconds = now - head.slot_since if head.slot else 0.0
-        found = Observation(
+        found = HeadObservation(
             head.state, head.error, at, head.failures, self._is_stale(head), slot_seconds
         )
         if not head.failures:
             return found
         return replace(found, silent_since=head.silent_since, silent_seconds=now - at)
 
-    async def _work(self, group: asyncio.TaskGroup) -> None:
+    async def _work_loop(self, group: asyncio.TaskGroup) -> None:
         while True:
             try:
                 uid = await self._queue.get()
             except QueueClosed:
                 return
-            await asyncio.wait({group.create_task(self._one(uid))}, timeout=PLACE_SECONDS)
+            await asyncio.wait(
+                {group.create_task(self._poll_if_due(uid))}, timeout=POLL_SLOT_SECONDS
+            )
 
-    async def _one(self, uid: str) -> None:
+    async def _poll_if_due(self, uid: str) -> None:
         try:
             head = self._heads.get(uid)
             early = 0.0 if head is None else head.due_at - self._clock()
-            if early > EARLY_SECONDS:
+            if early > EARLY_POLL_SECONDS:
                 # It was put off: in the queue the first due time stands.
                 self._queue.add(uid, early)
             else:
-                await self._poll(uid)
+                await self._poll_head(uid)
         finally:
             self._queue.done(uid)
 
-    async def _poll(self, uid: str) -> None:
+    async def _poll_head(self, uid: str) -> None:
         head = self._heads.get(uid)
         if head is None:
             return
@@ -231,10 +233,10 @@ class Poller:
         waiters, head.waiters = head.waiters, []
         head.due_at = math.inf
         try:
-            async with asyncio.timeout(POLL_SECONDS + 1):
+            async with asyncio.timeout(POLL_TIMEOUT_SECONDS + 1):
                 state = await self._ask(head.key, head.address)
         except TimeoutError:
-            error = f"no answer within {POLL_SECONDS:g} s"
+            error = f"no answer within {POLL_TIMEOUT_SECONDS:g} s"
         except (ControlError, ControlUnreachable, KubeError) as failure:
             error = str(failure)
         except Exception as failure:
@@ -243,23 +245,25 @@ class Poller:
         if self._heads.get(uid) is not head:
             return  # no longer watched, or at another address
         overtaken = head.answered_at is not None and head.answered_at > asked_at
-        changed = not overtaken and self._note(uid, head, state, error)
+        changed = not overtaken and self._note_outcome(uid, head, state, error)
         for waiter in waiters:
             waiter.set()
-        interval = self._interval(uid, head)
+        interval = self._poll_interval(uid, head)
         if head.due_at == math.inf:  # else somebody has asked for the next one meanwhile
             head.due_at = self._clock() + interval
         self._queue.add(uid, interval)
         if changed:
             self._wake(head.key)
 
-    def _note(self, uid: str, head: _Head, state: WorkerState | None, error: str | None) -> bool:
+    def _note_outcome(
+        self, uid: str, head: _PolledHead, state: WorkerState | None, error: str | None
+    ) -> bool:
         """Take the outcome of a poll; return whether the pool should look."""
         if state is not None:
             fingerprint = _without_load(state)
             changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
             head.state, head.fingerprint = state, fingerprint
-            head.answered_at, head.patience = self._clock(), self._patience(head)
+            head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)
             if slot != head.slot:
@@ -268,47 +272,51 @@ class Poller:
         else:
             changed = head.failures == 0
             if changed:
-                head.silent_since = time.time() - (self._clock() - _last_heard(head))
+                head.silent_since = time.time() - (self._clock() - _last_answer_at(head))
             head.failures += 1
-        self._classify(uid, head)
+        self._join_rate_limits(uid, head)
         head.error = error
         stale = self._is_stale(head)
         changed = changed or stale != head.was_stale
         head.was_stale = stale
         return changed
 
-    def _is_stale(self, head: _Head) -> bool:
-        return self._clock() - _last_heard(head) > max(head.patience, self._patience(head))
+    def _is_stale(self, head: _PolledHead) -> bool:
+        return self._clock() - _last_answer_at(head) > max(
+            head.patience, self._stale_after_seconds(head)
+        )
 
-    def _patience(self, head: _Head) -> float:
-        return max(STALE_SECONDS, 3 * self._slow_pace.interval(head.key))
+    def _stale_after_seconds(self, head: _PolledHead) -> float:
+        return max(STALE_STATE_SECONDS, 3 * self._slow_pace.poll_interval(head.key))
 
-    def _classify(self, uid: str, head: _Head) -> None:
+    def _join_rate_limits(self, uid: str, head: _PolledHead) -> None:
         """Note to which paces it belongs."""
         answers = head.failures == 0
         self._slow_pace.put(head.key, uid, inside=answers)
         self._fast_pace.put(head.key, uid, inside=answers and uid in self._fast)
         self._failing_pace.put(head.key, uid, inside=not answers)
 
-    def _leave_paces(self, uid: str) -> None:
+    def _leave_rate_limits(self, uid: str) -> None:
         if (head := self._heads.get(uid)) is not None:
             for pace in (self._slow_pace, self._fast_pace, self._failing_pace):
                 pace.put(head.key, uid, inside=False)
 
-    def _backoff(self, uid: str, head: _Head) -> float:
+    def _backoff_seconds(self, uid: str, head: _PolledHead) -> float:
         """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
         starting = uid in self._fast and head.answered_at is None
-        longest = STARTING_SECONDS if starting else LAST_BACKOFF_SECONDS
-        seconds = min(longest, FIRST_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
-        return max(seconds, self._failing_pace.interval(head.key))
+        longest = STARTING_POLL_BACKOFF_SECONDS if starting else MAX_POLL_BACKOFF_SECONDS
+        seconds = min(longest, FIRST_POLL_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
+        return max(seconds, self._failing_pace.poll_interval(head.key))
 
-    def _interval(self, uid: str, head: _Head) -> float:
+    def _poll_interval(self, uid: str, head: _PolledHead) -> float:
         pace = self._fast_pace if uid in self._fast else self._slow_pace
-        interval = self._backoff(uid, head) if head.failures else pace.interval(head.key)
-        return interval * random.uniform(1 - JITTER, 1 + JITTER)
+        interval = (
+            self._backoff_seconds(uid, head) if head.failures else pace.poll_interval(head.key)
+        )
+        return interval * random.uniform(1 - POLL_JITTER, 1 + POLL_JITTER)
 
 
-def _last_heard(head: _Head) -> float:
+def _last_answer_at(head: _PolledHead) -> float:
     """Monotonic time of its last answer; since when it has been polled, if there was none."""
     return head.since if head.answered_at is None else head.answered_at
 

@@ -38,10 +38,10 @@ def test_takes_every_field_of_a_colocated_pool(space: Namespace) -> None:
     stored = json.loads(space.kubectl("get", "rr", "beside", "-o", "json"))
     assert stored["spec"]["colocation"] == COLOCATED["colocation"]
     found = parse_spec(stored)
-    assert found.world == 4, "the claim's devices, so no accelerator is named"
+    assert found.world_size == 4, "the claim's devices, so no accelerator is named"
     assert found.parallelism.nodes == 2
     assert found.colocation is not None
-    assert found.colocation.trainer_selector.text() == "job=grpo,role in (rank,head)"
+    assert found.colocation.trainer_selector.to_query() == "job=grpo,role in (rank,head)"
     columns = space.kubectl("get", "rr", "beside").split()
     assert "Colocated" in columns
 
@@ -82,7 +82,7 @@ def test_a_trainers_selector_is_taken_by_the_api_server(space: Namespace) -> Non
     assert stored["spec"]["colocation"]["slots"] == 1
     found = parse_spec(stored).colocation
     assert found is not None
-    space.kubectl("get", "pods", "-l", found.trainer_selector.text())
+    space.kubectl("get", "pods", "-l", found.trainer_selector.to_query())
 
 
 def test_fills_in_what_people_must_see(space: Namespace) -> None:

@@ -18,10 +18,10 @@ from rollout_operator.api.names import (
     KIND,
     LABEL_MANAGED_BY,
     LABEL_POOL,
-    MANAGER,
+    MANAGER_NAME,
     PLURAL,
 )
-from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.resync import Resync
 from rollout_operator.cache.store import Store
 from rollout_operator.cache.workqueue import WorkQueue
@@ -37,10 +37,10 @@ from rollout_operator.kube.errors import (
 )
 from rollout_operator.kube.events import Recorder
 from rollout_operator.kube.installed import InstalledSchema
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.telemetry import OperatorTelemetry
 
 NAMESPACE = "kube"
-KEY = Key(NAMESPACE, "math")
+KEY = PoolKey(NAMESPACE, "math")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def service(name: str, of: str = "math") -> Obj:
         "metadata": {
             "namespace": NAMESPACE,
             "name": name,
-            "labels": {LABEL_MANAGED_BY: MANAGER, LABEL_POOL: of},
+            "labels": {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: of},
         },
         "spec": {"ports": [{"port": 8000}]},
     }
@@ -114,7 +114,7 @@ async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
     """Of a pod on a node, of one without, and of one that goes at once."""
     containers = [{"name": "worker", "image": "localhost/none"}]
     spec: Obj = {"containers": containers, "serviceAccountName": "operator"}
-    labels = {LABEL_MANAGED_BY: MANAGER, LABEL_POOL: KEY.name}
+    labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: KEY.name}
     name = f"goes-{grace}".lower()
     meta = {"namespace": NAMESPACE, "name": name, "labels": labels}
     body: Obj = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
@@ -123,7 +123,7 @@ async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
     made = await kube.create("pods", body)
     store = Store()
     store.upsert("pods", made)
-    key, uid = Key(NAMESPACE, name), made["metadata"]["uid"]
+    key, uid = PoolKey(NAMESPACE, name), made["metadata"]["uid"]
     answer = await kube.delete("pods", NAMESPACE, key.name, uid=uid, grace=grace)
     assert store.upsert_deleted("pods", key, uid, answer)
     for known in store.pods(KEY):
@@ -277,8 +277,8 @@ class Lists:
 
     def __init__(self, kube: Kube) -> None:
         self.store = Store()
-        self.queue: WorkQueue[Key] = WorkQueue()
-        self.telemetry = Telemetry()
+        self.queue: WorkQueue[PoolKey] = WorkQueue()
+        self.telemetry = OperatorTelemetry()
         self.resync = Resync(
             kube,
             self.store,
@@ -296,7 +296,7 @@ class Lists:
 
 async def test_a_resync_removes_ghosts_and_wakes_their_pool(kube: Kube, math: Obj) -> None:
     lists = Lists(kube)
-    key = Key(NAMESPACE, math["metadata"]["name"])
+    key = PoolKey(NAMESPACE, math["metadata"]["name"])
     assert lists.resync.age() is None
     await kube.create("services", service("ghost", of=key.name))
     await lists.resync.once()

@@ -37,7 +37,7 @@ def cluster(crd: Cluster) -> Iterator[Cluster]:
 def test_a_pod_is_admitted(cluster: Cluster, patch: Document, rank: int) -> None:
     spec = parse_spec(pool("demo", patch))
     builder = PodBuilder("demo", NAMESPACE, "uid", "", spec, EngineDefaults(image="worker:1"))
-    body = builder.build(0, rank, 0)
+    body = builder.build_pod(0, rank, 0)
     cluster.kubectl(
         *("create", "--dry-run=server", "--validate=strict", "-f", "-"), input=text(body)
     )

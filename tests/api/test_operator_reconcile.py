@@ -14,14 +14,14 @@ from apiclient import Obj
 from localkube import Cluster
 from manifests import target
 from poollab import GATE, PoolLab, Write, pool_lab
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.cache.store import Store
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
 from rollout_operator.kube.errors import Conflict
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.passes.writes import Writer
+from rollout_operator.passes.writes import PoolWriter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -401,15 +401,17 @@ async def settled(lab: PoolLab) -> PoolLab:
 async def test_a_delete_names_its_pod(settled: PoolLab) -> None:
     context, key, uid = settled.context_of("calm")
     before = settled.pods("calm")["calm-0-0"]["metadata"]["uid"]
-    await Writer(context, key, uid).delete(DeletePod("calm-0-0", "another", 0, "a test"))
+    await PoolWriter(context, key, uid).delete_pod(DeletePod("calm-0-0", "another", 0, "a test"))
     assert settled.pods("calm")["calm-0-0"]["metadata"]["uid"] == before
-    await Writer(context, key, uid).delete(DeletePod("calm-7-0", "gone", None, "a test"))
+    await PoolWriter(context, key, uid).delete_pod(DeletePod("calm-7-0", "gone", None, "a test"))
 
 
 async def test_a_gate_is_that_of_its_pod(settled: PoolLab) -> None:
     context, key, uid = settled.context_of("calm")
     before = settled.pods("calm")["calm-0-0"]
-    await Writer(context, key, uid).gate(SetGate("calm-0-0", "another", False, "b", "a test"))
+    await PoolWriter(context, key, uid).set_gate(
+        SetGate("calm-0-0", "another", False, "b", "a test")
+    )
     assert gate(settled.pods("calm")["calm-0-0"]) == gate(before)
 
 
@@ -418,25 +420,25 @@ async def test_a_status_is_not_written_over_a_newer_one(settled: PoolLab) -> Non
     before = settled.get("calm")
     settled.api.patch(settled.path("pools", "calm"), {"metadata": {"labels": {"a": "b"}}})
     with pytest.raises(Conflict):
-        await Writer(context, key, uid).status(
-            before["metadata"]["resourceVersion"], RolloutReplicaStatus().document()
+        await PoolWriter(context, key, uid).apply_status(
+            before["metadata"]["resourceVersion"], RolloutReplicaStatus().to_document()
         )
     assert settled.get("calm")["status"] == before["status"]
 
 
 async def test_our_own_child_under_a_name_is_no_conflict(settled: PoolLab) -> None:
     context, key, uid = settled.context_of("calm")
-    writer = Writer(context, key, uid)
+    writer = PoolWriter(context, key, uid)
     for body in pool_services("calm", settled.namespace, uid):
-        await writer.create("services", body)
+        await writer.create_child("services", body)
     assert writer.obstacles.conflicts == {}
-    earlier = Writer(context, key, "one that was deleted")
+    earlier = PoolWriter(context, key, "one that was deleted")
     for body in pool_services("calm", settled.namespace, uid):
-        await earlier.create("services", body)
+        await earlier.create_child("services", body)
     assert earlier.obstacles.conflicts == {}, "the garbage collector frees the name"
-    foreign = Writer(context, Key(settled.namespace, "another"), "somebody else")
+    foreign = PoolWriter(context, PoolKey(settled.namespace, "another"), "somebody else")
     for body in pool_services("calm", settled.namespace, uid):
-        await foreign.create("services", body)
+        await foreign.create_child("services", body)
     assert sorted(foreign.obstacles.conflicts) == ["service/calm", "service/calm-heads"]
 
 

@@ -31,7 +31,7 @@ SILENT_SECONDS = 2.0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ailments, "UNREACHABLE_SECONDS", SILENT_SECONDS)
+        patch.setattr(ailments, "UNREACHABLE_AFTER_SECONDS", SILENT_SECONDS)
         for interval in ("SLOW_SECONDS", "LAST_BACKOFF_SECONDS"):
             patch.setattr(poller, interval, 0.5)
         async with pool_lab(crd, "stories") as made:
@@ -207,7 +207,7 @@ async def test_a_control_port_is_out_of_reach(lab: PoolLab) -> None:
     assert pool["status"]["readyReplicas"] == 1, "the kubelet's probes use another port"
     member = pool["status"]["members"][0]
     assert (member["state"], words[0] in member["message"]) == ("Unreachable", True)
-    metrics = lab.context.telemetry.page().decode()
+    metrics = lab.context.telemetry.render_page().decode()
     at = f'namespace="{lab.namespace}",pool="silent"'
     assert f"rollout_pool_replicas_unreachable{{{at}}} 1.0" in metrics
     lab.worker_of("silent-0-0").refuses = False

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from localkube import Cluster
-from rollout_worker.ports.access import CONTROL, SEE, STAGE, Right
+from rollout_worker.ports.access import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight
 from rollout_worker.ports.kubeauth import KubernetesReview
-from rollout_worker.ports.leader import LeaderReview
+from rollout_worker.ports.leader import HeadTokenReview
 from rollout_worker.ports.reviews import DENIED_SECONDS
-from rollout_worker.settings import BadSettings, Settings, add_flags, parse
+from rollout_worker.settings import InvalidSettings, WorkerSettings, add_flags, parse_settings
 from rollout_worker.wire.problems import ProblemError
 
 NAMESPACE = "worker-auth"
@@ -94,7 +94,9 @@ def token(cluster: Cluster, account: str, audience: str | None = AUDIENCE) -> st
     return cluster.kubectl("-n", NAMESPACE, "create", "token", account, *arguments).strip()
 
 
-def settings(cluster: Cluster, folder: Path, account: str = "worker", url: str = "") -> Settings:
+def settings(
+    cluster: Cluster, folder: Path, account: str = "worker", url: str = ""
+) -> WorkerSettings:
     config = yaml.safe_load(cluster.kubeconfig.read_text())["clusters"][0]["cluster"]
     ca = folder / "ca.crt"
     if "certificate-authority-data" in config:
@@ -106,7 +108,9 @@ def settings(cluster: Cluster, folder: Path, account: str = "worker", url: str =
     add_flags(parser)
     flags = ["--model", "m", "--auth", "kubernetes", "--pool", POOL, "--namespace", NAMESPACE]
     flags += ["--kube-api-url", url or config["server"], "--kube-ca", str(ca)]
-    return parse(parser.parse_args([*flags, "--kube-token-file", str(folder / "token")]), {})
+    return parse_settings(
+        parser.parse_args([*flags, "--kube-token-file", str(folder / "token")]), {}
+    )
 
 
 @pytest.fixture
@@ -116,10 +120,10 @@ async def review(cluster: Cluster, tmp_path: Path) -> AsyncIterator[KubernetesRe
     await authorizer.close()
 
 
-async def outcome(review: KubernetesReview, bearer: str, right: Right) -> int | str:
+async def outcome(review: KubernetesReview, bearer: str, right: AccessRight) -> int | str:
     """The caller's name, or the status of the refusal."""
     try:
-        return await review.check(f"Bearer {bearer}", right)
+        return await review.check_caller(f"Bearer {bearer}", right)
     except ProblemError as refusal:
         return refusal.problem.status
 
@@ -138,14 +142,14 @@ async def test_rbac_decides(
 ) -> None:
     name = f"system:serviceaccount:{NAMESPACE}:{account}"
     bearer = token(cluster, account)
-    for right, may in ((SEE, see), (CONTROL, control), (STAGE, stage)):
+    for right, may in ((SEE_STATE, see), (CONTROL_WORKER, control), (STAGE_WEIGHTS, stage)):
         for _ in range(2):  # the second answer comes from the cache
             assert await outcome(review, bearer, right) == (name if may else 403)
 
 
 async def test_a_refusal_says_what_to_grant(cluster: Cluster, review: KubernetesReview) -> None:
     with pytest.raises(ProblemError) as refused:
-        await review.check(f"Bearer {token(cluster, 'trainer')}", CONTROL)
+        await review.check_caller(f"Bearer {token(cluster, 'trainer')}", CONTROL_WORKER)
     detail = refused.value.problem.detail
     for part in ("trainer", "update", "rolloutreplicas.rollout.dev/control", POOL, NAMESPACE):
         assert part in detail
@@ -157,37 +161,37 @@ async def test_tokens_for_others_count_for_nothing(
 ) -> None:
     bearer = token(cluster, "operator", audience)
     with pytest.raises(ProblemError) as refused:
-        await review.check(f"Bearer {bearer}", SEE)
+        await review.check_caller(f"Bearer {bearer}", SEE_STATE)
     assert refused.value.problem.status == 401
     assert AUDIENCE in refused.value.problem.detail
 
 
 async def test_garbage_is_nobody(review: KubernetesReview) -> None:
     for bearer in ("x", "a.b.c", "ä"):
-        assert await outcome(review, bearer, SEE) == 401
+        assert await outcome(review, bearer, SEE_STATE) == 401
 
 
 async def test_a_right_granted_later_counts_soon(
     cluster: Cluster, review: KubernetesReview
 ) -> None:
     bearer = token(cluster, "late")
-    assert await outcome(review, bearer, SEE) == 403
+    assert await outcome(review, bearer, SEE_STATE) == 403
     cluster.kubectl("apply", "-f", "-", input=role("late", "control get"))
-    assert await outcome(review, bearer, SEE) == 403, "remembered"
+    assert await outcome(review, bearer, SEE_STATE) == 403, "remembered"
     await asyncio.sleep(DENIED_SECONDS + 0.5)
-    assert await outcome(review, bearer, SEE) == f"system:serviceaccount:{NAMESPACE}:late"
+    assert await outcome(review, bearer, SEE_STATE) == f"system:serviceaccount:{NAMESPACE}:late"
 
 
 async def test_a_worker_that_may_not_ask_opens_nothing(cluster: Cluster, tmp_path: Path) -> None:
     review = KubernetesReview(settings(cluster, tmp_path, account="stranger"))
-    assert await outcome(review, token(cluster, "operator"), SEE) == 503
+    assert await outcome(review, token(cluster, "operator"), SEE_STATE) == 503
     await review.close()
 
 
 async def test_an_api_server_that_is_away_opens_nothing(cluster: Cluster, tmp_path: Path) -> None:
     review = KubernetesReview(settings(cluster, tmp_path, url="https://127.0.0.1:9"))
     with pytest.raises(ProblemError) as refused:
-        await review.check(f"Bearer {token(cluster, 'operator')}", SEE)
+        await review.check_caller(f"Bearer {token(cluster, 'operator')}", SEE_STATE)
     assert refused.value.problem.status == 503
     assert refused.value.headers["Retry-After"] == "2"
     await review.close()
@@ -197,9 +201,9 @@ def test_outside_a_pod_it_does_not_start(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(BadSettings, match="KUBERNETES_SERVICE_HOST"):
+    with pytest.raises(InvalidSettings, match="KUBERNETES_SERVICE_HOST"):
         KubernetesReview(replace(settings(cluster, tmp_path), kube_api_url=None))
-    with pytest.raises(BadSettings, match="can't be used"):
+    with pytest.raises(InvalidSettings, match="can't be used"):
         KubernetesReview(replace(settings(cluster, tmp_path), kube_ca=tmp_path / "none"))
 
 
@@ -231,31 +235,39 @@ def bound(cluster: Cluster, pod: str, audience: str = AUDIENCE) -> str:
 
 
 @pytest.fixture
-async def member(cluster: Cluster, tmp_path: Path) -> AsyncIterator[LeaderReview]:
+async def member(cluster: Cluster, tmp_path: Path) -> AsyncIterator[HeadTokenReview]:
     """Rank 1 of the first gang."""
     given = replace(settings(cluster, tmp_path), nodes=2, rank=1)
-    authorizer = LeaderReview(replace(given, leader_address="math-0-0.math-heads"))
+    authorizer = HeadTokenReview(replace(given, leader_address="math-0-0.math-heads"))
     yield authorizer
     await authorizer.close()
 
 
-async def test_a_member_lets_its_head_in(pods: Cluster, member: LeaderReview) -> None:
-    assert await member.check(f"Bearer {bound(pods, 'math-0-0')}", CONTROL) == "math-0-0"
+async def test_a_member_lets_its_head_in(pods: Cluster, member: HeadTokenReview) -> None:
+    assert (
+        await member.check_caller(f"Bearer {bound(pods, 'math-0-0')}", CONTROL_WORKER) == "math-0-0"
+    )
 
 
 @pytest.mark.parametrize("pod", ["math-0-1", "math-1-0"])
-async def test_a_member_lets_no_other_pod_in(pods: Cluster, member: LeaderReview, pod: str) -> None:
+async def test_a_member_lets_no_other_pod_in(
+    pods: Cluster, member: HeadTokenReview, pod: str
+) -> None:
     with pytest.raises(ProblemError, match=f"of pod {pod} is not the head of this gang") as refused:
-        await member.check(f"Bearer {bound(pods, pod)}", CONTROL)
+        await member.check_caller(f"Bearer {bound(pods, pod)}", CONTROL_WORKER)
     assert refused.value.problem.status == 403
 
 
-async def test_a_member_lets_nobody_in_without_a_pod(pods: Cluster, member: LeaderReview) -> None:
+async def test_a_member_lets_nobody_in_without_a_pod(
+    pods: Cluster, member: HeadTokenReview
+) -> None:
     """Not even the operator: what it wants it asks the head for."""
     for account in ("worker", "operator"):
         with pytest.raises(ProblemError, match="of pod none is not the head") as refused:
-            await member.check(f"Bearer {token(pods, account)}", CONTROL)
+            await member.check_caller(f"Bearer {token(pods, account)}", CONTROL_WORKER)
         assert refused.value.problem.status == 403
     with pytest.raises(ProblemError) as refused:
-        await member.check(f"Bearer {bound(pods, 'math-0-0', 'rollout.dev/other/math')}", CONTROL)
+        await member.check_caller(
+            f"Bearer {bound(pods, 'math-0-0', 'rollout.dev/other/math')}", CONTROL_WORKER
+        )
     assert refused.value.problem.status == 401

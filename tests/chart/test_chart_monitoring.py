@@ -14,10 +14,10 @@ import yaml
 
 from charts import CHART, ROOT, case, every, helm, one, rendered
 from localkube.debian import unpack_prometheus
-from rollout_operator.api.objects import Key
-from rollout_operator.telemetry import PoolFigures
-from rollout_operator.telemetry import Telemetry as OperatorTelemetry
-from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.telemetry import OperatorTelemetry as OperatorTelemetry
+from rollout_operator.telemetry import PoolMetrics
+from rollout_worker.observe.telemetry import WorkerTelemetry as WorkerTelemetry
 
 RULES = CHART / "rules.yaml"
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
@@ -36,9 +36,9 @@ def metrics() -> set[str]:
     """Return the names of all series that operator and worker offer."""
     names = set()
     operator = OperatorTelemetry()
-    operator.pool(
-        Key("default", "demo"),
-        PoolFigures(weights={"committed": (0, 0)}, conditions={"Ready": "True"}),
+    operator.set_pool_metrics(
+        PoolKey("default", "demo"),
+        PoolMetrics(weights={"committed": (0, 0)}, conditions={"Ready": "True"}),
     )
     for registry in (operator.registry, WorkerTelemetry().registry):
         for family in registry.collect():

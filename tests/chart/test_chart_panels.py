@@ -24,12 +24,12 @@ from charts import CHART, case, every
 from demo.monitoring import run_prometheus
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
-from rollout_operator.api.objects import Key
-from rollout_operator.telemetry import PoolFigures, Telemetry
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.telemetry import OperatorTelemetry, PoolMetrics
 from rollout_worker.schemas import GenerateRequest, RequireRequest
 from tiny_worker import TinyWorker, refused, tiny_worker
 
-POOL = Key("rl", "math")
+POOL = PoolKey("rl", "math")
 SECONDS = 60
 Job = dict[str, Any]
 
@@ -37,7 +37,7 @@ Job = dict[str, Any]
 class Pages:
     """The pages of an operator and of a worker in whose pool things happen."""
 
-    def __init__(self, operator: Telemetry, worker: TinyWorker) -> None:
+    def __init__(self, operator: OperatorTelemetry, worker: TinyWorker) -> None:
         self.operator = operator
         self.worker = worker
         self.version = 0
@@ -55,7 +55,7 @@ class Pages:
         worker.engine.free = True
         flight = await worker.begin(f"r{version}", 4)
         with refused("version-not-met"):
-            worker.worker.submit(GenerateRequest(token_ids=(1,), min_version=10**6))
+            worker.worker.submit_request(GenerateRequest(token_ids=(1,), min_version=10**6))
         await worker.ends(flight)
         await worker.update(version, version % 200)  # of bytes
         await worker.sleep()
@@ -65,9 +65,9 @@ class Pages:
     def _reconcile(self) -> None:
         telemetry, version = self.operator, self.version
         identity = (1, version)
-        telemetry.pool(
+        telemetry.set_pool_metrics(
             POOL,
-            PoolFigures(
+            PoolMetrics(
                 desired=1,
                 replicas=1,
                 ready=1,
@@ -76,16 +76,16 @@ class Pages:
                 conditions={"Ready": "True"},
             ),
         )
-        telemetry.update_ended(POOL, "Complete", 0.5)
-        telemetry.call_failed(POOL, "sleep")
+        telemetry.count_ended_update(POOL, "Complete", 0.5)
+        telemetry.count_failed_call(POOL, "sleep")
         telemetry.leader.set(1)
         telemetry.reconcile_total.labels("ok").inc()
         telemetry.reconcile_duration.observe(0.01)
         telemetry.queue_depth.set(0)
         telemetry.queue_wait.observe(0.01)
-        telemetry.watch_event("pods")
-        telemetry.request("get", "pods", 200)
-        telemetry.request("get", "pods", 503)
+        telemetry.note_watch_event("pods")
+        telemetry.count_request("get", "pods", 200)
+        telemetry.count_request("get", "pods", 503)
         telemetry.ghosts.inc()
 
 
@@ -94,10 +94,10 @@ async def served(pages: Pages) -> AsyncIterator[int]:
     """Serve `/operator` and `/worker` on a free port of loopback; yields it."""
 
     async def operator(_: web.Request) -> web.Response:
-        return web.Response(body=pages.operator.page(), content_type="text/plain")
+        return web.Response(body=pages.operator.render_page(), content_type="text/plain")
 
     async def worker(_: web.Request) -> web.Response:
-        return web.Response(body=pages.worker.worker.metrics(), content_type="text/plain")
+        return web.Response(body=pages.worker.worker.render_metrics(), content_type="text/plain")
 
     app = web.Application()
     app.router.add_get("/operator", operator)
@@ -202,8 +202,8 @@ async def test_every_panel_shows_something_however_pods_are_scraped(tmp_path: Pa
     of_workers = {where: query for where, query in everything.items() if "rollout_worker_" in query}
     assert len(of_workers) > 12
     async with tiny_worker(tmp_path, *flags) as worker:
-        worker.updates.require("operator", RequireRequest(epoch=0, min_version=0))
-        pages = Pages(Telemetry(), worker)
+        worker.updates.raise_fence("operator", RequireRequest(epoch=0, min_version=0))
+        pages = Pages(OperatorTelemetry(), worker)
         async with served(pages) as port:
             ways = (
                 ("annotations", annotated(port, honor=True), everything),

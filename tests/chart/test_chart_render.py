@@ -145,7 +145,7 @@ def config_of(documents: list[Document], name: str = NAME) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> None:
-    from rollout_operator.config import parse
+    from rollout_operator.config import parse_config
 
     documents = case(name)
     full = "rollouts" if name == "everything" else NAME
@@ -154,7 +154,7 @@ def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> Non
     args = [
         f"--config={file}" if a.startswith("--config=") else a for a in container(documents)["args"]
     ]
-    config = parse(args, {"POD_NAMESPACE": NAMESPACE, "POD_NAME": "x"})
+    config = parse_config(args, {"POD_NAMESPACE": NAMESPACE, "POD_NAME": "x"})
     role = one(documents, "Role", f"{full}-own")
     named = {rule["resources"][0]: rule.get("resourceNames") for rule in role["rules"]}
     assert named["leases"] == [config.lease_name]

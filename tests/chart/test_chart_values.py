@@ -258,7 +258,7 @@ def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     for engine in defaults.values():
         mounts = {m["name"]: m["mountPath"] for m in engine.pod_template["volumeMounts"]}
         files = {e["name"]: e["value"] for e in engine.env if "TLS" in e["name"]}
-        assert set(files) == {flag.env for flag in FLAGS if "control-tls" in flag.name}
+        assert set(files) == {flag.variable_name for flag in FLAGS if "control-tls" in flag.name}
         assert all(file.startswith(mounts["control-tls"]) for file in files.values())
     spec = pod(documents)["spec"]
     [container] = spec["containers"]
@@ -283,7 +283,7 @@ def test_data_ports_want_a_token_with_a_secret_only() -> None:
     (mount,) = engine["podTemplate"]["volumeMounts"]
     (variable,) = engine["env"]
     assert variable == {"name": "ROLLOUT_DATA_TOKEN_FILE", "value": f"{mount['mountPath']}/token"}
-    assert variable["name"] in {flag.env for flag in FLAGS}
+    assert variable["name"] in {flag.variable_name for flag in FLAGS}
 
 
 def colocated(*settings: str) -> list[Document]:

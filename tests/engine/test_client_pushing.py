@@ -38,7 +38,7 @@ def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
 
 @pytest.fixture
 def pool(workers: list[InProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutPool]:
-    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 0.2)
     data = [str(each.data.base_url).rstrip("/") for each in workers]
     control = [str(each.control.base_url).rstrip("/") for each in workers]
     with RolloutPool.from_urls(data, control_urls=control) as pool:
@@ -135,7 +135,10 @@ def test_tensors_of_another_dtype_are_cast_if_that_is_asked_for(
     done = pool.publish_weights(3, tensors=few, transport=transport, cast=True)
     assert done.report is not None
     if transport == "tcp":
-        assert (done.report.deltas, done.report.bytes_sent < done.report.bytes / 10) == (2, True)
+        assert (done.report.delta_count, done.report.bytes_sent < done.report.bytes / 10) == (
+            2,
+            True,
+        )
     narrow = {name: tensor.float() for name, tensor in few.items()}
     assert pool.publish_weights(4, tensors=narrow).root_hash == done.root_hash
 

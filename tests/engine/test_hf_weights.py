@@ -27,7 +27,7 @@ from engines import (
 from reference import Reference
 from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
 from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import fill
+from rollout_worker.sources.filling import fill_sink
 from tinymodels import TinyModels
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -196,7 +196,7 @@ async def test_rejected_weights_change_nothing(
         task = asyncio.create_task(follow(engine, request(max_tokens=60), output))
         await reaches(output, 3)
         with pytest.raises(WeightsRejected, match=named) as refused:
-            await fill(engine.open_slot, info.layout, (tmp_path, ()), lambda _: None)
+            await fill_sink(engine.open_slot, info.layout, (tmp_path, ()), lambda _: None)
         await task
         assert engine.alive() is None
     assert refused.value.tensor == named

@@ -39,7 +39,7 @@ from rollout_worker.engines.sglang.process import session
 from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import fill
+from rollout_worker.sources.filling import fill_sink
 from rollout_worker.turn import Turn
 from rollout_worker.turn.sharing import SOCKET, Sharing
 from tinymodels import TinyModels
@@ -137,7 +137,9 @@ async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
     save_file(tensors, tmp_path / "model.safetensors")
     assert engine._parts is not None
     with pytest.raises(WeightsRejected) as refused:
-        await fill(engine.open_slot, engine._parts.model.layout, (tmp_path, ()), lambda _: None)
+        await fill_sink(
+            engine.open_slot, engine._parts.model.layout, (tmp_path, ()), lambda _: None
+        )
     assert refused.value.tensor == name
     sink = await engine.open_slot(open_source(tmp_path).entries)
     with pytest.raises(WeightsRejected, match="sealed"):

@@ -22,7 +22,7 @@ from engines import PROMPT, V1, V2, Staged, nothing, request, run, staged
 from reference import Reference
 from rollout_worker.engine import Engine, Entry, Gang, Member, Refill, Sink
 from rollout_worker.engines import EngineOptions, create, create_member
-from rollout_worker.observe.processes import descendants, title_of
+from rollout_worker.observe.processes import command_line_of, find_descendants
 from rollout_worker.schemas import MemoryTag
 from tinymodels import TinyModels
 
@@ -48,17 +48,17 @@ class Two:
 
     async def start(self) -> None:
         """Start both, as neither comes up alone."""
-        before = descendants(os.getpid())
+        before = find_descendants(os.getpid())
         starts = (self.head.start(lambda _: None), self.member.start(lambda _: None))
         info, beside = await asyncio.gather(*starts)
         assert beside.root_hash == info.root_hash
         assert beside.layout == info.layout
-        new = descendants(os.getpid()) - before
+        new = find_descendants(os.getpid()) - before
         ranks = sorted(
-            (each for each in new if title_of(each.pid).startswith("sglang::scheduler")),
-            key=lambda each: title_of(each.pid),
+            (each for each in new if command_line_of(each.pid).startswith("sglang::scheduler")),
+            key=lambda each: command_line_of(each.pid),
         )
-        assert len(ranks) == 2, [title_of(each.pid) for each in new]
+        assert len(ranks) == 2, [command_line_of(each.pid) for each in new]
         self.ranks = [each.pid for each in ranks]  # by tensor rank: the head's, the member's
 
     async def stage(self, folder: Path) -> Staged:

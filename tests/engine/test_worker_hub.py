@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.sources.hub import local_model
+from rollout_worker.sources.hub import local_model_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -31,14 +31,14 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
 def test_a_repository_is_found(cached: Path, revision: str | None) -> None:
-    assert local_model("org/tiny", revision) == cached
+    assert local_model_folder("org/tiny", revision) == cached
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert local_model(str(tmp_path), None) == tmp_path
+    assert local_model_folder(str(tmp_path), None) == tmp_path
 
 
 def test_a_missing_repository_says_what_to_check(cached: Path) -> None:
     shutil.rmtree(cached)
     with pytest.raises(EngineError, match="check the name, the revision"):
-        local_model("org/other", None)
+        local_model_folder("org/other", None)

@@ -275,8 +275,8 @@ def test_waking_at_level_2_needs_the_source(
 
 def test_nobody_opens_what_another_holds(worker: Shared) -> None:
     holds = worker.worker.runtime.holds
-    worker.call(lambda: holds.pause("system:serviceaccount:ops:operator"))
-    worker.call(worker.worker.runtime.changed.fire)
+    worker.call(lambda: holds.hold_paused("system:serviceaccount:ops:operator"))
+    worker.call(worker.worker.runtime.changed.notify_all)
     until_sync(lambda: lifecycle(worker) == "Paused", what="Paused")
     worker.post("pause")
     answer = worker.post("resume")

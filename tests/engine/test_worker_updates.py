@@ -302,7 +302,7 @@ def test_a_policy_that_the_engine_lacks_is_refused_at_the_deadline_too(
     tiny_models: TinyModels, v2: Path
 ) -> None:
     with in_process(tiny_models.model(1)) as worker:
-        engine, _ = worker.worker.runtime.loaded()
+        engine, _ = worker.worker.runtime.loaded_engine()
         less = {"in_flight": ("Drain", "Abort", "Recompute")}
         engine.capabilities = engine.capabilities.model_copy(update=less)
         worker.stage(1, 1, v2)

@@ -24,7 +24,7 @@ from rollout_worker.engines.sglang import model as sglang_model
 from rollout_worker.engines.sglang import settings as sglang_settings
 from rollout_worker.engines.vllm import launch
 from rollout_worker.engines.vllm.settings import Settings
-from rollout_worker.settings import add_flags, parse
+from rollout_worker.settings import add_flags, parse_settings
 
 LISTENING = {"--host", "--port"}
 FRONTEND = {*LISTENING, "--enable-scale-out", "--uvicorn-log-level"}
@@ -47,7 +47,7 @@ def options_of(side: Side, model: Path, dtype: str) -> EngineOptions:
     assert words[:3] == ["-m", "rollout_worker", "serve"]
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    settings = parse(parser.parse_args(words[3:]), {})
+    settings = parse_settings(parser.parse_args(words[3:]), {})
     return EngineOptions(
         model=model,
         dtype=settings.dtype,

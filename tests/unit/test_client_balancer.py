@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.discovery.members import Member, static_members
-from rollout_client.routing.balancer import SCAN, Balancer
-from rollout_client.routing.bounds import Bounds
+from rollout_client.routing.balancer import MAX_SCANNED, LoadBalancer
+from rollout_client.routing.bounds import WeightsBounds
 from rollout_worker.schemas import WeightsId
 
 
@@ -20,14 +20,14 @@ def members(count: int) -> list[Member]:
     return [Member(f"http://w{i}:8000", f"w{i}") for i in range(count)]
 
 
-def balancer(count: int, **options: object) -> Balancer:
-    found = Balancer(**options)  # type: ignore[arg-type]
+def balancer(count: int, **options: object) -> LoadBalancer:
+    found = LoadBalancer(**options)  # type: ignore[arg-type]
     found.set_members(members(count), 0.0)
     return found
 
 
-def chosen(found: Balancer, key: str | None = None, now: float = 0.0, **more: object) -> str:
-    member = found.choose(key, now, **more)  # type: ignore[arg-type]
+def chosen(found: LoadBalancer, key: str | None = None, now: float = 0.0, **more: object) -> str:
+    member = found.choose_member(key, now, **more)  # type: ignore[arg-type]
     assert member is not None
     return member.name
 
@@ -39,14 +39,14 @@ def weights(epoch: int, version: int) -> WeightsId:
 def test_the_least_loaded_gets_it_and_equals_take_turns() -> None:
     found = balancer(3)
     assert sorted(chosen(found) for _ in range(3)) == ["w0", "w1", "w2"]
-    found.release("http://w1:8000")
+    found.release_member("http://w1:8000")
     assert chosen(found) == "w1"
     # One request at a time visits all of them instead of the first for ever.
     idle = balancer(3)
     visited = []
     for _ in range(3):
         visited.append(chosen(idle))
-        idle.release(f"http://{visited[-1]}:8000")
+        idle.release_member(f"http://{visited[-1]}:8000")
     assert sorted(visited) == ["w0", "w1", "w2"]
 
 
@@ -57,17 +57,17 @@ def test_a_conversation_stays_until_the_imbalance_is_too_much() -> None:
     other = chosen(found, "c")
     assert other != home, "4 above the least loaded is more than 3"
     for _ in range(5):
-        found.release(f"http://{home}:8000")
+        found.release_member(f"http://{home}:8000")
     assert chosen(found, "c") == other, "it moved: the other one has its prefix now"
 
 
 def test_a_conversation_leaves_a_member_that_is_no_choice_at_all() -> None:
     found = balancer(3)
     home = chosen(found, "c")
-    found.exclude(f"http://{home}:8000", "asleep", 0.0)
+    found.exclude_member(f"http://{home}:8000", "asleep", 0.0)
     away = chosen(found, "c")
     assert away != home
-    found.readmit(f"http://{home}:8000")
+    found.readmit_member(f"http://{home}:8000")
     assert chosen(found, "c") == away, "that one has the prefix now"
     found.set_members([m for m in members(3) if m.name != away], 1.0)
     assert chosen(found, "c") != away
@@ -80,7 +80,7 @@ def test_the_bound_counts_the_request_itself(bound: int, stays: int) -> None:
     assert [chosen(found, "c") for _ in range(stays - 1)] == [home] * (stays - 1)
     assert chosen(found, "c") != home
     with pytest.raises(ValueError, match="max_imbalance"):
-        Balancer(max_imbalance=-1)
+        LoadBalancer(max_imbalance=-1)
 
 
 def test_a_lonely_member_keeps_its_conversation_however_many_requests_it_has() -> None:
@@ -95,7 +95,7 @@ def test_the_oldest_conversations_are_forgotten() -> None:
     homes["c"] = chosen(found, "c")
     for url in list(found.records):
         for _ in range(9):
-            found.release(url)
+            found.release_member(url)
     # Who is remembered goes home, though another one waits longer for its turn.
     assert chosen(found, "c") == homes["c"]
     assert chosen(found, "a") == homes["a"]
@@ -106,29 +106,29 @@ def test_the_oldest_conversations_are_forgotten() -> None:
 def test_no_choice_is_ever_beyond_the_bound(steps: list[tuple[str, bool]], bound: int) -> None:
     found = balancer(4, max_imbalance=bound)
     for key, release in steps:
-        member = found.choose(key, 0.0)
+        member = found.choose_member(key, 0.0)
         assert member is not None
         least = min(record.in_flight for record in found.records.values())
         # Whoever was the least loaded one may get it in any case.
         assert found.records[member.url].in_flight <= least + max(1, bound)
         if release:
-            found.release(member.url)
+            found.release_member(member.url)
 
 
 def test_a_slow_member_gets_less_and_keeps_no_conversation() -> None:
     found = balancer(3)
     for name, pace in (("w0", 0.02), ("w1", 0.021), ("w2", 0.1)):
-        found.saw_pace(f"http://{name}:8000", pace, 0.0)
+        found.note_pace(f"http://{name}:8000", pace, 0.0)
     load = Counter(chosen(found) for _ in range(44))
     assert load == {"w0": 20, "w1": 20, "w2": 4}, "five times slower: a fifth"
     found = balancer(2)
     home = chosen(found, "c")
     other = {"w0": "w1", "w1": "w0"}[home]
     for name, pace in ((home, 0.2), (other, 0.02)):
-        found.saw_pace(f"http://{name}:8000", pace, 0.0)
+        found.note_pace(f"http://{name}:8000", pace, 0.0)
     assert chosen(found, "c") == other
     # What is not measured any more is not held against it.
-    found.saw_pace(f"http://{other}:8000", 0.02, 61.0)
+    found.note_pace(f"http://{other}:8000", 0.02, 61.0)
     assert found.records[f"http://{home}:8000"].slowness == 1
 
 
@@ -140,7 +140,7 @@ def test_a_slow_member_gets_less_and_keeps_no_conversation() -> None:
 def test_up_to_half_as_slow_again_is_as_fast_as_usual(pace: float, slowness: float) -> None:
     found = balancer(3)
     for name, each in (("w0", 0.02), ("w1", 0.02), ("w2", pace)):
-        found.saw_pace(f"http://{name}:8000", each, 0.0)
+        found.note_pace(f"http://{name}:8000", each, 0.0)
     assert found.records["http://w2:8000"].slowness == pytest.approx(slowness)
     assert found.records["http://w0:8000"].slowness == 1
 
@@ -150,7 +150,7 @@ def test_a_conversation_leaves_a_member_as_soon_as_that_is_slow(pace: float) -> 
     found = balancer(3)
     home = chosen(found, "c")
     for name in ("w0", "w1", "w2"):
-        found.saw_pace(f"http://{name}:8000", pace if name == home else 0.02, 0.0)
+        found.note_pace(f"http://{name}:8000", pace if name == home else 0.02, 0.0)
     assert (chosen(found, "c") == home) is (pace < 0.03)
 
 
@@ -158,7 +158,7 @@ def test_paces_are_smoothed_and_compared_with_the_lower_median() -> None:
     found = balancer(4)
 
     def saw(name: str, pace: float, now: float = 0.0) -> None:
-        found.saw_pace(f"http://{name}:8000", pace, now)
+        found.note_pace(f"http://{name}:8000", pace, now)
 
     for name, pace in (("w0", 1.0), ("w1", 3.0), ("w2", 4.0), ("w3", 30.0)):
         saw(name, pace)
@@ -178,13 +178,13 @@ def test_paces_are_smoothed_and_compared_with_the_lower_median() -> None:
 def test_a_pace_of_nothing_makes_nobody_slow() -> None:
     found = balancer(2)
     for name, pace in (("w0", 0.0), ("w1", 0.02)):
-        found.saw_pace(f"http://{name}:8000", pace, 0.0)
+        found.note_pace(f"http://{name}:8000", pace, 0.0)
     assert [record.slowness for record in found.records.values()] == [1, 1]
 
 
 def test_beyond_some_members_two_are_compared() -> None:
-    found = balancer(4 * SCAN, seed=1)
-    load = Counter(chosen(found) for _ in range(4 * SCAN * 10))
+    found = balancer(4 * MAX_SCANNED, seed=1)
+    load = Counter(chosen(found) for _ in range(4 * MAX_SCANNED * 10))
     assert max(load.values()) <= 14, "power of two: near the mean of 10"
 
 
@@ -219,14 +219,14 @@ def test_the_stable_hash_is_the_same_in_every_process() -> None:
 
 
 def test_without_a_key_the_first_by_url_is_deterministic() -> None:
-    found = Balancer(deterministic=True)
+    found = LoadBalancer(deterministic=True)
     found.set_members(members(3)[::-1], 0.0)
     assert [chosen(found) for _ in range(3)] == ["w0"] * 3
 
 
 def test_nothing_is_known_of_another_pod_at_the_same_address() -> None:
     found = balancer(1)
-    found.choose(None, 0.0)
+    found.choose_member(None, 0.0)
     record = found.records["http://w0:8000"]
     record.excluded, record.info_at = "it broke", 99.0
     found.set_members([Member("http://w0:8000", "another")], 1.0)
@@ -238,27 +238,27 @@ def test_nothing_is_known_of_another_pod_at_the_same_address() -> None:
 def test_counts_survive_a_member_that_goes_and_comes_back() -> None:
     found = balancer(2)
     for _ in range(6):
-        found.choose(None, 0.0)
+        found.choose_member(None, 0.0)
     found.set_members(members(1), 1.0)
     assert found.records["http://w1:8000"].in_flight == 3
-    found.release("http://w1:8000")
+    found.release_member("http://w1:8000")
     found.set_members(members(2), 2.0)
     assert found.records["http://w1:8000"].in_flight == 2
     found.set_members(members(1), 3.0)
     for _ in range(2):
-        found.release("http://w1:8000")
+        found.release_member("http://w1:8000")
     assert list(found.records) == ["http://w0:8000"], "nothing is left of it"
-    found.release("http://w1:8000")  # late, unknown: no harm
+    found.release_member("http://w1:8000")  # late, unknown: no harm
 
 
 def test_who_is_out_gets_nothing_until_then_or_until_it_proves_itself() -> None:
     found = balancer(2)
-    found.exclude("http://w0:8000", "its queue is full", 0.0, until=5.0)
-    found.exclude("http://w1:8000", "asleep", 0.0)
-    assert found.choose(None, 1.0) is None
-    assert found.reasons(1.0) == "w0: its queue is full; w1: asleep"
+    found.exclude_member("http://w0:8000", "its queue is full", 0.0, until=5.0)
+    found.exclude_member("http://w1:8000", "asleep", 0.0)
+    assert found.choose_member(None, 1.0) is None
+    assert found.exclusion_reasons(1.0) == "w0: its queue is full; w1: asleep"
     assert chosen(found, now=5.0) == "w0"
-    found.readmit("http://w1:8000")
+    found.readmit_member("http://w1:8000")
     assert chosen(found, now=5.0) == "w1"
 
 
@@ -266,58 +266,58 @@ def test_failures_are_counted_until_it_answers_well() -> None:
     found = balancer(1)
     record = found.records["http://w0:8000"]
     for count in (1, 2, 3):
-        found.exclude("http://w0:8000", "reset", 7.0)
+        found.exclude_member("http://w0:8000", "reset", 7.0)
         assert (record.failures, record.probe_at) == (count, 7.0)
-    found.readmit("http://w0:8000")
+    found.readmit_member("http://w0:8000")
     assert (record.failures, record.excluded, record.excluded_until) == (0, "", None)
     # Of who is not there, nothing is noted.
-    for call in (found.release, found.readmit):
+    for call in (found.release_member, found.readmit_member):
         call("http://w9:8000")
-    found.exclude("http://w9:8000", "reset", 0.0)
-    found.saw_weights("http://w9:8000", weights(1, 1))
+    found.exclude_member("http://w9:8000", "reset", 0.0)
+    found.note_weights("http://w9:8000", weights(1, 1))
     assert list(found.records) == ["http://w0:8000"]
 
 
 def test_an_exclusion_in_time_ends_with_its_time_and_without_a_probe() -> None:
     found = balancer(1)
     record = found.records["http://w0:8000"]
-    found.exclude("http://w0:8000", "its queue is full", 0.0, until=5.0)
-    assert (record.exclusion(4.9), record.usable(4.9)) == ("its queue is full", False)
-    assert (record.exclusion(5.0), record.usable(5.0)) == ("", True)
-    assert found.reasons(5.0) == "w0: serves"
-    found.exclude("http://w0:8000", "asleep", 6.0)
-    assert record.exclusion(1e9) == "asleep"
+    found.exclude_member("http://w0:8000", "its queue is full", 0.0, until=5.0)
+    assert (record.exclusion_reason(4.9), record.is_usable(4.9)) == ("its queue is full", False)
+    assert (record.exclusion_reason(5.0), record.is_usable(5.0)) == ("", True)
+    assert found.exclusion_reasons(5.0) == "w0: serves"
+    found.exclude_member("http://w0:8000", "asleep", 6.0)
+    assert record.exclusion_reason(1e9) == "asleep"
 
 
 def test_reasons_name_eight_members_and_count_the_others() -> None:
     found = balancer(8)
-    assert found.reasons(0.0) == "; ".join(f"w{i}: serves" for i in range(8))
+    assert found.exclusion_reasons(0.0) == "; ".join(f"w{i}: serves" for i in range(8))
     found.set_members(members(11), 0.0)
     first = "; ".join(f"w{i}: serves" for i in range(8))
-    assert found.reasons(0.0) == f"{first}; and 3 more"
+    assert found.exclusion_reasons(0.0) == f"{first}; and 3 more"
     found.set_members([], 0.0)
-    assert found.reasons(0.0) == ""
+    assert found.exclusion_reasons(0.0) == ""
 
 
 def test_reasons_name_the_weights_that_are_too_old() -> None:
     found = balancer(2)
-    found.saw_weights("http://w0:8000", weights(1, 4))
-    floor = Bounds(epoch=1, min_version=5)
-    assert found.reasons(0.0, floor) == "w0: has weights (1, 4); w1: serves"
-    assert found.reasons(0.0) == "w0: serves; w1: serves"
+    found.note_weights("http://w0:8000", weights(1, 4))
+    floor = WeightsBounds(epoch=1, min_version=5)
+    assert found.exclusion_reasons(0.0, floor) == "w0: has weights (1, 4); w1: serves"
+    assert found.exclusion_reasons(0.0) == "w0: serves; w1: serves"
     chosen(found)
     chosen(found)
     found.set_members(members(1), 0.0)
     gone = found.records["http://w1:8000"]
-    assert gone.why_not(0.0) == "gone"
-    assert not gone.usable(0.0)
-    assert found.members() == members(1)
+    assert gone.unusable_reason(0.0) == "gone"
+    assert not gone.is_usable(0.0)
+    assert found.present_members() == members(1)
 
 
 def test_a_member_that_becomes_ready_is_probed_at_once() -> None:
     found = balancer(1)
     record = found.records["http://w0:8000"]
-    found.exclude("http://w0:8000", "reset", 1.0)
+    found.exclude_member("http://w0:8000", "reset", 1.0)
     found.set_members([Member("http://w0:8000", "w0", ready=False)], 2.0)
     found.set_members([Member("http://w0:8000", "w0", ready=False)], 3.0)
     assert record.probe_at == 1.0
@@ -333,15 +333,15 @@ def test_who_comes_back_begins_anew_but_for_what_runs_on_it() -> None:
     chosen(found)
     chosen(found)
     url = "http://w1:8000"
-    found.exclude(url, "reset", 0.0)
-    found.saw_weights(url, weights(1, 4))
+    found.exclude_member(url, "reset", 0.0)
+    found.note_weights(url, weights(1, 4))
     found.set_members(members(1), 1.0)
     found.set_members(members(2), 2.0)
     record = found.records[url]
     assert (record.excluded, record.active, record.in_flight, record.failures) == ("", None, 1, 0)
     assert record.chosen == 2, "of equals it is the last to get a request"
-    found.release(url)
-    found.release(url)
+    found.release_member(url)
+    found.release_member(url)
     assert record.in_flight == 0
 
 
@@ -349,7 +349,7 @@ def test_not_ready_means_nothing_new_and_avoided_means_last() -> None:
     found = balancer(2)
     found.set_members([members(2)[0], Member("http://w1:8000", "w1", ready=False)], 0.0)
     assert [chosen(found) for _ in range(3)] == ["w0"] * 3
-    assert found.reasons(0.0) == "w0: serves; w1: not ready"
+    assert found.exclusion_reasons(0.0) == "w0: serves; w1: not ready"
     assert chosen(found, avoid=["http://w0:8000"]) == "w0", "rather that one than none"
     found.set_members(members(2), 0.0)
     assert chosen(found, avoid=["http://w1:8000"]) == "w0"
@@ -358,53 +358,53 @@ def test_not_ready_means_nothing_new_and_avoided_means_last() -> None:
 @pytest.mark.parametrize(
     ("bounds", "active", "admitted"),
     [
-        (Bounds(), (0, 0), True),
-        (Bounds(min_version=3), (2, 3), True),
-        (Bounds(min_version=3), (2, 2), False),
-        (Bounds(epoch=2, min_version=3), (3, 0), True),
-        (Bounds(epoch=2, min_version=3), (1, 9), False),
-        (Bounds(epoch=2), (1, 9), False),
-        (Bounds(exact_version=3), (2, 3), True),
-        (Bounds(exact_version=3), (2, 4), False),
-        (Bounds(epoch=1, exact_version=3), (2, 3), False),
+        (WeightsBounds(), (0, 0), True),
+        (WeightsBounds(min_version=3), (2, 3), True),
+        (WeightsBounds(min_version=3), (2, 2), False),
+        (WeightsBounds(epoch=2, min_version=3), (3, 0), True),
+        (WeightsBounds(epoch=2, min_version=3), (1, 9), False),
+        (WeightsBounds(epoch=2), (1, 9), False),
+        (WeightsBounds(exact_version=3), (2, 3), True),
+        (WeightsBounds(exact_version=3), (2, 4), False),
+        (WeightsBounds(epoch=1, exact_version=3), (2, 3), False),
     ],
 )
 def test_bounds_read_as_the_workers_admission_reads_them(
-    bounds: Bounds, active: tuple[int, int], admitted: bool
+    bounds: WeightsBounds, active: tuple[int, int], admitted: bool
 ) -> None:
     assert bounds.admits(weights(*active)) is admitted
     assert bounds.admits(None)
     found = balancer(1)
-    found.saw_weights("http://w0:8000", weights(*active))
-    assert (found.choose(None, 0.0, bounds) is not None) is admitted
+    found.note_weights("http://w0:8000", weights(*active))
+    assert (found.choose_member(None, 0.0, bounds) is not None) is admitted
 
 
 def test_an_exact_version_that_all_have_passed_is_all_beyond() -> None:
     found = balancer(2)
-    exact = Bounds(epoch=1, exact_version=3)
-    found.saw_weights("http://w0:8000", weights(1, 4))
+    exact = WeightsBounds(epoch=1, exact_version=3)
+    found.note_weights("http://w0:8000", weights(1, 4))
     assert not found.all_beyond(exact), "the other one may have it"
-    found.saw_weights("http://w1:8000", weights(2, 0))
+    found.note_weights("http://w1:8000", weights(2, 0))
     assert found.all_beyond(exact)
-    assert not found.all_beyond(Bounds(epoch=1, min_version=9))
-    found.saw_weights("http://w0:8000", weights(1, 3))
+    assert not found.all_beyond(WeightsBounds(epoch=1, min_version=9))
+    found.note_weights("http://w0:8000", weights(1, 3))
     assert not found.all_beyond(exact), "one has just that"
     # Without an epoch it is the version of whichever epoch a member is in.
     for version, beyond in ((2, False), (3, False), (4, True)):
         found.set_members(members(1), 0.0)
-        found.saw_weights("http://w0:8000", weights(7, version))
-        assert found.all_beyond(Bounds(exact_version=3)) is beyond
+        found.note_weights("http://w0:8000", weights(7, version))
+        assert found.all_beyond(WeightsBounds(exact_version=3)) is beyond
     found.set_members([], 0.0)
     assert not found.all_beyond(exact), "nobody is there: somebody may come"
 
 
 def test_unproven_members_wait_for_their_probe() -> None:
-    found = Balancer()
+    found = LoadBalancer()
     found.set_members([Member("http://w0:8000", "w0", proven=False)], 3.0)
-    assert found.choose(None, 3.0) is None
-    assert found.reasons(3.0) == "w0: not asked yet"
+    assert found.choose_member(None, 3.0) is None
+    assert found.exclusion_reasons(3.0) == "w0: not asked yet"
     assert found.records["http://w0:8000"].probe_at == 3.0
-    found.readmit("http://w0:8000")
+    found.readmit_member("http://w0:8000")
     assert chosen(found) == "w0"
 
 

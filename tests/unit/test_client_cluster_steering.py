@@ -21,13 +21,13 @@ from rollout_client.hooks import Hook
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
 from rollout_client.steering.cluster import ClusterSteering
-from rollout_client.steering.control_ports import ControlPorts, mounted_token
+from rollout_client.steering.control_ports import ControlPorts, read_mounted_token
 from rollout_client.steering.protocol import Published
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.verbs import SteeringVerbs
 from rollout_worker.embedded.handing import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
-from rollout_worker.wire.roothash import Hashed, root_hash_of
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
 from scripted_control import ScriptedControl, scripted_controls
 
 COLLECTION = "/apis/rollout.dev/v1alpha1/namespaces/train/rolloutreplicas"
@@ -124,7 +124,9 @@ async def steering(api: FlakyApi, tmp_path: Path) -> AsyncIterator[ClusterSteeri
 
 def publish(steering: ClusterSteering, seconds: float = 20) -> Any:
     source = WeightsSource(path="steps/1")
-    return steering.publish(WeightsId(epoch=1, version=1), source, seconds, lambda progress: None)
+    return steering.publish_identity(
+        WeightsId(epoch=1, version=1), source, seconds, lambda progress: None
+    )
 
 
 FAILURES = [[503], [429, 429], [500, 504], [None]]
@@ -135,7 +137,7 @@ async def test_what_fails_in_passing_is_tried_again(
     api: FlakyApi, steering: ClusterSteering, failures: list[int | None]
 ) -> None:
     api.reads, api.writes = list(failures), list(failures)
-    assert await steering.acquire(20) == 1
+    assert await steering.acquire_epoch(20) == 1
     api.reads, api.writes = list(failures), list(failures)
     api.lists = [each for each in failures if each is not None]
     api.commits(1, 1)
@@ -146,7 +148,7 @@ async def test_what_fails_in_passing_is_tried_again(
     await steering.change_state("Asleep", 20)
     assert api.pool["spec"]["state"] == "Asleep"
     api.reads = list(failures)
-    assert await steering.state() == "Asleep"
+    assert await steering.wanted_state() == "Asleep"
 
 
 async def test_an_epoch_whose_answer_was_lost_is_taken_over(
@@ -154,7 +156,7 @@ async def test_an_epoch_whose_answer_was_lost_is_taken_over(
 ) -> None:
     """Nobody can tell whether it was ours: the one above it shuts out whoever has it."""
     api.lost, api.writes = True, [None]
-    assert await steering.acquire(20) == 2
+    assert await steering.acquire_epoch(20) == 2
     assert api.epoch == "2"
 
 
@@ -164,7 +166,7 @@ async def test_another_trainers_epoch_is_not_taken_over(
     api.lost = True
     api.writes = [429]  # a refusal that can't have taken effect, and yet the epoch has risen
     with pytest.raises(EpochLost):
-        await steering.acquire(20)
+        await steering.acquire_epoch(20)
 
 
 @pytest.mark.parametrize("part", ["reads", "writes"])
@@ -173,7 +175,7 @@ async def test_what_will_not_pass_is_told_at_once(
 ) -> None:
     setattr(api, part, [403] * 9)
     for ask in (
-        steering.acquire(600),
+        steering.acquire_epoch(600),
         publish(steering, 600),
         steering.change_state("Paused", 600),
     ):
@@ -195,7 +197,7 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
 ) -> None:
     api.reads = [503] * 99
     with pytest.raises(ClusterError, match="overloaded"):
-        await steering.acquire(0.5)
+        await steering.acquire_epoch(0.5)
     api.reads = []
     done = {"to": "Active", "completedAt": None}
     api.pool["status"] = {"observedGeneration": 1, "lastTransition": done, "message": "2 of 3"}
@@ -206,7 +208,7 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
 
 PUSHED = {"a": torch.arange(7.0)}
 PUSHED_HASH = root_hash_of(
-    {"a": Hashed("F32", (7,), xxhash.xxh3_128_hexdigest(PUSHED["a"].numpy().data))}
+    {"a": HashedTensor("F32", (7,), xxhash.xxh3_128_hexdigest(PUSHED["a"].numpy().data))}
 )
 
 
@@ -225,7 +227,7 @@ async def pushing(
     push = pusher.begin(PUSHED)
     pushed = WeightsSource(pushed=Pushed())
     sending = asyncio.ensure_future(
-        steering.publish(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
+        steering.publish_identity(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
     )
     await push.fill()
     try:
@@ -334,6 +336,6 @@ async def test_a_head_that_has_other_content_keeps_the_target_and_its_bytes(
 
 async def test_without_a_mounted_token_the_fix_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"audience rollout\.dev/train/math there"):
-        mounted_token("rollout.dev/train/math", tmp_path / "token")()
+        read_mounted_token("rollout.dev/train/math", tmp_path / "token")()
     (tmp_path / "token").write_text("secret\n")
-    assert mounted_token("", tmp_path / "token")() == "secret"
+    assert read_mounted_token("", tmp_path / "token")() == "secret"

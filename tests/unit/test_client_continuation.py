@@ -5,44 +5,46 @@ from __future__ import annotations
 import pytest
 
 from rollout_client.generating.continuation import (
-    bounds_of_rest,
-    rest_of,
-    rewind_of,
-    sampling_of_rest,
+    remaining_bounds,
+    remaining_request,
+    remaining_sampling,
+    rewind_length,
 )
-from rollout_client.generating.draft import Draft
-from rollout_client.routing.bounds import Bounds
+from rollout_client.generating.draft import OutputDraft
+from rollout_client.routing.bounds import WeightsBounds
 from rollout_worker.schemas import GenerateRequest, SamplingParams, StreamDelta, WeightsSpan
 
 
-def draft(*versions: int) -> Draft:
+def draft(*versions: int) -> OutputDraft:
     """A draft with a token of each version, in epoch 1."""
-    made = Draft(0)
-    made.begin()
+    made = OutputDraft(0)
+    made.begin_attempt()
     for at, version in enumerate(versions):
         span = WeightsSpan(epoch=1, version=version, start=at, end=at + 1)
-        made.take(StreamDelta(index=0, token_ids=(10 + at,), logprobs=None, weights=(span,)))
+        made.append_delta(
+            StreamDelta(index=0, token_ids=(10 + at,), logprobs=None, weights=(span,))
+        )
     return made
 
 
 def test_one_budget_over_all_attempts() -> None:
     sampling = SamplingParams(max_tokens=10, min_tokens=4, temperature=0.7)
-    assert sampling_of_rest(sampling, 0) is sampling
-    rest = sampling_of_rest(sampling, 3)
+    assert remaining_sampling(sampling, 0) is sampling
+    rest = remaining_sampling(sampling, 3)
     assert (rest.max_tokens, rest.min_tokens, rest.temperature) == (7, 1, 0.7)
-    assert sampling_of_rest(sampling, 9).min_tokens == 0
-    assert sampling_of_rest(SamplingParams(), 1).max_tokens is None
+    assert remaining_sampling(sampling, 9).min_tokens == 0
+    assert remaining_sampling(SamplingParams(), 1).max_tokens is None
 
 
 def test_a_continuation_draws_other_numbers_but_always_the_same_ones() -> None:
     sampling = SamplingParams(seed=5)
-    seeds = [sampling_of_rest(sampling, tokens).seed for tokens in range(5)]
+    seeds = [remaining_sampling(sampling, tokens).seed for tokens in range(5)]
     assert len(set(seeds)) == 5
-    assert seeds == [sampling_of_rest(sampling, tokens).seed for tokens in range(5)]
+    assert seeds == [remaining_sampling(sampling, tokens).seed for tokens in range(5)]
     # Part of the contract of a seeded run: it may be repeated with another version of the client.
     assert seeds[:3] == [5, 2177342782468422682, 4354685564936845359]
     assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
-    assert sampling_of_rest(SamplingParams(), 3).seed is None
+    assert remaining_sampling(SamplingParams(), 3).seed is None
 
 
 @pytest.mark.parametrize(
@@ -66,32 +68,34 @@ def test_a_continuation_draws_other_numbers_but_always_the_same_ones() -> None:
 def test_what_a_break_could_hide_is_sampled_again(
     sampling: SamplingParams, end_known: bool, tokens: int, rewind: int
 ) -> None:
-    assert rewind_of(sampling, tokens, end_known=end_known) == rewind
+    assert rewind_length(sampling, tokens, end_known=end_known) == rewind
 
 
 @pytest.mark.parametrize(
     ("asked", "versions", "one_version", "rest"),
     [
-        (Bounds(2, 3, 4), (), True, Bounds(2, 3, 4)),
-        (Bounds(), (), True, Bounds()),
-        (Bounds(), (5, 6), False, Bounds(1, 6)),
-        (Bounds(0, 2), (5, 6), False, Bounds(1, 6)),
-        (Bounds(0, 2), (5,), True, Bounds(1, 2, 5)),
-        (Bounds(1, None, 5), (5,), False, Bounds(1, None, 5)),
+        (WeightsBounds(2, 3, 4), (), True, WeightsBounds(2, 3, 4)),
+        (WeightsBounds(), (), True, WeightsBounds()),
+        (WeightsBounds(), (5, 6), False, WeightsBounds(1, 6)),
+        (WeightsBounds(0, 2), (5, 6), False, WeightsBounds(1, 6)),
+        (WeightsBounds(0, 2), (5,), True, WeightsBounds(1, 2, 5)),
+        (WeightsBounds(1, None, 5), (5,), False, WeightsBounds(1, None, 5)),
     ],
 )
 def test_the_rest_comes_from_the_same_weights_or_from_no_older_ones(
-    asked: Bounds, versions: tuple[int, ...], one_version: bool, rest: Bounds
+    asked: WeightsBounds, versions: tuple[int, ...], one_version: bool, rest: WeightsBounds
 ) -> None:
-    assert bounds_of_rest(asked, draft(*versions), one_version=one_version) == rest
+    assert remaining_bounds(asked, draft(*versions), one_version=one_version) == rest
 
 
 def test_the_rest_is_asked_for_behind_the_tokens_so_far() -> None:
     request = GenerateRequest(token_ids=(1, 2), sampling=SamplingParams(max_tokens=5))
 
-    def rest(made: Draft, seconds: float = 7.5) -> GenerateRequest:
-        bounds = Bounds(1, 2, 3)
-        return rest_of(request, made, bounds, request_id="r.a1", session_id="s", seconds=seconds)
+    def rest(made: OutputDraft, seconds: float = 7.5) -> GenerateRequest:
+        bounds = WeightsBounds(1, 2, 3)
+        return remaining_request(
+            request, made, bounds, request_id="r.a1", session_id="s", seconds=seconds
+        )
 
     first, second = rest(draft()), rest(draft(4, 4))
     assert first.token_ids == (1, 2)

@@ -45,14 +45,14 @@ class Steered:
         )
 
     async def publish(self, seconds: float = 30) -> str:
-        done = await self.direct.publish(NEW, SOURCE, seconds, self.told.append)
+        done = await self.direct.publish_identity(NEW, SOURCE, seconds, self.told.append)
         assert done.identity == NEW
         return done.message
 
 
 @pytest.fixture
 async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
-    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 0.1)
     async with scripted_controls(2) as controls:
         made = Steered(controls)
         yield made
@@ -61,7 +61,9 @@ async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
 
 async def test_what_was_handed_over_serves_already_without_an_operator(steered: Steered) -> None:
     with pytest.raises(PublishFailed, match="hand_over commits by itself"):
-        await steered.direct.publish(NEW, WeightsSource(pushed=Pushed()), 5, steered.told.append)
+        await steered.direct.publish_identity(
+            NEW, WeightsSource(pushed=Pushed()), 5, steered.told.append
+        )
     assert [each.verbs for each in steered.controls] == [[], []]
 
 
@@ -72,22 +74,22 @@ async def test_an_epoch_is_above_all_that_any_worker_has_seen(steered: Steered) 
     first, second = steered.controls
     first.active, first.fence_epoch = (3, 1), 5
     second.required = {"epoch": 7, "version": 1}
-    assert await steered.direct.acquire(10) == 8
+    assert await steered.direct.acquire_epoch(10) == 8
     assert [each.body("require") for each in steered.controls] == [{"epoch": 8}] * 2
     second.slot = {"epoch": 11, "version": 1, "source": {"path": "/w"}}
-    assert await steered.direct.acquire(10) == 12
+    assert await steered.direct.acquire_epoch(10) == 12
 
 
 async def test_an_epoch_that_one_worker_refuses_is_lost(steered: Steered) -> None:
     steered.controls[1].refuse["require"] = (409, "stale-epoch")
     with pytest.raises(EpochLost, match="w1: no require: stale-epoch"):
-        await steered.direct.acquire(10)
+        await steered.direct.acquire_epoch(10)
 
 
 async def test_without_an_answer_there_is_no_epoch(steered: Steered) -> None:
     steered.controls[0].server.delay("GET", "/v1/state", {}, 5)
     with pytest.raises(SteeringFailed, match=r"the workers did not confirm an epoch in 0\.2 s"):
-        await steered.direct.acquire(0.2)
+        await steered.direct.acquire_epoch(0.2)
 
 
 # Weights.
@@ -104,7 +106,7 @@ async def test_all_stage_then_all_commit_and_all_are_fenced(steered: Steered) ->
         assert commit["deadline_seconds"] == 7
         assert each.body("require") == {"epoch": 1, "min_version": 5}
     assert steered.serving == [("http://w0:8000", NEW), ("http://w1:8000", NEW)]
-    assert steered.direct.floor == NEW
+    assert steered.direct.lowest_identity == NEW
     assert [told.phase for told in steered.told][-2:] == ["Committing", "Complete"]
     assert (steered.told[-1].done, steered.told[-1].total) == (2, 2)
 
@@ -114,7 +116,7 @@ async def test_all_stage_then_all_commit_and_all_are_fenced(steered: Steered) ->
 async def test_a_busy_control_port_is_asked_again(
     steered: Steered, verb: str, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_ports, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(control_ports, "ASK_AGAIN_SECONDS", 0.01)
     steered.controls[1].busy[verb] = [answer] * 2
     assert await steered.publish() == "2 of 2 replicas serve weights (1, 5)"
     assert not steered.controls[1].busy[verb], "it was busy"
@@ -123,8 +125,8 @@ async def test_a_busy_control_port_is_asked_again(
 async def test_one_that_stays_busy_ends_the_publish(
     steered: Steered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_ports, "AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(control_ports, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(control_ports, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(control_ports, "BUSY_RETRY_SECONDS", 0.1)
     steered.controls[1].refuse["state"] = (429, "queue-full")
     with pytest.raises(SteeringFailed, match="no state: queue-full"):
         await steered.publish()
@@ -165,7 +167,7 @@ async def test_a_pool_that_sleeps_commits_at_once(steered: Steered) -> None:
     for each in steered.controls:
         each.resident = False
     assert "0 of 2 replicas serve" in await steered.publish()
-    assert steered.direct.floor == NEW
+    assert steered.direct.lowest_identity == NEW
 
 
 async def test_a_commit_that_all_refuse_changes_nothing(steered: Steered) -> None:
@@ -173,7 +175,7 @@ async def test_a_commit_that_all_refuse_changes_nothing(steered: Steered) -> Non
         each.refuse["commit"] = (409, "stale-epoch")
     with pytest.raises(EpochLost, match="no commit: stale-epoch"):
         await steered.publish()
-    assert steered.direct.floor is None
+    assert steered.direct.lowest_identity is None
     for each in steered.controls:
         assert each.verbs == ["stage", "commit", "discard"]
 
@@ -182,7 +184,7 @@ async def test_a_commit_that_one_refuses_goes_on(steered: Steered) -> None:
     bad = steered.controls[1]
     bad.refuse["commit"] = (500, "commit-failed")
     assert (await steered.publish()).startswith("1 of 2 replicas serve")
-    assert steered.direct.floor == NEW
+    assert steered.direct.lowest_identity == NEW
     assert bad.body("require") == {"epoch": 1, "min_version": 5}
     del bad.refuse["commit"]
     await until(lambda: bad.active == (1, 5), what="the keeper to seed it")
@@ -225,8 +227,8 @@ async def test_a_commit_that_nobody_answers_fails_but_holds(steered: Steered) ->
             ]
 
     with pytest.raises(PublishFailed, match="no replica answered to the commit"):
-        await steered.direct.publish(NEW, SOURCE, 30, leave)
-    assert steered.direct.floor == NEW
+        await steered.direct.publish_identity(NEW, SOURCE, 30, leave)
+    assert steered.direct.lowest_identity == NEW
     steered.members[:] = members
     await until(lambda: steered.controls[1].active == (1, 5), what="the keeper to seed it")
 
@@ -237,8 +239,10 @@ async def test_a_failed_publish_still_cares_for_the_weights_of_before(steered: S
     behind.refuse["stage"] = (422, "invalid-request")
     newer = WeightsId(epoch=1, version=6)
     with pytest.raises(PublishFailed, match="no stage: invalid-request"):
-        await steered.direct.publish(newer, WeightsSource(path="/w/6"), 30, steered.told.append)
-    assert steered.direct.floor == NEW
+        await steered.direct.publish_identity(
+            newer, WeightsSource(path="/w/6"), 30, steered.told.append
+        )
+    assert steered.direct.lowest_identity == NEW
     behind.refuse.clear()
     behind.active = (1, 3)
     await until(lambda: behind.active == (1, 5), what="the keeper to seed it")
@@ -248,9 +252,9 @@ async def test_a_failed_publish_still_cares_for_the_weights_of_before(steered: S
 
 
 async def test_states_reach_all_that_answer(steered: Steered) -> None:
-    assert await steered.direct.state() is None
+    assert await steered.direct.wanted_state() is None
     await steered.direct.change_state("Asleep", 10)
-    assert await steered.direct.state() == "Asleep"
+    assert await steered.direct.wanted_state() == "Asleep"
     for each in steered.controls:
         sent = each.body("sleep")
         assert (sent["level"], sent["mode"], sent["deadline_seconds"]) == (2, "drain", 7)
@@ -272,7 +276,7 @@ async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
     """And doesn't read the old ones for that, if it can wake without."""
     for control in steered.controls:
         control.wakes_empty = able
-    monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)  # else it may be quicker
+    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 60)  # else it may be quicker
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     await steered.direct.change_state("Active", 10)
@@ -286,7 +290,7 @@ async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
 async def test_who_woke_without_weights_and_failed_gets_the_published_ones(
     steered: Steered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "LOOK_SECONDS", 60)
+    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 60)
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     for control in steered.controls:
@@ -350,7 +354,7 @@ async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered)
 async def test_who_stages_for_too_long_is_given_up_until_the_next_look(
     steered: Steered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper, "SEED_SECONDS", 0.2)
+    monkeypatch.setattr(keeper, "SEED_TIMEOUT_SECONDS", 0.2)
     await steered.publish()
     behind = steered.controls[1]
     behind.active, behind.phase = (1, 3), "Staging"
@@ -365,7 +369,7 @@ async def test_the_keeper_leaves_alone_who_sleeps_or_lacks_nothing(steered: Stee
     asleep.active, asleep.resident, newer.active = (1, 3), False, (1, 6)
     before = [list(each.verbs) for each in steered.controls]
     count = len(steered.serving)
-    await steered.direct._keeper._look()
+    await steered.direct._keeper._check_replicas()
     assert [each.verbs for each in steered.controls] == before
     assert len(steered.serving) == count
 
@@ -373,7 +377,7 @@ async def test_the_keeper_leaves_alone_who_sleeps_or_lacks_nothing(steered: Stee
 async def test_a_pool_that_serves_is_not_woken_again(steered: Steered) -> None:
     await steered.direct.change_state("Active", 10)
     before = [list(each.verbs) for each in steered.controls]
-    await steered.direct._keeper._look()
+    await steered.direct._keeper._check_replicas()
     assert [each.verbs for each in steered.controls] == before
 
 
@@ -387,7 +391,7 @@ async def test_a_token_that_can_not_be_read_for_a_while_ends_no_care(tmp_path: P
         await direct.change_state("Paused", 10)
         file.unlink()
         with pytest.raises(SteeringFailed, match="the token of the control ports can't be read"):
-            await direct.acquire(10)
+            await direct.acquire_epoch(10)
         (keeper,) = [t for t in asyncio.all_tasks() if t.get_name() == "keeper of the pool"]
         await asyncio.wait({keeper}, timeout=1.5)  # it looks every second
         assert not keeper.done()
@@ -457,7 +461,7 @@ async def test_a_state_that_was_asked_for_counts_even_if_nobody_heard_of_it(
     )
     with pytest.raises(SteeringFailed, match=r"not all .* Active within 0\.2 s: no worker answers"):
         await steered.direct.change_state("Active", 0.2)
-    assert await steered.direct.state() == "Active"
+    assert await steered.direct.wanted_state() == "Active"
     await steered.direct.ask_state("Asleep", 0.2)
     steered.members = members
     steered.controls[0].holds = []

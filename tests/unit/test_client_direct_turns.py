@@ -11,8 +11,8 @@ import pytest
 
 from rollout_client import AsyncRolloutPool, RolloutPool, SteeringFailed
 from rollout_client.turn import local_turn, locks
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.server import Servers
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.turn.files import holders
 from tiny_worker import TinyWorker, tiny_worker
@@ -39,10 +39,10 @@ async def served(
     flags = ("--turn-directory", str(home / "turn"), "--turn-devices", GPU, "--turn-holder", "me")
     where = ("--data-host", "127.0.0.1", "--data-port", str(ports[0]), "--control-port")
     async with tiny_worker(home, *flags, *where, str(ports[1]), loads=loads) as tiny:
-        servers = Servers(tiny.worker, Anyone())
-        running = asyncio.create_task(servers.run())
+        servers = HttpServers(tiny.worker, AllowAnyone())
+        running = asyncio.create_task(servers.serve_both_ports())
         try:
-            yield tiny, servers.ports
+            yield tiny, servers.bound_ports
         finally:
             servers.stop()
             await asyncio.wait_for(running, 20)
@@ -111,7 +111,7 @@ async def test_a_worker_that_restarts_when_a_turn_begins_is_waited_for(
         tiny, _ = await stack.enter_async_context(served(tmp_path, ports))
         await training
         assert tiny.state is Lifecycle.ACTIVE
-        assert [each.holds for each in [tiny.worker.state()]] == [()]
+        assert [each.holds for each in [tiny.worker.worker_state()]] == [()]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -136,7 +136,7 @@ async def test_several_trainers_have_their_turns_one_after_the_other(
         pools = [await stack.enter_async_context(trainer(ports)) for _ in range(count)]
         await asyncio.gather(*map(train, pools))
         assert tiny.state is Lifecycle.ACTIVE
-        assert tiny.worker.state().holds == ()
+        assert tiny.worker.worker_state().holds == ()
 
 
 async def test_after_an_error_the_worker_wakes_once_the_devices_are_free(

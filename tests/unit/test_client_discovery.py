@@ -16,7 +16,7 @@ from aiohttp import web
 from loopback import Loopback, kubeconfig, loopback
 from rollout_client import AsyncRolloutPool, ClusterError, Hook, NoReplica
 from rollout_client.discovery.dns import DnsDiscovery
-from rollout_client.discovery.endpoints import EndpointDiscovery, members_of
+from rollout_client.discovery.endpoints import EndpointDiscovery, members_of_slices
 from rollout_client.discovery.members import Discovery, Member, Publish
 from rollout_client.kube.access import access
 from rollout_client.kube.client import Kube
@@ -37,7 +37,7 @@ def of(name: str, *endpoints: dict[str, Any], port: int = 8000) -> dict[str, Any
 
 
 def test_slices_become_members() -> None:
-    found = members_of(
+    found = members_of_slices(
         [
             of("b", endpoint("10.0.0.2", "p-1-0", False), endpoint("fd00::3", "p-2-0", None)),
             of("a", endpoint("10.0.0.1", "p-0-0"), endpoint("10.0.0.2", "p-1-0"), port=9000),
@@ -61,7 +61,7 @@ async def running(discovery: Discovery, publish: Publish) -> AsyncIterator[None]
     A cancelled task that nobody waits for goes on connecting while the server of the test closes:
     it accepts one more connection, and the next test finds that socket in the garbage.
     """
-    task = asyncio.create_task(discovery.run(publish))
+    task = asyncio.create_task(discovery.run_discovery(publish))
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.generating.draft import BadDelta, Draft
+from rollout_client.generating.draft import BadDelta, OutputDraft
 from rollout_worker.schemas import (
     AbortReason,
     StopMatch,
@@ -34,46 +34,46 @@ def delta(
     return StreamDelta(index=0, token_ids=tuple(tokens), logprobs=values, weights=(span,))
 
 
-def drafted(*deltas: StreamDelta) -> Draft:
-    draft = Draft(0)
+def drafted(*deltas: StreamDelta) -> OutputDraft:
+    draft = OutputDraft(0)
     for each in deltas:
-        draft.take(each)
+        draft.append_delta(each)
     return draft
 
 
-def spans(draft: Draft) -> list[tuple[int, int, int]]:
+def spans(draft: OutputDraft) -> list[tuple[int, int, int]]:
     return [(s.version, s.start, s.end) for s in draft.spans]
 
 
 def test_attempts_are_joined_and_like_spans_merged() -> None:
-    draft = Draft(0)
-    draft.begin()
-    draft.take(delta(0, [1, 2]))
-    draft.take(delta(2, [3]))
-    draft.begin()
-    draft.take(delta(0, [4]))
-    draft.take(delta(1, [5], version=7))
+    draft = OutputDraft(0)
+    draft.begin_attempt()
+    draft.append_delta(delta(0, [1, 2]))
+    draft.append_delta(delta(2, [3]))
+    draft.begin_attempt()
+    draft.append_delta(delta(0, [4]))
+    draft.append_delta(delta(1, [5], version=7))
     assert draft.token_ids == [1, 2, 3, 4, 5]
     assert spans(draft) == [(0, 0, 4), (7, 4, 5)]
-    output = draft.output(StopReason.LENGTH)
+    output = draft.to_output(StopReason.LENGTH)
     assert output.logprobs is not None
     assert len(output.logprobs) == 5
-    part = draft.delta(3, 5)
+    part = draft.delta_between(3, 5)
     assert [(s.version, s.start, s.end) for s in part.weights] == [(0, 3, 4), (7, 4, 5)]
 
 
 def test_what_may_be_sampled_again_is_cut_with_its_spans() -> None:
-    draft = Draft(0)
-    draft.begin()
-    draft.take(delta(0, [1, 2]))
-    draft.take(delta(2, [3, 4], version=7))
-    draft.begin(rewind=3)
+    draft = OutputDraft(0)
+    draft.begin_attempt()
+    draft.append_delta(delta(0, [1, 2]))
+    draft.append_delta(delta(2, [3, 4], version=7))
+    draft.begin_attempt(rewind=3)
     assert draft.token_ids == [1]
     assert spans(draft) == [(0, 0, 1)]
-    draft.take(delta(0, [9], version=7))
+    draft.append_delta(delta(0, [9], version=7))
     assert spans(draft) == [(0, 0, 1), (7, 1, 2)]
-    draft.begin(rewind=9)
-    assert (len(draft), draft.spans, draft.first) == (0, [], None)
+    draft.begin_attempt(rewind=9)
+    assert (len(draft), draft.spans, draft.first_weights) == (0, [], None)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_what_may_be_sampled_again_is_cut_with_its_spans() -> None:
     ids=["a gap", "no span", "too many logprobs"],
 )
 def test_nonsense_is_not_taken(bad: StreamDelta) -> None:
-    draft = Draft(0)
-    draft.begin()
+    draft = OutputDraft(0)
+    draft.begin_attempt()
     with pytest.raises(BadDelta):
-        draft.take(bad)
+        draft.append_delta(bad)
 
 
 @given(
@@ -97,12 +97,12 @@ def test_nonsense_is_not_taken(bad: StreamDelta) -> None:
     st.integers(0, 4),
 )
 def test_spans_always_cover_the_tokens(attempts: list[list[tuple[int, int]]], rewind: int) -> None:
-    draft = Draft(0)
+    draft = OutputDraft(0)
     for attempt in attempts:
-        draft.begin(rewind)
+        draft.begin_attempt(rewind)
         at = 0
         for count, version in attempt:
-            draft.take(delta(at, list(range(count)), version))
+            draft.append_delta(delta(at, list(range(count)), version))
             at += count
     assert len(draft.logprobs) == len(draft)
     edges = [0, *(edge for s in draft.spans for edge in (s.start, s.end)), len(draft)]
@@ -113,12 +113,12 @@ def test_spans_always_cover_the_tokens(attempts: list[list[tuple[int, int]]], re
 
 
 def test_an_output_knows_the_weights_of_its_first_and_its_last_token() -> None:
-    draft = Draft(0)
-    assert (draft.first, draft.last) == (None, None)
-    draft.take(delta(0, [1], version=4, epoch=2))
-    draft.take(delta(1, [2], version=5, epoch=2))
-    draft.take(delta(2, [3], version=1, epoch=3))
-    assert (draft.first, draft.last) == (
+    draft = OutputDraft(0)
+    assert (draft.first_weights, draft.last_weights) == (None, None)
+    draft.append_delta(delta(0, [1], version=4, epoch=2))
+    draft.append_delta(delta(1, [2], version=5, epoch=2))
+    draft.append_delta(delta(2, [3], version=1, epoch=3))
+    assert (draft.first_weights, draft.last_weights) == (
         WeightsId(epoch=2, version=4),
         WeightsId(epoch=3, version=1),
     )
@@ -144,7 +144,7 @@ def test_a_part_of_an_output_has_its_part_of_the_spans(
     start: int, end: int, parts: list[tuple[int, int, int]]
 ) -> None:
     draft = drafted(delta(0, [1, 2], 4), delta(2, [3, 4], 5), delta(4, [5], 6))
-    part = draft.delta(start, end)
+    part = draft.delta_between(start, end)
     assert [(s.version, s.start, s.end) for s in part.weights] == parts
     assert part.token_ids == (1, 2, 3, 4, 5)[start:end]
     assert part.logprobs == (-1.0, -2.0, -3.0, -4.0, -5.0)[start:end]
@@ -153,26 +153,26 @@ def test_a_part_of_an_output_has_its_part_of_the_spans(
 
 def test_an_output_without_logprobs_has_none_unless_they_were_asked_for() -> None:
     bare = drafted(delta(0, [1], logprobs=False))
-    assert bare.delta(0, 1).logprobs is None
-    assert bare.output(StopReason.STOP, logprobs=False).logprobs is None
-    assert Draft(0).output(StopReason.STOP).logprobs == ()
-    assert Draft(0).output(StopReason.STOP, logprobs=False).logprobs is None
+    assert bare.delta_between(0, 1).logprobs is None
+    assert bare.to_output(StopReason.STOP, logprobs=False).logprobs is None
+    assert OutputDraft(0).to_output(StopReason.STOP).logprobs == ()
+    assert OutputDraft(0).to_output(StopReason.STOP, logprobs=False).logprobs is None
     # What a worker sent is there, whatever was asked for.
     full = drafted(delta(0, [1]))
-    assert full.output(StopReason.STOP, logprobs=False).logprobs == (-1.0,)
+    assert full.to_output(StopReason.STOP, logprobs=False).logprobs == (-1.0,)
 
 
 def test_logprobs_may_not_stop_in_the_middle() -> None:
     draft = drafted(delta(0, [1]))
     empty = StreamDelta(index=0, token_ids=(), logprobs=None, weights=())
-    draft.take(empty)
+    draft.append_delta(empty)
     with pytest.raises(BadDelta, match="logprobs stopped in the middle"):
-        draft.take(delta(1, [2], logprobs=False))
+        draft.append_delta(delta(1, [2], logprobs=False))
 
 
 def test_how_an_output_ended_is_passed_on() -> None:
     match = StopMatch(token_id=2)
-    output = drafted(delta(0, [1, 2])).output(StopReason.STOP, match, AbortReason.CLIENT)
+    output = drafted(delta(0, [1, 2])).to_output(StopReason.STOP, match, AbortReason.CLIENT)
     assert (output.stop_reason, output.stop_match, output.abort_reason) == (
         StopReason.STOP,
         match,
@@ -181,13 +181,13 @@ def test_how_an_output_ended_is_passed_on() -> None:
 
 
 def test_an_output_that_starts_over_has_forgotten_everything() -> None:
-    draft = Draft(0)
+    draft = OutputDraft(0)
     for _ in range(2):
-        draft.begin()
-        draft.take(delta(0, [1, 2], version=4))
-    draft.clear()
+        draft.begin_attempt()
+        draft.append_delta(delta(0, [1, 2], version=4))
+    draft.clear_tokens()
     assert (len(draft), draft.logprobs, draft.spans) == (0, [], [])
-    draft.take(delta(0, [7], version=5))
+    draft.append_delta(delta(0, [7], version=5))
     assert spans(draft) == [(5, 0, 1)]
 
 
@@ -206,9 +206,9 @@ def test_an_output_that_starts_over_has_forgotten_everything() -> None:
     ],
 )
 def test_nonsense_is_named_in_the_attempts_own_counting(bad: StreamDelta, why: str) -> None:
-    draft = Draft(0)
-    draft.begin()
-    draft.take(delta(0, [8, 9]))
-    draft.begin()
+    draft = OutputDraft(0)
+    draft.begin_attempt()
+    draft.append_delta(delta(0, [8, 9]))
+    draft.begin_attempt()
     with pytest.raises(BadDelta, match=why):
-        draft.take(bad)
+        draft.append_delta(bad)

@@ -31,7 +31,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.generating.prompts import Prompt
-from rollout_client.routing.connections import SHARE, Connections
+from rollout_client.routing.connections import STREAMS_PER_CLIENT, MemberClients
 from scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from waiting import until
 
@@ -535,8 +535,8 @@ async def test_clients_share_what_servers_are_checked_against() -> None:
     """Loading it takes some 20 ms: a pool has a client for every member, a trainer many pools."""
     seen = []
     for _ in range(2):
-        connections = Connections()
-        with connections.to("https://worker") as client:
+        connections = MemberClients()
+        with connections.client_for("https://worker") as client:
             transport: Any = client._transport
             seen.append(transport._pool._ssl_context)
         await connections.close()
@@ -544,12 +544,14 @@ async def test_clients_share_what_servers_are_checked_against() -> None:
 
 
 async def test_a_client_of_httpx_gets_no_more_than_its_share() -> None:
-    connections, url = Connections(), "http://worker"
+    connections, url = MemberClients(), "http://worker"
     with ExitStack() as stack:
-        lent = [stack.enter_context(connections.to(url)) for _ in range(SHARE + 1)]
-        assert lent[0] is lent[SHARE - 1]
-        assert lent[SHARE] is not lent[0]
-    with connections.to(url) as again:
+        lent = [
+            stack.enter_context(connections.client_for(url)) for _ in range(STREAMS_PER_CLIENT + 1)
+        ]
+        assert lent[0] is lent[STREAMS_PER_CLIENT - 1]
+        assert lent[STREAMS_PER_CLIENT] is not lent[0]
+    with connections.client_for(url) as again:
         assert again is lent[0], "the first one's connections are kept, whatever is free"
     await connections.close()
 

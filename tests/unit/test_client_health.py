@@ -15,11 +15,11 @@ from aiohttp import web
 from loopback import Loopback, loopback
 from rollout_client import WeightsId
 from rollout_client.discovery.members import Member
-from rollout_client.routing.balancer import Balancer
-from rollout_client.routing.bounds import Bounds
-from rollout_client.routing.connections import Connections
-from rollout_client.routing.health import WEIGHTS_PAUSE, Health, pause_after
-from rollout_client.routing.router import Lease, Router
+from rollout_client.routing.balancer import LoadBalancer
+from rollout_client.routing.bounds import WeightsBounds
+from rollout_client.routing.connections import MemberClients
+from rollout_client.routing.health import WEIGHTS_PROBE_SECONDS, HealthChecker, probe_pause_after
+from rollout_client.routing.router import AttemptLease, RequestRouter
 from waiting import until
 
 INFO: dict[str, Any] = {
@@ -33,7 +33,7 @@ INFO: dict[str, Any] = {
         **dict.fromkeys(("prefix_cache", "cache_salt"), False),
     },
 }
-FLOOR = Bounds(epoch=1, min_version=5)
+FLOOR = WeightsBounds(epoch=1, min_version=5)
 
 
 def weights(version: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Watched:
 
     def __init__(self, server: Loopback) -> None:
         self.server = server
-        self.router = Router(Balancer(), look_seconds=60)
+        self.router = RequestRouter(LoadBalancer(), look_seconds=60)
         self.member = Member(server.url, "w0")
         self.router.balancer.set_members([self.member], 0.0)
         self.record = self.router.balancer.records[server.url]
@@ -58,7 +58,7 @@ class Watched:
         return self.server.requests.count(("GET", path, ""))
 
     def exclude(self, until: float | None = None) -> None:
-        self.router.balancer.exclude(self.member.url, "reset", time.monotonic(), until)
+        self.router.balancer.exclude_member(self.member.url, "reset", time.monotonic(), until)
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 @asynccontextmanager
-async def watching(watched: Watched, **options: float) -> AsyncIterator[Health]:
-    connections = Connections()
-    health = Health(watched.router, connections, **options)
-    task = asyncio.create_task(health.run())
+async def watching(watched: Watched, **options: float) -> AsyncIterator[HealthChecker]:
+    connections = MemberClients()
+    health = HealthChecker(watched.router, connections, **options)
+    task = asyncio.create_task(health.run_checks())
     try:
         yield health
     finally:
@@ -93,8 +93,8 @@ async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched
     ends = {"eos_token_ids": [2, 9], "said_by_a_newer_worker": 1}
     watched.server.answer("GET", "/v1/info", {**INFO, **ends})
     async with watching(watched):
-        await watched.router.choose(None, time.monotonic())
-        with watched.router.lease(watched.member):
+        await watched.router.choose_member(None, time.monotonic())
+        with watched.router.lease_member(watched.member):
             await until(lambda: watched.record.info, what="what it is")
             await asyncio.sleep(0.3)
         assert watched.record.info is not None
@@ -107,8 +107,8 @@ async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched
 async def test_an_older_worker_does_not_say_what_ends_outputs(watched: Watched) -> None:
     watched.server.answer("GET", "/v1/info", INFO)
     async with watching(watched):
-        await watched.router.choose(None, time.monotonic())
-        with watched.router.lease(watched.member):
+        await watched.router.choose_member(None, time.monotonic())
+        with watched.router.lease_member(watched.member):
             await until(lambda: watched.record.info_at, what="the answer")
             await asyncio.sleep(0.3)
     assert watched.record.info is None
@@ -121,7 +121,7 @@ async def test_who_is_excluded_is_asked_and_readmitted_with_its_weights(
     watched.exclude()
     with caplog.at_level(logging.INFO, "rollout_client"):
         async with watching(watched):
-            waiting = asyncio.create_task(watched.router.choose(None, time.monotonic() + 30))
+            waiting = asyncio.create_task(watched.router.choose_member(None, time.monotonic() + 30))
             assert (await asyncio.wait_for(waiting, 10)).name == "w0", "who waits is woken"
             await asyncio.sleep(0.3)
     assert watched.record.excluded == ""
@@ -174,7 +174,7 @@ async def test_who_does_not_serve_stays_out_with_its_own_reason(
 async def test_who_can_not_be_reached_stays_out_with_the_error(watched: Watched) -> None:
     gone = Member("http://127.0.0.1:9", "w1")
     watched.router.balancer.set_members([gone], 0.0)
-    watched.router.balancer.exclude(gone.url, "reset", 0.0)
+    watched.router.balancer.exclude_member(gone.url, "reset", 0.0)
     record = watched.router.balancer.records[gone.url]
     async with watching(watched):
         await until(lambda: record.failures == 2, what="a probe")
@@ -182,7 +182,7 @@ async def test_who_can_not_be_reached_stays_out_with_the_error(watched: Watched)
 
 
 def test_the_longer_it_is_out_the_less_often_it_is_asked() -> None:
-    pauses = [pause_after(failures) for failures in (0, 1, 2, 3, 4, 2000)]
+    pauses = [probe_pause_after(failures) for failures in (0, 1, 2, 3, 4, 2000)]
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.0, 3.0])
 
 
@@ -201,9 +201,13 @@ async def test_who_is_too_old_for_somebody_is_asked_until_it_is_not(watched: Wat
     watched.record.active = WeightsId(epoch=1, version=3)
     began = time.monotonic()
     async with watching(watched):
-        waiting = asyncio.create_task(watched.router.choose(None, time.monotonic() + 30, FLOOR))
+        waiting = asyncio.create_task(
+            watched.router.choose_member(None, time.monotonic() + 30, FLOOR)
+        )
         await until(lambda: watched.asked("/v1/weights") == 2, what="two looks at its weights")
-        assert watched.record.probe_at >= began + WEIGHTS_PAUSE, "not with every look around"
+        assert watched.record.probe_at >= began + WEIGHTS_PROBE_SECONDS, (
+            "not with every look around"
+        )
         assert not waiting.done()
         assert watched.record.active == WeightsId(epoch=1, version=4)
         watched.server.answer("GET", "/v1/weights", weights(5))
@@ -259,20 +263,20 @@ class Attempts:
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
         self.cut: list[str] = []
-        self.leases: list[Lease] = []
+        self.leases: list[AttemptLease] = []
 
     async def run(self, seconds: float = 30) -> None:
         self.watched.record.in_flight += 1
-        with self.watched.router.lease(self.watched.member) as lease:
+        with self.watched.router.lease_member(self.watched.member) as lease:
             self.leases.append(lease)
             try:
                 async with asyncio.timeout(seconds) as scope:
-                    lease.watch(scope)
+                    lease.watch_timeout(scope)
                     await asyncio.sleep(60)
             except TimeoutError:
                 self.cut.append(lease.cut)
             finally:
-                lease.watch(None)
+                lease.watch_timeout(None)
 
 
 async def test_who_is_silent_but_alive_is_waited_for(watched: Watched) -> None:
@@ -306,7 +310,7 @@ async def test_who_speaks_while_it_is_asked_is_not_left(watched: Watched) -> Non
     attempts = Attempts(watched)
 
     async def bad(request: web.Request) -> web.StreamResponse:
-        attempts.leases[0].heard()
+        attempts.leases[0].note_heard()
         return web.json_response({}, status=503)
 
     watched.server.answers["GET", "/health"] = bad
@@ -323,7 +327,7 @@ async def test_attempts_on_a_member_that_is_gone_end_after_a_shorter_silence(
     async with watching(watched, silent_seconds=60, gone_seconds=0.3):
         await asyncio.sleep(0.6)
         assert attempts.cut == [], "it is there: its silence means nothing yet"
-        attempts.leases[0].heard()
+        attempts.leases[0].note_heard()
         watched.router.balancer.set_members([], 0.0)
         left = time.monotonic()
         await asyncio.wait_for(running, 10)

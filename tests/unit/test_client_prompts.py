@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chatstyles import tokenizer
-from rollout_client.generating.prompts import request_of
+from rollout_client.generating.prompts import make_request
 
 PROMPT = [5, 6, 7]
 
@@ -28,13 +28,13 @@ PROMPT = [5, 6, 7]
 )
 def test_what_other_clients_call_otherwise_names_the_fix(options: Any, fix: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(fix)):
-        request_of(PROMPT, options)
+        make_request(PROMPT, options)
 
 
 @pytest.mark.parametrize("bad", [-1, 0.5, {"role": "user"}], ids=str)
 def test_one_bad_id_is_one_mistake(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"^token_ids\.0: [^;]*$"):
-        request_of([bad], {})
+        make_request([bad], {})
 
 
 def test_what_a_chat_template_returns_names_its_ids() -> None:
@@ -42,5 +42,5 @@ def test_what_a_chat_template_returns_names_its_ids() -> None:
     tok = tokenizer("qwen")
     made = tok.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=True)
     with pytest.raises(TypeError, match=r"not a BatchEncoding: pass its \['input_ids'\], or give"):
-        request_of(made, {})
-    assert request_of(made["input_ids"], {}).token_ids == tuple(made["input_ids"])
+        make_request(made, {})
+    assert make_request(made["input_ids"], {}).token_ids == tuple(made["input_ids"])

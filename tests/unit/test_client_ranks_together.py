@@ -25,7 +25,7 @@ from rollout_client.steering.pushing.shards import Part, share_out
 from rollout_client.steering.pushing.tensors import spec_of
 from rollout_worker.transfer.arena import Arena
 from rollout_worker.transfer.layout import LayoutError
-from rollout_worker.wire.roothash import Hashed, root_hash_of
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
 from scripted_control import scripted_controls
 from waiting import until
 
@@ -79,7 +79,7 @@ def root_of(values: dict[str, torch.Tensor]) -> str:
     for name, value in values.items():
         whole = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         _, dtype, shape = spec_of(name, value)
-        hashed[name] = Hashed(dtype, shape, xxhash.xxh3_128_hexdigest(whole))
+        hashed[name] = HashedTensor(dtype, shape, xxhash.xxh3_128_hexdigest(whole))
     return root_hash_of(hashed)
 
 

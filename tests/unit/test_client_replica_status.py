@@ -15,13 +15,13 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.steering.replica_status import (
-    Underway,
+    UpdateUnderway,
     check_epoch,
+    has_reached,
     has_target,
     highest_epoch,
-    published,
-    reached,
-    replicas_of,
+    publish_progress,
+    wanted_replicas,
     wanted_state,
 )
 from rollout_worker.schemas import WeightsSource
@@ -52,7 +52,7 @@ def weights(**of: Any) -> dict[str, Any]:
 
 def test_committed_weights_are_published() -> None:
     seen = weights(committed=identity(2, 5, rootHash="h"))
-    assert published(seen, OURS, 7, 1.5) == Published(
+    assert publish_progress(seen, OURS, 7, 1.5) == Published(
         identity=OURS,
         root_hash="h",
         replicas=3,
@@ -62,45 +62,47 @@ def test_committed_weights_are_published() -> None:
     )
     last = identity(2, 5, phase="Complete", message="3 of 3 replicas serve them")
     seen = weights(committed=identity(2, 5, rootHash="h"), lastUpdate=last)
-    assert published(seen, OURS, 7, 1.5).message == (
+    assert publish_progress(seen, OURS, 7, 1.5).message == (
         "weights (2, 5) are committed: 3 of 3 replicas serve them"
     )
 
 
 @pytest.mark.parametrize(("generation", "seen"), [(6, True), (7, True), (8, False)], ids=str)
 def test_a_status_of_an_older_spec_tells_nothing(generation: int, seen: bool) -> None:
-    told = published(weights(committed=identity(2, 5)), OURS, generation, 0)
+    told = publish_progress(weights(committed=identity(2, 5)), OURS, generation, 0)
     assert isinstance(told, Published) is seen
     if not seen:
-        assert told == Underway("Staging", "waiting for the operator to see the new target")
-    assert isinstance(published(pool(), OURS, 1, 0), Underway)
+        assert told == UpdateUnderway("Staging", "waiting for the operator to see the new target")
+    assert isinstance(publish_progress(pool(), OURS, 1, 0), UpdateUnderway)
 
 
 def test_our_update_is_told_in_the_operators_words() -> None:
     last = identity(2, 5, phase="Committing", message="1 of 3 have")
-    assert published(weights(lastUpdate=last), OURS, 7, 0) == Underway("Committing", "1 of 3 have")
+    assert publish_progress(weights(lastUpdate=last), OURS, 7, 0) == UpdateUnderway(
+        "Committing", "1 of 3 have"
+    )
     last = identity(2, 5, phase="Staging")
-    told = published(weights(lastUpdate=last), OURS, 7, 0)
-    assert told == Underway("Staging", "the pool is serving")
+    told = publish_progress(weights(lastUpdate=last), OURS, 7, 0)
+    assert told == UpdateUnderway("Staging", "the pool is serving")
 
 
 def test_bytes_that_workers_refuse_again_and_again_are_told_long_before_the_deadline() -> None:
     why = "0 of 2 replicas have staged (2, 5); math-0-0: tensor 'lm_head.weight' is missing"
     last = identity(2, 5, phase="Staging", message=why, attempts=6)
-    assert published(weights(lastUpdate=last), OURS, 7, 0) == Underway("Staging", why)
+    assert publish_progress(weights(lastUpdate=last), OURS, 7, 0) == UpdateUnderway("Staging", why)
     with pytest.raises(PublishFailed, match=r"lm_head.weight.*tried 7 times.*higher version"):
-        published(weights(lastUpdate={**last, "attempts": 7}), OURS, 7, 0)
+        publish_progress(weights(lastUpdate={**last, "attempts": 7}), OURS, 7, 0)
     before = {**last, "version": 4, "attempts": 99}
-    assert isinstance(published(weights(lastUpdate=before), OURS, 7, 0), Underway)
+    assert isinstance(publish_progress(weights(lastUpdate=before), OURS, 7, 0), UpdateUnderway)
 
 
 def test_an_update_before_ours_is_waited_for() -> None:
     last = identity(2, 4, phase="Committing", message="1 of 3 have")
-    told = published(weights(committed=identity(2, 3), lastUpdate=last), OURS, 7, 0)
-    assert told == Underway("Staging", "waiting for the update before it: 1 of 3 have")
+    told = publish_progress(weights(committed=identity(2, 3), lastUpdate=last), OURS, 7, 0)
+    assert told == UpdateUnderway("Staging", "waiting for the update before it: 1 of 3 have")
     failed = identity(2, 4, phase="Failed", message="no such file")
-    assert isinstance(published(weights(lastUpdate=failed), OURS, 7, 0), Underway)
-    assert isinstance(published(weights(), OURS, 7, 0), Underway)
+    assert isinstance(publish_progress(weights(lastUpdate=failed), OURS, 7, 0), UpdateUnderway)
+    assert isinstance(publish_progress(weights(), OURS, 7, 0), UpdateUnderway)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_an_update_before_ours_is_waited_for() -> None:
 )
 def test_newer_weights_take_the_place_of_ours(of: dict[str, Any], why: str) -> None:
     with pytest.raises(Superseded) as error:
-        published(weights(**of), OURS, 7, 0)
+        publish_progress(weights(**of), OURS, 7, 0)
     assert error.value.cause == why
 
 
@@ -123,7 +125,7 @@ def test_newer_weights_take_the_place_of_ours(of: dict[str, Any], why: str) -> N
 def test_a_failed_update_is_raised(message: str) -> None:
     last = identity(2, 5, phase="Failed", message=message)
     with pytest.raises(PublishFailed) as error:
-        published(weights(lastUpdate=last), OURS, 7, 0)
+        publish_progress(weights(lastUpdate=last), OURS, 7, 0)
     assert error.value.cause == (message or "weights (2, 5) failed")
 
 
@@ -174,25 +176,25 @@ def test_a_trainer_that_was_shut_out_is_told_so() -> None:
 
 def test_a_state_is_reached_when_the_workers_have_said_so() -> None:
     done = {"to": "Asleep", "completedAt": "2026-01-01T00:00:00Z"}
-    assert reached(pool({"lastTransition": done}, state="Asleep"), "Asleep", 7)
-    assert not reached(pool({"lastTransition": done}, state="Asleep"), "Asleep", 8)
+    assert has_reached(pool({"lastTransition": done}, state="Asleep"), "Asleep", 7)
+    assert not has_reached(pool({"lastTransition": done}, state="Asleep"), "Asleep", 8)
     begun = {"to": "Asleep", "startedAt": "2026-01-01T00:00:00Z"}
-    assert not reached(pool({"lastTransition": begun}, state="Asleep"), "Asleep", 7)
+    assert not has_reached(pool({"lastTransition": begun}, state="Asleep"), "Asleep", 7)
     other = {**done, "to": "Paused"}
-    assert not reached(pool({"lastTransition": other}, state="Asleep"), "Asleep", 7)
-    assert not reached(pool(state="Asleep"), "Asleep", 1)
+    assert not has_reached(pool({"lastTransition": other}, state="Asleep"), "Asleep", 7)
+    assert not has_reached(pool(state="Asleep"), "Asleep", 1)
 
 
 def test_how_many_replicas_a_hybrid_pool_has_status_says() -> None:
-    assert replicas_of(pool(replicas=3)) == 3
-    assert replicas_of(pool()) == 1
-    assert replicas_of(pool({"desiredReplicas": 2}, mode="Hybrid", replicas=1)) == 2
+    assert wanted_replicas(pool(replicas=3)) == 3
+    assert wanted_replicas(pool()) == 1
+    assert wanted_replicas(pool({"desiredReplicas": 2}, mode="Hybrid", replicas=1)) == 2
 
 
 def test_somebody_elses_wish_for_the_pool_wins() -> None:
     assert wanted_state(pool()) == "Active"
     assert wanted_state(pool(state="Paused")) == "Paused"
     with pytest.raises(SteeringFailed, match=r"somebody set spec\.state to Paused"):
-        reached(pool(state="Paused"), "Asleep", 0)
+        has_reached(pool(state="Paused"), "Asleep", 0)
     with pytest.raises(SteeringFailed, match="the pool is suspended: it can't become Asleep"):
-        reached(pool(state="Asleep", suspend=True), "Asleep", 0)
+        has_reached(pool(state="Asleep", suspend=True), "Asleep", 0)

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from rollout_client import AsyncRolloutPool, RolloutPool
-from rollout_client.steering.spool import drain_here, spool, spool_here
-from rollout_client.steering.versions import Versions
+from rollout_client.steering.spool import drain_blocking, spool_blocking, spool_tensors
+from rollout_client.steering.versions import VersionFolder
 from rollout_worker.schemas import WeightsId
-from rollout_worker.sources.files import open_source, read, write_manifest
+from rollout_worker.sources.files import open_source, read_source, write_manifest
 
 KINDS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 
@@ -42,12 +42,12 @@ def as_worker(folder: Path) -> str:
     """Read a version as workers do, with its manifest checked; return the root hash."""
     source = open_source(folder)
     assert source.manifest is not None
-    return read(source, {}, lambda entry: None, lambda done, total: None, lambda: False)
+    return read_source(source, {}, lambda entry: None, lambda done, total: None, lambda: False)
 
 
 @pytest.mark.parametrize(("shard_bytes", "shards"), [(1, 10), (70, 7), (2**30, 1)])
 def test_workers_read_what_was_written(tmp_path: Path, shard_bytes: int, shards: int) -> None:
-    root = spool_here(tensors(), tmp_path / "v", shard_bytes)
+    root = spool_blocking(tensors(), tmp_path / "v", shard_bytes)
     assert as_worker(tmp_path / "v") == root
     assert write_manifest(tmp_path / "v") == root
     assert len(list((tmp_path / "v").glob("*.safetensors"))) == shards
@@ -73,25 +73,25 @@ async def test_a_model_its_state_and_any_stream_of_it_are_the_same(tmp_path: Pat
     model = Model()
     state = model.state_dict()
     roots = {
-        await spool(model, tmp_path / "a"),
-        await spool(state, tmp_path / "b"),
-        await spool(streamed(state), tmp_path / "c"),
-        spool_here(iter(state.items()), tmp_path / "d", 1),
-        spool_here([("embed.weight", model.embed.weight)], tmp_path / "e"),
+        await spool_tensors(model, tmp_path / "a"),
+        await spool_tensors(state, tmp_path / "b"),
+        await spool_tensors(streamed(state), tmp_path / "c"),
+        spool_blocking(iter(state.items()), tmp_path / "d", 1),
+        spool_blocking([("embed.weight", model.embed.weight)], tmp_path / "e"),
     }
     assert len(roots) == 1, "a tied head may be left out"
     for wrong in (7, streamed(state)):
         with pytest.raises(TypeError, match=r"generator|AsyncRolloutPool"):
-            spool_here(wrong, tmp_path / "f")  # type: ignore[arg-type]
+            spool_blocking(wrong, tmp_path / "f")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="extra"):
-        spool_here({"extra": "text"}, tmp_path / "f")  # type: ignore[arg-type]
+        spool_blocking({"extra": "text"}, tmp_path / "f")  # type: ignore[arg-type]
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "d", "e"]
 
 
 def test_others_may_read_it_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        spool_here(tensors(), tmp_path / "runs" / "one" / "v")
+        spool_blocking(tensors(), tmp_path / "runs" / "one" / "v")
     finally:
         os.umask(before)
     folder = tmp_path / "runs" / "one" / "v"
@@ -112,7 +112,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    spool_here(tensors(), tmp_path / "v", 100)
+    spool_blocking(tensors(), tmp_path / "v", 100)
     before = {Path(path).name for path, named in flushed if not named}
     assert {"manifest.json", "model.safetensors.index.json", ".v.partial"} <= before
     assert sum(name.endswith(".safetensors") for name in before) > 1
@@ -139,7 +139,7 @@ def test_what_fails_leaves_nothing(
     tmp_path: Path, stream: Callable[[], Iterator[tuple[str, torch.Tensor]]]
 ) -> None:
     with pytest.raises((OSError, ValueError)):
-        spool_here(stream(), tmp_path / "v", 1)
+        spool_blocking(stream(), tmp_path / "v", 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_dense_tensor_is_refused_by_name(tmp_path: Path) -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     for odd in (jagged, torch.ones(2, 2).to_sparse()):
         with pytest.raises(ValueError, match="tensor 'odd' is nested or sparse, and files"):
-            spool_here({"odd": odd}, tmp_path / "1")
+            spool_blocking({"odd": odd}, tmp_path / "1")
     assert not list(tmp_path.iterdir())
 
 
@@ -156,9 +156,9 @@ def test_the_other_ranks_are_never_left_waiting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     stream = failing(5)
     with pytest.raises(OSError, match="file"):
-        spool_here(stream, tmp_path / "file" / "v")
+        spool_blocking(stream, tmp_path / "file" / "v")
     assert list(stream) == []
-    assert drain_here(failing(3)) == 3
+    assert drain_blocking(failing(3)) == 3
 
 
 async def test_nor_are_they_by_a_setting_that_is_refused(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ async def test_who_is_cancelled_leaves_a_version_whole_or_not_at_all(
             assert go_on.wait(60)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    writing = asyncio.create_task(spool(tensors(), tmp_path / "v"))
+    writing = asyncio.create_task(spool_tensors(tensors(), tmp_path / "v"))
     assert await asyncio.to_thread(about.wait, 60)
     writing.cancel()
     for _ in range(50):
@@ -200,25 +200,25 @@ async def test_who_is_cancelled_leaves_a_version_whole_or_not_at_all(
 
 
 def test_what_was_published_is_never_written_again(tmp_path: Path) -> None:
-    spool_here(failing(1), tmp_path / "v")
+    spool_blocking(failing(1), tmp_path / "v")
     written = json.loads((tmp_path / "v" / "manifest.json").read_text())
     with pytest.raises(FileExistsError, match="new version"):
-        spool_here(failing(2), tmp_path / "v")
+        spool_blocking(failing(2), tmp_path / "v")
     assert json.loads((tmp_path / "v" / "manifest.json").read_text()) == written
 
 
 def test_the_same_content_may_be_written_again_to_publish_it_again(tmp_path: Path) -> None:
     values = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
-    root = spool_here(values, tmp_path / "v")
-    assert spool_here(dict(reversed(values.items())), tmp_path / "v") == root
+    root = spool_blocking(values, tmp_path / "v")
+    assert spool_blocking(dict(reversed(values.items())), tmp_path / "v") == root
     with pytest.raises(FileExistsError, match="v exists with other content: publish under a new"):
-        spool_here({**values, "a": torch.ones(3)}, tmp_path / "v")
+        spool_blocking({**values, "a": torch.ones(3)}, tmp_path / "v")
     assert names(tmp_path) == {"v"}
 
 
 def test_what_is_no_pair_of_a_name_and_a_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="pairs of a name and a tensor, and a Tensor came: give"):
-        spool_here([torch.ones(3)], tmp_path / "v")  # type: ignore[list-item]
+        spool_blocking([torch.ones(3)], tmp_path / "v")  # type: ignore[list-item]
 
 
 # Which versions may come, and which may go.
@@ -250,23 +250,23 @@ def test_versions_before_the_committed_one_go(tmp_path: Path, keep: int, stay: s
     foreign = {"checkpoints", "epoch-1", "epoch-1-version-2.bak", "notes.txt"}
     for name in foreign:
         (tmp_path / name).mkdir()
-    Versions.at(tmp_path, keep=keep).prune(version(2, 10))
+    VersionFolder.in_folder(tmp_path, keep=keep).prune_versions(version(2, 10))
     kept = {"epoch-2-version-10", "epoch-2-version-11", "epoch-3-version-1"}
     assert names(tmp_path) == foreign | kept | {".epoch-2-version-12.partial"} | stay
 
 
 def test_nobody_writes_among_the_versions_of_another_pool(tmp_path: Path) -> None:
     """Epochs begin anew with a pool: told at its first version, not at the one that both have."""
-    versions = Versions.at(tmp_path / "runs")
-    versions.check(version(1, 1))
+    versions = VersionFolder.in_folder(tmp_path / "runs")
+    versions.check_folder(version(1, 1))
     for name in ("epoch-1-version-99", ".epoch-2-version-7.partial", "epoch-2-version-5", "notes"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     for fine in (version(1, 100), version(2, 6), version(3, 1)):
-        versions.check(fine)
-    versions.check(version(1, 99))  # perhaps again, with the same content
+        versions.check_folder(fine)
+    versions.check_folder(version(1, 99))  # perhaps again, with the same content
     for taken in (version(1, 1), version(1, 98), version(2, 4)):
         with pytest.raises(FileExistsError, match="publish under a new version"):
-            versions.check(taken)
+            versions.check_folder(taken)
 
 
 async def test_whatever_lies_there_other_ranks_go_on(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_one_that_can_not_be_deleted_keeps_no_other(
     for number in (1, 2, 3, 10**20):
         (tmp_path / f"epoch-1-version-{number}").mkdir()
     (tmp_path / "epoch-1-version-4").symlink_to(tmp_path / "elsewhere")
-    Versions.at(tmp_path, keep=1).prune(version(2, 1))
+    VersionFolder.in_folder(tmp_path, keep=1).prune_versions(version(2, 1))
     assert names(tmp_path) == {"epoch-1-version-4"}
     assert "not all deleted" in caplog.text
 
@@ -297,10 +297,10 @@ def test_one_that_can_not_be_deleted_keeps_no_other(
 def test_a_folder_that_can_not_be_pruned_fails_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Versions.at(tmp_path / "none").prune(version(1, 1))
+    VersionFolder.in_folder(tmp_path / "none").prune_versions(version(1, 1))
     assert "not all deleted" in caplog.text
     with pytest.raises(ValueError, match="keep"):
-        Versions.at(tmp_path, keep=0)
+        VersionFolder.in_folder(tmp_path, keep=0)
 
 
 def test_workers_see_a_version_where_they_mount_it(
@@ -308,7 +308,10 @@ def test_workers_see_a_version_where_they_mount_it(
 ) -> None:
     name = "epoch-1-version-2"
     monkeypatch.chdir(tmp_path)
-    assert Versions.at("weights").seen(version(1, 2)) == f"{tmp_path}/weights/{name}"
+    assert (
+        VersionFolder.in_folder("weights").mounted_path(version(1, 2))
+        == f"{tmp_path}/weights/{name}"
+    )
     for mount, seen in (("/rollout/weights/", f"/rollout/weights/{name}"), ("", name)):
-        assert Versions.at(tmp_path, mount).seen(version(1, 2)) == seen
-    assert Versions.at(tmp_path).place(version(1, 2)) == tmp_path / name
+        assert VersionFolder.in_folder(tmp_path, mount).mounted_path(version(1, 2)) == seen
+    assert VersionFolder.in_folder(tmp_path).local_path(version(1, 2)) == tmp_path / name

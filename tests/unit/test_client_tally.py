@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from rollout_client import AttemptReport
-from rollout_client.generating.tally import PACE_TOKENS, Tally, pace_of
+from rollout_client.generating.tally import PACE_TOKENS, OutputUsage, seconds_per_token
 from rollout_worker.schemas import GenerateOutput, StopReason, StreamDone, Timing, Usage
 
 OUTPUT = GenerateOutput(index=0, token_ids=(), stop_reason=StopReason.STOP, weights=())
@@ -28,17 +28,17 @@ def done(
 
 def test_a_pace_is_told_from_enough_tokens_and_without_the_wait_for_the_first() -> None:
     assert PACE_TOKENS == 16
-    assert pace_of(16, 3.0) == pytest.approx(0.2)
-    assert pace_of(15, 3.0) is None
-    assert pace_of(0, 3.0) is None
+    assert seconds_per_token(16, 3.0) == pytest.approx(0.2)
+    assert seconds_per_token(15, 3.0) is None
+    assert seconds_per_token(0, 3.0) is None
 
 
 def test_waits_and_preemptions_add_up_and_the_cache_is_that_of_the_prompt() -> None:
-    tally = Tally(began=10.0)
-    tally.end(done(7, 0.5, 1, "raw"))
+    tally = OutputUsage(began=10.0)
+    tally.note_stream_end(done(7, 0.5, 1, "raw"))
     tally.attempts.append(ATTEMPT)
-    tally.end(done(100, 0.25, 2, None))
-    report = tally.report(OUTPUT, None)
+    tally.note_stream_end(done(100, 0.25, 2, None))
+    report = tally.to_report(OUTPUT, None)
     assert (report.cached_tokens, report.queued_seconds, report.preemptions) == (7, 0.75, 3)
     assert report.logprobs_of == "raw"
     assert report.attempts == (ATTEMPT,)
@@ -46,16 +46,16 @@ def test_waits_and_preemptions_add_up_and_the_cache_is_that_of_the_prompt() -> N
 
 
 def test_the_first_token_is_the_first_one_of_all_attempts() -> None:
-    tally = Tally(began=10.0)
-    assert tally.report(OUTPUT, None).first_token_seconds is None
-    tally.token(12.5)
-    tally.token(15.0)
-    assert tally.report(OUTPUT, None).first_token_seconds == 2.5
+    tally = OutputUsage(began=10.0)
+    assert tally.to_report(OUTPUT, None).first_token_seconds is None
+    tally.note_first_token(12.5)
+    tally.note_first_token(15.0)
+    assert tally.to_report(OUTPUT, None).first_token_seconds == 2.5
 
 
 def test_an_attempt_that_told_nothing_counts_for_nothing() -> None:
-    tally = Tally(began=10.0)
+    tally = OutputUsage(began=10.0)
     tally.attempts.append(ATTEMPT)
-    tally.end(done(5, 0.0, 0, "sampling"))
-    report = tally.report(OUTPUT, None)
+    tally.note_stream_end(done(5, 0.0, 0, "sampling"))
+    report = tally.to_report(OUTPUT, None)
     assert (report.cached_tokens, report.logprobs_of) == (0, "sampling")

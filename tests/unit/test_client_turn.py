@@ -714,7 +714,7 @@ async def test_a_pool_without_an_operator_takes_turns_at_its_control_ports(direc
             with pytest.raises(SteeringFailed, match="no sleep: held"):
                 async with pool.turn(seconds=20):
                     raise AssertionError
-            assert await pool._steering.state() == "Active"  # type: ignore[union-attr]
+            assert await pool._steering.wanted_state() == "Active"  # type: ignore[union-attr]
             assert [each.resident for each in controls] == [True] * 2
 
 

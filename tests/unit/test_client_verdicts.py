@@ -15,25 +15,25 @@ from rollout_client import (
     VersionChanged,
 )
 from rollout_client.generating.verdicts import (
-    Continue,
-    Exclusion,
-    Finish,
+    AttemptState,
+    AttemptVerdict,
+    ContinueOutput,
+    FinishOutput,
     GiveUp,
     Next,
-    Policy,
-    Standing,
+    ReplicaExclusion,
+    RequestPolicy,
     StartOver,
-    Verdict,
-    after_answer,
-    after_break,
-    after_new_weights,
-    after_refusal,
-    finished_by,
-    no_replica,
-    out_of_time,
-    when_weights_changed,
+    finish_if_whole,
+    judge_answer,
+    judge_broken_attempt,
+    judge_new_weights,
+    judge_refusal,
+    no_replica_error,
+    out_of_time_error,
+    step_after_weights_change,
 )
-from rollout_client.generating.wire import Refusal
+from rollout_client.generating.wire import AttemptRefused
 from rollout_worker.schemas import (
     AbortReason,
     DoneOutput,
@@ -44,8 +44,8 @@ from rollout_worker.schemas import (
 )
 
 OLD, NEW = WeightsId(epoch=1, version=4), WeightsId(epoch=1, version=5)
-POLICY = Policy(key=None, session_id="s", until=100.0, max_failures=2)
-FRESH = Standing(replica="w0", now=0.0, sampling=SamplingParams(max_tokens=8), policy=POLICY)
+POLICY = RequestPolicy(key=None, session_id="s", until=100.0, max_failures=2)
+FRESH = AttemptState(replica="w0", now=0.0, sampling=SamplingParams(max_tokens=8), policy=POLICY)
 BEGUN = replace(FRESH, tokens=(5, 6), first=OLD, last=OLD)
 RESTART = replace(BEGUN, policy=replace(POLICY, on_version_change="restart"))
 FAIL = replace(BEGUN, policy=replace(POLICY, on_version_change="fail"))
@@ -66,32 +66,36 @@ def error_of(step: Next) -> RequestError:
 def test_a_stop_is_the_end() -> None:
     match = StopMatch(token_id=6)
     output = DoneOutput(index=0, stop_reason=StopReason.STOP, stop_match=match)
-    assert after_answer(output, BEGUN) == Verdict("finished", "", Finish(StopReason.STOP, match))
+    assert judge_answer(output, BEGUN) == AttemptVerdict(
+        "finished", "", FinishOutput(StopReason.STOP, match)
+    )
 
 
 def test_a_stream_without_an_output_is_broken() -> None:
     why = "it ended a stream without an output"
-    verdict = after_answer(None, BEGUN)
+    verdict = judge_answer(None, BEGUN)
     assert (verdict.outcome, verdict.cause, verdict.broke) == ("broken", why, True)
-    assert verdict.exclusion == Exclusion(why)
-    assert verdict.next == Continue(0.05)
+    assert verdict.exclusion == ReplicaExclusion(why)
+    assert verdict.next == ContinueOutput(0.05)
 
 
 @pytest.mark.parametrize("reason", [AbortReason.WEIGHTS, AbortReason.CONTROL])
 def test_an_abort_from_outside_goes_on_at_once(reason: AbortReason) -> None:
-    assert after_answer(aborted(reason), BEGUN) == Verdict("aborted", reason, Continue(0.0))
+    assert judge_answer(aborted(reason), BEGUN) == AttemptVerdict(
+        "aborted", reason, ContinueOutput(0.0)
+    )
 
 
 def test_an_output_aborted_with_all_its_tokens_is_whole() -> None:
     whole = replace(BEGUN, tokens=range(8))
-    verdict = after_answer(aborted(AbortReason.WEIGHTS), whole)
-    assert verdict.next == Finish(StopReason.LENGTH)
+    verdict = judge_answer(aborted(AbortReason.WEIGHTS), whole)
+    assert verdict.next == FinishOutput(StopReason.LENGTH)
 
 
 def test_who_fell_asleep_gets_nothing_more() -> None:
-    verdict = after_answer(aborted(AbortReason.SLEEP), BEGUN)
-    assert verdict == Verdict(
-        "aborted", "sleep", Continue(0.0), exclusion=Exclusion("it fell asleep")
+    verdict = judge_answer(aborted(AbortReason.SLEEP), BEGUN)
+    assert verdict == AttemptVerdict(
+        "aborted", "sleep", ContinueOutput(0.0), exclusion=ReplicaExclusion("it fell asleep")
     )
 
 
@@ -100,7 +104,7 @@ def test_weights_that_make_no_token_are_told_at_once() -> None:
     output = aborted(AbortReason.ENGINE).model_copy(
         update={"abort_slug": "not-finite", "abort_detail": why}
     )
-    verdict = after_answer(output, BEGUN)
+    verdict = judge_answer(output, BEGUN)
     error = error_of(verdict.next)
     assert isinstance(error, RequestFailed)
     assert (error.cause, error.replica) == (why, "w0")
@@ -109,15 +113,15 @@ def test_weights_that_make_no_token_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("reason", [AbortReason.ENGINE, AbortReason.CLIENT, None])
 def test_an_abort_that_nobody_asked_for_is_a_failure(reason: AbortReason | None) -> None:
-    verdict = after_answer(aborted(reason), BEGUN)
+    verdict = judge_answer(aborted(reason), BEGUN)
     cause = f"aborted: {reason or 'engine'}"
-    assert verdict == Verdict(
-        "aborted", cause, Continue(0.05), broke=True, exclusion=Exclusion(cause)
+    assert verdict == AttemptVerdict(
+        "aborted", cause, ContinueOutput(0.05), broke=True, exclusion=ReplicaExclusion(cause)
     )
 
 
 def test_an_abort_at_the_deadline_is_the_deadline() -> None:
-    verdict = after_answer(aborted(AbortReason.DEADLINE), BEGUN)
+    verdict = judge_answer(aborted(AbortReason.DEADLINE), BEGUN)
     assert (verdict.outcome, verdict.cause) == ("aborted", "deadline")
     error = error_of(verdict.next)
     assert isinstance(error, DeadlineExceeded)
@@ -128,9 +132,9 @@ def test_an_abort_at_the_deadline_is_the_deadline() -> None:
 
 
 def test_what_broke_goes_on_later_and_leaves_the_replica_alone() -> None:
-    verdict = after_break("reset", BEGUN)
-    assert verdict == Verdict(
-        "broken", "reset", Continue(0.05), broke=True, exclusion=Exclusion("reset")
+    verdict = judge_broken_attempt("reset", BEGUN)
+    assert verdict == AttemptVerdict(
+        "broken", "reset", ContinueOutput(0.05), broke=True, exclusion=ReplicaExclusion("reset")
     )
 
 
@@ -138,7 +142,7 @@ def test_what_broke_goes_on_later_and_leaves_the_replica_alone() -> None:
     ("failures", "gives_up"), [(0, False), (1, False), (2, True), (3, True)], ids=str
 )
 def test_so_many_failures_are_survived_and_no_more(failures: int, gives_up: bool) -> None:
-    step = after_break("reset", replace(BEGUN, failures=failures)).next
+    step = judge_broken_attempt("reset", replace(BEGUN, failures=failures)).next
     assert isinstance(step, GiveUp) is gives_up
     if gives_up:
         error = error_of(step)
@@ -149,23 +153,23 @@ def test_so_many_failures_are_survived_and_no_more(failures: int, gives_up: bool
 
 def test_what_broke_at_its_deadline_is_overdue() -> None:
     for now, late in ((99.9, False), (100.0, True)):
-        step = after_break("reset", replace(BEGUN, now=now, failures=9)).next
+        step = judge_broken_attempt("reset", replace(BEGUN, now=now, failures=9)).next
         assert isinstance(error_of(step), DeadlineExceeded) is late
 
 
 def test_what_broke_when_it_was_whole_is_whole() -> None:
     whole = replace(BEGUN, tokens=range(8), now=200.0, failures=9)
-    verdict = after_break("reset", whole)
-    assert verdict.next == Finish(StopReason.LENGTH)
+    verdict = judge_broken_attempt("reset", whole)
+    assert verdict.next == FinishOutput(StopReason.LENGTH)
     assert verdict.broke
-    assert verdict.exclusion == Exclusion("reset")
+    assert verdict.exclusion == ReplicaExclusion("reset")
 
 
 @pytest.mark.parametrize(
     ("dry", "pause"), [(0, 0.05), (1, 0.1), (2, 0.2), (5, 1.6), (6, 2.0), (2000, 2.0)], ids=str
 )
 def test_pauses_double_up_to_two_seconds(dry: int, pause: float) -> None:
-    assert after_break("reset", replace(FRESH, dry=dry)).next == Continue(pause)
+    assert judge_broken_attempt("reset", replace(FRESH, dry=dry)).next == ContinueOutput(pause)
 
 
 @pytest.mark.parametrize(("dry", "pause"), [(0, 0.0), (1, 0.0), (2, 0.2), (3, 0.4)], ids=str)
@@ -173,9 +177,11 @@ def test_attempts_that_give_nothing_do_not_follow_each_other_at_once(
     dry: int, pause: float
 ) -> None:
     at = replace(FRESH, dry=dry)
-    assert after_answer(aborted(AbortReason.WEIGHTS), at).next == Continue(pause)
-    assert after_refusal(Refusal(503, "asleep", "why"), at).next == Continue(pause)
-    assert after_refusal(Refusal(409, "duplicate-request", "why"), at).next == Continue(pause)
+    assert judge_answer(aborted(AbortReason.WEIGHTS), at).next == ContinueOutput(pause)
+    assert judge_refusal(AttemptRefused(503, "asleep", "why"), at).next == ContinueOutput(pause)
+    assert judge_refusal(
+        AttemptRefused(409, "duplicate-request", "why"), at
+    ).next == ContinueOutput(pause)
 
 
 # Whether it is whole without the worker's own word.
@@ -184,65 +190,69 @@ def test_attempts_that_give_nothing_do_not_follow_each_other_at_once(
 @pytest.mark.parametrize(
     ("sampling", "tokens", "end"),
     [
-        (SamplingParams(max_tokens=2), (5, 6), Finish(StopReason.LENGTH)),
-        (SamplingParams(max_tokens=1), (5, 6), Finish(StopReason.LENGTH)),
+        (SamplingParams(max_tokens=2), (5, 6), FinishOutput(StopReason.LENGTH)),
+        (SamplingParams(max_tokens=1), (5, 6), FinishOutput(StopReason.LENGTH)),
         (SamplingParams(max_tokens=3), (5, 6), None),
         (SamplingParams(), (5, 6), None),
         (SamplingParams(), (), None),
-        (SamplingParams(), (5, 2), Finish(StopReason.STOP, StopMatch(token_id=2))),
+        (SamplingParams(), (5, 2), FinishOutput(StopReason.STOP, StopMatch(token_id=2))),
         (SamplingParams(), (2, 5), None),
         (SamplingParams(ignore_eos=True), (5, 2), None),
         (
             SamplingParams(stop_token_ids=(6,), ignore_eos=True),
             (5, 6),
-            Finish(StopReason.STOP, StopMatch(token_id=6)),
+            FinishOutput(StopReason.STOP, StopMatch(token_id=6)),
         ),
         (SamplingParams(min_tokens=3, max_tokens=9), (5, 2), None),
         (
             SamplingParams(min_tokens=1, max_tokens=2),
             (5, 2),
-            Finish(StopReason.STOP, StopMatch(token_id=2)),
+            FinishOutput(StopReason.STOP, StopMatch(token_id=2)),
         ),
         (SamplingParams(min_tokens=2, max_tokens=9), (5, 2), None),
-        (SamplingParams(min_tokens=2, max_tokens=2), (5, 2), Finish(StopReason.LENGTH)),
+        (SamplingParams(min_tokens=2, max_tokens=2), (5, 2), FinishOutput(StopReason.LENGTH)),
     ],
 )
 def test_what_has_all_its_tokens_is_whole(
-    sampling: SamplingParams, tokens: tuple[int, ...], end: Finish | None
+    sampling: SamplingParams, tokens: tuple[int, ...], end: FinishOutput | None
 ) -> None:
     at = replace(FRESH, sampling=sampling, tokens=tokens, end_tokens={2})
-    assert finished_by(at) == end
+    assert finish_if_whole(at) == end
 
 
 # The worker refused.
 
 
 def test_a_full_queue_is_left_alone_for_as_long_as_it_says() -> None:
-    verdict = after_refusal(Refusal(429, "queue-full", "why", retry_after=7.0), BEGUN)
-    full = Exclusion("its queue is full", 7.0)
-    assert verdict == Verdict("refused", "queue-full", Continue(0.0), exclusion=full)
-    silent = after_refusal(Refusal(429, "queue-full", "why"), BEGUN)
-    assert silent.exclusion == Exclusion("its queue is full", 1.0)
+    verdict = judge_refusal(AttemptRefused(429, "queue-full", "why", retry_after=7.0), BEGUN)
+    full = ReplicaExclusion("its queue is full", 7.0)
+    assert verdict == AttemptVerdict("refused", "queue-full", ContinueOutput(0.0), exclusion=full)
+    silent = judge_refusal(AttemptRefused(429, "queue-full", "why"), BEGUN)
+    assert silent.exclusion == ReplicaExclusion("its queue is full", 1.0)
 
 
 def test_who_does_not_serve_is_left_alone_until_a_probe() -> None:
-    verdict = after_refusal(Refusal(503, "asleep", "it sleeps", retry_after=5.0), BEGUN)
-    assert verdict == Verdict(
-        "refused", "asleep", Continue(0.0), exclusion=Exclusion("it sleeps", None)
+    verdict = judge_refusal(AttemptRefused(503, "asleep", "it sleeps", retry_after=5.0), BEGUN)
+    assert verdict == AttemptVerdict(
+        "refused", "asleep", ContinueOutput(0.0), exclusion=ReplicaExclusion("it sleeps", None)
     )
 
 
 def test_a_request_id_that_is_still_known_is_asked_again() -> None:
-    verdict = after_refusal(Refusal(409, "duplicate-request", "why"), BEGUN)
-    assert verdict == Verdict("refused", "duplicate-request", Continue(0.0))
+    verdict = judge_refusal(AttemptRefused(409, "duplicate-request", "why"), BEGUN)
+    assert verdict == AttemptVerdict("refused", "duplicate-request", ContinueOutput(0.0))
 
 
 @pytest.mark.parametrize(("status", "slug"), [(500, "internal-error"), (502, ""), (599, "x")])
 def test_an_error_of_the_worker_is_a_failure(status: int, slug: str) -> None:
-    refusal = Refusal(status, slug, "why")
-    verdict = after_refusal(refusal, BEGUN)
-    assert verdict == Verdict(
-        "refused", str(refusal), Continue(0.05), broke=True, exclusion=Exclusion(str(refusal))
+    refusal = AttemptRefused(status, slug, "why")
+    verdict = judge_refusal(refusal, BEGUN)
+    assert verdict == AttemptVerdict(
+        "refused",
+        str(refusal),
+        ContinueOutput(0.05),
+        broke=True,
+        exclusion=ReplicaExclusion(str(refusal)),
     )
     assert str(refusal).endswith("why")
 
@@ -251,7 +261,7 @@ def test_an_error_of_the_worker_is_a_failure(status: int, slug: str) -> None:
     ("status", "slug", "cause"), [(422, "invalid", "invalid"), (499, "", "499"), (404, "x", "x")]
 )
 def test_a_wrong_request_is_given_up(status: int, slug: str, cause: str) -> None:
-    verdict = after_refusal(Refusal(status, slug, "why"), BEGUN)
+    verdict = judge_refusal(AttemptRefused(status, slug, "why"), BEGUN)
     assert (verdict.outcome, verdict.cause, verdict.broke) == ("refused", cause, False)
     assert verdict.exclusion is None
     error = error_of(verdict.next)
@@ -261,59 +271,61 @@ def test_a_wrong_request_is_given_up(status: int, slug: str, cause: str) -> None
 
 
 def test_the_models_length_is_the_end_only_of_what_asked_for_all_of_it() -> None:
-    too_long = Refusal(413, "too-long", "why")
+    too_long = AttemptRefused(413, "too-long", "why")
     endless = SamplingParams(max_tokens=None)
-    verdict = after_refusal(too_long, replace(BEGUN, sampling=endless))
-    assert verdict.next == Finish(StopReason.LENGTH)
+    verdict = judge_refusal(too_long, replace(BEGUN, sampling=endless))
+    assert verdict.next == FinishOutput(StopReason.LENGTH)
     for at in (BEGUN, replace(FRESH, sampling=endless)):
-        assert isinstance(error_of(after_refusal(too_long, at).next), RequestRefused)
+        assert isinstance(error_of(judge_refusal(too_long, at).next), RequestRefused)
 
 
 # The weights are not those that the caller wants.
 
 
 def test_who_is_behind_is_known_by_its_weights() -> None:
-    verdict = after_refusal(Refusal(409, "version-not-met", "why", active=OLD), FRESH)
-    assert verdict == Verdict("refused", "version-not-met", Continue(0.0), weights=OLD)
+    verdict = judge_refusal(AttemptRefused(409, "version-not-met", "why", active=OLD), FRESH)
+    assert verdict == AttemptVerdict("refused", "version-not-met", ContinueOutput(0.0), weights=OLD)
 
 
 def test_who_does_not_tell_its_weights_is_asked_later() -> None:
-    verdict = after_refusal(Refusal(409, "version-not-met", "why", retry_after=3.0), FRESH)
-    later = Exclusion("why", 3.0)
-    assert verdict == Verdict("refused", "version-not-met", Continue(0.0), exclusion=later)
-    soon = after_refusal(Refusal(409, "version-not-met", "why"), FRESH)
-    assert soon.exclusion == Exclusion("why", 1.0)
+    verdict = judge_refusal(AttemptRefused(409, "version-not-met", "why", retry_after=3.0), FRESH)
+    later = ReplicaExclusion("why", 3.0)
+    assert verdict == AttemptVerdict(
+        "refused", "version-not-met", ContinueOutput(0.0), exclusion=later
+    )
+    soon = judge_refusal(AttemptRefused(409, "version-not-met", "why"), FRESH)
+    assert soon.exclusion == ReplicaExclusion("why", 1.0)
 
 
 def test_who_minds_a_change_starts_over_or_is_told() -> None:
-    moved_on = Refusal(409, "version-not-met", "why", active=NEW)
-    assert after_refusal(moved_on, BEGUN).next == Continue(0.0)
-    assert after_refusal(moved_on, RESTART).next == StartOver()
-    error = error_of(after_refusal(moved_on, FAIL).next)
+    moved_on = AttemptRefused(409, "version-not-met", "why", active=NEW)
+    assert judge_refusal(moved_on, BEGUN).next == ContinueOutput(0.0)
+    assert judge_refusal(moved_on, RESTART).next == StartOver()
+    error = error_of(judge_refusal(moved_on, FAIL).next)
     assert isinstance(error, VersionChanged)
     assert error.replica == "w0"
     assert error.cause == "the weights changed from (1, 4) to (1, 5) within an output"
     # The right ones are coming, or nothing was made yet: no reason to give anything up.
     behind = replace(moved_on, active=OLD)
     for at in (RESTART, FAIL):
-        assert after_refusal(behind, at).next == Continue(0.0)
+        assert judge_refusal(behind, at).next == ContinueOutput(0.0)
         nothing = replace(at, tokens=(), first=None, last=None)
-        assert after_refusal(moved_on, nothing).next == Continue(0.0)
-        assert after_refusal(moved_on, nothing).weights == NEW
+        assert judge_refusal(moved_on, nothing).next == ContinueOutput(0.0)
+        assert judge_refusal(moved_on, nothing).weights == NEW
 
 
 def test_weights_that_came_within_an_output_start_it_over_or_fail_it() -> None:
-    verdict = after_new_weights(replace(RESTART, last=NEW))
-    assert verdict == Verdict("moved", "the weights changed", StartOver())
-    error = error_of(after_new_weights(replace(FAIL, last=NEW)).next)
+    verdict = judge_new_weights(replace(RESTART, last=NEW))
+    assert verdict == AttemptVerdict("moved", "the weights changed", StartOver())
+    error = error_of(judge_new_weights(replace(FAIL, last=NEW)).next)
     assert isinstance(error, VersionChanged)
     assert error.cause == "the weights changed from (1, 4) to (1, 5) within an output"
 
 
 def test_tokens_of_weights_that_nobody_serves_any_more() -> None:
     nobody = replace(FAIL, replica=None)
-    assert when_weights_changed(replace(RESTART, replica=None)) == StartOver()
-    error = error_of(when_weights_changed(nobody))
+    assert step_after_weights_change(replace(RESTART, replica=None)) == StartOver()
+    error = error_of(step_after_weights_change(nobody))
     assert isinstance(error, VersionChanged)
     assert error.replica is None
 
@@ -323,7 +335,7 @@ def test_tokens_of_weights_that_nobody_serves_any_more() -> None:
 
 def test_without_time_for_an_attempt_the_reason_is_named() -> None:
     nowhere = replace(FRESH, replica=None)
-    refused = out_of_time(nowhere, "refused", "w0: asleep")
+    refused = out_of_time_error(nowhere, "refused", "w0: asleep")
     assert isinstance(refused, NoReplica)
     assert refused.cause == "no replica took the request in time (w0: asleep)"
     for at, last in (
@@ -331,12 +343,12 @@ def test_without_time_for_an_attempt_the_reason_is_named() -> None:
         (nowhere, "broken"),
         (replace(nowhere, tokens=(5,)), "refused"),
     ):
-        assert isinstance(out_of_time(at, last, "w0: asleep"), DeadlineExceeded)  # type: ignore[arg-type]
+        assert isinstance(out_of_time_error(at, last, "w0: asleep"), DeadlineExceeded)  # type: ignore[arg-type]
 
 
 def test_with_tokens_in_hand_a_missing_replica_is_the_deadline() -> None:
     error = NoReplica("nobody is there")
-    assert no_replica(error, FRESH) is error
-    late = no_replica(error, BEGUN)
+    assert no_replica_error(error, FRESH) is error
+    late = no_replica_error(error, BEGUN)
     assert isinstance(late, DeadlineExceeded)
     assert late.cause == "nobody is there"

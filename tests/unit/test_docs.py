@@ -22,13 +22,13 @@ from chatstyles import tokenizer
 from emitted import reasons
 from rollout_client.conversation.data import Counter
 from rollout_operator import config
-from rollout_operator.api.names import Condition
-from rollout_operator.api.objects import Key
+from rollout_operator.api.names import ConditionType
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.spec import parse_spec
-from rollout_operator.api.status import Phase
+from rollout_operator.api.status import PoolPhase
 from rollout_operator.core import report
-from rollout_operator.telemetry import PoolFigures
-from rollout_operator.telemetry import Telemetry as OperatorTelemetry
+from rollout_operator.telemetry import OperatorTelemetry as OperatorTelemetry
+from rollout_operator.telemetry import PoolMetrics
 from rollout_worker import schemas
 from rollout_worker.core.states import MOVES
 from rollout_worker.engine import Entry, Sink, TensorSpec
@@ -49,15 +49,15 @@ from rollout_worker.engines.shared_memory import (
     unread,
 )
 from rollout_worker.lifecycle import governor, supervisor
-from rollout_worker.observe.telemetry import Telemetry as WorkerTelemetry
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.control import control_app
-from rollout_worker.ports.data import data_app
+from rollout_worker.observe.telemetry import WorkerTelemetry as WorkerTelemetry
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.data import make_data_app
 from rollout_worker.requests import flights
-from rollout_worker.service import Worker
-from rollout_worker.settings import FLAGS, add_flags, parse
+from rollout_worker.service import WorkerService
+from rollout_worker.settings import FLAGS, add_flags, parse_settings
 from rollout_worker.sources import files as checkpoints
-from rollout_worker.sources.filling import fill
+from rollout_worker.sources.filling import fill_sink
 from rollout_worker.updates import commits
 from rollout_worker.wire.problems import KINDS
 
@@ -118,7 +118,7 @@ def named(text: str, column: int) -> set[str]:
 
 def test_worker_flags_are_described() -> None:
     rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 1), strict=True))
-    shown = {f"`--{f.name}`": f"`{f.env}`" for f in FLAGS if not f.hidden}
+    shown = {f"`--{f.name}`": f"`{f.variable_name}`" for f in FLAGS if not f.hidden}
     assert {k: v for k, v in rows.items() if k != "flag"} == shown
 
 
@@ -126,7 +126,7 @@ def test_worker_flags_have_the_defaults_described() -> None:
     rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 2), strict=True))
     for flag in FLAGS:
         if not flag.hidden:
-            default = f"`{flag.shown}`" if flag.shown else ""
+            default = f"`{flag.shown_default}`" if flag.shown_default else ""
             assert rows[f"`--{flag.name}`"] == default
 
 
@@ -141,8 +141,11 @@ def test_flags_of_the_hf_engine_are_described() -> None:
 
 
 def test_routes_are_described() -> None:
-    worker = Worker(_settings())
-    for app, columns in ((data_app(worker), "Data port"), (control_app(worker, Anyone()), "")):
+    worker = WorkerService(_settings())
+    for app, columns in (
+        (make_data_app(worker), "Data port"),
+        (make_control_app(worker, AllowAnyone()), ""),
+    ):
         routes = {
             f"{method.upper()} {path}"
             for path, methods in app.openapi()["paths"].items()
@@ -156,7 +159,7 @@ def _settings() -> Any:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     words = ["--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
-    return parse(parser.parse_args(words), {})
+    return parse_settings(parser.parse_args(words), {})
 
 
 def test_lifecycle_table_is_the_codes() -> None:
@@ -186,12 +189,12 @@ def test_reasons_are_described() -> None:
 def test_conditions_are_described() -> None:
     table = section(page("docs/runbook.md"), "Reasons")
     shown = {cell.partition("=")[0] for cell in cells(table, 0)} - {"", "condition"}
-    assert shown == set(Condition)
+    assert shown == set(ConditionType)
 
 
 def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        config.parse(["run", "--help"], {})
+        config.parse_config(["run", "--help"], {})
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     assert named(section(page("docs/runbook.md"), "Install, upgrade, uninstall"), 0) == flags
 
@@ -199,9 +202,9 @@ def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> Non
 def test_phases_are_described_in_the_order_in_which_they_win() -> None:
     table = section(page("docs/runbook.md"), "Phases")
     shown = [CODE.findall(cell)[0] for cell in cells(table, 0) if CODE.search(cell)]
-    ladder = inspect.getsource(report._phase)
-    assert shown == [Phase[name].value for name in re.findall(r"Phase\.([A-Z]+)[,)]", ladder)]
-    assert set(shown) == set(Phase)
+    ladder = inspect.getsource(report._pool_phase)
+    assert shown == [PoolPhase[name].value for name in re.findall(r"Phase\.([A-Z]+)[,)]", ladder)]
+    assert set(shown) == set(PoolPhase)
 
 
 def test_alerts_are_described() -> None:
@@ -220,16 +223,18 @@ def test_alerts_are_described() -> None:
 
 def test_operator_metrics_are_described() -> None:
     telemetry = OperatorTelemetry()
-    figures = PoolFigures(weights={"target": (1, 1)}, conditions={"Ready": "True"})
-    telemetry.pool(Key("a", "b"), figures)
+    figures = PoolMetrics(weights={"target": (1, 1)}, conditions={"Ready": "True"})
+    telemetry.set_pool_metrics(PoolKey("a", "b"), figures)
     table = section(section(page("docs/runbook.md"), "Metrics"), "Operator")
-    ours = {name for name in families(telemetry.page().decode()) if name.startswith("rollout_")}
+    ours = {
+        name for name in families(telemetry.render_page().decode()) if name.startswith("rollout_")
+    }
     assert named(table, 0) == ours
 
 
 def test_worker_metrics_are_described() -> None:
     engine = set(re.findall(r'"(hf_engine_\w+)"', page("worker/engines/hf/metrics.py")))
-    ours = families(WorkerTelemetry().page("").decode()) | engine
+    ours = families(WorkerTelemetry().render_page("").decode()) | engine
     assert named(section(section(page("docs/runbook.md"), "Metrics"), "Worker"), 0) == ours
 
 
@@ -345,7 +350,7 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
             return cast("Sink", sink)
 
     layout = model_folder.layout_of(checkpoints.open_source(tmp_path).entries)
-    await fill(Giver().open_slot, layout, (tmp_path, ()), lambda _: None)
+    await fill_sink(Giver().open_slot, layout, (tmp_path, ()), lambda _: None)
     assert bytes(sink.tensors["w"]) == have.tobytes()
     assert (sink.sealed, sink.nbytes) == (True, 24)
     sink.close()
@@ -401,12 +406,12 @@ def test_the_time_of_each_call_to_an_engine_is_told() -> None:
         for verbs, after in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:after )?(\d+) s", told)
         for verb in CODE.findall(verbs)
     }
-    pause = {governor.PAUSE_SECONDS, commits.PAUSE_SECONDS}
-    memory = {governor.MEMORY_SECONDS, commits.FLIP_SECONDS}
+    pause = {governor.ENGINE_PAUSE_SECONDS, commits.ENGINE_PAUSE_SECONDS}
+    memory = {governor.MEMORY_CALL_SECONDS, commits.ENGINE_COMMIT_SECONDS}
     assert {seconds[verb] for verb in ("hold_admission", "pause", "resume")} == pause
     assert {seconds[verb] for verb in ("commit", "sleep", "wake")} == memory
-    assert seconds["abort"] == flights.ABORT_SECONDS
-    assert f"waits {supervisor.STOP_SECONDS:g} s" in told
+    assert seconds["abort"] == flights.ABORT_TIMEOUT_SECONDS
+    assert f"waits {supervisor.ENGINE_STOP_SECONDS:g} s" in told
 
 
 def test_every_file_of_the_contract_suite_is_described() -> None:

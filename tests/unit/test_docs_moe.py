@@ -36,7 +36,7 @@ def containers(engine: str) -> list[dict[str, Any]]:
     spec = parse_spec(document(engine))
     base = EngineDefaults.model_validate({"image": "worker:1"})
     builder = PodBuilder("moe", "rl", "uid", "", spec, base)
-    pods = [builder.build(0, rank, 0) for rank in range(spec.parallelism.nodes)]
+    pods = [builder.build_pod(0, rank, 0) for rank in range(spec.parallelism.nodes)]
     return [pod["spec"]["containers"][0] for pod in pods]
 
 

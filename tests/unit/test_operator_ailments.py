@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from poolspecs import spec_of
-from rollout_operator.core.failures import HEALTHY_SECONDS
-from rollout_operator.core.plan import Plan
+from rollout_operator.core.failures import FAILURE_RESET_SECONDS
+from rollout_operator.core.plan import PassPlan
 from world import World
 
 OOM = "container 'worker' ended: OOMKilled, exit code 137"
@@ -23,18 +23,18 @@ def world() -> World:
 
 
 def degraded(world: World) -> tuple[str, str, str]:
-    found = world.status.condition("Degraded")
+    found = world.status.find_condition("Degraded")
     assert found is not None
     return found.status, found.reason, found.message
 
 
 def progressing(world: World) -> tuple[str, str, str]:
-    found = world.status.condition("Progressing")
+    found = world.status.find_condition("Progressing")
     assert found is not None
     return found.status, found.reason, found.message
 
 
-def steps(world: World, count: int) -> Plan:
+def steps(world: World, count: int) -> PassPlan:
     for _ in range(count):
         plan = world.step()
     return plan
@@ -113,7 +113,7 @@ def test_a_process_that_imports_its_libraries_is_not_unreachable() -> None:
 
 def fail(world: World, log: str = "") -> None:
     """The head of replica 1 ends, as soon as it is there."""
-    while "pool-1-0" not in world.pods or world.pods["pool-1-0"].finished:
+    while "pool-1-0" not in world.pods or world.pods["pool-1-0"].is_finished:
         world.step()
     world.fail("pool-1-0")
     world.pods["pool-1-0"] = replace(world.pods["pool-1-0"], trouble=OOM, last_log=log)
@@ -125,7 +125,7 @@ def test_a_crash_loop_is_told_until_the_head_has_worked_for_ten_minutes(world: W
     assert degraded(world)[0] == "False", "once is told by an event, and forgotten"
     fail(world)
     reasons, reset = set(), 0
-    for _ in range(int(HEALTHY_SECONDS) + 30):
+    for _ in range(int(FAILURE_RESET_SECONDS) + 30):
         world.step()
         reasons.add(degraded(world)[1])
         reset += degraded(world)[0] == "False"
@@ -210,7 +210,7 @@ def test_that_a_replica_no_longer_serves_is_told_with_its_name_and_the_cause(wor
     world.pods["pool-1-0"] = replace(world.pods["pool-1-0"], trouble="NodeLost")
     world.worker(1).foreign_hold = "Asleep"
     steps(world, 2)
-    found = world.status.condition("Ready")
+    found = world.status.find_condition("Ready")
     assert found is not None
     assert (found.status, found.reason) == ("False", "NotServing")
     assert found.message == "1 of 2 replicas serve: pool-1-0: NodeLost"

@@ -11,22 +11,22 @@ from pydantic import ValidationError
 from passlab import pod
 from poolspecs import NOW, a_pod, spec_of
 from rollout_operator.api import names
-from rollout_operator.api.spec_colocation import Requirement, TrainerSelector
-from rollout_operator.api.status import MAX_SELECTOR, RolloutReplicaStatus
-from rollout_operator.core.decide import decide
+from rollout_operator.api.spec_colocation import LabelSelectorRequirement, TrainerSelector
+from rollout_operator.api.status import MAX_SELECTOR_LENGTH, RolloutReplicaStatus
+from rollout_operator.core.decide import plan_pass
 from rollout_operator.core.podreader import parse_pod
-from rollout_operator.core.trainers import Beside
-from rollout_operator.core.world import Observed
+from rollout_operator.core.trainers import ObservedTrainers
+from rollout_operator.core.world import ObservedPool
 from rollout_worker.schemas import ActiveWeights, KeptWeights, StagedWeights
 
 
-def observed(**fields: Any) -> Observed:
+def observed(**fields: Any) -> ObservedPool:
     nothing: dict[str, Any] = {
         "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": (),
         "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
         "barrier": None, "paused": False, "retry": "",
     }  # fmt: skip
-    return Observed(**nothing | fields)
+    return ObservedPool(**nothing | fields)
 
 
 def label(number: int) -> str:
@@ -52,28 +52,28 @@ def test_a_hybrid_pool_is_reconciled_however_long_its_selector_is(
     spec = spec_of(
         mode="Hybrid", colocation={"trainerSelector": selector(labels, expressions)}, replicas=1
     )
-    seen = observed(beside=Beside(claims={}))
-    status = decide(spec, seen, RolloutReplicaStatus(), NOW).status
+    seen = observed(beside=ObservedTrainers(claims={}))
+    status = plan_pass(spec, seen, RolloutReplicaStatus(), NOW).status
     assert spec.colocation is not None
-    assert status.selector == spec.colocation.trainer_selector.text()
-    assert RolloutReplicaStatus.model_validate(status.document()) == status
+    assert status.selector == spec.colocation.trainer_selector.to_query()
+    assert RolloutReplicaStatus.model_validate(status.to_document()) == status
 
 
 def test_no_selector_is_longer_than_status_holds() -> None:
     longest = selector(32, 32)
     found = TrainerSelector.model_validate(longest)
-    assert 80_000 < len(found.text()) <= MAX_SELECTOR
+    assert 80_000 < len(found.to_query()) <= MAX_SELECTOR_LENGTH
     for refused in (selector(33, 0), selector(1, 33)):
         with pytest.raises(ValidationError):
             TrainerSelector.model_validate(refused)
     with pytest.raises(ValidationError):
-        Requirement(key="k", operator="In", values=("v",) * 33)
+        LabelSelectorRequirement(key="k", operator="In", values=("v",) * 33)
 
 
 def test_a_sentence_beyond_its_bound_is_news_once() -> None:
     seen = observed(rejections={"pod/pool-0-0": "no " * 400})
-    first = decide(spec_of(), seen, RolloutReplicaStatus(), NOW).status
-    again = decide(spec_of(), seen, first, NOW + 1).status
+    first = plan_pass(spec_of(), seen, RolloutReplicaStatus(), NOW).status
+    again = plan_pass(spec_of(), seen, first, NOW + 1).status
     assert len(again.last_errors) == 1
     assert again == first
 
@@ -83,7 +83,7 @@ def test_a_count_of_restarts_that_somebody_made_up_is_bounded(count: str) -> Non
     found = parse_pod(pod(annotations={names.ANNOTATION_RESTARTS: count}), "ours")
     assert found is not None
     failed = replace(a_pod(spec_of(replicas=1), phase="Failed"), restarts=found.restarts)
-    plan = decide(spec_of(replicas=1), observed(pods=(failed,)), RolloutReplicaStatus(), NOW)
+    plan = plan_pass(spec_of(replicas=1), observed(pods=(failed,)), RolloutReplicaStatus(), NOW)
     assert plan.status.members[0].restarts == found.restarts
 
 

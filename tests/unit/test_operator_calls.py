@@ -11,15 +11,15 @@ import pytest
 from loopback import loopback
 from poolspecs import a_pod, spec_of
 from rollout_client.control import ControlError, WorkerControl
-from rollout_operator.api.objects import Key
-from rollout_operator.workers.calls import MAX_SECONDS, CallFailure, Calls
-from rollout_operator.workers.poller import Poller
-from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.workers.calls import CALL_BACKOFF_MAX_SECONDS, CallFailure, WorkerCalls
+from rollout_operator.workers.poller import HeadPoller
+from rollout_operator.workers.talk import STALE_FAILURE_SECONDS, WorkerClients
 from rollout_worker.schemas import WeightsId, WorkerState
 from states import serving_state
 from waiting import until
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 STATE = serving_state()
 
 
@@ -37,28 +37,28 @@ class Bench:
     def __init__(self) -> None:
         self.fenced = False
         self.clock = Clock()
-        self.woken: list[Key] = []
+        self.woken: list[PoolKey] = []
         self.looked: list[str] = []
         self.answers: list[object] = []
-        self.calls = Calls(
+        self.calls = WorkerCalls(
             self.woken.append, after=self._look, clock=self.clock, may_start=lambda: not self.fenced
         )
 
     async def _look(self, slot: str, answer: object) -> None:
-        assert self.calls.running(slot), "the slot must stay taken until the look is over"
+        assert self.calls.running_call(slot), "the slot must stay taken until the look is over"
         self.looked.append(slot)
         self.answers.append(answer)
 
     async def end(self, slot: str = "u1") -> None:
-        await until(lambda: self.calls.running(slot) is None, 3, what="the end of the call")
+        await until(lambda: self.calls.running_call(slot) is None, 3, what="the end of the call")
 
     async def fail(self, error: Exception, name: str = "commit") -> CallFailure | None:
         async def call() -> None:
             raise error
 
-        assert self.calls.start(KEY, "u1", name, call, 1)
+        assert self.calls.start_call(KEY, "u1", name, call, 1)
         await self.end()
-        return self.calls.failures("u1").get(name)
+        return self.calls.call_failures("u1").get(name)
 
 
 async def well() -> str:
@@ -68,59 +68,59 @@ async def well() -> str:
 async def test_a_call_runs_beside_and_wakes_at_its_end() -> None:
     bench = Bench()
     gate = asyncio.Event()
-    assert bench.calls.start(KEY, "u1", "commit", gate.wait, 5)
+    assert bench.calls.start_call(KEY, "u1", "commit", gate.wait, 5)
     await asyncio.sleep(0)
-    assert bench.calls.running("u1") == "commit"
+    assert bench.calls.running_call("u1") == "commit"
     assert bench.woken == []
     gate.set()
     await bench.end()
     assert (bench.woken, bench.looked) == ([KEY], ["u1"])
-    assert bench.calls.failures("u1").get("commit") is None
+    assert bench.calls.call_failures("u1").get("commit") is None
 
 
 async def test_one_call_per_pod_but_many_pods() -> None:
     bench = Bench()
     gate = asyncio.Event()
-    assert bench.calls.start(KEY, "u1", "stage", gate.wait, 5)
-    assert not bench.calls.start(KEY, "u1", "commit", well, 5)
-    assert bench.calls.start(KEY, "u2", "commit", gate.wait, 5)
+    assert bench.calls.start_call(KEY, "u1", "stage", gate.wait, 5)
+    assert not bench.calls.start_call(KEY, "u1", "commit", well, 5)
+    assert bench.calls.start_call(KEY, "u2", "commit", gate.wait, 5)
     gate.set()
     await bench.end("u1")
     await bench.end("u2")
-    assert bench.calls.start(KEY, "u1", "commit", well, 5)
+    assert bench.calls.start_call(KEY, "u1", "commit", well, 5)
     await bench.end()
 
 
 async def test_a_call_that_is_not_wanted_any_more_gives_way_and_has_not_failed() -> None:
     bench = Bench()
     gate = asyncio.Event()
-    assert bench.calls.start(KEY, "u1", "wake", asyncio.Event().wait, 60)
+    assert bench.calls.start_call(KEY, "u1", "wake", asyncio.Event().wait, 60)
     await asyncio.sleep(0)
-    assert not bench.calls.start(KEY, "u1", "sleep", gate.wait, 5, instead_of={"pause"})
-    assert bench.calls.start(KEY, "u1", "sleep", gate.wait, 5, instead_of={"pause", "wake"})
+    assert not bench.calls.start_call(KEY, "u1", "sleep", gate.wait, 5, instead_of={"pause"})
+    assert bench.calls.start_call(KEY, "u1", "sleep", gate.wait, 5, instead_of={"pause", "wake"})
     await asyncio.sleep(0.01)
-    assert bench.calls.running("u1") == "sleep", "the end of the other one left it there"
+    assert bench.calls.running_call("u1") == "sleep", "the end of the other one left it there"
     assert bench.looked == []
     gate.set()
     await bench.end()
-    assert (bench.looked, bench.calls.failures("u1")) == (["u1"], {})
+    assert (bench.looked, bench.calls.call_failures("u1")) == (["u1"], {})
 
 
 async def test_what_may_not_start_ends_nothing() -> None:
     bench = Bench()
-    assert bench.calls.start(KEY, "u1", "wake", asyncio.Event().wait, 60)
+    assert bench.calls.start_call(KEY, "u1", "wake", asyncio.Event().wait, 60)
     bench.fenced = True
-    assert not bench.calls.start(KEY, "u1", "sleep", well, 5, instead_of={"wake"})
+    assert not bench.calls.start_call(KEY, "u1", "sleep", well, 5, instead_of={"wake"})
     await asyncio.sleep(0.01)
-    assert bench.calls.running("u1") == "wake"
+    assert bench.calls.running_call("u1") == "wake"
     await bench.calls.cancel_all()
 
 
 async def test_nothing_starts_while_fenced() -> None:
     bench = Bench()
     bench.fenced = True
-    assert not bench.calls.start(KEY, "u1", "commit", well, 5)
-    assert bench.calls.running("u1") is None
+    assert not bench.calls.start_call(KEY, "u1", "commit", well, 5)
+    assert bench.calls.running_call("u1") is None
 
 
 async def test_failures_count_and_wait_longer() -> None:
@@ -136,24 +136,24 @@ async def test_failures_count_and_wait_longer() -> None:
         )
         assert failure.at == bench.clock.now
         delays.append(failure.retry_at - failure.at)
-    assert delays == [1, 2, 4, 8, 16, MAX_SECONDS, MAX_SECONDS]
+    assert delays == [1, 2, 4, 8, 16, CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_MAX_SECONDS]
 
 
 async def test_success_clears_only_the_same_call() -> None:
     bench = Bench()
     await bench.fail(ControlError(500, "", "broken"), "stage")
     await bench.fail(ControlError(500, "", "broken"), "commit")
-    bench.calls.start(KEY, "u1", "commit", well, 5)
+    bench.calls.start_call(KEY, "u1", "commit", well, 5)
     await bench.end()
-    assert bench.calls.failures("u1").get("commit") is None
-    assert bench.calls.failures("u1").get("stage") is not None
+    assert bench.calls.call_failures("u1").get("commit") is None
+    assert bench.calls.call_failures("u1").get("stage") is not None
 
 
 async def test_a_deadline_is_a_failure_with_a_name() -> None:
     bench = Bench()
-    bench.calls.start(KEY, "u1", "commit", asyncio.Event().wait, 0.05)
+    bench.calls.start_call(KEY, "u1", "commit", asyncio.Event().wait, 0.05)
     await bench.end()
-    failure = bench.calls.failures("u1").get("commit")
+    failure = bench.calls.call_failures("u1").get("commit")
     assert failure is not None
     assert failure.message == "no answer within 0.05 s"
     assert bench.woken == [KEY]
@@ -170,20 +170,20 @@ async def test_an_unforeseen_error_is_logged_and_counted(caplog: pytest.LogCaptu
 async def test_forget_cancels_and_clears() -> None:
     bench = Bench()
     await bench.fail(ControlError(500, "", "broken"))
-    bench.calls.start(KEY, "u1", "stage", asyncio.Event().wait, 60)
+    bench.calls.start_call(KEY, "u1", "stage", asyncio.Event().wait, 60)
     await asyncio.sleep(0)
-    bench.calls.forget("u1")
+    bench.calls.forget_calls("u1")
     await bench.end()
-    assert bench.calls.failures("u1").get("commit") is None
+    assert bench.calls.call_failures("u1").get("commit") is None
     assert bench.looked == ["u1"], "a cancelled call is not looked at again"
 
 
 async def test_cancel_all_ends_every_call() -> None:
     bench = Bench()
     for slot in ("u1", "u2", "u3"):
-        bench.calls.start(KEY, slot, "commit", asyncio.Event().wait, 60)
+        bench.calls.start_call(KEY, slot, "commit", asyncio.Event().wait, 60)
     await bench.calls.cancel_all()
-    assert [bench.calls.running(slot) for slot in ("u1", "u2", "u3")] == [None, None, None]
+    assert [bench.calls.running_call(slot) for slot in ("u1", "u2", "u3")] == [None, None, None]
 
 
 async def test_a_real_worker_that_hangs_up_is_a_failure_to_retry() -> None:
@@ -194,28 +194,28 @@ async def test_a_real_worker_that_hangs_up_is_a_failure_to_retry() -> None:
     async with loopback() as worker, httpx.AsyncClient(trust_env=False) as client:
         worker.delay("POST", "/v1/wake", {}, 30)
         control = WorkerControl(worker.url, token, client)
-        bench.calls.start(KEY, "u1", "wake", control.wake, 0.1)
+        bench.calls.start_call(KEY, "u1", "wake", control.wake, 0.1)
         await bench.end()
-        assert bench.calls.failures("u1").get("wake") is not None
+        assert bench.calls.call_failures("u1").get("wake") is not None
         worker.answer("POST", "/v1/wake", STATE)
-        bench.calls.start(KEY, "u1", "wake", control.wake, 5)
+        bench.calls.start_call(KEY, "u1", "wake", control.wake, 5)
         await bench.end()
-        assert bench.calls.failures("u1").get("wake") is None
+        assert bench.calls.call_failures("u1").get("wake") is None
 
 
 async def test_a_clock_that_is_set_keeps_no_call_waiting() -> None:
     """The wall clock of a node may be set back by an hour."""
-    calls = Calls(lambda key: None)
+    calls = WorkerCalls(lambda key: None)
 
     async def refused() -> None:
         raise ControlError(409, "asleep", "wake it first")
 
     began = time.monotonic()
-    assert calls.start(KEY, "u1", "commit", refused, 1)
-    await until(lambda: calls.running("u1") is None, 3, what="the end of the call")
-    failure = calls.failures("u1")["commit"]
+    assert calls.start_call(KEY, "u1", "commit", refused, 1)
+    await until(lambda: calls.running_call("u1") is None, 3, what="the end of the call")
+    failure = calls.call_failures("u1")["commit"]
     assert began <= failure.at <= time.monotonic()
-    assert 0 < calls.until(failure.retry_at) <= 1
+    assert 0 < calls.seconds_until(failure.retry_at) <= 1
 
 
 async def test_the_failure_of_a_call_that_nobody_repeats_is_told_no_more() -> None:
@@ -225,18 +225,18 @@ async def test_the_failure_of_a_call_that_nobody_repeats_is_told_no_more() -> No
     async def refused() -> None:
         raise ControlError(503, "busy", "no")
 
-    async def ask(key: Key, address: str) -> WorkerState:
+    async def ask(key: PoolKey, address: str) -> WorkerState:
         raise OSError(f"{key} at {address} does not answer")
 
-    def control(key: Key, address: str) -> WorkerControl:
+    def control(key: PoolKey, address: str) -> WorkerControl:
         raise AssertionError(f"no worker is called, {key} at {address}")
 
     await bench.fail(ControlError(503, "busy", "no"), "sleep")
-    assert bench.calls.start(KEY, "u1", "commit", refused, 1, WeightsId(epoch=1, version=1))
+    assert bench.calls.start_call(KEY, "u1", "commit", refused, 1, WeightsId(epoch=1, version=1))
     await bench.end()
-    workers = Workers(Poller(ask, bench.woken.append), bench.calls, control)
+    workers = WorkerClients(HeadPoller(ask, bench.woken.append), bench.calls, control)
     pod = a_pod(spec_of(), 0, uid="u1")
-    bench.clock.now += GIVEN_UP_SECONDS
-    assert set(workers.known(pod).failures) == {"sleep", "commit"}
-    bench.clock.now += MAX_SECONDS
-    assert set(workers.known(pod).failures) == {"commit"}
+    bench.clock.now += STALE_FAILURE_SECONDS
+    assert set(workers.observe_worker(pod).failures) == {"sleep", "commit"}
+    bench.clock.now += CALL_BACKOFF_MAX_SECONDS
+    assert set(workers.observe_worker(pod).failures) == {"commit"}

@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolspecs import colocated_spec, pushed
-from rollout_operator.core.plan import Plan
-from rollout_operator.core.stuck import STUCK_SECONDS
-from rollout_operator.core.trainers import SETTLED_SECONDS, Beside, Taken
+from rollout_operator.core.plan import PassPlan
+from rollout_operator.core.stuck import FORCED_DELETION_SECONDS
+from rollout_operator.core.trainers import (
+    TRAINERS_SETTLED_SECONDS,
+    ObservedTrainers,
+    RecordedPlacement,
+)
 from rollout_worker.schemas import Progress, TurnState, WeightsId
 from simtrainers import SimTrainers
 from world import World
@@ -32,13 +36,13 @@ def trainers_of(world: World) -> SimTrainers:
     return world.trainers
 
 
-def told(plan: Plan, kind: str) -> tuple[str, str]:
-    found = plan.status.condition(kind)
+def told(plan: PassPlan, kind: str) -> tuple[str, str]:
+    found = plan.status.find_condition(kind)
     assert found is not None
     return found.reason, found.message
 
 
-def places(world: World) -> dict[str, Taken | None]:
+def places(world: World) -> dict[str, RecordedPlacement | None]:
     return {name: pod.taken for name, pod in world.pods.items()}
 
 
@@ -72,7 +76,7 @@ def test_pods_are_made_beside_the_trainer_once_it_is_there(generated: bool) -> N
         trainer = sim.pods[f"t-{index}"]
         claim = sim.claims[trainer.claims[0]]
         assert pod.node == trainer.node
-        assert pod.taken == Taken(trainer.name, claim.uid, (claim.devices[0].name,))
+        assert pod.taken == RecordedPlacement(trainer.name, claim.uid, (claim.devices[0].name,))
 
 
 def test_a_pod_with_a_claim_that_stays_outlives_the_trainers() -> None:
@@ -81,7 +85,7 @@ def test_a_pod_with_a_claim_that_stays_outlives_the_trainers() -> None:
     before = {name: pod.uid for name, pod in world.pods.items()}
     trainers_of(world).restart("t-0")
     for _ in range(8):
-        assert world.step().status.condition("Degraded").status == "False"  # type: ignore[union-attr]
+        assert world.step().status.find_condition("Degraded").status == "False"  # type: ignore[union-attr]
     assert trainers_of(world).pods["t-0"].uid != "trainer1", "it came back"
     assert {name: pod.uid for name, pod in world.pods.items()} == before
     assert world.status.phase == "Ready"
@@ -123,7 +127,9 @@ def test_a_gang_has_a_pod_beside_each_trainer_and_follows_their_claims_as_one() 
     for rank in (0, 1):
         taken = world.pods[f"pool-0-{rank}"].taken
         claim = sim.claims[sim.pods[f"t-{rank}"].claims[0]]
-        assert taken == Taken(f"t-{rank}", claim.uid, tuple(d.name for d in claim.devices))
+        assert taken == RecordedPlacement(
+            f"t-{rank}", claim.uid, tuple(d.name for d in claim.devices)
+        )
         assert len(claim.devices) == 2
     before = {name: pod.uid for name, pod in world.pods.items()}
     sim.restart("t-1")
@@ -175,12 +181,12 @@ def test_an_earlier_trainer_moves_those_behind_it() -> None:
     world.grace = 3.0
     before = places(world)
     trainers_of(world).wanted.insert(0, "a")
-    for _ in range(int(SETTLED_SECONDS)):
+    for _ in range(int(TRAINERS_SETTLED_SECONDS)):
         world.step()
         assert places(world) == before, "it may be another one's in a moment"
     for _ in range(40):
         world.step()
-        living = [pod for pod in world.pods.values() if not pod.deleting]
+        living = [pod for pod in world.pods.values() if not pod.is_deleting]
         assert sum(pod.ready for pod in living) >= 1, "one after the other"
     status = world.run()
     assert status.phase == "Ready"
@@ -251,7 +257,7 @@ def test_a_trainer_that_stays_away_is_replaced_by_those_behind_it() -> None:
     for _ in range(10):
         plan = world.step()
     assert plan.requeue is not None, "it looks again by itself"
-    assert plan.requeue <= SETTLED_SECONDS
+    assert plan.requeue <= TRAINERS_SETTLED_SECONDS
     status = world.run(200)
     assert (status.phase, status.restarts) == ("Ready", 0)
     assert beside(world) == ["t-1", "t-2", "t-3"]
@@ -268,7 +274,7 @@ def test_a_label_on_a_foreign_pod_moves_nothing(name: str) -> None:
     for stranger, why in ((replace(twin, claims=()), "has no ResourceClaim:"),
                           (twin, "has no ResourceClaim of its own but that of 't-1'")):  # fmt: skip
         sim.pods[name] = stranger
-        for _ in range(2 * int(SETTLED_SECONDS)):
+        for _ in range(2 * int(TRAINERS_SETTLED_SECONDS)):
             plan = world.step()
             assert not plan.delete
         reason, text = told(plan, "Degraded")
@@ -303,7 +309,7 @@ def test_what_is_not_known_changes_nothing() -> None:
     world.trainers = None
     plan = world.step()
     assert not plan.delete
-    assert world.observed().beside == Beside()
+    assert world.observed().beside == ObservedTrainers()
     world.kill("pool-1-0")
     plan = world.step()
     assert not plan.create
@@ -318,7 +324,7 @@ def test_a_colocated_pod_that_does_not_go_is_told_and_never_forced() -> None:
     pod = world.pods["pool-0-0"]
     world.held.add(pod.uid)
     world.ask_to_go("pool-0-0")
-    for _ in range(int(STUCK_SECONDS) + 3):
+    for _ in range(int(FORCED_DELETION_SECONDS) + 3):
         plan = world.step()
         assert not any(d.forced for d in plan.delete)
     assert told(plan, "Degraded") == (
@@ -444,7 +450,7 @@ def test_whatever_happens_to_a_large_trainer_each_share_has_its_pod(
         number, share = divmod(pod.replica, SLOTS)
         claim = job.sim.claims[job.sim.pods[f"t-{number}"].claims[0]]
         mine = tuple(d.name for d in claim.devices[share * EACH : (share + 1) * EACH])
-        assert pod.taken == Taken(f"t-{number}", claim.uid, mine)
+        assert pod.taken == RecordedPlacement(f"t-{number}", claim.uid, mine)
         assert pod.node == job.sim.pods[f"t-{number}"].node
         used += mine
     assert len(used) == len(set(used)) == TRAINERS * SLOTS * EACH
@@ -467,7 +473,7 @@ def test_the_last_copy_of_pushed_weights_is_not_moved(replicas: int, generated: 
     lost = set()
     for _ in range(300):
         world.step()
-        found = world.status.condition("Degraded")
+        found = world.status.find_condition("Degraded")
         lost |= {found.reason} if found is not None else set()
     # With its generated claim the only replica goes, and its weights with it.
     assert ("NoLiveCopy" in lost) == (generated and replicas == 1)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout_operator.config import Config, ConfigError, parse
+from rollout_operator.config import ConfigError, OperatorConfig, parse_config
 
 
-def run(*flags: str, **environ: str) -> Config:
-    return parse(["run", *flags], environ)
+def run(*flags: str, **environ: str) -> OperatorConfig:
+    return parse_config(["run", *flags], environ)
 
 
 def test_defaults() -> None:
@@ -21,8 +21,8 @@ def test_defaults() -> None:
     assert config.leader_elect
     assert (config.workers, config.resync_seconds, config.http_port) == (16, 300, 8080)
     assert config.watch_namespaces == ()
-    assert config.account() is None
-    assert config.engine("hf").image is None
+    assert config.own_service_account() is None
+    assert config.engine_defaults("hf").image is None
 
 
 def test_a_flag_goes_before_the_environment() -> None:
@@ -40,7 +40,7 @@ def test_namespaces_account_and_switch() -> None:
         POD_NAMESPACE="rollout",
     )
     assert config.watch_namespaces == ("a", "b")
-    assert config.account() == ("rollout", "operator")
+    assert config.own_service_account() == ("rollout", "operator")
     assert not config.leader_elect
     assert config.log_level == "DEBUG"
     assert not run(ROLLOUT_OPERATOR_LEADER_ELECT="false").leader_elect
@@ -66,7 +66,7 @@ engines:
     podTemplate: {nodeSelector: {gpu: "no"}}
 """
     )
-    engine = run(f"--config={path}").engine("hf")
+    engine = run(f"--config={path}").engine_defaults("hf")
     assert engine.image == "worker-hf:1"
     assert engine.image_pull_policy == "IfNotPresent"
     assert engine.env == ({"name": "A", "value": "b"},)

@@ -16,7 +16,7 @@ from loopback import Loopback, loopback
 from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
-from rollout_operator.workers.connections import Connections
+from rollout_operator.workers.connections import WorkerConnections
 from rollout_worker.schemas import RequireRequest
 from states import serving_state
 from waiting import until
@@ -36,8 +36,8 @@ async def worker() -> AsyncIterator[Loopback]:
 
 @pytest.fixture
 async def control(worker: Loopback) -> AsyncIterator[WorkerControl]:
-    connections = Connections()
-    yield WorkerControl(worker.url, no_token, connections.send)
+    connections = WorkerConnections()
+    yield WorkerControl(worker.url, no_token, connections.send_request)
     await connections.close()
 
 
@@ -69,17 +69,17 @@ async def test_silence_ends_at_the_deadline(worker: Loopback, control: WorkerCon
 
 
 async def test_nobody_there_is_named_with_the_reason() -> None:
-    connections = Connections()
+    connections = WorkerConnections()
     with pytest.raises(ControlUnreachable, match=r"GET http://127\.0\.0\.1:1/v1/state: .*refused"):
-        await WorkerControl("http://127.0.0.1:1", no_token, connections.send).state()
+        await WorkerControl("http://127.0.0.1:1", no_token, connections.send_request).state()
     await connections.close()
 
 
 async def test_a_worker_that_went_away_between_two_requests_is_unreachable() -> None:
-    connections = Connections()
+    connections = WorkerConnections()
     async with loopback() as worker:
         worker.answer("POST", "/v1/require", {"active": None})
-        control = WorkerControl(worker.url, no_token, connections.send)
+        control = WorkerControl(worker.url, no_token, connections.send_request)
         await control.require(RequireRequest(epoch=1))
     await asyncio.sleep(0)
     with pytest.raises(ControlUnreachable):
@@ -91,13 +91,13 @@ async def test_300_calls_that_wait_leave_room_for_the_polls_of_other_heads(
     worker: Loopback,
 ) -> None:
     worker.delay("POST", "/v1/wake", STATE, 60)
-    connections = Connections()
+    connections = WorkerConnections()
     async with loopback() as other:
         other.answer("GET", "/v1/state", STATE)
-        control = WorkerControl(worker.url, no_token, connections.send)
+        control = WorkerControl(worker.url, no_token, connections.send_request)
         calls = [asyncio.create_task(control.wake(timeout=60)) for _ in range(300)]
         await until(lambda: worker.at_once == 300, what="all calls")
-        answer = await WorkerControl(other.url, no_token, connections.send).state(timeout=5)
+        answer = await WorkerControl(other.url, no_token, connections.send_request).state(timeout=5)
         assert answer.boot_id == "b1"
         for call in calls:
             call.cancel()
@@ -109,7 +109,7 @@ async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> N
     authority = Authority(tmp_path, "ca")
     for name, san in (("worker", f"DNS:{CONTROL_TLS_NAME}"), ("other", "DNS:other,IP:127.0.0.1")):
         authority.issue(name, f"/CN={name}", usage="serverAuth", san=san)
-    connections = Connections(tmp_path / "ca.crt")
+    connections = WorkerConnections(tmp_path / "ca.crt")
     trusted = await said_to(connections, tmp_path / "worker")
     assert trusted == b"POST /v1/require HTTP/1.1"
     with pytest.raises(ControlUnreachable, match="certificate"):
@@ -120,7 +120,7 @@ async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> N
 async def test_a_connection_over_tls_keeps_little_memory(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ca")
     authority.issue("worker", "/CN=worker", usage="serverAuth", san=f"DNS:{CONTROL_TLS_NAME}")
-    connections = Connections(tmp_path / "ca.crt")
+    connections = WorkerConnections(tmp_path / "ca.crt")
     for _ in range(3):  # what is made once, and stays
         await said_to(connections, tmp_path / "worker")
     tracemalloc.start()
@@ -129,7 +129,9 @@ async def test_a_connection_over_tls_keeps_little_memory(tmp_path: Path) -> None
         before, _ = tracemalloc.get_traced_memory()
         for server in servers:
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            await WorkerControl(url, no_token, connections.send).require(RequireRequest(epoch=1))
+            await WorkerControl(url, no_token, connections.send_request).require(
+                RequireRequest(epoch=1)
+            )
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -154,7 +156,7 @@ async def tls_server(files: Path) -> asyncio.Server:
     return await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
 
 
-async def said_to(connections: Connections, files: Path) -> bytes:
+async def said_to(connections: WorkerConnections, files: Path) -> bytes:
     """The first line that a TLS server with this certificate reads."""
     line: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -168,11 +170,11 @@ async def said_to(connections: Connections, files: Path) -> bytes:
     context.load_cert_chain(files.with_suffix(".crt"), files.with_suffix(".key"))
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        control = WorkerControl(url, no_token, connections.send)
+        control = WorkerControl(url, no_token, connections.send_request)
         await control.require(RequireRequest(epoch=1))
     return await line
 
 
 def test_a_ca_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--control-ca-file .* can.t be used"):
-        Connections(tmp_path / "none")
+        WorkerConnections(tmp_path / "none")

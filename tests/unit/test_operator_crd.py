@@ -13,8 +13,12 @@ import pytest
 import yaml
 from pydantic import Field
 
-from rollout_operator.api.crd import UnsupportedSchema, custom_resource_definition, structural
-from rollout_operator.api.schema import ApiModel, cel, checked, rules
+from rollout_operator.api.crd import (
+    UnsupportedSchema,
+    custom_resource_definition,
+    structural_schema,
+)
+from rollout_operator.api.schema import ApiModel, cel_rule, config_with_rules, schema_extra
 
 ROOT = Path(__file__).parents[2]
 DEFINITION = custom_resource_definition()
@@ -191,13 +195,13 @@ class Endless(ApiModel):
 )
 def test_refuses_what_a_structural_schema_cannot_say(model: type[ApiModel], message: str) -> None:
     with pytest.raises(UnsupportedSchema, match=message):
-        structural(model)
+        structural_schema(model)
 
 
 class Inner(ApiModel):
     """Description of the class."""
 
-    model_config = checked(cel("self.a > 0", "a: raise it"))
+    model_config = config_with_rules(cel_rule("self.a > 0", "a: raise it"))
     a: int = Field(ge=0, le=2**40, description="A number.")
 
 
@@ -207,12 +211,12 @@ class Outer(ApiModel):
     inner: Inner | None = Field(
         default=None,
         description="Description of the field.",
-        json_schema_extra=rules(cel("self.a < 9", "a: lower it")),
+        json_schema_extra=schema_extra(cel_rule("self.a < 9", "a: lower it")),
     )
 
 
 def test_a_field_adds_to_the_model_that_it_refers_to() -> None:
-    schema = structural(Outer)["properties"]["inner"]
+    schema = structural_schema(Outer)["properties"]["inner"]
     assert schema["description"] == "Description of the field."
     assert [r["rule"] for r in schema["x-kubernetes-validations"]] == ["self.a > 0", "self.a < 9"]
     assert schema["properties"]["a"]["format"] == "int64"

@@ -1,4 +1,4 @@
-"""The public contract's case table, walked through `decide`."""
+"""The public contract's case table, walked through `plan_pass`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 from poolspecs import NOW, a_pod, spec_of, target
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.decide import decide
-from rollout_operator.core.plan import Plan, Verb
-from rollout_operator.core.world import CallError, Pod, Worker
+from rollout_operator.core.decide import plan_pass
+from rollout_operator.core.plan import ControlVerb, PassPlan
+from rollout_operator.core.world import FailedCall, ObservedWorker, Pod
 from rollout_worker.schemas import StageRequest, WeightsId
 from simworker import STAGE_ERROR
 from world import World
 
 
 def ready(world: World) -> bool:
-    condition = world.status.condition("Ready")
+    condition = world.status.find_condition("Ready")
     return condition is not None and condition.status == "True"
 
 
 def condition(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
-    found = status.condition(kind)
+    found = status.find_condition(kind)
     assert found is not None
     return found.status, found.reason
 
@@ -390,7 +390,7 @@ def test_committing_what_everybody_refuses_gives_way(world: World, newer: tuple[
 
 
 def test_committing_after_a_late_staging_has_a_deadline_of_its_own(world: World) -> None:
-    world.seconds_of = {Verb.STAGE: 20.0, Verb.COMMIT: 3.0}
+    world.seconds_of = {ControlVerb.STAGE: 20.0, ControlVerb.COMMIT: 3.0}
     world.set(weights={**target(1, 1), "deadlineSeconds": 5})
     until(world, UpdatePhase.FAILED)
     until(world, UpdatePhase.COMMITTING)
@@ -558,11 +558,11 @@ def test_a_pool_whose_weights_woke_is_asleep_again_once_they_sleep(world: World)
     world.run()
     world.set(weights=target(1, 1))
     world.run()
-    world.frozen.add(Verb.STAGE)
+    world.frozen.add(ControlVerb.STAGE)
     world.set(state="Active")
     world.run()
     assert world.worker(0).woken
-    world.frozen.add(Verb.SLEEP)
+    world.frozen.add(ControlVerb.SLEEP)
     world.set(state="Asleep")
     world.run()
     assert world.status.asleep_replicas == 0
@@ -635,7 +635,7 @@ def test_a_joiner_commits_the_target_once_that_is_decided(strategy: str) -> None
     world.set(weights=target(1, 2))
     for _ in range(20):
         before = world.status.weights.last_update
-        if any(call.verb is Verb.COMMIT for call in world.step().calls):
+        if any(call.verb is ControlVerb.COMMIT for call in world.step().calls):
             break
     assert before is not None
     assert (before.phase, before.version) == (UpdatePhase.COMMITTING, 2)
@@ -665,26 +665,26 @@ def test_a_commit_that_somebody_refuses_keeps_no_pool_awake(strategy: str, state
     assert ready(world)
 
 
-@pytest.mark.parametrize("verb", [Verb.STAGE, Verb.COMMIT])
-def test_an_error_of_any_length_fits_into_status(world: World, verb: Verb) -> None:
+@pytest.mark.parametrize("verb", [ControlVerb.STAGE, ControlVerb.COMMIT])
+def test_an_error_of_any_length_fits_into_status(world: World, verb: ControlVerb) -> None:
     """The API server would refuse the status, and nothing of the pool goes on without it."""
     world.set(weights=target(1, 1))
-    until(world, UpdatePhase.STAGING if verb is Verb.STAGE else UpdatePhase.COMMITTING)
+    until(world, UpdatePhase.STAGING if verb is ControlVerb.STAGE else UpdatePhase.COMMITTING)
     uid = world.pods["pool-0-0"].uid
     about = WeightsId(epoch=1, version=1)
-    world.failures[uid, verb] = CallError("x" * 5000, 1, world.tick + 99, about=about)
-    world.frozen = {Verb.STAGE, Verb.COMMIT}
+    world.failures[uid, verb] = FailedCall("x" * 5000, 1, world.tick + 99, about=about)
+    world.frozen = {ControlVerb.STAGE, ControlVerb.COMMIT}
     world.worker(0).staged = None
-    document = plan_of(world).status.document()
+    document = plan_of(world).status.to_document()
     assert "xxx" in document["weights"]["lastUpdate"]["message"]
-    assert document == RolloutReplicaStatus.model_validate(document).document()
+    assert document == RolloutReplicaStatus.model_validate(document).to_document()
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
     world = World(spec_of(replicas=3, weights={"strategy": strategy}))
     world.run()
-    world.seconds_of = {Verb.STAGE: 3.0, Verb.COMMIT: 2.0}
+    world.seconds_of = {ControlVerb.STAGE: 3.0, ControlVerb.COMMIT: 2.0}
     for version in range(1, 101):
         world.set(weights=target(1, version))
         world.step()
@@ -739,7 +739,7 @@ def test_back_off_of_a_failing_replica() -> None:
         failed_at = world.now
         for _ in range(200):
             world.step()
-            if "pool-0-0" in world.pods and not world.pods["pool-0-0"].finished:
+            if "pool-0-0" in world.pods and not world.pods["pool-0-0"].is_finished:
                 break
         times.append(world.now - failed_at)
     assert times[0] <= 3
@@ -756,7 +756,7 @@ def test_restarts_end_at_the_limit() -> None:
             world.step()
     assert world.status.phase == "Failed"
     assert condition(world.status, "Degraded") == ("True", "RestartsExhausted")
-    assert world.pods["pool-0-0"].finished, "kept for its logs"
+    assert world.pods["pool-0-0"].is_finished, "kept for its logs"
     world.retry = "1"
     world.run()
     assert ready(world)
@@ -802,13 +802,13 @@ def test_a_trainers_hold_is_respected(world: World) -> None:
     assert world.worker(0).foreign_hold == "Paused"
 
 
-def plan_of(world: World, **pods: Pod) -> Plan:
+def plan_of(world: World, **pods: Pod) -> PassPlan:
     """One pass over the world with these pods shown besides, or instead."""
     seen = world.observed()
     shown = {p.name: p for p in seen.pods} | {p.name: p for p in pods.values()}
-    workers = {**seen.workers, **dict.fromkeys((p.uid for p in pods.values()), Worker())}
+    workers = {**seen.workers, **dict.fromkeys((p.uid for p in pods.values()), ObservedWorker())}
     seen = replace(seen, pods=tuple(shown.values()), workers=workers)
-    return decide(world.spec, seen, world.status, world.now)
+    return plan_pass(world.spec, seen, world.status, world.now)
 
 
 @pytest.mark.parametrize(
@@ -922,7 +922,7 @@ def test_a_head_that_the_kubelet_never_calls_ready_is_broken(world: World) -> No
     plan = plan_of(world)
     assert not plan.delete, "the kubelet takes a moment"
     assert plan.requeue == 30
-    world.failures[world.pods["pool-0-0"].uid, "wake"] = CallError("no memory", 1, world.tick)
+    world.failures[world.pods["pool-0-0"].uid, "wake"] = FailedCall("no memory", 1, world.tick)
     assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "something is wrong with it"
     world.tick += 30
     assert [d.name for d in plan_of(world).delete] == ["pool-1-0", "pool-0-0"]

@@ -153,13 +153,13 @@ async def test_a_write_that_fails_stops_nothing_else(lab: PassLab, row: Row, fau
     await live(lab, 10)
     assert healthy.hold == "Asleep"
     assert {"stage", "commit", "sleep"} <= {verb for _, verb in lab.asked}
-    page = lab.ctx.telemetry.page().decode()
+    page = lab.ctx.telemetry.render_page().decode()
     ended = re.findall(r"^rollout_pool_failed_passes_total\{.*\} (\S+)$", page, re.MULTILINE)
     assert set(ended) <= {"0.0"}, "no pass ended"
 
 
 def _is_told(lab: PassLab, row: Row, fault: Fault) -> None:
-    reason, page = fault.told, lab.ctx.telemetry.page().decode()
+    reason, page = fault.told, lab.ctx.telemetry.render_page().decode()
     assert condition(lab.status, "Degraded") == ("True", reason)
     said = lab.status["message"]
     assert ("Warning", reason, said) in lab.told.events
@@ -214,7 +214,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     assert healthy.hold == "Asleep"
     assert tries(lab, route) <= 2 * (8 + QUIET_TRIES), "each try waits longer"
     at = f'namespace="rl",pool="math",reason="{fault.told}",resource="rolloutreplicas",verb="patch"'
-    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.page().decode()
+    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.render_page().decode()
     assert lab.written == []
     lab.api.answers[route] = takes
     edit(lab, state="Active", drainSeconds=31)  # which is a reason to try it again

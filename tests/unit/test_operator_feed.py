@@ -11,14 +11,14 @@ import pytest
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
-from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
-from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.feed import Feed
 from rollout_operator.cache.resync import Resync
 from rollout_operator.cache.store import Store
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.kube.client import Kube
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.telemetry import OperatorTelemetry
 from waiting import until
 
 LISTS = [
@@ -27,14 +27,14 @@ LISTS = [
     "/api/v1/services",
     "/apis/discovery.k8s.io/v1/endpointslices",
 ]
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 
 
 class Bench:
     def __init__(self, kube: Kube | None = None) -> None:
         self.store = Store()
-        self.queue: WorkQueue[Key] = WorkQueue()
-        self.telemetry = Telemetry()
+        self.queue: WorkQueue[PoolKey] = WorkQueue()
+        self.telemetry = OperatorTelemetry()
         self.resync = Resync(kube or Kube(), self.store, self.queue, self.telemetry, interval=300)
         self.feed = Feed(
             self.store,
@@ -44,7 +44,7 @@ class Bench:
             relist_seconds=0.05,
         )
 
-    def woken(self) -> list[Key]:
+    def woken(self) -> list[PoolKey]:
         found = []
         while (key := self.queue.take()) is not None:
             self.queue.done(key)
@@ -68,7 +68,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 def pod(version: int, pool: str = "math", **meta: Any) -> Obj:
-    labels = {LABEL_MANAGED_BY: MANAGER, LABEL_POOL: pool}
+    labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: pool}
     return {
         "metadata": {
             "namespace": "rl",
@@ -99,7 +99,7 @@ def test_a_pod_that_moves_wakes_both_pools(bench: Bench) -> None:
     bench.feed("pods", "ADDED", pod(1))
     bench.woken()
     bench.feed("pods", "MODIFIED", pod(2, pool="code"))
-    assert set(bench.woken()) == {KEY, Key("rl", "code")}
+    assert set(bench.woken()) == {KEY, PoolKey("rl", "code")}
 
 
 def test_the_time_of_the_last_event_is_shown(bench: Bench) -> None:

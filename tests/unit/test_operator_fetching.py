@@ -10,18 +10,18 @@ from asgi import call
 from poolspecs import a_pod, spec_of
 from pushing import Version, push, pushed_worker
 from rollout_client.control import WorkerControl
-from rollout_operator.api.objects import Key
-from rollout_operator.core.plan import CallWorker, Verb
-from rollout_operator.workers.calls import CallFailure, Calls
-from rollout_operator.workers.poller import Poller
-from rollout_operator.workers.talk import Workers
-from rollout_worker.ports.access import Authorizer, Right
-from rollout_worker.ports.control import control_app
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.plan import CallWorker, ControlVerb
+from rollout_operator.workers.calls import CallFailure, WorkerCalls
+from rollout_operator.workers.poller import HeadPoller
+from rollout_operator.workers.talk import WorkerClients
+from rollout_worker.ports.access import AccessRight, Authorizer
+from rollout_worker.ports.control import make_control_app
 from rollout_worker.schemas import PushedBytes, StageRequest, StageSource, WorkerState
 from tiny_worker import TinyWorker
 from waiting import until
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 GIVER, JOINER = "127.0.0.1", "127.0.0.2"
 """Addresses of their pods; the joiner dials the first one itself."""
 
@@ -29,7 +29,9 @@ GIVER, JOINER = "127.0.0.1", "127.0.0.2"
 class Everyone(Authorizer):
     """Lets everybody in."""
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         return "operator"
 
     async def close(self) -> None:
@@ -41,14 +43,16 @@ class Operator:
 
     def __init__(self, giver: TinyWorker, joiner: TinyWorker) -> None:
         both = {GIVER: giver, JOINER: joiner}
-        self._apps = {ip: control_app(each.worker, Everyone()) for ip, each in both.items()}
-        self._calls = Calls(lambda key: None)
-        self._workers = Workers(Poller(self._ask, lambda key: None), self._calls, self._control)
+        self._apps = {ip: make_control_app(each.worker, Everyone()) for ip, each in both.items()}
+        self._calls = WorkerCalls(lambda key: None)
+        self._workers = WorkerClients(
+            HeadPoller(self._ask, lambda key: None), self._calls, self._control
+        )
 
-    async def _ask(self, key: Key, address: str) -> WorkerState:
+    async def _ask(self, key: PoolKey, address: str) -> WorkerState:
         return await self._control(key, address).state()
 
-    def _control(self, key: Key, address: str) -> WorkerControl:
+    def _control(self, key: PoolKey, address: str) -> WorkerControl:
         return WorkerControl(f"http://{address}", _nobody, self._send)
 
     async def _send(
@@ -72,10 +76,12 @@ class Operator:
             deadline_seconds=20,
         )
         pod = a_pod(spec_of(), 1, uid="u", ip=JOINER)
-        planned = CallWorker("u", pod.name, Verb.STAGE, body, 30, peers=(GIVER,))
-        assert self._workers.start(KEY, pod, planned)
-        await until(lambda: self._calls.running("u/stage") is None, what="the end of the fetch")
-        return self._calls.failures("u/stage").get("stage")
+        planned = CallWorker("u", pod.name, ControlVerb.STAGE, body, 30, peers=(GIVER,))
+        assert self._workers.start_call(KEY, pod, planned)
+        await until(
+            lambda: self._calls.running_call("u/stage") is None, what="the end of the fetch"
+        )
+        return self._calls.call_failures("u/stage").get("stage")
 
 
 async def _nobody() -> str | None:
@@ -93,8 +99,8 @@ async def test_a_joiner_gets_the_bytes_of_the_giver_and_keeps_them_for_the_next_
         assert await operator.fetch(1, given.root_hash) is None
         await joiner.commit(1)
         assert joiner.engine.active.number == 7
-        assert joiner.updates.view().active == giver.updates.view().active
-        assert joiner.updates.view().kept == giver.updates.view().kept
+        assert joiner.updates.to_view().active == giver.updates.to_view().active
+        assert joiner.updates.to_view().kept == giver.updates.to_view().kept
 
 
 async def test_a_giver_that_has_moved_on_is_told_and_nothing_is_staged(tmp_path: Path) -> None:
@@ -107,5 +113,5 @@ async def test_a_giver_that_has_moved_on_is_told_and_nothing_is_staged(tmp_path:
         assert failed is not None
         assert failed.problem == "no-copy"
         assert "this worker keeps (1, 2)" in failed.message
-        assert joiner.updates.view().staged is None
+        assert joiner.updates.to_view().staged is None
         assert await operator.fetch(2, given.root_hash) is None

@@ -9,9 +9,9 @@ import pytest
 
 from poolspecs import spec_of, target
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
-from rollout_operator.core.decide import decide
-from rollout_operator.core.unreadable import conditions_for_invalid, status_kept_as_is
-from rollout_operator.core.world import CallError
+from rollout_operator.core.decide import plan_pass
+from rollout_operator.core.unreadable import document_for_unreadable_status, status_for_invalid_spec
+from rollout_operator.core.world import FailedCall
 from rollout_worker.schemas import Progress, StagedWeights, TurnState, WeightsId, WeightsSource
 from world import World
 
@@ -55,7 +55,7 @@ def test_a_pool_that_serves_says_so(world: World) -> None:
 
 def test_a_condition_keeps_its_time_until_it_turns(world: World) -> None:
     def since(kind: str) -> object:
-        found = world.status.condition(kind)
+        found = world.status.find_condition(kind)
         return found and found.last_transition_time
 
     before = since("Ready")
@@ -68,7 +68,7 @@ def test_a_condition_keeps_its_time_until_it_turns(world: World) -> None:
     world.step()
     world.step()
     assert since("Ready") != before
-    found = world.status.condition("Ready")
+    found = world.status.find_condition("Ready")
     assert found is not None
     assert found.observed_generation == 2
 
@@ -254,7 +254,7 @@ def test_a_failed_engine_is_told(world: World) -> None:
 def test_a_failed_call_is_told_until_the_pool_is_where_it_should_be(
     world: World, verb: str
 ) -> None:
-    world.failures[world.pods["pool-1-0"].uid, verb] = CallError("no", 1, world.tick + 99)
+    world.failures[world.pods["pool-1-0"].uid, verb] = FailedCall("no", 1, world.tick + 99)
     world.step()
     assert conditions(world)["Degraded"][0] == "False"
     world.worker(1).foreign_hold = "Paused"
@@ -266,7 +266,7 @@ def test_a_failed_call_is_told_until_the_pool_is_where_it_should_be(
 def test_a_wake_that_waits_for_the_turn_is_no_failure(world: World) -> None:
     """A trainer may keep the devices for longer than any call lasts."""
     worker = world.worker(1)
-    world.failures[world.pods["pool-1-0"].uid, "wake"] = CallError("no", 1, world.tick + 99)
+    world.failures[world.pods["pool-1-0"].uid, "wake"] = FailedCall("no", 1, world.tick + 99)
     worker.foreign_hold = "Paused"
     worker.turn = TurnState(state="Waiting", devices=("gpu",), waiting_for={"gpu": "trainer"})
     world.step()
@@ -300,7 +300,7 @@ def test_one_that_still_drains_for_an_old_commit_is_told(world: World) -> None:
     world.hung.add((uid, "commit"))
     seen = world.observed()
     assert seen.workers[uid].running == {"commit"}
-    plan = decide(world.spec, seen, world.status, world.now)
+    plan = plan_pass(world.spec, seen, world.status, world.now)
     assert plan.status.message == (
         "pool-1-0 gets no requests: it has not committed weights (0, 1) yet"
     )
@@ -309,13 +309,13 @@ def test_one_that_still_drains_for_an_old_commit_is_told(world: World) -> None:
 def test_conflicts_come_first_then_refusals_then_failures(world: World) -> None:
     shown(world, trouble="broken")
     seen = replace(world.observed(), rejections={"pod/a": "refused"})
-    plan = decide(world.spec, seen, world.status, world.now)
+    plan = plan_pass(world.spec, seen, world.status, world.now)
     assert plan.status.message == plan.sentence == "refused"
-    found = plan.status.condition("Degraded")
+    found = plan.status.find_condition("Degraded")
     assert found is not None
     assert found.reason == "Rejected"
     seen = replace(seen, conflicts={"pod/b": "taken"})
-    plan = decide(world.spec, seen, world.status, world.now)
+    plan = plan_pass(world.spec, seen, world.status, world.now)
     assert plan.status.message == "taken"
 
 
@@ -377,20 +377,20 @@ def test_errors_are_kept_newest_first_and_once(world: World) -> None:
 def test_a_spec_that_can_not_be_read_changes_nothing_else(world: World) -> None:
     pool = {"metadata": {"generation": 7}}
     before = world.status
-    status = conditions_for_invalid(before, pool, "spec.x: no" + "!" * 2000, world.now)
+    status = status_for_invalid_spec(before, pool, "spec.x: no" + "!" * 2000, world.now)
     assert status.observed_generation == 7
     assert status.phase == "Degraded"
     assert len(status.message) == 1024
     kept = {c.type: c for c in before.conditions if c.type != "Degraded"}
     assert {c.type: c for c in status.conditions if c.type != "Degraded"} == kept
-    found = status.condition("Degraded")
+    found = status.find_condition("Degraded")
     assert found is not None
     assert (found.status, found.reason, found.observed_generation) == ("True", "InvalidSpec", 7)
-    later = conditions_for_invalid(status, pool, "spec.y: no", world.now + 60)
-    again = later.condition("Degraded")
+    later = status_for_invalid_spec(status, pool, "spec.y: no", world.now + 60)
+    again = later.find_condition("Degraded")
     assert again is not None
     assert again.last_transition_time == found.last_transition_time
-    fresh = conditions_for_invalid(RolloutReplicaStatus(), {"metadata": {}}, "no", world.now)
+    fresh = status_for_invalid_spec(RolloutReplicaStatus(), {"metadata": {}}, "no", world.now)
     assert fresh.observed_generation == 0
     assert [c.type for c in fresh.conditions] == ["Degraded"]
 
@@ -400,7 +400,7 @@ def test_a_status_that_can_not_be_read_is_kept(world: World) -> None:
     foreign = {"type": "Mine", "status": "Unknown"}
     raw = {**held, "conditions": [foreign, {"type": "Degraded", "status": "False"}]}
     pool = {"metadata": {"generation": 7}, "status": raw}
-    kept = status_kept_as_is(world.status, pool, "status.x: no", world.now)
+    kept = document_for_unreadable_status(world.status, pool, "status.x: no", world.now)
     assert kept is not None
     conditions = kept.pop("conditions")
     assert kept == held
@@ -411,17 +411,19 @@ def test_a_status_that_can_not_be_read_is_kept(world: World) -> None:
     assert (told["reason"], told["message"]) == ("UnreadableStatus", "status.x: no")
     assert told["observedGeneration"] == 7
     later = parse_status({"status": {"conditions": [told]}})[0]
-    assert status_kept_as_is(later, pool, "status.x: no", world.now + 60) is None, "said already"
+    assert document_for_unreadable_status(later, pool, "status.x: no", world.now + 60) is None, (
+        "said already"
+    )
     turned = {**told, "status": "False", "lastTransitionTime": "2020-01-01T00:00:00Z"}
     before = parse_status({"status": {"conditions": [turned]}})[0]
-    since = status_kept_as_is(before, pool, "status.x: no", world.now)
+    since = document_for_unreadable_status(before, pool, "status.x: no", world.now)
     assert since is not None
     assert since["conditions"][1] == told, "it turns now"
-    again = status_kept_as_is(later, pool, "status.y: no", world.now + 60)
+    again = document_for_unreadable_status(later, pool, "status.y: no", world.now + 60)
     assert again is not None
     assert again["conditions"][1]["lastTransitionTime"] == told["lastTransitionTime"]
     broken = {"metadata": {}, "status": {"conditions": "none"}}
-    found = status_kept_as_is(RolloutReplicaStatus(), broken, "no", world.now)
+    found = document_for_unreadable_status(RolloutReplicaStatus(), broken, "no", world.now)
     assert found is not None
     assert [c["type"] for c in found["conditions"]] == ["Degraded"]
 
@@ -462,7 +464,7 @@ def test_back_off_is_told_with_its_end(world: World) -> None:
 @pytest.mark.parametrize("fields", [{"ready": False}, {"gate": False}])
 def test_ready_is_who_has_the_gate_and_is_ready(world: World, fields: dict[str, bool]) -> None:
     shown(world, **fields)
-    plan = decide(world.spec, world.observed(), world.status, world.now)
+    plan = plan_pass(world.spec, world.observed(), world.status, world.now)
     assert plan.status.ready_replicas == 1
     member = plan.status.members[0]
     assert (member.name, member.ready, member.message) == ("pool-1-0", False, "is Active")
@@ -471,7 +473,7 @@ def test_ready_is_who_has_the_gate_and_is_ready(world: World, fields: dict[str, 
 def test_who_is_ready_already_is_not_what_the_others_wait_for(world: World) -> None:
     world.set(replicas=3)
     shown(world, gate=False)
-    plan = decide(world.spec, world.observed(), world.status, world.now)
+    plan = plan_pass(world.spec, world.observed(), world.status, world.now)
     assert plan.status.message == "waiting for 2 of 3 replicas to serve: replica 2 has no pod yet"
 
 
@@ -506,5 +508,5 @@ def test_a_gang_is_updated_when_all_of_it_is() -> None:
     world.run()
     assert world.status.updated_replicas == 1
     world.pods["pool-0-1"] = replace(world.pods["pool-0-1"], revision="old")
-    plan = decide(world.spec, world.observed(), world.status, world.now)
+    plan = plan_pass(world.spec, world.observed(), world.status, world.now)
     assert plan.status.updated_replicas == 0

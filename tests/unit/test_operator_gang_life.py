@@ -1,4 +1,4 @@
-"""The life of replicas of several pods, walked through `decide`: who dies, who follows, what is told."""
+"""The life of replicas of several pods, walked through `plan_pass`: who dies, who follows, what is told."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from poolspecs import spec_of, target
-from rollout_operator.api.status import Member, UpdatePhase
-from rollout_operator.core.plan import Verb
+from rollout_operator.api.status import MemberStatus, UpdatePhase
+from rollout_operator.core.plan import ControlVerb
 from world import World
 
 
@@ -30,7 +30,7 @@ def world() -> World:
     return made
 
 
-def member(world: World, name: str) -> Member:
+def member(world: World, name: str) -> MemberStatus:
     """A head's line in status."""
     return next(m for m in world.status.members if m.name == name)
 
@@ -128,7 +128,7 @@ def test_a_head_leaves_the_service_with_its_first_rank(world: World) -> None:
     world.fail("pool-1-1")
     world.step()
     pod = world.pods["pool-1-0"]
-    assert (pod.gate, pod.finished, pod.deleting) == (False, False, False)
+    assert (pod.gate, pod.is_finished, pod.is_deleting) == (False, False, False)
     world.step()
     assert world.status.ready_replicas == 1
     told = member(world, "pool-1-0")
@@ -138,7 +138,7 @@ def test_a_head_leaves_the_service_with_its_first_rank(world: World) -> None:
 
 
 def test_a_broken_gang_leaves_the_barrier(world: World) -> None:
-    world.seconds_of = {Verb.STAGE: 4.0}
+    world.seconds_of = {ControlVerb.STAGE: 4.0}
     world.gang_seconds = 30.0
     world.pods = {n: replace(p, restarts=1) for n, p in world.pods.items()}
     world.set(weights=target(1, 1))

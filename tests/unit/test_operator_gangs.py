@@ -10,10 +10,14 @@ import pytest
 from poolspecs import NOW, spec_of
 from poolspecs import a_pod as pod
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.failures import HEALTHY_SECONDS, backoff, failures
-from rollout_operator.core.gangs import PodPlan, gangs_of, plan_pods
-from rollout_operator.core.plan import CreatePod, DeletePod, Wait
-from rollout_operator.core.world import RECALLED, Observed, Pod
+from rollout_operator.core.failures import (
+    FAILURE_RESET_SECONDS,
+    backoff_seconds,
+    consecutive_failures,
+)
+from rollout_operator.core.gangs import PodPlan, group_gangs, plan_pods
+from rollout_operator.core.plan import CreatePod, DeletePod, RequeueAfter
+from rollout_operator.core.world import RECALLED_KEY, ObservedPool, Pod
 
 GANG: dict[str, Any] = {
     "engine": {"type": "vllm"},
@@ -26,13 +30,13 @@ def plan(
     spec: RolloutReplicaSpec, *pods: Pod, healthy: frozenset[int] = frozenset(), **seen: Any
 ) -> tuple[PodPlan, float | None]:
     """The plan, and when to look again."""
-    wait = Wait()
+    wait = RequeueAfter()
     known: dict[str, Any] = {
         "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": pods,
         "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
         "barrier": None, "paused": False, "retry": "",
     } | seen  # fmt: skip
-    return plan_pods(spec, Observed(**known), NOW, healthy, wait), wait.seconds
+    return plan_pods(spec, ObservedPool(**known), NOW, healthy, wait), wait.seconds
 
 
 def deleted(found: PodPlan) -> list[tuple[str, int | None]]:
@@ -288,7 +292,7 @@ def test_a_rank_that_was_refused_is_waited_for(kind: str) -> None:
     others: dict[str, Any] = {kind: {"pod/pool-1-1": "pod/pool-1-1 was rejected: quota"}}
     found, _ = plan(spec, *running, **others)
     assert len(found.delete) == 2
-    known: dict[str, Any] = {kind: {RECALLED: "as status says, of a process before this one"}}
+    known: dict[str, Any] = {kind: {RECALLED_KEY: "as status says, of a process before this one"}}
     found, _ = plan(spec, *running, **known)
     assert (found.create, found.delete) == ([CreatePod(0, 1, 2)], []), "trying will show"
 
@@ -317,7 +321,7 @@ def test_a_gang_that_waits_for_a_rank_does_not_wait_by_an_old_template(started: 
     ("count", "seconds"), [(0, 0), (1, 0), (2, 10), (3, 20), (4, 40), (7, 300), (60, 300)]
 )
 def test_back_off_doubles_up_to_its_limit(count: int, seconds: float) -> None:
-    assert backoff(spec_of(), count) == seconds
+    assert backoff_seconds(spec_of(), count) == seconds
 
 
 def test_a_failed_pod_waits_for_its_turn() -> None:
@@ -352,11 +356,18 @@ def test_too_many_failures_are_left_for_a_person() -> None:
     ("fields", "count"),
     [
         ({}, 4),
-        ({"proven_since": NOW - HEALTHY_SECONDS}, 0),
-        ({"proven_since": NOW - HEALTHY_SECONDS + 1}, 4),
-        ({"proven_since": NOW - HEALTHY_SECONDS, "gate": False}, 0),
-        ({"proven_since": NOW - HEALTHY_SECONDS, "finished_at": None, "last_known_at": NOW}, 0),
-        ({"proven_since": NOW - HEALTHY_SECONDS, "finished_at": None}, 4),
+        ({"proven_since": NOW - FAILURE_RESET_SECONDS}, 0),
+        ({"proven_since": NOW - FAILURE_RESET_SECONDS + 1}, 4),
+        ({"proven_since": NOW - FAILURE_RESET_SECONDS, "gate": False}, 0),
+        (
+            {
+                "proven_since": NOW - FAILURE_RESET_SECONDS,
+                "finished_at": None,
+                "last_known_at": NOW,
+            },
+            0,
+        ),
+        ({"proven_since": NOW - FAILURE_RESET_SECONDS, "finished_at": None}, 4),
         ({"revision": "old"}, 0),
         ({"retry": "another"}, 0),
     ],
@@ -366,14 +377,14 @@ def test_failures_count_until_ten_minutes_after_it_proved_itself(
 ) -> None:
     spec = spec_of()
     dead = pod(spec, **{"phase": "Failed", "finished_at": NOW, "restarts": 4, **fields})
-    seen = Observed("pool", "ns", "u", 1, (dead,), {}, {}, {}, {}, None, False, "")
-    assert failures(spec, seen, gangs_of(spec, seen)[0].pods, dead) == count
-    assert HEALTHY_SECONDS == 600
+    seen = ObservedPool("pool", "ns", "u", 1, (dead,), {}, {}, {}, {}, None, False, "")
+    assert consecutive_failures(spec, seen, group_gangs(spec, seen)[0].pods, dead) == count
+    assert FAILURE_RESET_SECONDS == 600
 
 
 def test_what_the_head_has_proven_counts_for_its_members() -> None:
     spec = spec_of(replicas=1, **GANG)
-    head = pod(spec, rank=0, restarts=4, proven_since=NOW - HEALTHY_SECONDS)
+    head = pod(spec, rank=0, restarts=4, proven_since=NOW - FAILURE_RESET_SECONDS)
     dead = pod(spec, rank=1, restarts=4, phase="Failed", finished_at=NOW)
     found, _ = plan(spec, head, dead, pod(spec, rank=2, restarts=4))
     assert found.restarts == {0: 1}
@@ -424,7 +435,7 @@ def test_what_is_surplus_takes_nothing_of_the_budget() -> None:
 
 
 def test_the_earliest_look_counts_and_none_is_sooner_than_a_moment() -> None:
-    wait = Wait()
+    wait = RequeueAfter()
     assert wait.seconds is None
     for asked, kept in ((5.0, 5.0), (9.0, 5.0), (2.0, 2.0), (-1.0, 0.05), (1.0, 0.05)):
         wait.at_most(asked)

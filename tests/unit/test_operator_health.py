@@ -13,12 +13,12 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from rollout_operator.api.objects import Key
-from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, Probes
-from rollout_operator.logs import JsonFormatter, LimitWarnings
-from rollout_operator.telemetry import PoolFigures, Telemetry
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, ProbeServer
+from rollout_operator.logs import LimitWarnings, OperatorJsonFormatter
+from rollout_operator.telemetry import OperatorTelemetry, PoolMetrics
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 CONTRACT = {
     "rollout_operator_reconcile_duration_seconds",
     "rollout_operator_reconcile",
@@ -48,7 +48,7 @@ class Wrong:
 
 
 class Site:
-    def __init__(self, telemetry: Telemetry, url: str, health: Wrong, ready: Wrong) -> None:
+    def __init__(self, telemetry: OperatorTelemetry, url: str, health: Wrong, ready: Wrong) -> None:
         self.telemetry = telemetry
         self.url = url
         self.health = health
@@ -61,8 +61,8 @@ class Site:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
-    telemetry, health, ready = Telemetry(), Wrong(), Wrong()
-    probes = Probes(telemetry, healthy=[health], ready=[ready])
+    telemetry, health, ready = OperatorTelemetry(), Wrong(), Wrong()
+    probes = ProbeServer(telemetry, healthy=[health], ready=[ready])
     port = await probes.start("127.0.0.1", 0)
     yield Site(telemetry, f"http://127.0.0.1:{port}", health, ready)
     await probes.stop()
@@ -73,17 +73,17 @@ async def test_well(site: Site) -> None:
     assert await site.get("/readyz") == (200, "ok\n")
 
 
-class Slow(Telemetry):
+class Slow(OperatorTelemetry):
     """Says in which thread its page was rendered."""
 
-    def page(self) -> bytes:
+    def render_page(self) -> bytes:
         return threading.current_thread().name.encode()
 
 
 async def test_the_page_of_metrics_is_rendered_beside_the_event_loop() -> None:
-    probes = Probes(Slow(), healthy=[], ready=[])
+    probes = ProbeServer(Slow(), healthy=[], ready=[])
     url = f"http://127.0.0.1:{await probes.start('127.0.0.1', 0)}"
-    _, thread = await Site(Telemetry(), url, Wrong(), Wrong()).get("/metrics")
+    _, thread = await Site(OperatorTelemetry(), url, Wrong(), Wrong()).get("/metrics")
     assert thread != threading.current_thread().name
     await probes.stop()
 
@@ -101,8 +101,8 @@ async def test_unhealthy_is_not_ready_either(site: Site) -> None:
 
 
 async def test_every_metric_of_the_contract_is_on_the_page(site: Site) -> None:
-    site.telemetry.watch_event("pods")
-    site.telemetry.request("get", "pods", 200)
+    site.telemetry.note_watch_event("pods")
+    site.telemetry.count_request("get", "pods", 200)
     site.telemetry.reconcile_total.labels("ok").inc()
     status, page = await site.get("/metrics")
     assert status == 200
@@ -113,7 +113,7 @@ async def test_every_metric_of_the_contract_is_on_the_page(site: Site) -> None:
 
 
 async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
-    figures = PoolFigures(
+    figures = PoolMetrics(
         replicas=3,
         ready=2,
         asleep=1,
@@ -123,7 +123,7 @@ async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
         degraded="NoLiveCopy",
         progressing="Starting",
     )
-    site.telemetry.pool(KEY, figures)
+    site.telemetry.set_pool_metrics(KEY, figures)
     page = (await site.get("/metrics"))[1]
     at = 'namespace="rl",pool="math"'
     for line in (
@@ -139,11 +139,11 @@ async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
         f'rollout_pool_progressing{{{at},reason="Starting"}} 1.0',
     ):
         assert line in page
-    site.telemetry.pool(KEY, replace(figures, degraded=None, progressing=None))
+    site.telemetry.set_pool_metrics(KEY, replace(figures, degraded=None, progressing=None))
     page = (await site.get("/metrics"))[1]
     assert "rollout_pool_degraded{" not in page
     assert "rollout_pool_progressing{" not in page
-    site.telemetry.forget(KEY)
+    site.telemetry.forget_pool(KEY)
     assert "math" not in (await site.get("/metrics"))[1]
 
 
@@ -154,22 +154,22 @@ async def test_a_blocked_loop_is_noticed() -> None:
     time.sleep(0.8)  # noqa: ASYNC251 - the fault that is to be found
     await asyncio.sleep(0.1)
     running.cancel()
-    assert 0.2 < lag.worst() < 1.5
-    assert lag.check() is None
+    assert 0.2 < lag.worst_lag() < 1.5
+    assert lag.check_lag() is None
 
 
 def test_the_worst_lag_of_the_last_half_minute_counts() -> None:
     now = [100.0]
     lag = LoopLag(lambda: now[0])
-    lag.note(0.1)
-    lag.note(MAX_LAG_SECONDS + 1)
-    lag.note(0.2)
-    assert lag.check() == "the event loop was blocked for 6.0 s"
+    lag.note_lag(0.1)
+    lag.note_lag(MAX_LAG_SECONDS + 1)
+    lag.note_lag(0.2)
+    assert lag.check_lag() == "the event loop was blocked for 6.0 s"
     now[0] += 29
-    assert lag.check() is not None
+    assert lag.check_lag() is not None
     now[0] += 2
-    assert lag.check() is None
-    assert lag.worst() == 0
+    assert lag.check_lag() is None
+    assert lag.worst_lag() == 0
 
 
 def record(level: int = logging.INFO, **extra: object) -> logging.LogRecord:
@@ -182,7 +182,7 @@ def record(level: int = logging.INFO, **extra: object) -> logging.LogRecord:
 
 
 def test_a_log_line_is_one_object_with_its_extras() -> None:
-    line = JsonFormatter().format(record(pool="rl/math", key=KEY, settings="kopf's own"))
+    line = OperatorJsonFormatter().format(record(pool="rl/math", key=KEY, settings="kopf's own"))
     assert "\n" not in line
     parsed = json.loads(line)
     assert parsed.pop("ts").endswith("Z")
@@ -200,7 +200,7 @@ def test_an_exception_is_in_the_same_line() -> None:
         raise ValueError("bad")
     except ValueError as error:
         made = record(logging.ERROR, exc_info=(type(error), error, error.__traceback__))
-    line = JsonFormatter().format(made)
+    line = OperatorJsonFormatter().format(made)
     assert "\n" not in line
     assert "ValueError: bad" in json.loads(line)["error"]
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolspecs import pushed, spec_of, target
-from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import Mode, Strategy
-from rollout_operator.core.failures import HEALTHY_SECONDS
-from rollout_operator.core.plan import Verb
-from rollout_operator.core.updates.weights_plan import target_of
+from rollout_operator.api.revision import is_current_revision
+from rollout_operator.api.spec import PoolMode, WeightsStrategy
+from rollout_operator.core.failures import FAILURE_RESET_SECONDS
+from rollout_operator.core.plan import ControlVerb
+from rollout_operator.core.updates.weights_plan import target_version
 from rollout_worker.schemas import WeightsId
 from simtrainers import SimTrainers
 from simworker import SimWorker, root_hash
@@ -70,7 +70,7 @@ class History:
         weights = {"strategy": strategy, "deadlineSeconds": random.choice([4, 600])}
         self.world = World(spec_of(**{"replicas": 2, "weights": weights, **shape}))
         self.trainers: SimTrainers | None = None
-        if self.world.spec.mode is Mode.COLOCATED:
+        if self.world.spec.mode is PoolMode.COLOCATED:
             self.trainers = SimTrainers(self.world.spec, generated=random.random() < 0.5)
             self.world.trainers = self.trainers
 
@@ -91,10 +91,10 @@ class History:
         return [worker for worker in self._workers if self.random.random() < 0.5]
 
     def _running(self) -> list[str]:
-        return [n for n, p in self.world.pods.items() if not p.finished and not p.deleting]
+        return [n for n, p in self.world.pods.items() if not p.is_finished and not p.is_deleting]
 
     def raise_(self, epochs: int = 0) -> None:
-        now = target_of(self.world.spec).identity
+        now = target_version(self.world.spec).identity
         version = self.random.randint(0, 3) if epochs else now.version + 1
         self.world.set(weights=target(now.epoch + epochs, version))
 
@@ -103,7 +103,7 @@ class History:
 
     def _next(self, epochs: int = 0) -> WeightsId:
         """The identity of the next push: above all that anybody has."""
-        now = target_of(self.world.spec).identity
+        now = target_version(self.world.spec).identity
         slots = [w.staged for w in self._workers if w.staged]
         found = [(s.epoch, s.version) for s in slots] + [w.active.as_tuple() for w in self._workers]
         epoch, version = max([now.as_tuple(), *found])
@@ -306,7 +306,14 @@ class History:
             worker.foreign_hold = None
 
     def slow(self) -> None:
-        verbs = (Verb.STAGE, Verb.COMMIT, Verb.SLEEP, Verb.WAKE, Verb.PAUSE, Verb.RESUME)
+        verbs = (
+            ControlVerb.STAGE,
+            ControlVerb.COMMIT,
+            ControlVerb.SLEEP,
+            ControlVerb.WAKE,
+            ControlVerb.PAUSE,
+            ControlVerb.RESUME,
+        )
         self.world.seconds_of = {verb: float(self.random.randint(0, 6)) for verb in verbs}
 
     def quick(self) -> None:
@@ -320,7 +327,7 @@ class History:
 
     def finalize(self) -> None:
         """Somebody else's controller wants to see some pods off."""
-        pods = [p for p in self.world.pods.values() if not p.deleting]
+        pods = [p for p in self.world.pods.values() if not p.is_deleting]
         self.world.held |= {p.uid for p in pods if self.random.random() < 0.5}
 
     def free(self) -> None:
@@ -352,7 +359,7 @@ class History:
             self.happen(action)
         for worker in self._workers:
             worker.unasked = False  # within seconds each poll has ended, one way or the other
-        self.world.seconds_of = {Verb.STAGE: 2.0}
+        self.world.seconds_of = {ControlVerb.STAGE: 2.0}
         above = (
             self._next()
         )  # whoever pushed without moving the pointer has ended: another one took over
@@ -361,7 +368,7 @@ class History:
         for _ in range(60):
             self.raise_()
             self.world.step()
-        together = self.world.spec.weights.strategy is Strategy.ALL_AT_ONCE
+        together = self.world.spec.weights.strategy is WeightsStrategy.ALL_AT_ONCE
         if together and any(worker.silent for worker in self._workers):
             return  # nobody commits over what a silent member may have staged
         for worker in self._workers:
@@ -415,9 +422,9 @@ class History:
             if _settled(world):
                 break
         world.run(400)
-        degraded = world.status.condition("Degraded")
+        degraded = world.status.find_condition("Degraded")
         if degraded is not None and degraded.reason == "CrashLooping":
-            world.tick += HEALTHY_SECONDS  # all have done their work for so long
+            world.tick += FAILURE_RESET_SECONDS  # all have done their work for so long
             world.run(400)
 
     def _push_when_all_listen(self) -> None:
@@ -436,12 +443,12 @@ class History:
     def _all_listen(self) -> bool:
         """Each wanted worker runs, as it is to stay, and is awake."""
         world = self.world
-        heads = [p for p in world.pods.values() if p.rank == 0 and not p.deleting]
+        heads = [p for p in world.pods.values() if p.rank == 0 and not p.is_deleting]
         theirs = world.hybrid is not None  # pods of no revision of ours, as many as there are
         ready = [
             p
             for p in heads
-            if p.uid in world.workers and (theirs or is_current(p.revision, world.spec))
+            if p.uid in world.workers and (theirs or is_current_revision(p.revision, world.spec))
         ]
         awake = [p for p in ready if world.workers[p.uid].lifecycle == "Active"]
         wanted = 2 if theirs else world.spec.replicas
@@ -454,13 +461,13 @@ setattr(History, "break", History.break_)
 
 
 def _settled(world: World) -> bool:
-    ready = world.status.condition("Ready")
+    ready = world.status.find_condition("Ready")
     committed = world.status.weights.committed
     return (
         ready is not None
         and ready.status == "True"
         and committed is not None
-        and committed.identity == target_of(world.spec).identity
+        and committed.identity == target_version(world.spec).identity
     )
 
 
@@ -503,7 +510,7 @@ def test_any_history_ends_right(
     }, status.message  # fmt: skip
     assert status.phase == "Ready"
     assert status.weights.committed is not None
-    wanted = target_of(world.spec).identity
+    wanted = target_version(world.spec).identity
     assert status.weights.committed.identity == wanted
     assert status.weights.committed.root_hash == root_hash(wanted)
     nodes = world.spec.parallelism.nodes

@@ -12,15 +12,20 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.endpoints import (
-    PER_SLICE,
-    Gate,
-    differs,
+    ENDPOINTS_PER_SLICE,
+    EndpointGate,
     pool_slices,
     read_gates,
+    slice_difference,
     with_gates,
 )
-from rollout_operator.core.hybrid import Candidate, members, parse_candidate, strangers
-from rollout_operator.core.plan import SetGate, Verb
+from rollout_operator.core.hybrid import (
+    MemberCandidate,
+    foreign_pod_messages,
+    parse_candidate,
+    select_members,
+)
+from rollout_operator.core.plan import ControlVerb, SetGate
 from rollout_operator.core.world import Pod
 from rollout_worker.schemas import WeightsId
 from simhybrid import STRANGER
@@ -60,7 +65,7 @@ def running(name: str = "t-0", **changes: Any) -> Obj:
     }
 
 
-def candidate(obj: Obj) -> Candidate:
+def candidate(obj: Obj) -> MemberCandidate:
     found = parse_candidate(obj)
     assert found is not None
     return found
@@ -68,7 +73,7 @@ def candidate(obj: Obj) -> Candidate:
 
 def member(name: str, **fields: Any) -> Pod:
     """One member of a pool, with these fields."""
-    (found,) = members(hybrid(), [candidate(running(name))], {})
+    (found,) = select_members(hybrid(), [candidate(running(name))], {})
     return replace(found, **fields)
 
 
@@ -80,7 +85,7 @@ def ready(world: World) -> list[str]:
 
 
 def told(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
-    found = status.condition(kind)
+    found = status.find_condition(kind)
     assert found is not None
     return found.reason, found.message
 
@@ -90,7 +95,7 @@ def told(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
 
 def test_a_pod_of_the_trainer_is_read_as_a_member() -> None:
     found = candidate(running())
-    assert found == Candidate(
+    assert found == MemberCandidate(
         Pod(
             name="t-0",
             uid="uid of t-0",
@@ -147,14 +152,14 @@ def test_a_process_is_gone_once_its_container_has_ended(
     ]
     statuses = [{"name": name, **state} for name, state in states.items()]
     found = candidate(running(containers=containers, status={"containerStatuses": statuses})).pod
-    assert found.ended == found.finished == ended
+    assert found.ended == found.is_finished == ended
 
 
 def test_members_are_numbered_by_name_and_keep_their_gates() -> None:
-    found = members(
+    found = select_members(
         hybrid(),
         [candidate(running(name)) for name in ("t-10", "t-2", "t-1")],
-        {"uid of t-2": Gate(True, "b", 5.0, 4.0)},
+        {"uid of t-2": EndpointGate(True, "b", 5.0, 4.0)},
     )
     assert [(pod.name, pod.replica) for pod in found] == [("t-1", 0), ("t-2", 1), ("t-10", 2)]
     assert [pod.gate for pod in found] == [False, True, False]
@@ -163,14 +168,14 @@ def test_members_are_numbered_by_name_and_keep_their_gates() -> None:
 
 def test_who_has_another_service_account_is_never_called() -> None:
     stranger = candidate(running("t-0-debug", serviceAccountName="other"))
-    found = members(hybrid(), [stranger, candidate(running("t-1"))], {})
+    found = select_members(hybrid(), [stranger, candidate(running("t-1"))], {})
     assert [(pod.name, pod.replica) for pod in found] == [("t-1", 0)], "no member, no token"
-    assert strangers(hybrid(), [stranger, candidate(running("t-1"))]) == (
+    assert foreign_pod_messages(hybrid(), [stranger, candidate(running("t-1"))]) == (
         "t-0-debug: it runs under service account 'other', so it is no member and gets no calls: give the "
         "trainer's pods 'rollout-worker', set spec.serviceAccountName, or remove the labels of "
         "spec.colocation.trainerSelector from it",
     )
-    (trusted,) = members(
+    (trusted,) = select_members(
         hybrid(serviceAccountName="other"), [candidate(running(serviceAccountName="other"))], {}
     )
     assert trusted.ip == "10.0.0.7"
@@ -202,7 +207,9 @@ def test_the_data_service_leads_to_who_serves_and_the_other_to_all_by_name() -> 
     assert [e["conditions"]["ready"] for e in data["endpoints"]] == [True, False]
     assert [e["conditions"]["ready"] for e in heads["endpoints"]] == [True, True]
     assert [e["hostname"] for e in heads["endpoints"]] == ["pool-0-0", "pool-1-0"]
-    assert read_gates(made.values(), "pool", "owner") == {"uid of t-0": Gate(True, "b", 5.0, 5.0)}
+    assert read_gates(made.values(), "pool", "owner") == {
+        "uid of t-0": EndpointGate(True, "b", 5.0, 5.0)
+    }
 
 
 @pytest.mark.parametrize("change", [{"deletion_at": 1.0}, {"ended": True}, {"gate": False}])
@@ -214,7 +221,7 @@ def test_who_goes_or_has_ended_gets_no_requests(change: dict[str, Any]) -> None:
 
 
 def test_what_no_member_is_in_becomes_empty() -> None:
-    before = slices(*(member(f"t-{i}", replica=i) for i in range(PER_SLICE + 1)))
+    before = slices(*(member(f"t-{i}", replica=i) for i in range(ENDPOINTS_PER_SLICE + 1)))
     assert sorted(before) == [
         "pool-heads-ipv4-0",
         "pool-heads-ipv4-1",
@@ -223,7 +230,7 @@ def test_what_no_member_is_in_becomes_empty() -> None:
     ]
     after = slices(member("t-0"), stored=tuple(before.values()))
     assert [len(after[name]["endpoints"]) for name in sorted(after)] == [1, 0, 1, 0]
-    assert differs(after["pool-ipv4-1"], before["pool-ipv4-1"]) == "endpoints"
+    assert slice_difference(after["pool-ipv4-1"], before["pool-ipv4-1"]) == "endpoints"
 
 
 def test_addresses_of_either_family_have_slices_of_their_own() -> None:
@@ -244,7 +251,7 @@ def test_a_member_without_an_address_is_in_no_slice() -> None:
 def test_an_annotation_of_somebody_else_says_nothing(text: str) -> None:
     (data, _) = slices(member("t-0", gate=True, gate_boot="b")).values()
     data["metadata"]["annotations"] = {"rollout.dev/gates": text}
-    assert read_gates([data], "pool", "owner") == {"uid of t-0": Gate(True)}
+    assert read_gates([data], "pool", "owner") == {"uid of t-0": EndpointGate(True)}
 
 
 def test_slices_of_others_say_nothing() -> None:
@@ -320,7 +327,7 @@ def test_a_process_that_ended_does_not_hold_up_an_update() -> None:
     """A pod that is silent keeps the barrier waiting; one without a process has left it."""
     world = World(hybrid())
     world.run()
-    world.seconds_of = {Verb.STAGE: 3.0}
+    world.seconds_of = {ControlVerb.STAGE: 3.0}
     world.set(weights=target(1, 1))
     world.step()
     assert world.hybrid is not None

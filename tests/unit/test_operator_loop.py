@@ -8,26 +8,26 @@ from contextlib import suppress
 
 import pytest
 
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.kube.errors import Conflict, FencedError, Forbidden, Unavailable
-from rollout_operator.passes.loop import Passes
-from rollout_operator.telemetry import Telemetry
+from rollout_operator.passes.loop import PassLoop
+from rollout_operator.telemetry import OperatorTelemetry
 from waiting import until
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 
 
 class Bench:
     """Passes over a queue; `act` is the pass."""
 
     def __init__(self, act: Callable[[int], float | None], workers: int = 2) -> None:
-        self.seen: list[Key] = []
+        self.seen: list[PoolKey] = []
         self.may_run = True
         self.act = act
-        self.queue: WorkQueue[Key] = WorkQueue()
-        self.telemetry = Telemetry()
-        self.passes = Passes(
+        self.queue: WorkQueue[PoolKey] = WorkQueue()
+        self.telemetry = OperatorTelemetry()
+        self.passes = PassLoop(
             self.reconcile,
             self.queue,
             self.telemetry,
@@ -35,7 +35,7 @@ class Bench:
             may_run=lambda: self.may_run,
         )
 
-    async def reconcile(self, key: Key) -> float | None:
+    async def reconcile(self, key: PoolKey) -> float | None:
         self.seen.append(key)
         return self.act(len(self.seen))
 
@@ -47,7 +47,7 @@ class Bench:
         task = asyncio.create_task(self.passes.run())
         await until(lambda: len(self.seen) >= until_seen, seconds, what=f"{until_seen} passes")
         await asyncio.sleep(0.02)
-        await self.passes.finish(task, 1)
+        await self.passes.drain_passes(task, 1)
         assert task.done()
 
 
@@ -120,7 +120,7 @@ async def test_fenced_keys_wait_and_are_not_lost() -> None:
     assert bench.seen == []
     bench.may_run = True
     await until(lambda: bench.seen, 3)
-    await bench.passes.finish(task, 1)
+    await bench.passes.drain_passes(task, 1)
 
 
 async def test_a_write_that_was_fenced_is_no_failure_of_the_pool() -> None:
@@ -132,61 +132,61 @@ async def test_a_write_that_was_fenced_is_no_failure_of_the_pool() -> None:
 
 
 async def test_finish_waits_for_a_pass_and_cuts_it_off_at_last() -> None:
-    queue: WorkQueue[Key] = WorkQueue()
+    queue: WorkQueue[PoolKey] = WorkQueue()
     started, ended = asyncio.Event(), []
 
-    async def reconcile(key: Key) -> float | None:
+    async def reconcile(key: PoolKey) -> float | None:
         started.set()
         await asyncio.sleep(0.2 if key == KEY else 60)
         ended.append(key)
         return None
 
-    passes = Passes(reconcile, queue, Telemetry(), workers=2, may_run=lambda: True)
+    passes = PassLoop(reconcile, queue, OperatorTelemetry(), workers=2, may_run=lambda: True)
     task = asyncio.create_task(passes.run())
     queue.add(KEY)
-    queue.add(Key("rl", "endless"))
+    queue.add(PoolKey("rl", "endless"))
     await started.wait()
-    await passes.finish(task, 0.6)
+    await passes.drain_passes(task, 0.6)
     assert ended == [KEY]
     assert task.done()
 
 
 async def test_finish_waits_no_longer_for_a_pass_that_does_not_let_itself_be_cancelled() -> None:
-    queue: WorkQueue[Key] = WorkQueue()
+    queue: WorkQueue[PoolKey] = WorkQueue()
     started, over = asyncio.Event(), asyncio.Event()
 
-    async def reconcile(key: Key) -> float | None:
+    async def reconcile(key: PoolKey) -> float | None:
         started.set()
         while not over.is_set():
             with suppress(asyncio.CancelledError):
                 await over.wait()
         return None
 
-    passes = Passes(reconcile, queue, Telemetry(), workers=1, may_run=lambda: True)
+    passes = PassLoop(reconcile, queue, OperatorTelemetry(), workers=1, may_run=lambda: True)
     task = asyncio.create_task(passes.run())
     queue.add(KEY)
     await started.wait()
-    await asyncio.wait_for(passes.finish(task, 0), 10)
+    await asyncio.wait_for(passes.drain_passes(task, 0), 10)
     assert not task.done()
     over.set()
     await asyncio.wait({task})
 
 
 async def test_a_slow_pool_delays_no_other() -> None:
-    queue: WorkQueue[Key] = WorkQueue()
-    done: list[Key] = []
+    queue: WorkQueue[PoolKey] = WorkQueue()
+    done: list[PoolKey] = []
 
-    async def reconcile(key: Key) -> float | None:
+    async def reconcile(key: PoolKey) -> float | None:
         await asyncio.sleep(1 if key == KEY else 0)
         done.append(key)
         return None
 
-    passes = Passes(reconcile, queue, Telemetry(), workers=2, may_run=lambda: True)
+    passes = PassLoop(reconcile, queue, OperatorTelemetry(), workers=2, may_run=lambda: True)
     task = asyncio.create_task(passes.run())
     queue.add(KEY)
-    others = [Key("rl", f"pool-{number}") for number in range(20)]
+    others = [PoolKey("rl", f"pool-{number}") for number in range(20)]
     for key in others:
         queue.add(key)
     await until(lambda: len(done) == 20, 0.9)
     assert KEY not in done
-    await passes.finish(task, 2)
+    await passes.drain_passes(task, 2)

@@ -10,11 +10,11 @@ import pytest
 from poolspecs import NOW, spec_of
 from poolspecs import a_pod as pod
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
-from rollout_operator.core.heads import Head, Version, stage_failures
-from rollout_operator.core.members import MemberPlanner
-from rollout_operator.core.plan import CallWorker, Verb, Wait
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion, stage_failures
+from rollout_operator.core.members import HeadPlanner
+from rollout_operator.core.plan import CallWorker, ControlVerb, RequeueAfter
 from rollout_operator.core.updates.weights_plan import WeightsPlan
-from rollout_operator.core.world import CallError, Observed, Worker
+from rollout_operator.core.world import FailedCall, ObservedPool, ObservedWorker
 from rollout_worker.schemas import (
     Checkpoint,
     CommitRequest,
@@ -37,7 +37,7 @@ from simworker import SimWorker
 
 ZERO, ONE, TWO = (WeightsId(epoch=1, version=v) for v in (0, 1, 2))
 SOURCE = WeightsSource(path="/rollout/weights/1-1")
-NEW = Version(ONE, SOURCE, "known")
+NEW = WeightsVersion(ONE, SOURCE, "known")
 
 
 class Bench:
@@ -51,13 +51,13 @@ class Bench:
         self.sim = SimWorker("b1", active=ZERO, required=ZERO, loading=False, fence_epoch=1)
         self.pod = pod(self.spec, gate=True, gate_boot="b1")
         self.running: frozenset[str] = frozenset()
-        self.failures: dict[str, CallError] = {}
+        self.failures: dict[str, FailedCall] = {}
         self.lifecycle: Lifecycle | None = None
-        self.wait = Wait()
+        self.wait = RequeueAfter()
         self.now = NOW
 
     @property
-    def head(self) -> Head:
+    def head(self) -> ReplicaHead:
         state = self.sim.state()
         if self.lifecycle:
             there = self.lifecycle is not Lifecycle.ASLEEP
@@ -65,14 +65,14 @@ class Bench:
             changed = {"lifecycle": self.lifecycle, "serving": False, "resident": resident}
             state = state.model_copy(update=changed)
         told = None if self.sim.silent else state
-        return Head(self.pod, Worker(told, None, self.running, self.failures))
+        return ReplicaHead(self.pod, ObservedWorker(told, None, self.running, self.failures))
 
     @property
-    def planner(self) -> MemberPlanner:
-        seen = Observed("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, {}, None, False, "")
-        return MemberPlanner(self.spec, seen, self.weights, self.now, self.wait)
+    def planner(self) -> HeadPlanner:
+        seen = ObservedPool("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, {}, None, False, "")
+        return HeadPlanner(self.spec, seen, self.weights, self.now, self.wait)
 
-    def bring(self, version: Version = NEW, *, commit: bool = True) -> None:
+    def bring(self, version: WeightsVersion = NEW, *, commit: bool = True) -> None:
         self.weights.version_for[self.pod.uid] = version
         if commit:
             self.weights.may_commit.add(self.pod.uid)
@@ -84,7 +84,7 @@ class Bench:
         )
 
     def call(self) -> CallWorker | None:
-        found = self.planner.calls(self.head)
+        found = self.planner.plan_calls(self.head)
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -94,7 +94,7 @@ class Bench:
         return (call.body, call.deadline_seconds) if call else None
 
     def gate(self, leaving: bool = False) -> tuple[bool, str] | None:
-        change = self.planner.gate(self.head, leaving)
+        change = self.planner.plan_gate(self.head, leaving)
         assert change is None or (change.name, change.uid) == (self.pod.name, self.pod.uid)
         return (change.serving, change.boot) if change else None
 
@@ -136,10 +136,10 @@ def test_a_sleeper_gives_up_what_it_has_only_for_weights_that_can_be_had() -> No
     bench.sim.hold = "Asleep"
     bench.bring()
     assert wake(bench) == empty
-    bench.failures = {"commit": CallError("no", 1, 0, about=ONE)}
+    bench.failures = {"commit": FailedCall("no", 1, 0, about=ONE)}
     assert wake(bench) == whole, "else it would never come out of its sleep"
     bench.failures = {}
-    bench.bring(Version(ONE, WeightsSource(pushed=Pushed()), "known"))
+    bench.bring(WeightsVersion(ONE, WeightsSource(pushed=Pushed()), "known"))
     assert wake(bench) == whole, "nobody has them"
     bench.weights.peers = {bench.pod.uid: ("10.0.0.2",)}
     assert wake(bench) == empty
@@ -288,11 +288,11 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     assert told is not None
     assert isinstance(told[0], StageRequest), "the worker compares, and refuses"
     assert told[0].root_hash == "known"
-    bench.failures = {"stage": CallError("content-mismatch: no", 1, 5, about=ONE)}
+    bench.failures = {"stage": FailedCall("content-mismatch: no", 1, 5, about=ONE)}
     assert bench.told() is None
-    bench.failures = {"stage": CallError("content-mismatch: no", 1, 0, about=ONE)}
+    bench.failures = {"stage": FailedCall("content-mismatch: no", 1, 0, about=ONE)}
     assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
-    bench.failures = {"stage": CallError("of earlier weights", 1, 0, about=ZERO)}
+    bench.failures = {"stage": FailedCall("of earlier weights", 1, 0, about=ZERO)}
     told = bench.told()
     assert told is not None
     assert isinstance(told[0], StageRequest)
@@ -302,23 +302,23 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     ("failure", "slot", "odd"),
     [
         (None, None, False),
-        (CallError("bound to other content", 1, 0, "content-mismatch", ONE), None, True),
-        (CallError("pool-0-1 found other bytes", 1, 0, "content-mismatch", ONE), None, True),
-        (CallError("content-mismatch: only words", 1, 0, "stage-failed", ONE), None, False),
-        (CallError("(1, 2) should", 1, 0, "content-mismatch", TWO), None, False),
-        (CallError("tensor 'a' is missing", 1, 0, about=ONE), None, False),
+        (FailedCall("bound to other content", 1, 0, "content-mismatch", ONE), None, True),
+        (FailedCall("pool-0-1 found other bytes", 1, 0, "content-mismatch", ONE), None, True),
+        (FailedCall("content-mismatch: only words", 1, 0, "stage-failed", ONE), None, False),
+        (FailedCall("(1, 2) should", 1, 0, "content-mismatch", TWO), None, False),
+        (FailedCall("tensor 'a' is missing", 1, 0, about=ONE), None, False),
         (None, ("rank 1 found root_hash b", "content-mismatch"), True),
         (None, ("content-mismatch: only words", None), False),
         (None, ("tensor 'a' is missing", None), False),
         (
-            CallError("no answer", 1, 0, "", TWO),
+            FailedCall("no answer", 1, 0, "", TWO),
             ("rank 1 found root_hash b", "content-mismatch"),
             True,
         ),
     ],
 )
 def test_a_mismatch_is_told_from_other_failures(
-    failure: CallError | None, slot: tuple[str, str | None] | None, odd: bool
+    failure: FailedCall | None, slot: tuple[str, str | None] | None, odd: bool
 ) -> None:
     bench = Bench()
     bench.failures = {"stage": failure} if failure else {}
@@ -327,7 +327,7 @@ def test_a_mismatch_is_told_from_other_failures(
         assert bench.sim.staged is not None
         error, slug = slot
         bench.sim.staged = bench.sim.staged.model_copy(update={"error": error, "slug": slug})
-    assert bool(bench.head.mismatch(NEW)) == odd
+    assert bool(bench.head.mismatch_message(NEW)) == odd
 
 
 def test_who_may_not_commit_yet_waits() -> None:
@@ -370,7 +370,7 @@ def test_what_stands_in_the_way_is_discarded(
 def test_a_new_epoch_is_fenced_before_it_is_staged() -> None:
     bench = Bench()
     bench.weights.fence_epoch = 2
-    bench.bring(Version(WeightsId(epoch=2, version=0), SOURCE))
+    bench.bring(WeightsVersion(WeightsId(epoch=2, version=0), SOURCE))
     assert bench.told() == (RequireRequest(epoch=2), 10)
     bench.sim.fence_epoch = 2
     assert isinstance((bench.told() or ("",))[0], StageRequest)
@@ -387,7 +387,7 @@ def test_a_new_epoch_is_fenced_before_what_the_old_one_staged_is_dropped(
     bench = Bench()
     bench.weights.fence_epoch = 2
     bench.stage(version, phase)
-    bench.bring(Version(WeightsId(epoch=2, version=0), SOURCE))
+    bench.bring(WeightsVersion(WeightsId(epoch=2, version=0), SOURCE))
     assert bench.told() == (RequireRequest(epoch=2), 10)
 
 
@@ -397,7 +397,7 @@ def test_a_worker_that_came_to_rest_has_proven_itself_once(state: str) -> None:
     bench.pod = replace(bench.pod, gate=False)
     assert bench.gate() is None, "it serves still"
     bench.sim.hold = state
-    change = bench.planner.gate(bench.head, False)
+    change = bench.planner.plan_gate(bench.head, False)
     assert change is not None
     assert (change.serving, change.proven_since) == (False, NOW)
     bench.pod = replace(bench.pod, proven_since=NOW)
@@ -407,15 +407,15 @@ def test_a_worker_that_came_to_rest_has_proven_itself_once(state: str) -> None:
 def test_what_a_worker_has_proven_stays_with_its_gate() -> None:
     bench = Bench()
     bench.pod = replace(bench.pod, gate=False)
-    change = bench.planner.gate(bench.head, False)
+    change = bench.planner.plan_gate(bench.head, False)
     assert change is not None
     assert (change.serving, change.proven_since) == (True, NOW)
     bench.pod = replace(bench.pod, proven_since=NOW - 50)
-    change = bench.planner.gate(bench.head, False)
+    change = bench.planner.plan_gate(bench.head, False)
     assert change is not None
     assert change.proven_since == NOW - 50
     bench.pod = replace(bench.pod, gate=True)
-    change = bench.planner.gate(bench.head, True)
+    change = bench.planner.plan_gate(bench.head, True)
     assert change is not None
     assert (change.serving, change.proven_since) == (False, NOW - 50)
 
@@ -423,44 +423,46 @@ def test_what_a_worker_has_proven_stays_with_its_gate() -> None:
 def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
     bench = Bench()
     bench.bring(commit=False)
-    bench.running = frozenset({Verb.REQUIRE})
+    bench.running = frozenset({ControlVerb.REQUIRE})
     assert isinstance((bench.told() or ("",))[0], StageRequest)
-    bench.running = frozenset({Verb.STAGE})
+    bench.running = frozenset({ControlVerb.STAGE})
     assert bench.told() is None
     bench.sim.required = None
     assert isinstance((bench.told() or ("",))[0], RequireRequest)
-    bench.running = frozenset({Verb.REQUIRE})
+    bench.running = frozenset({ControlVerb.REQUIRE})
     assert bench.told() is None
-    bench.running = frozenset({Verb.COMMIT})
+    bench.running = frozenset({ControlVerb.COMMIT})
     assert bench.told() is None
 
 
-@pytest.mark.parametrize("waiting", [Verb.WAKE, Verb.PAUSE, Verb.RESUME])
-def test_sleep_does_not_wait_for_a_call_that_may_wait_for_who_wants_it(waiting: Verb) -> None:
+@pytest.mark.parametrize("waiting", [ControlVerb.WAKE, ControlVerb.PAUSE, ControlVerb.RESUME])
+def test_sleep_does_not_wait_for_a_call_that_may_wait_for_who_wants_it(
+    waiting: ControlVerb,
+) -> None:
     """A worker that wakes waits for its device, which the trainer keeps until the worker sleeps."""
     bench = Bench(state="Asleep")
     bench.running = frozenset({waiting})
-    [call] = bench.planner.calls(bench.head)
-    assert (call.verb, waiting in call.instead_of) == (Verb.SLEEP, True)
+    [call] = bench.planner.plan_calls(bench.head)
+    assert (call.verb, waiting in call.instead_of) == (ControlVerb.SLEEP, True)
     bench.stage()
-    [call] = bench.planner.calls(bench.head)
-    assert (call.verb, waiting in call.instead_of) == (Verb.DISCARD, True)
-    for other in (Verb.COMMIT, Verb.REQUIRE, Verb.DISCARD):
+    [call] = bench.planner.plan_calls(bench.head)
+    assert (call.verb, waiting in call.instead_of) == (ControlVerb.DISCARD, True)
+    for other in (ControlVerb.COMMIT, ControlVerb.REQUIRE, ControlVerb.DISCARD):
         bench.running = frozenset({other})
-        assert bench.planner.calls(bench.head) == []
+        assert bench.planner.plan_calls(bench.head) == []
 
 
 def test_a_failed_call_waits_for_its_turn_unless_it_was_about_something_else() -> None:
     bench = Bench()
     bench.bring(commit=False)
-    bench.failures = {"stage": CallError("no", 1, 6, about=ONE)}
+    bench.failures = {"stage": FailedCall("no", 1, 6, about=ONE)}
     assert bench.told() is None
     assert bench.wait.seconds == 6
-    bench.failures = {"stage": CallError("no", 1, 0, about=ONE)}
+    bench.failures = {"stage": FailedCall("no", 1, 0, about=ONE)}
     assert bench.told() is not None
-    bench.failures = {"stage": CallError("no", 1, 6, about=ZERO)}
+    bench.failures = {"stage": FailedCall("no", 1, 6, about=ZERO)}
     assert bench.told() is not None
-    bench.failures = {"require": CallError("no", 1, 6)}
+    bench.failures = {"require": FailedCall("no", 1, 6)}
     bench.sim.required = None
     assert bench.told() is None
     assert bench.wait.seconds == 6
@@ -486,7 +488,7 @@ def test_the_gate_goes_off(why: str) -> None:
     bench = Bench(**changes.get(why, {}))
     if why == "out":
         bench.weights.out_of_service = {bench.pod.uid}
-        bench.running = frozenset({Verb.COMMIT})
+        bench.running = frozenset({ControlVerb.COMMIT})
     if why == "below":
         bench.sim.jump(WeightsId(epoch=0, version=9))
         bench.sim.required = None
@@ -509,14 +511,14 @@ def test_a_worker_below_committed_has_no_gate_though_it_says_that_it_serves() ->
 def test_neither_silence_nor_a_commit_turns_the_gate() -> None:
     bench = Bench()
     bench.sim.required = None
-    bench.running = frozenset({Verb.COMMIT})
+    bench.running = frozenset({ControlVerb.COMMIT})
     assert bench.gate() is None
     bench.running, bench.sim.silent = frozenset(), True
     assert bench.gate() is None
     assert bench.gate(leaving=True) == (False, "b1"), "told by the gate itself"
 
 
-def head(**changes: Any) -> Head:
+def head(**changes: Any) -> ReplicaHead:
     bench = Bench()
     for field, value in changes.items():
         setattr(bench, field, value)
@@ -524,15 +526,15 @@ def head(**changes: Any) -> Head:
 
 
 def test_who_is_in_service() -> None:
-    assert head().in_service(ZERO)
-    assert not head().in_service(ONE)
+    assert head().is_in_service(ZERO)
+    assert not head().is_in_service(ONE)
     for lifecycle in ("Pausing", "Paused", "Draining"):
-        assert head(lifecycle=Lifecycle(lifecycle)).in_service(ZERO)
+        assert head(lifecycle=Lifecycle(lifecycle)).is_in_service(ZERO)
     for lifecycle in ("Asleep", "Waking", "Loading", "Failed"):
-        assert not head(lifecycle=Lifecycle(lifecycle)).in_service(ZERO)
+        assert not head(lifecycle=Lifecycle(lifecycle)).is_in_service(ZERO)
     fenced = Bench()
     fenced.sim.required = None
-    assert not fenced.head.in_service(ZERO)
+    assert not fenced.head.is_in_service(ZERO)
 
 
 def test_a_head_with_other_bytes_is_told_of_once() -> None:
@@ -540,7 +542,7 @@ def test_a_head_with_other_bytes_is_told_of_once() -> None:
     bench.stage()
     assert bench.sim.staged is not None
     bench.sim.staged = bench.sim.staged.model_copy(update={"root_hash": "other"})
-    bench.failures = {"stage": CallError("no", 1, NOW, about=ONE)}
+    bench.failures = {"stage": FailedCall("no", 1, NOW, about=ONE)}
     (told,) = stage_failures([bench.head], NEW)
     assert told.startswith("pool-0-0: content-mismatch")
 
@@ -550,12 +552,12 @@ def test_a_silent_head_that_this_process_never_heard_is_judged_by_its_gate(gate:
     bench = Bench()
     bench.sim.silent = True
     bench.pod = replace(bench.pod, gate=gate, ready=gate)
-    assert bench.head.in_service(ZERO), "it was once, and is perhaps paused since"
-    assert bench.head.boot == "b1", "known by its gate"
+    assert bench.head.is_in_service(ZERO), "it was once, and is perhaps paused since"
+    assert bench.head.boot_id == "b1", "known by its gate"
     bench.pod = replace(bench.pod, gate=False, gate_boot=None)
-    assert not bench.head.in_service(ZERO), "it never was"
+    assert not bench.head.is_in_service(ZERO), "it never was"
     bench.pod = replace(bench.pod, gate_boot="b1", phase="Failed")
-    assert not bench.head.in_service(ZERO), "its process has ended"
+    assert not bench.head.is_in_service(ZERO), "its process has ended"
 
 
 def test_a_silent_head_is_judged_by_its_last_answer() -> None:
@@ -567,10 +569,10 @@ def test_a_silent_head_is_judged_by_its_last_answer() -> None:
         (None, None, False),
     ):
         bench.sim.foreign_hold, bench.sim.required = hold, required
-        worker = Worker(None, "no answer", last=bench.sim.state())
-        head = Head(replace(bench.pod, gate=False, gate_boot=None), worker)
-        assert head.in_service(ZERO) == serves
-        assert (head.boot, head.has, head.silent) == (last.boot_id, ZERO, True)
+        worker = ObservedWorker(None, "no answer", last=bench.sim.state())
+        head = ReplicaHead(replace(bench.pod, gate=False, gate_boot=None), worker)
+        assert head.is_in_service(ZERO) == serves
+        assert (head.boot_id, head.last_active, head.is_silent) == (last.boot_id, ZERO, True)
         assert worker.active is None, "what it serves now is not known"
 
 
@@ -588,17 +590,17 @@ def test_what_counts_as_staged() -> None:
 
 def test_why_a_head_has_failed() -> None:
     bench = Bench()
-    assert bench.head.failure(ONE, "stage") is None
+    assert bench.head.failure_message(ONE, "stage") is None
     bench.stage(phase="Failed")
-    assert bench.head.failure(ONE, "stage") == "pool-0-0: staging failed"
-    assert bench.head.failure(ONE, "commit") is None
-    assert bench.head.failure(TWO, "stage") is None
-    assert bench.head.failure(None, "stage") is None
+    assert bench.head.failure_message(ONE, "stage") == "pool-0-0: staging failed"
+    assert bench.head.failure_message(ONE, "commit") is None
+    assert bench.head.failure_message(TWO, "stage") is None
+    assert bench.head.failure_message(None, "stage") is None
     assert bench.sim.staged is not None
     bench.sim.staged = bench.sim.staged.model_copy(update={"error": "a bad shape"})
-    assert bench.head.failure(ONE, "stage") == "pool-0-0: a bad shape"
-    bench.failures = {"stage": CallError("refused", 1, 0, about=ONE)}
-    assert bench.head.failure(ONE, "commit", "stage") == "pool-0-0: refused"
-    assert bench.head.failure(TWO, "stage") is None
-    bench.failures = {"wake": CallError("no memory", 1, 0)}
-    assert bench.head.failure(None, "wake") == "pool-0-0: no memory"
+    assert bench.head.failure_message(ONE, "stage") == "pool-0-0: a bad shape"
+    bench.failures = {"stage": FailedCall("refused", 1, 0, about=ONE)}
+    assert bench.head.failure_message(ONE, "commit", "stage") == "pool-0-0: refused"
+    assert bench.head.failure_message(TWO, "stage") is None
+    bench.failures = {"wake": FailedCall("no memory", 1, 0)}
+    assert bench.head.failure_message(None, "wake") == "pool-0-0: no memory"

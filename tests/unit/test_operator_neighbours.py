@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 
 from loopback import Loopback, kubeconfig, loopback
-from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbours import APART, Neighbourhood, Neighbours
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.lease import Leadership
 from waiting import until
 
-KEY, OTHER = Key("rl", "math"), Key("rl", "code")
+KEY, OTHER = PoolKey("rl", "math"), PoolKey("rl", "code")
 PODS = "/api/v1/namespaces/rl/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/rl/resourceclaims"
 
@@ -82,7 +82,7 @@ class Bench:
         self.kube = kube
         self.server = server
         self.cluster = Cluster(server)
-        self.woken: list[Key] = []
+        self.woken: list[PoolKey] = []
 
         def read(found: Obj) -> object | None:
             return None if found["value"] is None else (found["metadata"]["name"], found["value"])
@@ -94,7 +94,7 @@ class Bench:
             seconds=7,
         )
 
-    def look(self, key: Key = KEY, of: str = "a") -> Neighbours:
+    def look(self, key: PoolKey = KEY, of: str = "a") -> Neighbours:
         return self.around.look(key, job(of))
 
     async def known(self, **what: Any) -> None:
@@ -280,7 +280,7 @@ async def test_watches_in_150_namespaces_leave_room_for_the_lease_and_other_requ
 ) -> None:
     for number in range(150):
         bench.cluster.add_namespace(f"n{number}")
-        bench.around.look(Key(f"n{number}", "math"), job("a"))
+        bench.around.look(PoolKey(f"n{number}", "math"), job("a"))
     await until(lambda: len(bench.cluster.watches) == 300, what="all watches")
     lease = "/apis/coordination.k8s.io/v1/namespaces/rl/leases/operator"
     record = {"metadata": {"resourceVersion": "1"}, "spec": {}}
@@ -301,7 +301,7 @@ async def test_watches_in_150_namespaces_leave_room_for_the_lease_and_other_requ
 
 
 async def test_a_thousand_selectors_of_a_namespace_share_a_few_watches(bench: Bench) -> None:
-    pools = [Key("rl", f"pool-{number}") for number in range(1000)]
+    pools = [PoolKey("rl", f"pool-{number}") for number in range(1000)]
     shared = "app.kubernetes.io/managed-by!=rollout-operator"
     bench.cluster.items[PODS] = [obj("t-900", 1, job="900"), obj("other", 1, app="web")]
 
@@ -324,7 +324,7 @@ async def test_a_thousand_selectors_of_a_namespace_share_a_few_watches(bench: Be
     assert seen(900) == Neighbours()
     assert bench.woken == [pools[900], pools[901]], "nobody else"
     bench.around.look(KEY, job("new"))
-    assert bench.around.inside(Key("rl", "new"), job("5000")).unknown == "", "room for its own"
+    assert bench.around.inside(PoolKey("rl", "new"), job("5000")).unknown == "", "room for its own"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_selector_means_here_what_it_means_to_the_api_server(
     labels = [{"job": "a"}, {"job": "c"}, {}]
     document = {"matchExpressions": [{"key": "job", **condition}]}
     selector = TrainerSelector.model_validate(document)
-    assert [selector.selects(each) for each in labels] == selected
+    assert [selector.matches_labels(each) for each in labels] == selected
     also = TrainerSelector.model_validate({**document, "matchLabels": {"app": "web"}})
-    assert not any(also.selects(each) for each in labels)
-    assert [also.selects({**each, "app": "web"}) for each in labels] == selected
+    assert not any(also.matches_labels(each) for each in labels)
+    assert [also.matches_labels({**each, "app": "web"}) for each in labels] == selected

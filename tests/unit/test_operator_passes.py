@@ -27,11 +27,11 @@ from passlab import (
 from poolspecs import target
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.revision import revision
+from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import parse_spec
-from rollout_operator.config import Config
-from rollout_operator.passes.act import soonest
-from rollout_operator.passes.memory import Memory
+from rollout_operator.config import OperatorConfig
+from rollout_operator.passes.act import soonest_requeue
+from rollout_operator.passes.memory import PoolMemory
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_worker.schemas import WeightsId
 
@@ -142,7 +142,7 @@ async def test_a_pod_of_another_account_is_none_of_ours_and_has_our_name(lab: Pa
 
 def test_a_spec_and_a_status_are_parsed_once() -> None:
     """A pool of hundreds of replicas has a long status, and a pass every second."""
-    memory, first = Memory(), pool()
+    memory, first = PoolMemory(), pool()
     stored, spec = memory.read_status(first), memory.read_spec(first)
     assert memory.read_status(first) is stored
     told = {**first, "metadata": first["metadata"] | {"resourceVersion": "8"}}
@@ -211,7 +211,7 @@ async def test_an_update_is_decided_in_status_before_anybody_is_told_to_commit(
     assert {w.active for w in lab.workers.values()} == {ONE}
     notes = [reason for _, reason, _ in lab.told.events if reason.startswith("Weights")]
     assert notes == ["WeightsStaging", "WeightsCommitting", "WeightsCommitted"]
-    page = lab.ctx.telemetry.page().decode()
+    page = lab.ctx.telemetry.render_page().decode()
     at = 'namespace="rl",outcome="Complete",pool="math"'
     assert f"rollout_pool_weights_update_seconds_count{{{at}}} 1.0" in page
 
@@ -223,7 +223,7 @@ async def test_an_update_that_takes_time_is_timed(lab: PassLab) -> None:
     lab.clock.wall += 30
     lab.clock.steady += 30
     await lab.settled()
-    page = lab.ctx.telemetry.page().decode()
+    page = lab.ctx.telemetry.render_page().decode()
     sums = [x for x in page.splitlines() if x.startswith("rollout_pool_weights_update_seconds_s")]
     [line] = [x for x in sums if 'outcome="Complete"' in x]
     assert line.endswith(" 30.0")
@@ -265,7 +265,7 @@ async def test_a_pool_gets_its_services(lab: PassLab) -> None:
 def test_the_next_look_is_at_the_earliest_time(
     waits: tuple[float | None, ...], least: float | None
 ) -> None:
-    assert soonest(*waits) == least
+    assert soonest_requeue(*waits) == least
 
 
 async def test_a_status_that_somebody_else_wrote_meanwhile_is_tried_again_soon(
@@ -431,12 +431,12 @@ async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> No
     kube._account = ("rollout", "operator")
     lab.has_pool()
     for _ in range(2):
-        assert await kube.token(names.audience(*KEY)) == "t"
+        assert await kube.token(names.token_audience(*KEY)) == "t"
     now = lab.ctx.store.pool(KEY)
     assert now is not None
     lab.ctx.store.take("pools", "DELETED", now)
     await lab.reconcile()
-    await kube.token(names.audience(*KEY))
+    await kube.token(names.token_audience(*KEY))
     assert [path for _, path, _ in lab.api.requests].count(minted) == 2
 
 
@@ -489,7 +489,7 @@ async def test_what_is_left_of_a_deleted_pool_is_freed_once_it_is_overdue(lab: P
 
 async def test_an_engine_without_an_image_is_told_with_the_fix(lab: PassLab) -> None:
     lab.has_pool()
-    object.__setattr__(lab.ctx, "config", Config(engines={}))
+    object.__setattr__(lab.ctx, "config", OperatorConfig(engines={}))
     assert await lab.reconcile() == 0.0
     await lab.reconcile()
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
@@ -517,7 +517,10 @@ async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: 
     )
     now = lab.ctx.store.pool(KEY)
     assert now is not None
-    mine = {**names.worker_labels("math", 0, 0), names.LABEL_REVISION: revision(parse_spec(now))}
+    mine = {
+        **names.worker_labels("math", 0, 0),
+        names.LABEL_REVISION: pod_revision(parse_spec(now)),
+    }
     lab.has_pod(pod(labels=mine))
     labels = {rank: mine | names.worker_labels("math", 1, rank) for rank in (0, 1)}
     lab.has_pod(pod(1, labels=labels[0]))
@@ -558,7 +561,7 @@ async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: Pass
 
 
 def _page(lab: PassLab) -> str:
-    return lab.ctx.telemetry.page().decode()
+    return lab.ctx.telemetry.render_page().decode()
 
 
 async def test_the_figures_are_those_of_the_pool(lab: PassLab) -> None:

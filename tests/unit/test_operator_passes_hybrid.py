@@ -257,7 +257,7 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
     assert condition(lab.status, "Degraded") == ("True", fault.told)
     assert lab.status["message"].startswith("the API server ")
     at = f'namespace="rl",pool="math",reason="{fault.told}",resource="endpointslices",verb="{verb}"'
-    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.page().decode()
+    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.render_page().decode()
     now = lab.ctx.store.pool(KEY)
     assert now is not None
     meta = {**now["metadata"], "generation": 2, "resourceVersion": "500"}

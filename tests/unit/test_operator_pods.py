@@ -13,14 +13,14 @@ import yaml
 
 from poolspecs import colocated_spec, spec_of
 from rollout_operator.api.names import CONTROL_TLS_CERT
-from rollout_operator.api.revision import is_current, revision
+from rollout_operator.api.revision import is_current_revision, pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
-from rollout_operator.core.placement import Place
+from rollout_operator.core.placement import PodPlacement
 from rollout_operator.core.podreader import parse_pod
 from rollout_operator.core.pods.builder import PodBuilder
-from rollout_operator.core.services import differs, pool_services, repair
-from rollout_operator.core.trainers import Taken
+from rollout_operator.core.services import pool_services, service_difference, service_patch
+from rollout_operator.core.trainers import RecordedPlacement
 from rollout_worker.settings import FLAGS
 
 GPU: dict[str, Any] = {
@@ -87,13 +87,13 @@ def test_the_whole_pod_is_as_it_was_reviewed(
     base = EngineDefaults.model_validate({"image": "worker:1", **defaults})
     builder = PodBuilder("pool", "ns", "uid", "again" if restarts else "", spec_of(**spec), base)
     golden = GOLDENS / f"pod-{name}.yaml"
-    text = plain_yaml(builder.build(replica, rank, restarts))
+    text = plain_yaml(builder.build_pod(replica, rank, restarts))
     if request.config.getoption("--update-goldens"):
         golden.write_text(text)
     assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
 
 
-PLACE = Place(
+PLACE = PodPlacement(
     trainer="t-0",
     node="n1",
     claim="t-0-gpus",
@@ -112,7 +112,7 @@ def test_a_colocated_pod_is_as_it_was_reviewed(request: pytest.FixtureRequest) -
     spec = colocated_spec(slots=2, tensor=2, **more)
     builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w:1"), "rollout-turn")
     golden = GOLDENS / "pod-colocated.yaml"
-    text = plain_yaml(builder.build(1, 0, 0, PLACE))
+    text = plain_yaml(builder.build_pod(1, 0, 0, PLACE))
     if request.config.getoption("--update-goldens"):
         golden.write_text(text)
     assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
@@ -122,12 +122,12 @@ def test_a_colocated_pod_is_as_it_was_reviewed(request: pytest.FixtureRequest) -
 def test_a_pod_is_read_back_with_the_place_it_was_made_for() -> None:
     spec = colocated_spec(slots=2, tensor=2)
     builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w:1"))
-    made = builder.build(1, 0, 0, PLACE)
+    made = builder.build_pod(1, 0, 0, PLACE)
     made["metadata"]["uid"] = "p"
     pod = parse_pod(made, "uid")
     assert pod is not None
     assert pod.colocated
-    assert pod.taken == Taken("t-0", "u", PLACE.devices)
+    assert pod.taken == RecordedPlacement("t-0", "u", PLACE.devices)
     del made["metadata"]["annotations"]["rollout.dev/devices"]
     pod = parse_pod(made, "uid")
     assert pod is not None
@@ -140,7 +140,7 @@ def test_a_pod_with_all_of_a_claim_chooses_no_devices_and_without_a_directory_ta
     builder = PodBuilder(
         "pool", "ns", "uid", "", colocated_spec(tensor=2), EngineDefaults(image="w")
     )
-    made = builder.build(0, 0, 0, PLACE)
+    made = builder.build_pod(0, 0, 0, PLACE)
     told = {entry["name"] for entry in made["spec"]["containers"][0]["env"]}
     assert "ROLLOUT_TENSOR" in told
     assert not told & {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
@@ -165,12 +165,12 @@ def test_a_pod_takes_weights_over_tls_alone_where_its_pool_requires_that() -> No
     assert env(pod)["ROLLOUT_WEIGHTS_TLS"] == "required"
     fetches = build(rank=1, weights={"transport": {"tls": "Required"}}, **GPU)
     assert env(fetches)["ROLLOUT_WEIGHTS_TLS"] == "required"
-    assert "ROLLOUT_WEIGHTS_TLS" in {flag.env for flag in FLAGS}
+    assert "ROLLOUT_WEIGHTS_TLS" in {flag.variable_name for flag in FLAGS}
 
 
 def test_a_worker_is_told_how_much_it_may_send_and_what_it_fetches() -> None:
     names = {"ROLLOUT_WEIGHTS_EGRESS", "ROLLOUT_GANG_FETCH"}
-    assert names <= {flag.env for flag in FLAGS}
+    assert names <= {flag.variable_name for flag in FLAGS}
     assert not names & env(build()).keys()
     told = {"transport": {"egress": "500M", "gangFetch": "All"}}
     for pod in (build(weights=told), build(rank=1, weights=told, **GPU)):
@@ -185,7 +185,7 @@ def test_pods_that_must_speak_tls_are_not_made_without_a_certificate() -> None:
 
     def lacking(spec: RolloutReplicaSpec, env: list[dict[str, str]] | None = None) -> Any:
         base = EngineDefaults.model_validate({"image": "worker:1", "env": env or []})
-        return PodBuilder("pool", "ns", "uid", "", spec, base).lacking
+        return PodBuilder("pool", "ns", "uid", "", spec, base).missing_setting
 
     what, why = lacking(required)
     assert (what, "workers.controlTLS" in why) == ("certificate", True)
@@ -208,7 +208,7 @@ def test_two_namespaces_of_a_node_have_sockets_of_their_own_in_the_folder_of_the
         builder = PodBuilder(
             "p" * 50, namespace, "uid", "", colocated_spec(tensor=2), EngineDefaults(image="w"), "c"
         )
-        found.add(env(builder.build(0, 0, 0, PLACE))["ROLLOUT_WEIGHTS_SOCKET"])
+        found.add(env(builder.build_pod(0, 0, 0, PLACE))["ROLLOUT_WEIGHTS_SOCKET"])
     assert len(found) == 2
     assert all(path.startswith("/rollout/turn/") and len(path) <= 107 for path in found)
 
@@ -220,8 +220,8 @@ def test_each_pod_of_a_colocated_gang_takes_the_turn_of_its_own_node() -> None:
     found = []
     for rank in (0, 1):
         devices = tuple(f"gpu.example.com/n{rank}/gpu-{i}" for i in (0, 1))
-        place = Place(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices)
-        made = builder.build(0, rank, 0, place)
+        place = PodPlacement(f"t-{rank}", f"n{rank}", f"claim-{rank}", f"u{rank}", "gpus", devices)
+        made = builder.build_pod(0, rank, 0, place)
         told = env(made)
         assert (told["ROLLOUT_NODES"], told["ROLLOUT_RANK"]) == ("2", str(rank))
         assert told["ROLLOUT_TURN_DIRECTORY"] == "/rollout/turn"
@@ -264,13 +264,13 @@ def test_what_differs_of_a_service(path: tuple[str, ...], value: object, why: st
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    assert differs(want, have) == why
+    assert service_difference(want, have) == why
 
 
 def test_a_repair_is_a_patch_of_what_is_ours() -> None:
     data, heads = pool_services("pool", "ns", "uid")
     for want, published in ((data, False), (heads, True)):
-        test, *adds = repair(want, "u")
+        test, *adds = service_patch(want, "u")
         assert test == {"op": "test", "path": "/metadata/uid", "value": "u"}, "no namesake of it"
         patch = {op["path"]: op["value"] for op in adds}
         assert {op["op"] for op in adds} == {"add"}
@@ -311,7 +311,7 @@ def build(
     replica: int = 0, rank: int = 0, defaults: dict[str, Any] | None = None, **spec: Any
 ) -> Any:
     base = EngineDefaults.model_validate({"image": "worker:1", **(defaults or {})})
-    return PodBuilder("pool", "ns", "uid", "", spec_of(**spec), base).build(replica, rank, 0)
+    return PodBuilder("pool", "ns", "uid", "", spec_of(**spec), base).build_pod(replica, rank, 0)
 
 
 def env(pod: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def test_names_labels_and_owner_are_the_contract() -> None:
         "rollout.dev/replica": "3",
         "rollout.dev/rank": "0",
         "rollout.dev/role": "head",
-        "rollout.dev/revision": revision(spec_of()),
+        "rollout.dev/revision": pod_revision(spec_of()),
     }
     (owner,) = pod["metadata"]["ownerReferences"]
     assert owner["controller"]
@@ -372,12 +372,12 @@ def test_who_gets_an_accelerator_never_runs_on_the_cpu_in_silence(
     builder = PodBuilder("pool", "ns", "uid", "", colocated_spec(), EngineDefaults(image="w"))
     driver = resource.partition("/")[0]
     place = replace(PLACE, devices=(f"{driver}/n1/gpu-2",))
-    assert env(builder.build(0, 0, 0, place)).get("ROLLOUT_DEVICE") == device
+    assert env(builder.build_pod(0, 0, 0, place)).get("ROLLOUT_DEVICE") == device
 
 
 def test_grace_is_drain_and_fifteen_seconds_and_no_part_of_the_revision() -> None:
     assert build(drainSeconds=60)["spec"]["terminationGracePeriodSeconds"] == 75
-    assert revision(spec_of(drainSeconds=60)) == revision(spec_of())
+    assert pod_revision(spec_of(drainSeconds=60)) == pod_revision(spec_of())
 
 
 def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
@@ -407,9 +407,11 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"weights": {"transport": {"egress": "500M"}}},
         {"weights": {"transport": {"gangFetch": "All"}}},
     ]
-    assert all(is_current(revision(spec_of()), spec_of(**change)) for change in same)
-    assert not any(is_current(revision(spec_of()), spec_of(**change)) for change in other)
-    assert not is_current("v0-1234567890", spec_of())
+    assert all(is_current_revision(pod_revision(spec_of()), spec_of(**change)) for change in same)
+    assert not any(
+        is_current_revision(pod_revision(spec_of()), spec_of(**change)) for change in other
+    )
+    assert not is_current_revision("v0-1234567890", spec_of())
 
 
 def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
@@ -451,7 +453,7 @@ def test_a_members_probes_speak_tls_where_control_ports_do() -> None:
         [container] = build(rank=rank, defaults=tls, **GPU)["spec"]["containers"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"].get("scheme") == scheme
-    assert CONTROL_TLS_CERT in {flag.env for flag in FLAGS}
+    assert CONTROL_TLS_CERT in {flag.variable_name for flag in FLAGS}
 
 
 @pytest.mark.parametrize("port", ["8000", "9400"])
@@ -484,9 +486,9 @@ def test_only_a_gang_has_the_token_of_its_head() -> None:
 
 def test_what_gangs_have_replaces_no_pod_of_other_pools() -> None:
     """The revision is of what the user wrote; these are those of the release before."""
-    assert revision(spec_of()) == "v1-fed4b39327"
-    assert revision(spec_of(**{**GPU, "parallelism": {"tensor": 8}})) == "v1-2892658b2c"
-    assert revision(spec_of(**GPU)) == "v1-851f0472ea"
+    assert pod_revision(spec_of()) == "v1-fed4b39327"
+    assert pod_revision(spec_of(**{**GPU, "parallelism": {"tensor": 8}})) == "v1-2892658b2c"
+    assert pod_revision(spec_of(**GPU)) == "v1-851f0472ea"
 
 
 def test_models_and_weights_are_mounted_read_only() -> None:
@@ -642,8 +644,12 @@ def test_what_the_operator_tells_the_worker_is_what_it_assumes_by_itself() -> No
     """A field that nobody sets has one default, in the schema as in `rollout-worker serve --help`."""
     told = env(build())
     for flag in FLAGS:
-        if flag.env in ("ROLLOUT_START_TIMEOUT", "ROLLOUT_MAX_QUEUE", "ROLLOUT_LOG_LEVEL"):
-            assert told[flag.env] == flag.shown
+        if flag.variable_name in (
+            "ROLLOUT_START_TIMEOUT",
+            "ROLLOUT_MAX_QUEUE",
+            "ROLLOUT_LOG_LEVEL",
+        ):
+            assert told[flag.variable_name] == flag.shown_default
 
 
 def test_services() -> None:
@@ -659,9 +665,9 @@ def test_services() -> None:
 
 def test_a_changed_service_is_mended() -> None:
     data, _ = pool_services("pool", "ns", "uid")
-    assert differs(data, data) is None
+    assert service_difference(data, data) is None
     broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
-    assert differs(data, broken) == "spec.selector"
-    patch = {op["path"]: op["value"] for op in repair(data, "u")}
+    assert service_difference(data, broken) == "spec.selector"
+    patch = {op["path"]: op["value"] for op in service_patch(data, "u")}
     assert patch["/spec/selector"] == data["spec"]["selector"]
     assert patch["/metadata/labels/rollout.dev~1pool"] == "pool"

@@ -11,14 +11,14 @@ import pytest
 
 from loopback import Loopback, loopback
 from rollout_client.control import WorkerControl
-from rollout_operator.api.objects import Key
-from rollout_operator.workers.connections import Connections
-from rollout_operator.workers.poller import AT_ONCE, STALE_SECONDS, Poller
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.workers.connections import WorkerConnections
+from rollout_operator.workers.poller import MAX_CONCURRENT_POLLS, STALE_STATE_SECONDS, HeadPoller
 from rollout_worker.schemas import WorkerState
 from states import serving_state
 from waiting import until
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 
 
 class Clock:
@@ -32,21 +32,23 @@ class Clock:
 
 
 class Bench:
-    def __init__(self, worker: Loopback, connections: Connections) -> None:
+    def __init__(self, worker: Loopback, connections: WorkerConnections) -> None:
         self.worker = worker
         self.connections = connections
         self.clock = Clock()
-        self.woken: list[Key] = []
-        self.poller = Poller(self.ask, self.woken.append, clock=self.clock)
+        self.woken: list[PoolKey] = []
+        self.poller = HeadPoller(self.ask, self.woken.append, clock=self.clock)
 
-    async def ask(self, key: Key, address: str) -> WorkerState:
+    async def ask(self, key: PoolKey, address: str) -> WorkerState:
         async def token() -> str | None:
             return None
 
-        return await WorkerControl(f"http://{address}", token, self.connections.send).state()
+        return await WorkerControl(
+            f"http://{address}", token, self.connections.send_request
+        ).state()
 
     def watch(self, uid: str = "u1", *, fast: bool = True) -> None:
-        self.poller.watch(KEY, uid, self.worker.address, fast)
+        self.poller.watch_head(KEY, uid, self.worker.address, fast)
 
     async def polled(self, times: int = 1) -> None:
         """Wait until the worker was asked so often from now on and the answers were taken."""
@@ -57,7 +59,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench_of(worker: Loopback) -> AsyncIterator[Bench]:
-    connections = Connections()
+    connections = WorkerConnections()
     bench = Bench(worker, connections)
     running = asyncio.create_task(bench.poller.run())
     try:
@@ -76,11 +78,11 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def test_the_first_answer_wakes_and_equal_ones_do_not(bench: Bench) -> None:
     bench.worker.answer("GET", "/v1/state", serving_state())
-    assert bench.poller.last("u1") is None
+    assert bench.poller.last_observation("u1") is None
     bench.watch()
     await bench.polled()
     assert bench.woken == [KEY]
-    seen = bench.poller.last("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state is not None
     assert (seen.state.boot_id, seen.error, seen.failures, seen.stale) == ("b1", None, 0, False)
@@ -107,7 +109,7 @@ async def test_what_changes_all_the_time_does_not_wake(
     bench.worker.answer("GET", "/v1/state", {**start, **change})
     await bench.polled()
     assert bench.woken == [KEY]
-    seen = bench.poller.last("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state == WorkerState.model_validate({**start, **change}), "but it is shown"
 
@@ -127,7 +129,7 @@ async def test_an_error_keeps_the_last_answer_wakes_once_and_backs_off(bench: Be
     await bench.polled()
     bench.worker.answer("GET", "/v1/state", "down", 503)
     await bench.polled(3)
-    seen = bench.poller.last("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state is not None
     assert seen.error == "503: down"
@@ -136,15 +138,15 @@ async def test_an_error_keeps_the_last_answer_wakes_once_and_backs_off(bench: Be
     bench.worker.answer("GET", "/v1/state", serving_state())
     await bench.polled()
     assert bench.woken == [KEY, KEY, KEY]
-    seen = bench.poller.last("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert (seen.error, seen.failures) == (None, 0)
 
 
 async def test_a_head_that_never_answered_has_no_state(bench: Bench) -> None:
-    bench.poller.watch(KEY, "u1", "127.0.0.1:1", True)
-    await until(lambda: bench.poller.last("u1") is not None)
-    seen = bench.poller.last("u1")
+    bench.poller.watch_head(KEY, "u1", "127.0.0.1:1", True)
+    await until(lambda: bench.poller.last_observation("u1") is not None)
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state is None
     assert seen.error is not None
@@ -158,12 +160,12 @@ async def test_an_answer_goes_stale(bench: Bench) -> None:
     await bench.polled()
     bench.worker.answer("GET", "/v1/state", "down", 503)
     await bench.polled()
-    bench.clock.ahead += STALE_SECONDS + 1
-    seen = bench.poller.last("u1")
+    bench.clock.ahead += STALE_STATE_SECONDS + 1
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.stale
     woken = len(bench.woken)
-    bench.poller.poke("u1")
+    bench.poller.poll_now("u1")
     await bench.polled()
     assert len(bench.woken) == woken + 1, "turning stale wakes"
 
@@ -174,12 +176,12 @@ async def test_poke_and_refresh_ask_at_once(bench: Bench) -> None:
     await bench.polled()
     bench.worker.answer("GET", "/v1/state", serving_state(boot_id="b2"))
     async with asyncio.timeout(2):
-        await bench.poller.refresh("u1")
-    seen = bench.poller.last("u1")
+        await bench.poller.refresh_state("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state is not None
     assert seen.state.boot_id == "b2"
-    await bench.poller.refresh("unknown")
+    await bench.poller.refresh_state("unknown")
 
 
 async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: Bench) -> None:
@@ -188,8 +190,8 @@ async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: 
     await until(lambda: bench.worker.requests)
     bench.worker.answer("GET", "/v1/state", serving_state(boot_id="new"))
     async with asyncio.timeout(3):
-        await bench.poller.refresh("u1")
-    seen = bench.poller.last("u1")
+        await bench.poller.refresh_state("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state is not None
     assert seen.state.boot_id == "new"
@@ -199,13 +201,13 @@ async def test_a_calls_answer_outlasts_a_poll_that_asked_before(bench: Bench) ->
     bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
     bench.watch(fast=True)
     await until(lambda: len(bench.worker.requests) == 1)
-    bench.poller.take("u1", WorkerState.model_validate(serving_state(boot_id="new")))
+    bench.poller.note_state("u1", WorkerState.model_validate(serving_state(boot_id="new")))
     await until(lambda: len(bench.worker.requests) == 2, what="the poll after that one")
-    seen = bench.poller.last("u1")
+    seen = bench.poller.last_observation("u1")
     assert seen is not None
     assert seen.state is not None
     assert seen.state.boot_id == "new"
-    bench.poller.take("unknown", WorkerState.model_validate(serving_state()))
+    bench.poller.note_state("unknown", WorkerState.model_validate(serving_state()))
 
 
 async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -> None:
@@ -216,7 +218,7 @@ async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -
     await asyncio.sleep(0.7)
     assert len(bench.worker.requests) == 1, "five seconds have not passed"
     async with asyncio.timeout(2):
-        await bench.poller.refresh("u1")
+        await bench.poller.refresh_state("u1")
 
 
 async def test_slow_heads_are_asked_at_once_when_they_turn_fast(bench: Bench) -> None:
@@ -233,38 +235,38 @@ async def test_an_unwatched_head_is_left_alone(bench: Bench) -> None:
     bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
-    bench.poller.unwatch("u1")
+    bench.poller.unwatch_head("u1")
     asked = len(bench.worker.requests)
     await asyncio.sleep(0.7)
     assert len(bench.worker.requests) == asked
-    assert bench.poller.last("u1") is None
+    assert bench.poller.last_observation("u1") is None
 
 
 async def test_another_address_is_another_head(bench: Bench) -> None:
     bench.worker.answer("GET", "/v1/state", serving_state())
     bench.watch()
     await bench.polled()
-    bench.poller.watch(KEY, "u1", "127.0.0.1:1", True)
-    assert bench.poller.last("u1") is None
+    bench.poller.watch_head(KEY, "u1", "127.0.0.1:1", True)
+    assert bench.poller.last_observation("u1") is None
 
 
 async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_operator.workers.poller.PLACE_SECONDS", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.poller.POLL_SLOT_SECONDS", 10.0)
     async with loopback() as slow, loopback() as good, bench_of(slow) as bench:
         slow.delay("GET", "/v1/state", serving_state(), 0.3)
         good.answer("GET", "/v1/state", serving_state())
         for number in range(100):
-            bench.poller.watch(KEY, f"slow-{number}", slow.address, False)
-        bench.poller.watch(KEY, "good", good.address, False)
-        await until(lambda: bench.poller.last("good") is not None, 5)
+            bench.poller.watch_head(KEY, f"slow-{number}", slow.address, False)
+        bench.poller.watch_head(KEY, "good", good.address, False)
+        await until(lambda: bench.poller.last_observation("good") is not None, 5)
         await until(lambda: len(slow.requests) >= 100, 5)
-        assert slow.most_at_once <= AT_ONCE
+        assert slow.most_at_once <= MAX_CONCURRENT_POLLS
 
 
 async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_operator.workers.pace.MAX_RATE", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.pace.MAX_POLLS_PER_SECOND", 10.0)
     async with loopback() as worker, bench_of(worker) as bench:
         worker.answer("GET", "/v1/state", serving_state())
         for number in range(20):
@@ -273,5 +275,5 @@ async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPa
         await asyncio.sleep(1.2)
         assert len(worker.requests) == 20, "at 10 a second each waits for 2 s"
         for number in range(2, 20):
-            bench.poller.unwatch(f"u{number}")
+            bench.poller.unwatch_head(f"u{number}")
         await bench.polled(4)

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from rollout_client.control import ControlUnreachable
-from rollout_operator.api.objects import Key
-from rollout_operator.workers.poller import Observation, Poller
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.workers.poller import HeadObservation, HeadPoller
 from rollout_worker.schemas import Lifecycle, WorkerState
 from simworker import SimWorker
 from virtualtime import run
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 ANSWER = SimWorker("b1", loading=False).state()
 
 
@@ -29,9 +29,9 @@ class Heads:
         self.hangs: set[str] = set()
         self.answer: WorkerState = ANSWER
         self.woken: list[float] = []
-        self.poller = Poller(self.ask, lambda key: self.woken.append(clock()), clock=clock)
+        self.poller = HeadPoller(self.ask, lambda key: self.woken.append(clock()), clock=clock)
 
-    async def ask(self, key: Key, address: str) -> WorkerState:
+    async def ask(self, key: PoolKey, address: str) -> WorkerState:
         self.asked.setdefault(address, []).append(self.clock())
         if address in self.hangs:
             await asyncio.sleep(3600)
@@ -49,8 +49,8 @@ class Heads:
         task.cancel()
         await asyncio.wait({task})
 
-    def seen(self, uid: str = "a") -> Observation:
-        found = self.poller.last(uid)
+    def seen(self, uid: str = "a") -> HeadObservation:
+        found = self.poller.last_observation(uid)
         assert found is not None
         return found
 
@@ -59,7 +59,7 @@ class Heads:
 def test_fast_and_slow(fast: bool, pace: float) -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", fast)
+        heads.poller.watch_head(KEY, "a", "a", fast)
         await heads.pass_by(100)
         gaps = heads.gaps()
         assert 0.9 * pace <= min(gaps) < pace < max(gaps) <= 1.1 * pace, "with some jitter"
@@ -71,12 +71,12 @@ def test_fast_and_slow(fast: bool, pace: float) -> None:
 def test_a_head_that_turns_fast_and_slow_again() -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", False)
+        heads.poller.watch_head(KEY, "a", "a", False)
         await heads.pass_by(6)
-        heads.poller.watch(KEY, "a", "a", True)
+        heads.poller.watch_head(KEY, "a", "a", True)
         await heads.pass_by(6)
         assert max(heads.gaps(since=6)) < 1
-        heads.poller.watch(KEY, "a", "a", False)
+        heads.poller.watch_head(KEY, "a", "a", False)
         await heads.pass_by(60)
         assert min(heads.gaps(since=14)) > 4
 
@@ -91,7 +91,7 @@ def test_a_head_that_fails_is_asked_less_and_less(
 ) -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", fast)
+        heads.poller.watch_head(KEY, "a", "a", fast)
         if answered:
             await heads.pass_by(0.1)
         heads.down.add("a")
@@ -109,10 +109,10 @@ def test_one_that_hangs_is_given_up_after_its_deadline() -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
         heads.hangs.add("a")
-        heads.poller.watch(KEY, "a", "a", True)
+        heads.poller.watch_head(KEY, "a", "a", True)
         passing = asyncio.create_task(heads.pass_by(60))
         await asyncio.sleep(3.9)
-        assert heads.poller.last("a") is None
+        assert heads.poller.last_observation("a") is None
         await asyncio.sleep(0.2)
         assert heads.seen().error == "no answer within 3 s"
         assert heads.seen().state is None
@@ -127,11 +127,11 @@ def test_silence_counts_after_fifteen_seconds_or_three_rounds(
 ) -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", True)
+        heads.poller.watch_head(KEY, "a", "a", True)
         await heads.pass_by(0.01)
         heads.down.add("a")
         for number in range(1, heads_in_all):
-            heads.poller.watch(KEY, str(number), str(number), False)
+            heads.poller.watch_head(KEY, str(number), str(number), False)
         answered = heads.seen().at
         while clock() < answered + until - 0.1:
             assert not heads.seen().stale
@@ -146,7 +146,7 @@ def test_silence_counts_after_fifteen_seconds_or_three_rounds(
 def test_turning_stale_and_coming_back_wake() -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", True)
+        heads.poller.watch_head(KEY, "a", "a", True)
         await heads.pass_by(0.1)
         heads.down.add("a")
         await heads.pass_by(60)
@@ -165,7 +165,7 @@ def test_no_more_than_two_hundred_polls_a_second(count: int, fast: bool, pace: f
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
         for number in range(count):
-            heads.poller.watch(KEY, str(number), str(number), fast)
+            heads.poller.watch_head(KEY, str(number), str(number), fast)
         await heads.pass_by(2.5 * pace)
         gaps = heads.gaps("0")
         assert all(0.9 * pace <= gap <= 1.1 * pace for gap in gaps), gaps
@@ -177,7 +177,7 @@ def test_no_more_than_two_hundred_polls_a_second(count: int, fast: bool, pace: f
 def test_only_what_means_something_to_a_pool_wakes_it() -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", True)
+        heads.poller.watch_head(KEY, "a", "a", True)
         await heads.pass_by(1)
         heads.answer = ANSWER.model_copy(update={"in_flight": 9, "queued": 9})
         await heads.pass_by(2)
@@ -193,9 +193,9 @@ def test_only_what_means_something_to_a_pool_wakes_it() -> None:
 def test_refresh_gives_up_on_a_head_that_hangs() -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        heads.poller.watch(KEY, "a", "a", True)
+        heads.poller.watch_head(KEY, "a", "a", True)
         began = clock()
-        await heads.poller.refresh("a")  # nobody polls at all
+        await heads.poller.refresh_state("a")  # nobody polls at all
         assert clock() - began == 6
 
     run(scene)
@@ -205,12 +205,12 @@ def test_refresh_gives_up_on_a_head_that_hangs() -> None:
 def test_silent_heads_of_one_pool_delay_no_other_pools_polls(silent: int, fast: bool) -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
-        lost, well = Key("rl", "lost"), [f"well {n}" for n in range(100)]
+        lost, well = PoolKey("rl", "lost"), [f"well {n}" for n in range(100)]
         for number in range(silent):
-            heads.poller.watch(lost, str(number), str(number), fast)
+            heads.poller.watch_head(lost, str(number), str(number), fast)
         for address in well:
-            heads.poller.watch(KEY, address, address, False)
-        heads.poller.watch(KEY, "moving", "moving", True)
+            heads.poller.watch_head(KEY, address, address, False)
+        heads.poller.watch_head(KEY, "moving", "moving", True)
         passing = asyncio.create_task(heads.pass_by(80))
         await asyncio.sleep(30)
         heads.hangs = {str(number) for number in range(silent)}  # their packets are dropped
@@ -232,9 +232,9 @@ def test_a_large_pool_stretches_its_own_interval_and_no_others() -> None:
     async def scene(clock: Callable[[], float]) -> None:
         heads = Heads(clock)
         for number in range(2000):
-            heads.poller.watch(Key("rl", "large"), str(number), str(number), True)
-        heads.poller.watch(KEY, "moving", "moving", True)
-        heads.poller.watch(KEY, "resting", "resting", False)
+            heads.poller.watch_head(PoolKey("rl", "large"), str(number), str(number), True)
+        heads.poller.watch_head(KEY, "moving", "moving", True)
+        heads.poller.watch_head(KEY, "resting", "resting", False)
         await heads.pass_by(40)
         assert min(heads.gaps("0")) > 8
         assert max(heads.gaps("moving")) < 0.6

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from poolspecs import a_pod, pushed, spec_of, target
-from rollout_operator.core.heads import Head, Version
-from rollout_operator.core.plan import Verb
-from rollout_operator.core.updates.copies import PEERS, share_copies
-from rollout_operator.core.updates.weights_plan import WeightsPlan, committed_of
-from rollout_operator.core.world import Worker
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.plan import ControlVerb
+from rollout_operator.core.updates.copies import MAX_PEERS, assign_peers
+from rollout_operator.core.updates.weights_plan import WeightsPlan, committed_weights
+from rollout_operator.core.world import ObservedWorker
 from rollout_worker.schemas import KeptWeights, Pushed, WeightsId, WeightsSource
 from simworker import SimWorker, root_hash
 from world import World
@@ -46,7 +46,7 @@ def phase_of(world: World) -> tuple[int, str]:
 
 
 def condition(world: World, kind: str) -> tuple[str, str]:
-    found = world.status.condition(kind)
+    found = world.status.find_condition(kind)
     assert found is not None
     return found.status, found.reason
 
@@ -175,7 +175,7 @@ def test_a_joiner_fetches_what_the_others_keep_and_the_trainer_need_not_live() -
 def test_a_fetch_that_fails_is_tried_anew_with_other_tickets() -> None:
     world = a_world(2)
     publish(world, V1)
-    world.seconds_of = {Verb.STAGE: 2.0}
+    world.seconds_of = {ControlVerb.STAGE: 2.0}
     world.set(replicas=3)
     while "stage pool-2-0" not in world.log:
         world.step()
@@ -377,7 +377,7 @@ def test_what_a_trainer_is_bringing_is_not_staged_beside_it(spooled: bool) -> No
 
 def test_a_few_peers_are_asked_who_serve_first_and_each_joiner_begins_with_another_one() -> None:
     spec = spec_of(replicas=8)
-    version = Version(V1, WeightsSource(pushed=Pushed()), root_hash(V1))
+    version = WeightsVersion(V1, WeightsSource(pushed=Pushed()), root_hash(V1))
     heads = {}
     for i in range(8):
         worker = SimWorker(f"b{i}", required=V1, loading=False)
@@ -386,11 +386,11 @@ def test_a_few_peers_are_asked_who_serve_first_and_each_joiner_begins_with_anoth
             hashed = root_hash(V1) if i else "other bytes"
             worker.kept = KeptWeights(epoch=0, version=1, root_hash=hashed, bytes=1)
         pod = a_pod(spec, i, ip=f"10.0.0.{i}", gate=i != 1)
-        heads[pod.uid] = Head(pod, Worker(worker.state()))
-    plan = WeightsPlan(committed_of(World(spec).status.weights), None)
+        heads[pod.uid] = ReplicaHead(pod, ObservedWorker(worker.state()))
+    plan = WeightsPlan(committed_weights(World(spec).status.weights), None)
     joiners = [uid for uid, head in heads.items() if head.pod.replica > 5]
     plan.version_for = dict.fromkeys(joiners, version)
-    share_copies(plan, heads)
+    assign_peers(plan, heads)
     asked = [plan.peers[uid] for uid in joiners]
     assert asked == [("10.0.0.4", "10.0.0.5", "10.0.0.2"), ("10.0.0.5", "10.0.0.2", "10.0.0.3")]
-    assert {len(each) for each in asked} == {PEERS}
+    assert {len(each) for each in asked} == {MAX_PEERS}

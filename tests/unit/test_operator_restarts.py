@@ -168,7 +168,7 @@ def test_a_stuck_pod_costs_its_own_replica_only() -> None:
     failed = world.pods["pool-1-0"].uid
     steps(world, 10)
     assert world.pods["pool-1-0"].uid != failed
-    assert world.pods["pool-0-0"].deleting
+    assert world.pods["pool-0-0"].is_deleting
     world.log.clear()
     steps(world, 300)
     assert 9 <= world.log.count("delete pool-0-0") <= 10

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from poolspecs import NOW, a_pod, colocated_spec, pushed, spec_of
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import (
     CommittedWeights,
@@ -22,12 +22,18 @@ from rollout_operator.api.status import (
     RolloutReplicaStatus,
     WeightsStatus,
 )
-from rollout_operator.core.decide import decide
-from rollout_operator.core.plan import Plan
-from rollout_operator.core.trainers import Beside, Device, DeviceClaim, Taken, Trainer
-from rollout_operator.core.world import CallError, Observed, Pod, Worker
-from rollout_operator.passes.observe import Look
-from rollout_operator.passes.reconcile import MANY_PODS, plan_for
+from rollout_operator.core.decide import plan_pass
+from rollout_operator.core.plan import PassPlan
+from rollout_operator.core.trainers import (
+    AllocatedDevice,
+    DeviceClaim,
+    ObservedTrainers,
+    RecordedPlacement,
+    TrainerPod,
+)
+from rollout_operator.core.world import FailedCall, ObservedPool, ObservedWorker, Pod
+from rollout_operator.passes.observe import PassInput
+from rollout_operator.passes.reconcile import THREADED_PLAN_PODS, compute_plan
 from rollout_worker.schemas import (
     KeptWeights,
     Pushed,
@@ -45,11 +51,11 @@ BY_PUSH = WeightsSource(pushed=Pushed())
 KEPT = KeptWeights(epoch=0, version=1, root_hash=root_hash(V1), bytes=1)
 
 
-def serving(index: int) -> Worker:
-    return Worker(SimWorker(f"b{index}", loading=False, required=V0).state())
+def serving(index: int) -> ObservedWorker:
+    return ObservedWorker(SimWorker(f"b{index}", loading=False, required=V0).state())
 
 
-def silent(index: int) -> Worker:
+def silent(index: int) -> ObservedWorker:
     return replace(serving(index), state=None, error="no answer within 3 s")
 
 
@@ -59,11 +65,11 @@ class Pool:
 
     spec: RolloutReplicaSpec
     pods: list[Pod]
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, ObservedWorker] = field(default_factory=dict)
     status: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
     seen: dict[str, Any] = field(default_factory=dict)
 
-    def seen_now(self) -> Observed:
+    def seen_now(self) -> ObservedPool:
         """What a pass sees."""
         known: dict[str, Any] = {
             "name": "pool",
@@ -77,14 +83,14 @@ class Pool:
             "paused": False,
             "retry": "",
         }
-        return Observed(pods=tuple(self.pods), workers=self.workers, **(known | self.seen))
+        return ObservedPool(pods=tuple(self.pods), workers=self.workers, **(known | self.seen))
 
-    def decided(self) -> Plan:
+    def decided(self) -> PassPlan:
         """What a pass decides."""
-        return decide(self.spec, self.seen_now(), self.status, NOW)
+        return plan_pass(self.spec, self.seen_now(), self.status, NOW)
 
 
-def pool(count: int, worker: Callable[[int], Worker] = serving, **changes: Any) -> Pool:
+def pool(count: int, worker: Callable[[int], ObservedWorker] = serving, **changes: Any) -> Pool:
     """A pool that runs, whose workers are so."""
     spec = changes.pop("spec", None) or spec_of(replicas=count, **changes)
     pods = [
@@ -94,7 +100,9 @@ def pool(count: int, worker: Callable[[int], Worker] = serving, **changes: Any) 
     return Pool(spec, pods, {pod.uid: worker(n) for n, pod in enumerate(pods)})
 
 
-def updating(count: int, strategy: str, phase: str, worker: Callable[[int], Worker]) -> Pool:
+def updating(
+    count: int, strategy: str, phase: str, worker: Callable[[int], ObservedWorker]
+) -> Pool:
     """A pool that moves to version 1, which a trainer has pushed."""
     made = pool(count, worker, weights={"strategy": strategy, **pushed(0, 1)})
     started: dict[str, Any] = {"started_at": "1970-01-12T13:46:40Z"}
@@ -108,12 +116,12 @@ def updating(count: int, strategy: str, phase: str, worker: Callable[[int], Work
 def joiners(count: int, *, givers: int) -> Pool:
     """Pushed weights are committed; all but a few have lost them."""
 
-    def worker(index: int) -> Worker:
+    def worker(index: int) -> ObservedWorker:
         has = index < givers
         sim = SimWorker(f"b{index}", loading=False, required=V1, active=V1 if has else V0)
         sim.active_hash = root_hash(sim.active)
         sim.kept = KEPT if has else None
-        return Worker(sim.state())
+        return ObservedWorker(sim.state())
 
     made = pool(count, worker, weights=pushed(0, 1))
     committed = CommittedWeights(epoch=0, version=1, source=BY_PUSH, root_hash=root_hash(V1))
@@ -121,21 +129,21 @@ def joiners(count: int, *, givers: int) -> Pool:
     return made
 
 
-def half_staged(index: int) -> Worker:
+def half_staged(index: int) -> ObservedWorker:
     sim = SimWorker(f"b{index}", loading=False, required=V0)
     if index % 2:
         sim.push(V1)
-    return Worker(sim.state())
+    return ObservedWorker(sim.state())
 
 
-def half_there(index: int) -> Worker:
+def half_there(index: int) -> ObservedWorker:
     sim = SimWorker(f"b{index}", loading=False, required=V0, active=V1 if index % 2 else V0)
     sim.active_hash = root_hash(sim.active)
-    return Worker(sim.state())
+    return ObservedWorker(sim.state())
 
 
-def refusing(index: int) -> Worker:
-    failure = CallError("no", 9, 0.0, about=V1)
+def refusing(index: int) -> ObservedWorker:
+    failure = FailedCall("no", 9, 0.0, about=V1)
     return replace(serving(index), failures={"stage": failure, "commit": failure})
 
 
@@ -147,35 +155,37 @@ WORKERS = {
 }
 
 
-def waiting_for_a_turn(index: int) -> Worker:
+def waiting_for_a_turn(index: int) -> ObservedWorker:
     sim = SimWorker(
         f"b{index}", loading=False, hold="Asleep", turn=TurnState(state="Waiting", devices=("g",))
     )
-    return Worker(sim.state(), failures={"wake": CallError("no", 9, 1.0)})
+    return ObservedWorker(sim.state(), failures={"wake": FailedCall("no", 9, 1.0)})
 
 
 def colocated(count: int, *, made: bool, held: bool = False) -> Pool:
     spec = colocated_spec(replicas=count)
-    device = [Device("gpus", "gpu.example.com", "n", f"g{n}") for n in range(count)]
+    device = [AllocatedDevice("gpus", "gpu.example.com", "n", f"g{n}") for n in range(count)]
     claims = {
         f"c-{n}": DeviceClaim(
             f"c-{n}", f"uid c-{n}", requests=("gpus",), allocated=True, devices=(device[n],)
         )
         for n in range(count)
     }
-    trainers = [Trainer(f"t-{n}", f"uid t-{n}", "node", claims=(f"c-{n}",)) for n in range(count)]
+    trainers = [
+        TrainerPod(f"t-{n}", f"uid t-{n}", "node", claims=(f"c-{n}",)) for n in range(count)
+    ]
     there = pool(count, spec=spec)
     taken = [
         replace(
             pod,
             colocated=True,
             node="node",
-            taken=Taken(f"t-{n}", f"uid c-{n}", (device[n].name,)),
+            taken=RecordedPlacement(f"t-{n}", f"uid c-{n}", (device[n].name,)),
         )
         for n, pod in enumerate(there.pods)
     ]
     there.pods = taken if made else []
-    there.seen["beside"] = Beside(tuple(trainers), claims)
+    there.seen["beside"] = ObservedTrainers(tuple(trainers), claims)
     if held:
         there.seen["predecessors"] = tuple(
             replace(pod, name=f"old-{pod.name}", replica=count + n, deletion_at=NOW)
@@ -184,7 +194,7 @@ def colocated(count: int, *, made: bool, held: bool = False) -> Pool:
     return there
 
 
-def hybrid(count: int, worker: Callable[[int], Worker]) -> Pool:
+def hybrid(count: int, worker: Callable[[int], ObservedWorker]) -> Pool:
     colocation = {"trainerSelector": {"matchLabels": {"job": "grpo"}}}
     made = pool(count, worker, spec=spec_of(mode="Hybrid", colocation=colocation))
     made.pods = [replace(pod, owned=False) for pod in made.pods]
@@ -258,13 +268,15 @@ def test_the_largest_pool_is_decided_about() -> None:
     assert Pool(spec_of(replicas=MOST), []).decided().create[-1].replica == MOST - 1
 
 
-@pytest.mark.parametrize(("count", "beside"), [(MANY_PODS - 1, False), (3 * MANY_PODS, True)])
+@pytest.mark.parametrize(
+    ("count", "beside"), [(THREADED_PLAN_PODS - 1, False), (3 * THREADED_PLAN_PODS, True)]
+)
 async def test_the_event_loop_goes_on_while_a_large_pool_is_decided_about(
     count: int, beside: bool
 ) -> None:
     large = joiners(count, givers=1)
-    look = Look(Key("ns", "pool"), {}, large.spec, large.status, large.seen_now())
-    deciding = asyncio.create_task(plan_for(look, NOW))
+    look = PassInput(PoolKey("ns", "pool"), {}, large.spec, large.status, large.seen_now())
+    deciding = asyncio.create_task(compute_plan(look, NOW))
     turns = 0
     while not deciding.done():
         await asyncio.sleep(0)

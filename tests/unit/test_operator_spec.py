@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from manifests import pool
-from rollout_operator.api.schema import ApiModel, field_path, without
+from rollout_operator.api.schema import ApiModel, field_path, without_location
 from rollout_operator.api.spec import (
+    DesiredState,
     EngineType,
     InvalidSpec,
     RolloutReplicaSpec,
-    State,
-    Strategy,
+    WeightsStrategy,
     parse_spec,
 )
 from rollout_operator.api.status import (
     LastError,
-    Member,
+    MemberStatus,
     PoolCondition,
     RolloutReplicaStatus,
     StatusId,
@@ -40,12 +40,12 @@ def spec(patch: dict[str, Any] | None = None) -> RolloutReplicaSpec:
 
 def test_defaults_are_values_and_not_none() -> None:
     it = spec()
-    assert (it.replicas, it.state, it.suspend) == (1, State.ACTIVE, False)
+    assert (it.replicas, it.state, it.suspend) == (1, DesiredState.ACTIVE, False)
     assert it.engine.type is EngineType.HF
     assert it.engine.logprobs_of == "sampling"
     assert (it.model.dtype, it.model.max_length) == ("auto", None)
     assert (it.sleep.level, it.drain_seconds, it.grace_seconds) == (1, 30, 45)
-    assert it.weights.strategy is Strategy.ALL_AT_ONCE
+    assert it.weights.strategy is WeightsStrategy.ALL_AT_ONCE
     assert (it.weights.max_unavailable, it.weights.deadline_seconds) == (1, 600)
     assert (it.weights.in_flight.policy, it.weights.in_flight.on_deadline) == ("Drain", "Abort")
     assert it.update_strategy.max_unavailable == 1
@@ -78,7 +78,7 @@ def test_shape_of_a_gang(
     shape: dict[str, int], accelerator: dict[str, str] | None, world: int, pods: int, each: int
 ) -> None:
     it = spec({"parallelism": shape, "accelerator": accelerator})
-    assert (it.world, it.parallelism.nodes, it.accelerators_per_pod) == (world, pods, each)
+    assert (it.world_size, it.parallelism.nodes, it.accelerators_per_pod) == (world, pods, each)
 
 
 def test_in_flight_deadline_is_the_drain_time_unless_given() -> None:
@@ -174,11 +174,11 @@ def full_status() -> RolloutReplicaStatus:
 
 def test_status_survives_the_way_through_the_api() -> None:
     status = full_status()
-    assert parse_status({"status": status.document()}) == (status, None)
+    assert parse_status({"status": status.to_document()}) == (status, None)
 
 
 def test_times_are_utc_in_the_precision_of_their_kind() -> None:
-    document = full_status().document()
+    document = full_status().to_document()
     assert document["lastTransition"]["startedAt"] == "2026-01-02T03:04:05.678Z"
     assert document["conditions"][0]["lastTransitionTime"] == "2026-01-02T03:04:05Z"
     there = NOW.astimezone(timezone(timedelta(hours=2)))
@@ -188,14 +188,14 @@ def test_times_are_utc_in_the_precision_of_their_kind() -> None:
 
 
 def test_document_leaves_absent_values_out() -> None:
-    document = RolloutReplicaStatus().document()
+    document = RolloutReplicaStatus().to_document()
     assert document["replicas"] == 0
     assert "phase" not in document
     assert "selector" not in document
 
 
 def test_long_texts_are_cut_and_not_refused() -> None:
-    member = Member(name="a", state="Failed", ready=False, message="x" * 1000)
+    member = MemberStatus(name="a", state="Failed", ready=False, message="x" * 1000)
     assert len(member.message) == 256
     assert member.message.endswith("…")
     condition = PoolCondition(
@@ -205,19 +205,19 @@ def test_long_texts_are_cut_and_not_refused() -> None:
 
 
 def test_condition_is_found_by_type() -> None:
-    found = full_status().condition("Ready")
+    found = full_status().find_condition("Ready")
     assert found is not None
     assert found.reason == "Serving"
-    assert full_status().condition("Asleep") is None
+    assert full_status().find_condition("Asleep") is None
 
 
 def test_identities_convert_both_ways() -> None:
     identity = WeightsId(epoch=4, version=2)
-    assert StatusId.of(identity).identity == identity
+    assert StatusId.from_identity(identity).identity == identity
 
 
 def test_status_of_another_version_keeps_what_is_understood() -> None:
-    document = full_status().document()
+    document = full_status().to_document()
     document |= {"phase": "Hovering", "novelty": {"a": 1}}
     document["weights"]["lastUpdate"]["lanes"] = 4
     document["members"] = [
@@ -277,7 +277,7 @@ def test_locations_are_written_as_people_do() -> None:
 
 def test_without_shares_the_rest() -> None:
     document = {"a": {"b": [1, {"c": 2, "d": 3}]}, "e": {}}
-    assert without(document, ("a", "b", 1, "c")) == {"a": {"b": [1, {"d": 3}]}, "e": {}}
-    assert without(document, ("a", "b", 0)) == {"a": {"b": [{"c": 2, "d": 3}]}, "e": {}}
-    assert without(document, ("a", "x", "y")) == document
+    assert without_location(document, ("a", "b", 1, "c")) == {"a": {"b": [1, {"d": 3}]}, "e": {}}
+    assert without_location(document, ("a", "b", 0)) == {"a": {"b": [{"c": 2, "d": 3}]}, "e": {}}
+    assert without_location(document, ("a", "x", "y")) == document
     assert document == {"a": {"b": [1, {"c": 2, "d": 3}]}, "e": {}}

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolspecs import spec_of
-from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER
-from rollout_operator.api.objects import Key, Obj
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.store import Store
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.podreader import parse_pod
 from rollout_operator.core.pods.builder import PodBuilder
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 
 
 def pod(name: str, version: int, *, uid: str | None = None, pool: str | None = "math") -> Obj:
-    labels = {LABEL_MANAGED_BY: MANAGER} | ({LABEL_POOL: pool} if pool else {})
+    labels = {LABEL_MANAGED_BY: MANAGER_NAME} | ({LABEL_POOL: pool} if pool else {})
     return {
         "metadata": {
             "namespace": "rl",
@@ -65,7 +65,7 @@ def going(version: int, name: str = "a") -> Obj:
     return {"metadata": found["metadata"] | {"deletionTimestamp": "1970-01-01T00:00:00Z"}}
 
 
-A = Key("rl", "a")
+A = PoolKey("rl", "a")
 
 
 def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late() -> None:
@@ -154,7 +154,7 @@ def test_managed_fields_are_not_kept() -> None:
 def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
     spec = spec_of()
     builder = PodBuilder("math", "rl", "owner", "", spec, EngineDefaults(image="registry/hf:1"))
-    made = builder.build(0, 0, 1)
+    made = builder.build_pod(0, 0, 1)
     made["metadata"] |= {"uid": "u", "resourceVersion": "1"}
     made["metadata"]["managedFields"] = [{"fieldsV1": {f"f:{n}": {} for n in range(500)}}]
     made["spec"]["nodeName"] = "n1"
@@ -174,7 +174,7 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
     "stranger",
     [
         pytest.param({LABEL_POOL: "math"}, id="not managed by us"),
-        pytest.param({LABEL_MANAGED_BY: MANAGER}, id="of no pool"),
+        pytest.param({LABEL_MANAGED_BY: MANAGER_NAME}, id="of no pool"),
         pytest.param(None, id="without labels"),
     ],
 )
@@ -221,7 +221,7 @@ def test_an_object_that_left_the_selector_may_come_back() -> None:
 def test_a_pod_that_changes_its_pool_touches_both() -> None:
     store = Store()
     store.take("pods", "ADDED", pod("a", 5))
-    other = Key("rl", "code")
+    other = PoolKey("rl", "code")
     assert store.take("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
     assert names(store) == []
     assert [p["metadata"]["name"] for p in store.pods(other)] == ["a"]
@@ -266,7 +266,7 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
     store.take("pools", "ADDED", pool(2, namespace="elsewhere"))
     touched, _ = store.replace("pools", [], listed_at="9", namespace="rl")
     assert touched == {KEY}
-    assert store.keys() == [Key("elsewhere", "math")]
+    assert store.keys() == [PoolKey("elsewhere", "math")]
 
 
 def test_after_a_list_nothing_older_is_believed() -> None:

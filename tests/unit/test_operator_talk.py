@@ -10,13 +10,13 @@ import pytest
 
 from poolspecs import a_pod, spec_of
 from rollout_client.control import ControlUnreachable, WorkerControl
-from rollout_operator.api.objects import Key
-from rollout_operator.core.plan import Body, CallWorker, Verb
-from rollout_operator.core.world import Pod, Worker
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.plan import CallBody, CallWorker, ControlVerb
+from rollout_operator.core.world import ObservedWorker, Pod
 from rollout_operator.workers import talk
-from rollout_operator.workers.calls import Calls
-from rollout_operator.workers.poller import STALE_SECONDS, Poller
-from rollout_operator.workers.talk import GIVEN_UP_SECONDS, Workers, address_of
+from rollout_operator.workers.calls import WorkerCalls
+from rollout_operator.workers.poller import STALE_STATE_SECONDS, HeadPoller
+from rollout_operator.workers.talk import STALE_FAILURE_SECONDS, WorkerClients, pod_control_address
 from rollout_worker.schemas import (
     ActiveWeights,
     CommitRequest,
@@ -38,7 +38,7 @@ from rollout_worker.schemas import (
 from simworker import SimWorker
 from waiting import until
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 SOURCE = WeightsSource(path="/w/1")
 STAGE = StageRequest(epoch=1, version=1, source=StageSource.of(SOURCE))
 COMMIT = CommitRequest(epoch=1, version=1)
@@ -63,11 +63,11 @@ class Talk:
         self.offers: dict[str, OfferResponse | None] = {}
         """What the worker at an address offers; None: it keeps nothing of it."""
         self.bodies: list[dict[str, Any]] = []
-        self.poller = Poller(self._ask, lambda key: None, clock=lambda: self.now)
-        self.calls = Calls(lambda key: None, clock=lambda: self.now)
-        self.workers = Workers(self.poller, self.calls, self._control)
+        self.poller = HeadPoller(self._ask, lambda key: None, clock=lambda: self.now)
+        self.calls = WorkerCalls(lambda key: None, clock=lambda: self.now)
+        self.workers = WorkerClients(self.poller, self.calls, self._control)
 
-    async def _ask(self, key: Key, address: str) -> WorkerState:
+    async def _ask(self, key: PoolKey, address: str) -> WorkerState:
         if self.down:
             raise ControlUnreachable("it is down")
         return self._next()
@@ -75,7 +75,7 @@ class Talk:
     def _next(self) -> WorkerState:
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
-    def _control(self, key: Key, address: str) -> WorkerControl:
+    def _control(self, key: PoolKey, address: str) -> WorkerControl:
         assert key == KEY
         return WorkerControl(f"http://{address}", _nobody, self._send)
 
@@ -110,19 +110,19 @@ class Talk:
 
     async def polled(self, times: int = 1) -> None:
         for _ in range(times):
-            await self.poller._poll("u1")
+            await self.poller._poll_head("u1")
 
-    def known(self) -> Worker:
-        return self.workers.known(pod())
+    def known(self) -> ObservedWorker:
+        return self.workers.observe_worker(pod())
 
-    async def call(self, verb: Verb, body: Body, seconds: float = 5) -> Worker:
+    async def call(self, verb: ControlVerb, body: CallBody, seconds: float = 5) -> ObservedWorker:
         """Make a call and return what is known after its end."""
         planned = CallWorker("u1", "math-0-0", verb, body, seconds)
-        assert self.workers.start(KEY, pod(), planned)
-        lane = "u1/stage" if verb is Verb.STAGE else "u1"
-        assert self.calls.running(lane) == verb
+        assert self.workers.start_call(KEY, pod(), planned)
+        lane = "u1/stage" if verb is ControlVerb.STAGE else "u1"
+        assert self.calls.running_call(lane) == verb
         assert self.known().running == {verb}
-        await until(lambda: self.calls.running(lane) is None, what="the end of the call")
+        await until(lambda: self.calls.running_call(lane) is None, what="the end of the call")
         return self.known()
 
 
@@ -146,12 +146,14 @@ def staging(phase: str, version: int = 1, **failed: str | None) -> WorkerState:
 
 
 async def test_an_answer_that_brings_the_state_saves_the_look_after_it(lab: Talk) -> None:
-    lab.calls = Calls(lambda key: None, after=lambda lane, a: lab.workers.ended(lane, a))
-    lab.workers = Workers(lab.poller, lab.calls, lab._control)
-    lab.workers.watch(KEY, [pod()], set())
+    lab.calls = WorkerCalls(
+        lambda key: None, after=lambda lane, a: lab.workers.note_call_end(lane, a)
+    )
+    lab.workers = WorkerClients(lab.poller, lab.calls, lab._control)
+    lab.workers.watch_heads(KEY, [pod()], set())
     for verb, body, path in (
-        (Verb.PAUSE, PauseRequest(), "pause"),
-        (Verb.COMMIT, COMMIT, "weights/commit"),
+        (ControlVerb.PAUSE, PauseRequest(), "pause"),
+        (ControlVerb.COMMIT, COMMIT, "weights/commit"),
     ):
         lab.asked.clear()
         lab.states = [ANSWER.model_copy(update={"boot_id": path})]
@@ -165,13 +167,13 @@ async def test_an_answer_that_brings_the_state_saves_the_look_after_it(lab: Talk
 
 
 async def test_of_who_was_never_asked_nothing_is_known(lab: Talk) -> None:
-    assert lab.known() == Worker()
-    lab.workers.watch(KEY, [pod()], set())
-    assert lab.known() == Worker()
+    assert lab.known() == ObservedWorker()
+    lab.workers.watch_heads(KEY, [pod()], set())
+    assert lab.known() == ObservedWorker()
 
 
 async def test_one_missed_poll_is_no_silence_and_two_are(lab: Talk) -> None:
-    lab.workers.watch(KEY, [pod()], set())
+    lab.workers.watch_heads(KEY, [pod()], set())
     await lab.polled()
     assert (lab.known().state, lab.known().last, lab.known().error) == (ANSWER, ANSWER, None)
     lab.down = True
@@ -182,9 +184,9 @@ async def test_one_missed_poll_is_no_silence_and_two_are(lab: Talk) -> None:
 
 
 async def test_an_answer_of_long_ago_is_not_believed(lab: Talk) -> None:
-    lab.workers.watch(KEY, [pod()], set())
+    lab.workers.watch_heads(KEY, [pod()], set())
     await lab.polled()
-    lab.now += STALE_SECONDS + 1
+    lab.now += STALE_STATE_SECONDS + 1
     assert (lab.known().state, lab.known().last) == (None, ANSWER)
 
 
@@ -202,7 +204,9 @@ async def test_an_answer_of_long_ago_is_not_believed(lab: Talk) -> None:
 )
 async def test_who_can_answer_is_polled(lab: Talk, fields: dict[str, Any], polled: bool) -> None:
     head = a_pod(spec_of(), 0, **({"uid": "u1", "ip": "10.0.0.1"} | fields))
-    assert lab.workers.watch(KEY, [head], {"u1"}) == (frozenset({"u1"}) if polled else frozenset())
+    assert lab.workers.watch_heads(KEY, [head], {"u1"}) == (
+        frozenset({"u1"}) if polled else frozenset()
+    )
     assert ("u1" in lab.poller._heads) is polled
     assert ("u1" in lab.poller._fast) is polled
 
@@ -211,17 +215,17 @@ async def test_who_can_answer_is_polled(lab: Talk, fields: dict[str, Any], polle
     ("ip", "address"), [("10.0.0.1", "10.0.0.1:8001"), ("fd00::1", "[fd00::1]:8001")]
 )
 def test_the_address_of_a_control_port(ip: str, address: str) -> None:
-    assert address_of(a_pod(spec_of(), 0, ip=ip)) == address
+    assert pod_control_address(a_pod(spec_of(), 0, ip=ip)) == address
 
 
 async def test_who_is_gone_is_forgotten_with_its_calls_and_failures(lab: Talk) -> None:
-    lab.workers.watch(KEY, [pod()], set())
+    lab.workers.watch_heads(KEY, [pod()], set())
     await lab.polled()
     lab.problem = (409, "stale-epoch")
-    for verb, body in ((Verb.STAGE, STAGE), (Verb.COMMIT, COMMIT)):
+    for verb, body in ((ControlVerb.STAGE, STAGE), (ControlVerb.COMMIT, COMMIT)):
         assert set((await lab.call(verb, body)).failures) >= {verb}
-    lab.workers.forget("u1")
-    assert lab.known() == Worker()
+    lab.workers.forget_head("u1")
+    assert lab.known() == ObservedWorker()
 
 
 # Calls.
@@ -230,13 +234,15 @@ async def test_who_is_gone_is_forgotten_with_its_calls_and_failures(lab: Talk) -
 @pytest.mark.parametrize(
     ("verb", "body", "seconds"),
     [
-        (Verb.RESUME, ReleaseRequest(), 120),
-        (Verb.WAKE, WakeRequest(), 5),
-        (Verb.SLEEP, SleepRequest(), 5),
-        (Verb.COMMIT, COMMIT, 5),
+        (ControlVerb.RESUME, ReleaseRequest(), 120),
+        (ControlVerb.WAKE, WakeRequest(), 5),
+        (ControlVerb.SLEEP, SleepRequest(), 5),
+        (ControlVerb.COMMIT, COMMIT, 5),
     ],
 )
-async def test_a_call_says_what_failed(lab: Talk, verb: Verb, body: Body, seconds: float) -> None:
+async def test_a_call_says_what_failed(
+    lab: Talk, verb: ControlVerb, body: CallBody, seconds: float
+) -> None:
     lab.problem = (503, "engine-refused")
     known = await lab.call(verb, body)
     assert [address for address, _ in lab.asked] == ["10.0.0.1:8001"]
@@ -244,30 +250,30 @@ async def test_a_call_says_what_failed(lab: Talk, verb: Verb, body: Body, second
     error = known.failures[verb]
     assert (error.message, error.count, error.slug) == ("no: engine-refused", 1, "engine-refused")
     assert error.retry_in == 1.0
-    about = WeightsId(epoch=1, version=1) if verb is Verb.COMMIT else None
+    about = WeightsId(epoch=1, version=1) if verb is ControlVerb.COMMIT else None
     assert error.about == about
     assert known.running == frozenset()
 
 
-@pytest.mark.parametrize("verb", [Verb.RESUME, Verb.WAKE, Verb.SLEEP])
-async def test_a_hold_of_others_is_no_failure_of_ours(lab: Talk, verb: Verb) -> None:
+@pytest.mark.parametrize("verb", [ControlVerb.RESUME, ControlVerb.WAKE, ControlVerb.SLEEP])
+async def test_a_hold_of_others_is_no_failure_of_ours(lab: Talk, verb: ControlVerb) -> None:
     lab.problem = (409, "held")
-    bodies: dict[Verb, Body] = {
-        Verb.RESUME: ReleaseRequest(),
-        Verb.WAKE: WakeRequest(),
-        Verb.SLEEP: SleepRequest(),
+    bodies: dict[ControlVerb, CallBody] = {
+        ControlVerb.RESUME: ReleaseRequest(),
+        ControlVerb.WAKE: WakeRequest(),
+        ControlVerb.SLEEP: SleepRequest(),
     }
     known = await lab.call(verb, bodies[verb])
-    assert (verb in known.failures) is (verb is Verb.SLEEP)
+    assert (verb in known.failures) is (verb is ControlVerb.SLEEP)
 
 
 async def test_what_nobody_tries_again_is_told_for_a_minute_unless_it_is_about_weights(
     lab: Talk,
 ) -> None:
     lab.problem = (503, "busy")
-    await lab.call(Verb.SLEEP, SleepRequest())
-    await lab.call(Verb.COMMIT, COMMIT)
-    lab.now += 1 + GIVEN_UP_SECONDS - 0.5
+    await lab.call(ControlVerb.SLEEP, SleepRequest())
+    await lab.call(ControlVerb.COMMIT, COMMIT)
+    lab.now += 1 + STALE_FAILURE_SECONDS - 0.5
     assert set(lab.known().failures) == {"sleep", "commit"}
     lab.now += 1
     assert set(lab.known().failures) == {"commit"}
@@ -275,9 +281,13 @@ async def test_what_nobody_tries_again_is_told_for_a_minute_unless_it_is_about_w
 
 async def test_staging_and_another_call_run_side_by_side(lab: Talk) -> None:
     lab.states = [staging("Staging")]
-    assert lab.workers.start(KEY, pod(), CallWorker("u1", "p", Verb.STAGE, STAGE, 60))
-    assert not lab.workers.start(KEY, pod(), CallWorker("u1", "p", Verb.STAGE, STAGE, 60))
-    assert lab.workers.start(KEY, pod(), CallWorker("u1", "p", Verb.SLEEP, SleepRequest(), 60))
+    assert lab.workers.start_call(KEY, pod(), CallWorker("u1", "p", ControlVerb.STAGE, STAGE, 60))
+    assert not lab.workers.start_call(
+        KEY, pod(), CallWorker("u1", "p", ControlVerb.STAGE, STAGE, 60)
+    )
+    assert lab.workers.start_call(
+        KEY, pod(), CallWorker("u1", "p", ControlVerb.SLEEP, SleepRequest(), 60)
+    )
     assert lab.known().running == {"stage", "sleep"}
 
 
@@ -288,15 +298,15 @@ async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
     lab: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
-    lab.workers.watch(KEY, [pod()], set())
+    lab.workers.watch_heads(KEY, [pod()], set())
     refreshed: list[str] = []
 
     async def refresh(uid: str) -> None:
         refreshed.append(uid)
 
-    monkeypatch.setattr(lab.poller, "refresh", refresh)
+    monkeypatch.setattr(lab.poller, "refresh_state", refresh)
     lab.states = [staging("Staging"), staging("Staging"), staging("Staged")]
-    known = await lab.call(Verb.STAGE, STAGE)
+    known = await lab.call(ControlVerb.STAGE, STAGE)
     assert [verb for _, verb in lab.asked] == ["weights/stage", "state", "state"]
     assert known.failures == {}
     assert refreshed == ["u1"], "the next pass sees what it did"
@@ -320,7 +330,7 @@ async def test_a_stage_that_fails_is_the_calls_failure(
 ) -> None:
     monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
     lab.states = [staging("Staging"), staging("Failed", error=error, slug=slug)]
-    known = await lab.call(Verb.STAGE, STAGE)
+    known = await lab.call(ControlVerb.STAGE, STAGE)
     assert said in known.failures["stage"].message
     assert known.failures["stage"].slug == told
     assert known.failures["stage"].about == WeightsId(epoch=1, version=1)
@@ -337,10 +347,10 @@ def an_offer(ticket: str, root_hash: str = "r") -> OfferResponse:
     )
 
 
-async def fetch(lab: Talk, *peers: str) -> Worker:
-    planned = CallWorker("u1", "math-0-0", Verb.STAGE, PUSHED, 5, peers=peers)
-    assert lab.workers.start(KEY, pod(), planned)
-    await until(lambda: lab.calls.running("u1/stage") is None, what="the end of the fetch")
+async def fetch(lab: Talk, *peers: str) -> ObservedWorker:
+    planned = CallWorker("u1", "math-0-0", ControlVerb.STAGE, PUSHED, 5, peers=peers)
+    assert lab.workers.start_call(KEY, pod(), planned)
+    await until(lambda: lab.calls.running_call("u1/stage") is None, what="the end of the fetch")
     return lab.known()
 
 
@@ -394,7 +404,7 @@ async def test_a_fetch_that_nobody_gives_for_is_a_failure_and_the_next_one_asks_
 
 
 async def test_it_is_known_for_how_long_a_slot_has_held_the_same(lab: Talk) -> None:
-    lab.workers.watch(KEY, [pod()], set())
+    lab.workers.watch_heads(KEY, [pod()], set())
     seen = []
     for state in (ANSWER, staging("Staging"), staging("Staged"), staging("Staged"), ANSWER):
         lab.states = [state]
@@ -410,4 +420,4 @@ async def test_a_stage_that_somebody_ended_is_no_failure(
 ) -> None:
     monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
     lab.states = [staging("Staging"), after]
-    assert (await lab.call(Verb.STAGE, STAGE)).failures == {}
+    assert (await lab.call(ControlVerb.STAGE, STAGE)).failures == {}

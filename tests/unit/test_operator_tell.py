@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from rollout_operator.api.objects import Key
+from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.status import (
     CommittedWeights,
     LastUpdate,
     UpdatePhase,
     WeightsStatus,
 )
-from rollout_operator.passes.tell import FINAL, outcomes
-from rollout_operator.telemetry import PoolFigures, Telemetry
+from rollout_operator.passes.tell import FINAL_PHASES, update_outcomes
+from rollout_operator.telemetry import OperatorTelemetry, PoolMetrics
 from rollout_worker.schemas import WeightsSource
 
 STAGING, COMMITTING, COMPLETE = UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.COMPLETE
@@ -58,36 +58,36 @@ def status(
 def test_each_outcome_is_counted_once(
     before: WeightsStatus, after: WeightsStatus, counted: list[tuple[int, UpdatePhase]]
 ) -> None:
-    assert [(u.version, outcome) for u, outcome in outcomes(before, after)] == counted
+    assert [(u.version, outcome) for u, outcome in update_outcomes(before, after)] == counted
 
 
 def test_a_pool_that_is_gone_shows_no_updates() -> None:
-    telemetry = Telemetry()
+    telemetry = OperatorTelemetry()
     for outcome in ("Complete", "Failed"):
-        telemetry.update_ended(Key("rl", "math"), outcome, 0.3)
-    telemetry.update_ended(Key("rl", "other"), "Complete", 0.3)
-    page = telemetry.page().decode()
+        telemetry.count_ended_update(PoolKey("rl", "math"), outcome, 0.3)
+    telemetry.count_ended_update(PoolKey("rl", "other"), "Complete", 0.3)
+    page = telemetry.render_page().decode()
     at = 'namespace="rl",outcome="Complete",pool="math"'
     assert f"rollout_pool_weights_update_seconds_sum{{{at}}} 0.3" in page
-    telemetry.forget(Key("rl", "math"))
-    page = telemetry.page().decode()
+    telemetry.forget_pool(PoolKey("rl", "math"))
+    page = telemetry.render_page().decode()
     assert "math" not in page
     assert 'pool="other"' in page
 
 
 def test_a_first_update_is_counted_from_zero() -> None:
     """A counter that is born with 1 has no increase that Prometheus could see."""
-    telemetry = Telemetry()
-    telemetry.pool(Key("rl", "math"), PoolFigures())
-    page = telemetry.page().decode()
-    for outcome in (*FINAL, UpdatePhase.FAILED):
+    telemetry = OperatorTelemetry()
+    telemetry.set_pool_metrics(PoolKey("rl", "math"), PoolMetrics())
+    page = telemetry.render_page().decode()
+    for outcome in (*FINAL_PHASES, UpdatePhase.FAILED):
         at = f'namespace="rl",outcome="{outcome}",pool="math"'
         assert f"rollout_pool_weights_update_seconds_count{{{at}}} 0.0" in page
     assert 'rollout_pool_failed_passes_total{namespace="rl",pool="math"} 0.0' in page
 
 
 def test_no_series_says_when_another_one_began() -> None:
-    telemetry = Telemetry()
+    telemetry = OperatorTelemetry()
     telemetry.reconcile_total.labels("ok").inc()
-    telemetry.update_ended(Key("rl", "math"), "Complete", 0.3)
-    assert "_created" not in telemetry.page().decode()
+    telemetry.count_ended_update(PoolKey("rl", "math"), "Complete", 0.3)
+    assert "_created" not in telemetry.render_page().decode()

@@ -15,12 +15,12 @@ from rollout_operator.api.status import (
     UpdatePhase,
     WeightsStatus,
 )
-from rollout_operator.core.heads import Head
-from rollout_operator.core.plan import Note, Verb, Wait
+from rollout_operator.core.heads import ReplicaHead
+from rollout_operator.core.plan import ControlVerb, EventNote, RequeueAfter
 from rollout_operator.core.updates.decide import plan_weights
 from rollout_operator.core.updates.status import weights_status
 from rollout_operator.core.updates.weights_plan import WeightsPlan
-from rollout_operator.core.world import CallError, Observed, Worker
+from rollout_operator.core.world import FailedCall, ObservedPool, ObservedWorker
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource, WorkerState
 from simworker import SimWorker, root_hash
 
@@ -44,9 +44,9 @@ class Pool:
         self.update: LastUpdate | None = None
         self.barrier: frozenset[str] | None = None
         self.running: dict[int, str] = {}
-        self.failed: dict[tuple[int, str], CallError] = {}
+        self.failed: dict[tuple[int, str], FailedCall] = {}
         self.last: dict[int, WorkerState] = {}
-        self.wait = Wait()
+        self.wait = RequeueAfter()
 
     def under_way(self, phase: UpdatePhase, seconds: float = 10, **fields: Any) -> None:
         """An update to (1, 2) stands in status, begun so long ago."""
@@ -64,24 +64,24 @@ class Pool:
             )  # fmt: skip
 
     def fail(self, index: int, verb: str, about: WeightsId = NEW, count: int = 1) -> None:
-        self.failed[index, verb] = CallError("no", count, 0, about=about)
+        self.failed[index, verb] = FailedCall("no", count, 0, about=about)
 
-    def heads(self) -> dict[str, Head]:
+    def heads(self) -> dict[str, ReplicaHead]:
         found = {}
         for index, (sim, pod) in enumerate(zip(self.sims, self.pods, strict=True)):
             failures = {v: e for (i, v), e in self.failed.items() if i == index}
             state = None if sim.silent or sim.unasked else sim.state()
             error = "no answer" if sim.silent else None
             running = frozenset({self.running[index]} if index in self.running else ())
-            found[pod.uid] = Head(
-                pod, Worker(state, error, running, failures, self.last.get(index))
+            found[pod.uid] = ReplicaHead(
+                pod, ObservedWorker(state, error, running, failures, self.last.get(index))
             )
         return found
 
     def plan(self) -> WeightsPlan:
         stored = WeightsStatus(committed=self.committed, last_update=self.update)
         pods = tuple(self.pods)
-        seen = Observed("pool", "ns", "u", 1, pods, {}, {}, {}, {}, self.barrier, False, "")
+        seen = ObservedPool("pool", "ns", "u", 1, pods, {}, {}, {}, {}, self.barrier, False, "")
         return plan_weights(self.spec, seen, stored, self.heads(), NOW, self.wait)
 
     def names(self, uids: Any) -> list[int]:
@@ -110,7 +110,9 @@ def test_a_new_target_is_staged_on_all_that_serve() -> None:
     assert not plan.may_commit
     assert plan.fence_epoch == 1
     assert pool.wait.seconds == 60, "it looks again at the deadline"
-    assert plan.notes == [Note("Normal", "WeightsStaging", "staging weights (1, 2) on 3 replicas")]
+    assert plan.notes == [
+        EventNote("Normal", "WeightsStaging", "staging weights (1, 2) on 3 replicas")
+    ]
 
 
 def test_the_barrier_opens_when_the_last_has_staged() -> None:
@@ -251,7 +253,7 @@ def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
     pool.fail(2, "stage")
     plan = pool.plan()
     assert phase_of(plan) == ((1, 3), "Staging")
-    assert plan.notes[0] == Note(
+    assert plan.notes[0] == EventNote(
         "Normal", "WeightsSuperseded", "gave up weights (1, 2): (1, 3) is newer"
     )  # fmt: skip
     assert plan.barrier == frozenset({"b0", "b1", "b2"}), "formed anew"
@@ -349,7 +351,7 @@ def test_committing_is_over_when_all_that_serve_are_there() -> None:
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.committed.root_hash == root_hash(NEW), "learned from those that serve it"
     assert plan.notes == [
-        Note("Normal", "WeightsCommitted", "weights (1, 2): 3 of 3 replicas serve it")
+        EventNote("Normal", "WeightsCommitted", "weights (1, 2): 3 of 3 replicas serve it")
     ]
 
 
@@ -444,12 +446,12 @@ def test_without_a_barrier_the_first_that_has_staged_lets_commits_begin(strategy
     [
         (1, {}, [], [0]),
         (2, {}, [], [0, 1]),
-        (1, {1: Verb.COMMIT}, [], [1]),
-        (2, {2: Verb.COMMIT}, [], [0, 2]),
-        (1, {1: Verb.STAGE}, [], [0]),
+        (1, {1: ControlVerb.COMMIT}, [], [1]),
+        (2, {2: ControlVerb.COMMIT}, [], [0, 2]),
+        (1, {1: ControlVerb.STAGE}, [], [0]),
         (1, {}, [1], [1]),
-        (2, {0: Verb.COMMIT}, [1, 2], [0, 1]),
-        (1, {0: Verb.COMMIT}, [1], [0]),
+        (2, {0: ControlVerb.COMMIT}, [1, 2], [0, 1]),
+        (1, {0: ControlVerb.COMMIT}, [1], [0]),
     ],
 )
 def test_rolling_commits_a_few_at_a_time_and_stops_at_a_failure(
@@ -499,7 +501,7 @@ def test_without_a_barrier_too_what_has_begun_is_finished_first(
     pool.under_way(phase, seconds=60)
     assert phase_of(pool.plan()) == ((1, 3), "Staging"), "not for ever"
     pool.under_way(UpdatePhase.COMMITTING, seconds=60)
-    pool.running = {1: Verb.COMMIT}
+    pool.running = {1: ControlVerb.COMMIT}
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it is about to end"
 
 
@@ -544,7 +546,7 @@ def test_without_a_barrier_nobody_lags_behind_with_who_is_silent(strategy: str) 
     pool.sims[2].silent = True
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "one can finish yet"
     pool.sims[1].jump(NEW)
-    pool.running = {2: Verb.STAGE}
+    pool.running = {2: ControlVerb.STAGE}
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it may finish what it was told"
     pool.running = {}
     assert phase_of(pool.plan()) == ((1, 3), "Staging")
@@ -607,7 +609,7 @@ def test_a_joiner_that_can_not_take_the_update_serves_what_the_others_do(strateg
     assert pool.plan().version_for[uid].identity == OLD, "it has begun, and goes on with it"
     pool.stage(2, identity=OLD, phase="Failed")
     for count, retry_in, wanted in ((1, 1, OLD), (3, 0, OLD), (4, 8, OLD), (4, 0, NEW)):
-        pool.failed[2, "stage"] = CallError("no", count, retry_in, about=OLD)
+        pool.failed[2, "stage"] = FailedCall("no", count, retry_in, about=OLD)
         assert pool.plan().version_for[uid].identity == wanted, "not one after the other at once"
 
 
@@ -633,8 +635,8 @@ def test_the_update_keeps_its_source_though_the_target_moves() -> None:
 def test_a_new_pool_begins_with_the_checkpoint() -> None:
     pool = Pool()
     stored = WeightsStatus()
-    seen = Observed("pool", "ns", "u", 1, (), {}, {}, {}, {}, None, False, "")
-    plan = plan_weights(spec_of(), seen, stored, {}, NOW, Wait())
+    seen = ObservedPool("pool", "ns", "u", 1, (), {}, {}, {}, {}, None, False, "")
+    plan = plan_weights(spec_of(), seen, stored, {}, NOW, RequeueAfter())
     assert plan.committed.identity.as_tuple() == (0, 0)
     assert plan.committed.source == WeightsSource(checkpoint=Checkpoint())
     assert plan.update is None
@@ -780,7 +782,7 @@ def test_it_has_not_failed_while_one_has_yet_to_answer() -> None:
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
     assert not plan.out_of_service, "nobody has it"
-    pool.running = {2: Verb.COMMIT}
+    pool.running = {2: ControlVerb.COMMIT}
     pool.under_way(UpdatePhase.COMMITTING, seconds=60)
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "its commit may end well"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from poolspecs import spec_of
-from rollout_operator.api.names import EXIT_GANG, worker_labels
-from rollout_operator.api.revision import revision
-from rollout_operator.core.podreader import PodReader, boot_of, parse_pod
-from rollout_operator.core.world import Pod, Worker
+from rollout_operator.api.names import GANG_EXIT_CODE, worker_labels
+from rollout_operator.api.revision import pod_revision
+from rollout_operator.core.podreader import PodReader, parse_boot_id, parse_pod
+from rollout_operator.core.world import ObservedWorker, Pod
 from rollout_worker.schemas import Lifecycle
 from simworker import SimWorker
 
@@ -145,8 +145,8 @@ def test_a_bare_pod_is_read_too() -> None:
     labels = {"rollout.dev/replica": "0", "rollout.dev/rank": "0"}
     found = parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}}, "owner")
     assert found == Pod("p-0-0", "u", 0, 0, "", "Pending", owned=False, mislabelled=True)
-    assert not found.deleting
-    assert not found.finished
+    assert not found.is_deleting
+    assert not found.is_finished
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_only_its_controller_owns_a_pod(refs: list[dict[str, Any]], owned: bool)
     found = parse_pod(raw, "owner")
     assert found is not None
     assert found.owned == owned
-    [ours, _] = PodReader().read([raw], "p", "owner")
+    [ours, _] = PodReader().read_pods([raw], "p", "owner")
     assert ours == ((found,) if owned else ())
 
 
@@ -228,7 +228,7 @@ def test_pods_of_a_deleted_pool_of_that_name_are_known(
     change: dict[str, Any], left_over: bool
 ) -> None:
     raw = {**RAW, "metadata": {**RAW["metadata"], "ownerReferences": [{**OWNER, **change}]}}
-    [_, predecessors] = PodReader().read([raw], "p", "owner")
+    [_, predecessors] = PodReader().read_pods([raw], "p", "owner")
     assert [p.name for p in predecessors] == (["p-3-1"] if left_over else [])
     assert all(p.owned for p in predecessors), "somebody may be freed of them"
 
@@ -237,13 +237,13 @@ def test_pods_of_a_deleted_pool_of_that_name_are_known(
 def test_a_pod_that_ended_is_finished(phase: str) -> None:
     found = parse_pod({**RAW, "status": {"phase": phase}}, "owner")
     assert found is not None
-    assert found.finished
+    assert found.is_finished
     assert not found.started
 
 
 @pytest.mark.parametrize(
     ("name", "code", "followed"),
-    [("worker", EXIT_GANG, True), ("worker", 1, False), ("logs", EXIT_GANG, False)],
+    [("worker", GANG_EXIT_CODE, True), ("worker", 1, False), ("logs", GANG_EXIT_CODE, False)],
 )
 def test_a_worker_that_gave_its_gang_up_says_so(name: str, code: int, followed: bool) -> None:
     ended = {"name": name, "state": {"terminated": {"exitCode": code}}}
@@ -258,7 +258,7 @@ def test_a_worker_that_gave_its_gang_up_says_so(name: str, code: int, followed: 
     [("boot b1: it is going", "b1"), ("boot b1", "b1"), ("", None), ("re boot b1: x", None)],
 )
 def test_a_gate_names_its_process(message: str, boot: str | None) -> None:
-    assert boot_of(message) == boot
+    assert parse_boot_id(message) == boot
 
 
 def waiting(reason: str) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
 def made_by_us(**changes: Any) -> dict[str, Any]:
     """A pod as the operator makes it, for the present spec."""
     spec = spec_of()
-    labels = {**worker_labels("p", 3, 1), "rollout.dev/revision": revision(spec)}
+    labels = {**worker_labels("p", 3, 1), "rollout.dev/revision": pod_revision(spec)}
     meta = {**RAW["metadata"], "labels": labels, **changes.pop("metadata", {})}
     own = {"serviceAccountName": "rollout-worker", "hostname": "p-3-1", "subdomain": "p-heads"}
     return {**RAW, "metadata": meta, "spec": {**own, **changes}}
@@ -351,7 +351,7 @@ def test_a_pod_that_is_patched_to_look_like_ours_is_told_and_left_alone(
     changes: dict[str, Any], why: str
 ) -> None:
     reader = PodReader()
-    assert reader.read([made_by_us(**changes)], "p", "owner", spec_of()) == ((), ())
+    assert reader.read_pods([made_by_us(**changes)], "p", "owner", spec_of()) == ((), ())
     (told,) = reader.strangers
     assert why in told
     assert told.endswith("so it gets no calls: delete it, or take both off it")
@@ -360,30 +360,30 @@ def test_a_pod_that_is_patched_to_look_like_ours_is_told_and_left_alone(
 def test_a_change_of_the_account_makes_no_strangers_of_the_pods_that_are_there() -> None:
     """They are replaced one after the other, as for any change of the template."""
     reader, changed = PodReader(), spec_of(serviceAccountName="other")
-    [[_], _] = reader.read([made_by_us()], "p", "owner", spec_of())
-    [[_], _] = reader.read([made_by_us()], "p", "owner", changed)
+    [[_], _] = reader.read_pods([made_by_us()], "p", "owner", spec_of())
+    [[_], _] = reader.read_pods([made_by_us()], "p", "owner", changed)
     assert not reader.strangers
 
 
 def test_an_object_is_parsed_once() -> None:
     reader = PodReader()
-    [[first], _] = reader.read([RAW], "p", "owner")
-    [[second], _] = reader.read([RAW], "p", "owner")
+    [[first], _] = reader.read_pods([RAW], "p", "owner")
+    [[second], _] = reader.read_pods([RAW], "p", "owner")
     assert first is second
-    assert reader.read([RAW], "p", "another")[0] == ()
-    [[third], _] = reader.read([{**RAW}], "p", "owner")
+    assert reader.read_pods([RAW], "p", "another")[0] == ()
+    [[third], _] = reader.read_pods([{**RAW}], "p", "owner")
     assert third is not first, "another object, another look"
 
 
 def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:
     sim = SimWorker("b", loading=False)
-    assert Worker(sim.state()).loaded
+    assert ObservedWorker(sim.state()).is_loaded
     for lifecycle in ("Starting", "Loading", "Failed"):
         told = sim.state().model_copy(update={"lifecycle": Lifecycle(lifecycle)})
-        assert not Worker(told).loaded
-    assert not Worker().loaded
+        assert not ObservedWorker(told).is_loaded
+    assert not ObservedWorker().is_loaded
     empty = sim.state().weights.model_copy(update={"active": None})
-    assert not Worker(sim.state().model_copy(update={"weights": empty})).loaded
+    assert not ObservedWorker(sim.state().model_copy(update={"weights": empty})).is_loaded
 
 
 def test_a_pod_lacks_a_node_only_if_nothing_else_is_wrong_with_it() -> None:

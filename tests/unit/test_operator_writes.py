@@ -28,10 +28,10 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
-from rollout_operator.passes.context import Context
-from rollout_operator.passes.onebyone import AT_ONCE
+from rollout_operator.passes.context import PassContext
+from rollout_operator.passes.onebyone import MAX_WRITES_IN_FLIGHT
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.passes.writes import Writer
+from rollout_operator.passes.writes import PoolWriter
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def api(lab: PassLab) -> Loopback:
 
 
 @pytest.fixture
-def ctx(lab: PassLab) -> Context:
+def ctx(lab: PassLab) -> PassContext:
     return lab.ctx
 
 
@@ -63,56 +63,60 @@ def written(lab: PassLab) -> list[Obj]:
 
 @pytest.mark.parametrize("status", [503, 500, 403, 429])
 async def test_a_delete_that_failed_changes_nothing_that_is_known(
-    api: Loopback, ctx: Context, status: int
+    api: Loopback, ctx: PassContext, status: int
 ) -> None:
     api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, status)
     ctx.store.upsert("pods", known := pod(uid="u"))
-    writer = Writer(ctx, KEY, "ours")
-    await writer.delete(DeletePod("math-0-0", "u", 0, "a test"))
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert not writer.changed
     assert ctx.store.pods(KEY) == [known]
     assert writer.obstacles.undeleted == {"u"}
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
     api.answer("DELETE", f"{PODS}/math-0-0", going)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.delete(DeletePod("math-0-0", "u", 0, "a test"))
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert writer.changed, "the next pass reports it"
     assert ctx.store.pods(KEY) == [going], "known before the watch shows it"
 
 
-async def test_a_pod_that_terminates_already_is_no_change(api: Loopback, ctx: Context) -> None:
+async def test_a_pod_that_terminates_already_is_no_change(api: Loopback, ctx: PassContext) -> None:
     """A finalizer may hold it for ever, and no event would follow."""
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
     ctx.store.upsert("pods", going)
     api.answer("DELETE", f"{PODS}/math-0-0", going)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.delete(DeletePod("math-0-0", "u", 0, "stuck", forced=True))
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.delete_pod(DeletePod("math-0-0", "u", 0, "stuck", forced=True))
     assert not writer.changed
 
 
 UID_REFUSED = "metadata.uid: Invalid value: field is immutable"
 
 
-async def test_a_gate_of_another_pod_of_that_name_is_no_error(api: Loopback, ctx: Context) -> None:
+async def test_a_gate_of_another_pod_of_that_name_is_no_error(
+    api: Loopback, ctx: PassContext
+) -> None:
     path, gate = f"{PODS}/math-0-0/status", SetGate("math-0-0", "u", True, "b", "Serving")
     api.answer("PATCH", path, {"reason": "Invalid", "message": UID_REFUSED}, 422)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.gate(gate)
-    assert not writer.obstacles.labels
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.set_gate(gate)
+    assert not writer.obstacles.reported_labels
     api.answer("PATCH", path, {"reason": "Invalid", "message": "status.conditions: no"}, 422)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.gate(gate)
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.set_gate(gate)
     assert writer.obstacles.rejections == {
         "gate u": "the API server rejected the readiness gate of pod 'math-0-0': status.conditions: no"
     }
 
 
 async def test_a_gate_says_since_when_its_worker_has_proven_itself(
-    api: Loopback, ctx: Context
+    api: Loopback, ctx: PassContext
 ) -> None:
     api.answer("PATCH", f"{PODS}/math-0-0/status", pod())
-    await Writer(ctx, KEY, "ours").gate(SetGate("math-0-0", "u", True, "b", "Serving", NOW - 60))
-    await Writer(ctx, KEY, "ours").gate(SetGate("math-0-0", "u", False, "b", "off"))
+    await PoolWriter(ctx, KEY, "ours").set_gate(
+        SetGate("math-0-0", "u", True, "b", "Serving", NOW - 60)
+    )
+    await PoolWriter(ctx, KEY, "ours").set_gate(SetGate("math-0-0", "u", False, "b", "off"))
     [first, second] = [json.loads(body)["status"]["conditions"] for *_, body in api.requests]
     told = [(c["type"], c["status"], c["reason"], c["lastTransitionTime"]) for c in first]
     assert told == [
@@ -134,12 +138,12 @@ async def test_a_gate_says_since_when_its_worker_has_proven_itself(
     ids=["left over", "terminates", "nobody's", "a stranger's", "ours, but not controlled by us"],
 )  # fmt: skip
 async def test_a_name_that_gets_free_is_no_conflict(
-    api: Loopback, ctx: Context, found: Obj, conflict: bool
+    api: Loopback, ctx: PassContext, found: Obj, conflict: bool
 ) -> None:
     api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
     api.answer("GET", f"{PODS}/math-0-0", found)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.create("pods", {"kind": "Pod", **pod()})
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
     assert writer.obstacles.awaited == (set() if conflict else {"pod/math-0-0"})
     [known] = ctx.store.pods(KEY)
@@ -147,23 +151,25 @@ async def test_a_name_that_gets_free_is_no_conflict(
 
 
 async def test_a_service_that_will_go_is_waited_for_without_asking(
-    api: Loopback, ctx: Context
+    api: Loopback, ctx: PassContext
 ) -> None:
     for service in pool_services("math", "rl", "an earlier one"):
         ctx.store.upsert("services", service)
-    await Writer(ctx, KEY, "ours").services()
+    await PoolWriter(ctx, KEY, "ours").write_services()
     assert not api.requests
 
 
-async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(api: Loopback, ctx: Context) -> None:
+async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(
+    api: Loopback, ctx: PassContext
+) -> None:
     """Nobody finds it without: the name is taken, and it looks as if there were no pod."""
     lost = pod()
     del lost["metadata"]["labels"][names.LABEL_POOL]
     api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
     api.answer("GET", f"{PODS}/math-0-0", lost)
     api.answer("PATCH", f"{PODS}/math-0-0/status", pod(resourceVersion="6"))
-    writer = Writer(ctx, KEY, "ours")
-    await writer.create("pods", {"kind": "Pod", **pod()})
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert json.loads(api.requests[-1][2])["metadata"] == {
         "uid": "uid of math-0-0",
         "labels": names.worker_labels("math", 0, 0),
@@ -174,7 +180,7 @@ async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(api: Loopback, ctx: 
 
 @pytest.mark.parametrize("found", [True, False])
 async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
-    api: Loopback, ctx: Context, written: list[Obj], found: bool
+    api: Loopback, ctx: PassContext, written: list[Obj], found: bool
 ) -> None:
     settled_services(ctx)
     gang = {
@@ -205,21 +211,21 @@ async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
     assert len(ctx.store.pods(KEY)) == 1 + found
 
 
-async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: Context) -> None:
+async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: PassContext) -> None:
     ctx.store.upsert("pools", pool())
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await Reconciler(ctx).reconcile(KEY) is None
     assert [method for method, *_ in api.requests] == ["PATCH"]
 
 
-async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: Context) -> None:
+async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: PassContext) -> None:
     ctx.store.upsert("pools", pool(engine={"type": "unknown"}))
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await Reconciler(ctx).reconcile(KEY) is None
 
 
 async def test_a_restart_whose_deletion_fails_counts_once(
-    api: Loopback, ctx: Context, written: list[Obj], clock: Clock
+    api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
 ) -> None:
     settled_services(ctx)
     ctx.store.upsert("pools", pool(replicas=2))
@@ -238,7 +244,7 @@ async def test_a_restart_whose_deletion_fails_counts_once(
 
 
 async def test_what_was_refused_is_told_until_it_is_tried_again(
-    api: Loopback, ctx: Context, written: list[Obj]
+    api: Loopback, ctx: PassContext, written: list[Obj]
 ) -> None:
     """A write that the watch has not shown keeps the pass from trying; it mends nothing."""
     settled_services(ctx)
@@ -265,7 +271,7 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(
 
 @pytest.mark.parametrize("reason", ["NameConflict", "Rejected"])
 async def test_the_next_leader_tells_what_is_in_the_way_until_it_is_gone(
-    api: Loopback, ctx: Context, written: list[Obj], reason: str
+    api: Loopback, ctx: PassContext, written: list[Obj], reason: str
 ) -> None:
     """It has tried nothing yet: that is no recovery, and an alert would begin to wait anew."""
     settled_services(ctx)
@@ -295,7 +301,7 @@ async def test_the_next_leader_tells_what_is_in_the_way_until_it_is_gone(
 
 
 async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(
-    api: Loopback, ctx: Context, written: list[Obj], clock: Clock
+    api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
 ) -> None:
     """Webhooks name the time or the request; that is no news."""
     settled_services(ctx)
@@ -325,18 +331,18 @@ async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(
 
 
 async def test_a_label_that_a_pod_does_not_take_is_no_reason_to_look_again_at_once(
-    api: Loopback, ctx: Context
+    api: Loopback, ctx: PassContext
 ) -> None:
     lost = pod(resourceVersion="6")
     del lost["metadata"]["labels"][names.LABEL_POOL]
     api.answer("PATCH", f"{PODS}/math-0-0/status", lost)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.relabel("math-0-0", "uid of math-0-0", names.worker_labels("math", 0, 0))
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.relabel_pod("math-0-0", "uid of math-0-0", names.worker_labels("math", 0, 0))
     assert not writer.relabelled
 
 
 async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
-    api: Loopback, ctx: Context, written: list[Obj], clock: Clock
+    api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
 ) -> None:
     settled_services(ctx)
     ctx.store.upsert("pools", pool(replicas=2))
@@ -360,7 +366,7 @@ async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
 
 
 async def test_progress_is_told_when_the_clock_was_set_back(
-    ctx: Context, written: list[Obj], clock: Clock
+    ctx: PassContext, written: list[Obj], clock: Clock
 ) -> None:
     settled_services(ctx)
     reconciler = Reconciler(ctx)
@@ -388,22 +394,22 @@ async def test_progress_is_told_when_the_clock_was_set_back(
 SERVICES = "/api/v1/namespaces/rl/services"
 
 
-async def test_missing_services_are_made_and_waited_for(api: Loopback, ctx: Context) -> None:
+async def test_missing_services_are_made_and_waited_for(api: Loopback, ctx: PassContext) -> None:
     async def create(request: web.Request) -> web.StreamResponse:
         made = json.loads(await request.text())
         made["metadata"] |= {"uid": f"uid of {made['metadata']['name']}", "resourceVersion": "9"}
         return web.json_response(made, status=201)
 
     api.answers["POST", SERVICES] = create
-    await Writer(ctx, KEY, "ours").services()
+    await PoolWriter(ctx, KEY, "ours").write_services()
     assert [s["metadata"]["name"] for s in ctx.store.services(KEY)] == ["math", "math-heads"]
     api.requests.clear()
-    await Writer(ctx, KEY, "ours").services()
+    await PoolWriter(ctx, KEY, "ours").write_services()
     assert api.requests == [], "they are as they should be"
 
 
 async def test_a_damaged_service_is_mended(
-    api: Loopback, ctx: Context, caplog: pytest.LogCaptureFixture
+    api: Loopback, ctx: PassContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     settled_services(ctx)
     data, _ = pool_services("math", "rl", "ours")
@@ -412,7 +418,7 @@ async def test_a_damaged_service_is_mended(
     ctx.store.upsert("services", broken)
     mended = {**data, "metadata": {**broken["metadata"], "resourceVersion": "9"}}
     api.answer("PATCH", f"{SERVICES}/math", mended)
-    await Writer(ctx, KEY, "ours").services()
+    await PoolWriter(ctx, KEY, "ours").write_services()
     [(_, _, body)] = api.requests
     assert {"op": "add", "path": "/spec/selector", "value": data["spec"]["selector"]} in json.loads(
         body
@@ -423,7 +429,7 @@ async def test_a_damaged_service_is_mended(
 
 @pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
 async def test_a_service_that_is_in_the_way_is_not_touched(
-    api: Loopback, ctx: Context, going: bool
+    api: Loopback, ctx: PassContext, going: bool
 ) -> None:
     settled_services(ctx)
     data, _ = pool_services("math", "rl", "ours")
@@ -436,8 +442,8 @@ async def test_a_service_that_is_in_the_way_is_not_touched(
     ctx.store.upsert("services", there)
     api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
     api.answer("GET", f"{SERVICES}/math", there)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.services()
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.write_services()
     assert [method for method, *_ in api.requests] == ([] if going else ["POST", "GET"])
     assert set(writer.obstacles.conflicts) == (set() if going else {"service/math"})
 
@@ -446,47 +452,49 @@ async def test_a_service_that_is_in_the_way_is_not_touched(
 
 
 async def test_a_created_pod_is_known_before_the_watch_shows_it(
-    api: Loopback, ctx: Context
+    api: Loopback, ctx: PassContext
 ) -> None:
     api.answer("POST", PODS, pod(), 201)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.create("pods", {"kind": "Pod", **pod()})
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert ctx.store.pods(KEY) == [pod()]
     assert writer.changed, "the next pass reports it"
 
 
 @pytest.mark.parametrize("hint", [True, False])
 async def test_a_refused_pod_is_told_with_the_fix_for_a_missing_account(
-    api: Loopback, ctx: Context, hint: bool
+    api: Loopback, ctx: PassContext, hint: bool
 ) -> None:
     why = "error looking up service account rl/none" if hint else "exceeded quota"
     api.answer("POST", PODS, {"reason": "Forbidden", "message": why}, 403)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.create("pods", {"kind": "Pod", **pod()})
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.create_child("pods", {"kind": "Pod", **pod()})
     said = writer.obstacles.rejections["pod/math-0-0"]
     assert said.startswith(f"the API server rejected pod 'math-0-0': {why}")
     assert ("set spec.serviceAccountName" in said) is hint
     assert ctx.store.pods(KEY) == []
 
 
-async def test_a_namesake_that_is_gone_again_is_no_conflict(api: Loopback, ctx: Context) -> None:
+async def test_a_namesake_that_is_gone_again_is_no_conflict(
+    api: Loopback, ctx: PassContext
+) -> None:
     api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
     api.answer("GET", f"{PODS}/math-0-0", {"reason": "NotFound", "message": "gone"}, 404)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.create("pods", {"kind": "Pod", **pod()})
-    assert writer.obstacles.labels == set()
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.create_child("pods", {"kind": "Pod", **pod()})
+    assert writer.obstacles.reported_labels == set()
 
 
 @pytest.mark.parametrize(("status", "reason"), [(404, "NotFound"), (409, "Conflict")])
 async def test_a_pod_that_is_gone_or_another_one_is_no_error(
-    api: Loopback, ctx: Context, status: int, reason: str
+    api: Loopback, ctx: PassContext, status: int, reason: str
 ) -> None:
     for method, path in (("PATCH", f"{PODS}/math-0-0/status"), ("DELETE", f"{PODS}/math-0-0")):
         api.answer(method, path, {"reason": reason, "message": "no"}, status)
-    writer = Writer(ctx, KEY, "ours")
-    await writer.gate(SetGate("math-0-0", "u", True, "b", "Serving"))
-    await writer.relabel("math-0-0", "u", {})
-    await writer.delete(DeletePod("math-0-0", "u", 7, "a test"))
+    writer = PoolWriter(ctx, KEY, "ours")
+    await writer.set_gate(SetGate("math-0-0", "u", True, "b", "Serving"))
+    await writer.relabel_pod("math-0-0", "u", {})
+    await writer.delete_pod(DeletePod("math-0-0", "u", 7, "a test"))
     assert (writer.relabelled, writer.changed) == (0, False)
     gate, _, delete = (json.loads(body) for *_, body in api.requests)
     assert (gate["apiVersion"], gate["kind"]) == ("v1", "Pod"), "an apply needs both"
@@ -497,13 +505,15 @@ async def test_a_pod_that_is_gone_or_another_one_is_no_error(
 # Many at once.
 
 
-async def test_a_failure_among_many_writes_delays_none_of_them(api: Loopback, ctx: Context) -> None:
+async def test_a_failure_among_many_writes_delays_none_of_them(
+    api: Loopback, ctx: PassContext
+) -> None:
     for number in range(30):
         api.delay("DELETE", f"{PODS}/math-{number}-0", {"kind": "Pod"}, 0.02)
     api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
-    writer = Writer(ctx, KEY, "ours")
+    writer = PoolWriter(ctx, KEY, "ours")
     gone = [DeletePod(f"math-{number}-0", f"u{number}", 0, "a test") for number in range(30)]
-    await writer.all(writer.delete(each) for each in gone)
+    await writer.run_all(writer.delete_pod(each) for each in gone)
     assert set(writer.obstacles.api_errors) == {"delete u0"}
     assert len(api.requests) == 30
-    assert 1 < api.most_at_once <= AT_ONCE
+    assert 1 < api.most_at_once <= MAX_WRITES_IN_FLIGHT

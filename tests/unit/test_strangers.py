@@ -17,9 +17,9 @@ import pytest
 from far_ranks import LOOPBACK
 from pushing import Version, push, pushed_worker, stage, trainer
 from rollout_client.steering.pushing.door import Door, Reach, call
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.connections import Places
-from rollout_worker.ports.server import PROBES, Servers
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.connections import ConnectionQuota
+from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers
 from rollout_worker.schemas import OfferRequest
 from rollout_worker.sources import pushed
 from rollout_worker.transfer.connection import Connection
@@ -29,7 +29,7 @@ from strangers import KINDS, Connect, Kind_, crowd
 from tiny_worker import TinyWorker, tiny_worker
 from waiting import until
 
-PLACES = Places(data=PROBES + 100, control=100)
+PLACES = ConnectionQuota(data=PROBE_ALLOWANCE + 100, control=100)
 """Fewer than there are strangers."""
 MOST_MIB = 48
 """What they may cost, for as long as they are there; the largest of their heads claims more by itself."""
@@ -50,8 +50,8 @@ async def places() -> AsyncIterator[dict[str, Place]]:
     with tempfile.TemporaryDirectory() as home:
         path = f"{home}/w.sock"
         async with tiny_worker(Path(home), *FLAGS, "--weights-socket", path) as tiny:
-            servers = Servers(tiny.worker, Anyone(), PLACES)
-            running = asyncio.create_task(servers.run())
+            servers = HttpServers(tiny.worker, AllowAnyone(), PLACES)
+            running = asyncio.create_task(servers.serve_both_ports())
             door = Door.open(2, Reach(LOOPBACK), afar=True)
             try:
                 yield _places(tiny, servers, door, path)
@@ -61,10 +61,10 @@ async def places() -> AsyncIterator[dict[str, Place]]:
                 await asyncio.wait_for(running, 20)
 
 
-def _places(tiny: TinyWorker, servers: Servers, door: Door, path: str) -> dict[str, Place]:
+def _places(tiny: TinyWorker, servers: HttpServers, door: Door, path: str) -> dict[str, Place]:
     weights = tiny.updates.pushes.desk.address.port
     assert weights is not None
-    data, control = servers.ports
+    data, control = servers.bound_ports
     versions = iter(range(1, 99))
 
     def tcp(port: int) -> Connect:
@@ -158,7 +158,7 @@ async def test_a_ticket_is_forgotten_once_its_version_is_there(tmp_path: Path) -
         await push(worker, 1, Version(1), "tcp")
         assert desk.idle
         await worker.commit(1)
-        worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+        worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
         assert not desk.idle
 
 
@@ -174,7 +174,9 @@ async def test_peers_that_fetch_at_once_wait_for_their_turn_and_too_many_come_ag
         await push(worker, 1, Version(7), "tcp")
         await worker.commit(1)
         with contextlib.ExitStack() as stack:
-            offers = [worker.updates.offer("me", OfferRequest(epoch=1, version=1)) for _ in "1234"]
+            offers = [
+                worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1)) for _ in "1234"
+            ]
             peers = [
                 stack.enter_context(contextlib.closing(dial(LOOPBACK, each.port, 5)))
                 for each in offers
@@ -190,7 +192,7 @@ async def test_peers_that_fetch_at_once_wait_for_their_turn_and_too_many_come_ag
             others[0].close()  # one that gives up leaves its place, and those behind it go on
             first.close()
             assert (await asyncio.to_thread(others[1].expect, Kind.LAYOUT)).head["layout"]
-            again = worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+            again = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
             giver = {"host": LOOPBACK, "port": again.port, "ticket": again.ticket}
             others[1].close()
             async with pushed_worker(tmp_path / "b") as joiner:

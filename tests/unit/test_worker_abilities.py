@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.requests.abilities import check_abilities
+from rollout_worker.requests.abilities import check_capabilities
 from rollout_worker.schemas import SAMPLING_FIELDS, Capabilities, LogprobsOf, SamplingParams
 
 ABLE: dict[str, Any] = {
@@ -39,7 +39,7 @@ def request(logprobs: LogprobsOf | None = "sampling", **fields: Any) -> EngineRe
 
 def refused(asked: EngineRequest, **lacks: Any) -> str | None:
     try:
-        check_abilities(asked, Capabilities(**{**ABLE, **lacks}))
+        check_capabilities(asked, Capabilities(**{**ABLE, **lacks}))
     except InvalidRequest as error:
         return error.field
     return None
@@ -116,5 +116,5 @@ def test_an_engine_that_records_none_has_no_logprobs_of_any_kind(kind: LogprobsO
 def test_the_way_out_is_one_that_there_is(kinds: tuple[LogprobsOf, ...], fix: str) -> None:
     able = Capabilities(**{**ABLE, "logprobs": kinds, "sampling_logprobs": ()})
     with pytest.raises(InvalidRequest) as caught:
-        check_abilities(request(temperature=0.5), able)
+        check_capabilities(request(temperature=0.5), able)
     assert fix in str(caught.value)

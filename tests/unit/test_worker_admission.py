@@ -4,11 +4,11 @@ from typing import cast
 
 import pytest
 
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import Engine
-from rollout_worker.requests.admission import check_room, check_version, not_serving
+from rollout_worker.requests.admission import check_queue_room, check_version, serving_refusal
 from rollout_worker.schemas import GenerateRequest, Lifecycle, WeightsId
-from rollout_worker.wire.problems import KINDS, ProblemError, conflict
+from rollout_worker.wire.problems import KINDS, ProblemError, conflict_problem
 from tiny_engine import TinyEngine
 from tiny_worker import settings
 
@@ -70,7 +70,7 @@ def test_every_kind_of_problem_has_an_error_status_and_a_title() -> None:
 
 
 def test_a_conflict_is_a_409_whatever_the_slug() -> None:
-    assert conflict("asleep", "wake it").problem.status == 409
+    assert conflict_problem("asleep", "wake it").problem.status == 409
     assert ProblemError("asleep", "wake it").problem.status == 503
 
 
@@ -91,15 +91,15 @@ def test_a_conflict_is_a_409_whatever_the_slug() -> None:
 async def test_each_state_serves_or_says_why_not(
     tmp_path: Path, state: Lifecycle, slug: str | None, retry_after: int | None
 ) -> None:
-    runtime = Runtime(settings())
+    runtime = WorkerRuntime(settings())
     runtime.engine = cast(Engine, TinyEngine(tmp_path))
     runtime.died = asyncio.get_running_loop().create_future()
     for step in WAYS[state]:
-        runtime.lifecycle.move(step)
-    refusal = not_serving(runtime, ACTIVE, None)
+        runtime.lifecycle.move_to(step)
+    refusal = serving_refusal(runtime, ACTIVE, None)
     assert (refusal and refusal.slug, refusal and refusal.retry_after) == (slug, retry_after)
     runtime.admitting = False
-    refusal = not_serving(runtime, ACTIVE, None)
+    refusal = serving_refusal(runtime, ACTIVE, None)
     assert refusal is not None
     assert refusal.slug == "shutting-down"
 
@@ -120,27 +120,27 @@ WAYS: dict[Lifecycle, tuple[Lifecycle, ...]] = {
 
 @pytest.mark.parametrize("want", ["pause", "sleep"])
 async def test_a_hold_refuses_before_the_state_follows(tmp_path: Path, want: str) -> None:
-    runtime = Runtime(settings())
+    runtime = WorkerRuntime(settings())
     runtime.engine = cast(Engine, TinyEngine(tmp_path))
     runtime.died = asyncio.get_running_loop().create_future()
     for step in WAYS[S.ACTIVE]:
-        runtime.lifecycle.move(step)
+        runtime.lifecycle.move_to(step)
     if want == "pause":
-        runtime.holds.pause("me")
+        runtime.holds.hold_paused("me")
     else:
-        runtime.holds.sleep("me", 1, ["weights"])
-    refusal = not_serving(runtime, ACTIVE, None)
+        runtime.holds.hold_asleep("me", 1, ["weights"])
+    refusal = serving_refusal(runtime, ACTIVE, None)
     assert refusal is not None
     assert refusal.slug == ("paused" if want == "pause" else "asleep")
 
 
 async def test_in_a_pool_nothing_is_served_below_a_floor_or_without_one(tmp_path: Path) -> None:
     pool = ("--pool", "p", "--namespace", "n", "--weights-roots", str(tmp_path))
-    runtime = Runtime(settings(*pool))
+    runtime = WorkerRuntime(settings(*pool))
     runtime.engine = cast(Engine, TinyEngine(tmp_path))
     runtime.died = asyncio.get_running_loop().create_future()
     for step in WAYS[S.ACTIVE]:
-        runtime.lifecycle.move(step)
+        runtime.lifecycle.move_to(step)
     floor = WeightsId(epoch=2, version=81)
     for active, required, serves in (
         (ACTIVE, None, False),
@@ -149,17 +149,17 @@ async def test_in_a_pool_nothing_is_served_below_a_floor_or_without_one(tmp_path
         (None, floor, False),
         (floor, ACTIVE, True),
     ):
-        refusal = not_serving(runtime, active, required)
+        refusal = serving_refusal(runtime, active, required)
         assert (refusal is None) is serves
         if refusal is not None:
             assert (refusal.slug, refusal.retry_after) == ("fenced", 1)
 
 
 def test_what_never_fits_into_the_queue_is_no_matter_of_waiting() -> None:
-    runtime = Runtime(settings("--max-queue", "4"))
-    check_room(runtime, 0, 4)
+    runtime = WorkerRuntime(settings("--max-queue", "4"))
+    check_queue_room(runtime, 0, 4)
     for waiting, wanted, status in ((1, 4, 429), (0, 5, 422)):
         with pytest.raises(ProblemError) as refused:
-            check_room(runtime, waiting, wanted)
+            check_queue_room(runtime, waiting, wanted)
         assert refused.value.problem.status == status
     assert (refused.value.problem.model_extra or {})["errors"][0]["field"] == "sampling.n"

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.ports.access import CONTROL, SEE, bearer
-from rollout_worker.ports.auth import BearerToken
-from rollout_worker.settings import BadSettings
+from rollout_worker.ports.access import CONTROL_WORKER, SEE_STATE, read_bearer_token
+from rollout_worker.ports.auth import SharedToken
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.wire.problems import ProblemError
 
 
@@ -17,9 +17,9 @@ def secret(tmp_path: Path) -> Path:
 
 
 async def test_the_token_of_the_file_may_do_everything(secret: Path) -> None:
-    token = BearerToken(secret)
-    for right in (SEE, CONTROL):
-        assert await token.check("Bearer s3cret", right) == "token"
+    token = SharedToken(secret)
+    for right in (SEE_STATE, CONTROL_WORKER):
+        assert await token.check_caller("Bearer s3cret", right) == "token"
 
 
 @pytest.mark.parametrize(
@@ -27,44 +27,44 @@ async def test_the_token_of_the_file_may_do_everything(secret: Path) -> None:
 )
 async def test_anything_else_is_nobody(secret: Path, header: str | None) -> None:
     with pytest.raises(ProblemError) as refused:
-        await BearerToken(secret).check(header, SEE)
+        await SharedToken(secret).check_caller(header, SEE_STATE)
     assert refused.value.problem.status == 401
     assert "s3cret" not in refused.value.problem.detail
 
 
 @pytest.fixture
-def rotated(secret: Path) -> BearerToken:
-    token = BearerToken(secret)
+def rotated(secret: Path) -> SharedToken:
+    token = SharedToken(secret)
     secret.write_text("newer")
     return token
 
 
-async def test_a_rotated_token_counts_at_once(rotated: BearerToken) -> None:
+async def test_a_rotated_token_counts_at_once(rotated: SharedToken) -> None:
     token = rotated
-    assert await token.check("Bearer newer", SEE) == "token"
+    assert await token.check_caller("Bearer newer", SEE_STATE) == "token"
     with pytest.raises(ProblemError):
-        await token.check("Bearer s3cret", SEE)
+        await token.check_caller("Bearer s3cret", SEE_STATE)
 
 
 @pytest.mark.parametrize(("damage", "status"), [("emptied", 401), ("removed", 503)])
 def test_without_a_secret_nothing_opens(secret: Path, damage: str, status: int) -> None:
-    token = BearerToken(secret)
+    token = SharedToken(secret)
     if damage == "emptied":
         secret.write_text("")
     else:
         secret.unlink()
     with pytest.raises(ProblemError) as refused:
-        asyncio.run(token.check("Bearer s3cret", SEE))
+        asyncio.run(token.check_caller("Bearer s3cret", SEE_STATE))
     assert refused.value.problem.status == status
 
 
 def test_start_needs_a_usable_file(tmp_path: Path) -> None:
-    with pytest.raises(BadSettings, match="can't be read"):
-        BearerToken(tmp_path / "none")
+    with pytest.raises(InvalidSettings, match="can't be read"):
+        SharedToken(tmp_path / "none")
     (tmp_path / "empty").write_text(" \n")
-    with pytest.raises(BadSettings, match="is empty"):
-        BearerToken(tmp_path / "empty")
+    with pytest.raises(InvalidSettings, match="is empty"):
+        SharedToken(tmp_path / "empty")
 
 
 def test_the_scheme_is_case_insensitive() -> None:
-    assert bearer("bearer  abc ") == "abc"
+    assert read_bearer_token("bearer  abc ") == "abc"

@@ -18,19 +18,19 @@ from asgi import Answer, call
 from bad_bodies import FILLS, GOOD, BadBody, drawn, fields, paths, unknown_fields
 from loopwatch import watched
 from rollout_worker.openai.models import ChatRequest, CompletionRequest
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.control import control_app
-from rollout_worker.ports.data import data_app
-from rollout_worker.requests.bodies import Bodies
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.requests.bodies import BodyReader
 from rollout_worker.schemas import AbortRequest, GenerateRequest, StageRequest
-from rollout_worker.service import Worker
-from rollout_worker.wire.bodies import CONTROL_LIMITS, MAX_DEPTH, MIB, data_limits, parse
+from rollout_worker.service import WorkerService
+from rollout_worker.wire.bodies import CONTROL_LIMITS, MAX_DEPTH, MIB, data_body_limits, parse_body
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import settings, tiny_worker
 
 HELD_SECONDS = 0.1
 MAX_LENGTH = 2**17
-LIMITS = {"data": data_limits(MAX_LENGTH), "control": CONTROL_LIMITS}
+LIMITS = {"data": data_body_limits(MAX_LENGTH), "control": CONTROL_LIMITS}
 ATTEMPTS = 4
 """Who holds the loop does so each time; a loop that others did not let run is free at another time."""
 SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(16, 400))]
@@ -38,8 +38,8 @@ SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in ra
 DOCUMENTS = {
     name: app.openapi()
     for name, app in (
-        ("data", data_app(Worker(settings()))),
-        ("control", control_app(Worker(settings()), Anyone())),
+        ("data", make_data_app(WorkerService(settings()))),
+        ("control", make_control_app(WorkerService(settings()), AllowAnyone())),
     )
 }
 ROUTES = [(port, path) for port, document in DOCUMENTS.items() for path in paths(document)]
@@ -52,7 +52,10 @@ async def ports(tmp_path: Path) -> AsyncIterator[dict[str, FastAPI]]:
         tiny.engine.free = True
         assert tiny.runtime.info is not None
         tiny.runtime.info = dataclasses.replace(tiny.runtime.info, max_length=MAX_LENGTH)
-        yield {"data": data_app(tiny.worker), "control": control_app(tiny.worker, Anyone())}
+        yield {
+            "data": make_data_app(tiny.worker),
+            "control": make_control_app(tiny.worker, AllowAnyone()),
+        }
 
 
 async def held_by(app: FastAPI, path: str, body: bytes) -> tuple[Answer, float]:
@@ -159,7 +162,7 @@ def test_the_first_mistake_ends_the_validation(
     model: type[BaseModel], body: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ProblemError) as refused:
-        parse(model, json.dumps(body).encode(), data_limits(MAX_LENGTH))
+        parse_body(model, json.dumps(body).encode(), data_body_limits(MAX_LENGTH))
     assert refused.value.slug == "invalid-request"
     [error] = (refused.value.problem.model_extra or {})["errors"]
     assert error["field"] == field
@@ -167,7 +170,7 @@ def test_the_first_mistake_ends_the_validation(
 
 def test_a_mistake_is_told_though_its_name_is_long() -> None:
     with pytest.raises(ProblemError) as refused:
-        parse(AbortRequest, b'{"' + b"a" * 500_000 + b'": 1, "all": true}', CONTROL_LIMITS)
+        parse_body(AbortRequest, b'{"' + b"a" * 500_000 + b'": 1, "all": true}', CONTROL_LIMITS)
     assert len(str(refused.value)) < 300
 
 
@@ -185,40 +188,40 @@ def test_a_mistake_is_told_though_its_name_is_long() -> None:
 )
 def test_what_is_no_json_is_told(body: bytes, said: str) -> None:
     with pytest.raises(ProblemError, match=said) as refused:
-        parse(AbortRequest, body, data_limits(MAX_LENGTH))
+        parse_body(AbortRequest, body, data_body_limits(MAX_LENGTH))
     assert refused.value.problem.status == 422
 
 
 def test_what_is_long_is_parsed_as_what_is_short() -> None:
     ids = list(range(200_000))
     text = json.dumps({"token_ids": ids, "cache_salt": "é\n", "min_version": 3})
-    found = parse(GenerateRequest, text.encode(), data_limits(len(ids)))
+    found = parse_body(GenerateRequest, text.encode(), data_body_limits(len(ids)))
     assert found == GenerateRequest(token_ids=tuple(ids), cache_salt="é\n", min_version=3)
 
 
 def test_the_limit_follows_from_the_maximum_length() -> None:
     for tokens in (2048, 2**17, 2**20):
-        limits = data_limits(tokens)
+        limits = data_body_limits(tokens)
         prompt = json.dumps({"token_ids": [2**31 - 1] * tokens}).encode()
         assert len(prompt) < limits.size
         assert tokens < limits.values
-    assert data_limits(2**20).size < 32 * MIB
+    assert data_body_limits(2**20).size < 32 * MIB
 
 
 async def test_a_body_that_does_not_arrive_is_given_up() -> None:
     app = FastAPI()
-    bodies = Bodies(lambda: CONTROL_LIMITS, seconds=0.05)
+    bodies = BodyReader(lambda: CONTROL_LIMITS, seconds=0.05)
 
     @app.post("/")
     async def slow(request: Request) -> None:
         with pytest.raises(ProblemError) as refused:
-            await bodies.read(request, AbortRequest)
+            await bodies.read_body(request, AbortRequest)
         assert refused.value.slug == "body-timeout"
 
     assert (await call(app, "/", b'{"all":', stays=True)).status == 200
 
 
 async def test_before_a_model_is_loaded_no_body_is_too_large() -> None:
-    app = data_app(Worker(settings()))
+    app = make_data_app(WorkerService(settings()))
     answer = await call(app, "/v1/generate", b"[" * 10 * MIB)
     assert (answer.status, answer.slug) == (503, "starting")

@@ -75,7 +75,7 @@ async def test_the_answer_of_a_repeat_is_that_of_its_own_commit(worker: TinyWork
     """After a restart without the weights of the last commit its answer no longer fits."""
     await worker.update(1, 7)
     (worker.home / "w7" / "model.safetensors").unlink()
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await until(lambda: worker.runtime.restarts == 1, what="the restart")
     await worker.reaches(Lifecycle.ACTIVE)
     assert worker.active == WeightsId(epoch=0, version=0)
@@ -130,7 +130,7 @@ async def test_a_version_below_the_active_one_is_refused(worker: TinyWorker) -> 
 
 async def test_a_fenced_epoch_is_refused_though_it_was_staged(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    worker.updates.require("me", RequireRequest(epoch=2))
+    worker.updates.raise_fence("me", RequireRequest(epoch=2))
     with refused("stale-epoch"):
         await worker.commit(1)
     assert worker.engine.active.number == 100
@@ -203,7 +203,7 @@ async def test_who_waits_runs_on_the_new_weights(tmp_path: Path, policy: str) ->
         await worker.stage(1, 7)
         running = await worker.runs("r")
         waiting = await worker.begin("w", 4)
-        assert worker.flights.waiting == 1
+        assert worker.flights.waiting_count == 1
         worker.engine.free = policy == "Drain"
         done = await worker.commit(1, in_flight=policy, deadline_seconds=10)
         assert sum(counts(done)) == 1, "who waited is not counted"
@@ -218,7 +218,7 @@ async def test_a_drain_waits_for_who_runs_and_starts_nobody(tmp_path: Path) -> N
         waiting = await worker.begin("w", 4)
         committing = asyncio.create_task(worker.commit(1, deadline_seconds=10))
         await until(lambda: bool(worker.runtime.holds.committing), what="the commit to begin")
-        assert [hold.holder for hold in worker.worker.state().holds] == ["commit"]
+        assert [hold.holder for hold in worker.worker.worker_state().holds] == ["commit"]
         assert worker.state is Lifecycle.ACTIVE
         worker.engine.step(5)
         assert made_by(await worker.ends(short)) == [OLD]
@@ -427,7 +427,7 @@ async def test_no_stage_takes_the_slot_from_a_commit(worker: TinyWorker) -> None
     done = await committing
     assert (done.active.version, worker.engine.active.number) == (1, 7)
     assert (await higher).version == 2
-    await until(lambda: worker.updates.slot is not None and worker.updates.slot.staged)
+    await until(lambda: worker.updates.slot is not None and worker.updates.slot.is_staged)
     assert (await worker.commit(2)).active.version == 2
 
 
@@ -465,7 +465,7 @@ async def test_a_rejected_commit_leaves_the_old_weights_serving(worker: TinyWork
         await worker.commit(1, in_flight="Keep")
     slot = worker.updates.slot
     assert slot is not None
-    assert (slot.view().phase, slot.view().error) == ("Failed", "not these")
+    assert (slot.to_view().phase, slot.to_view().error) == ("Failed", "not these")
     assert (worker.active, worker.engine.active.number) == (WeightsId(epoch=0, version=0), 100)
     assert worker.runtime.holds.committing is None
     assert made_by(await worker.ends(running)) == [OLD], "it steps again"
@@ -517,10 +517,10 @@ async def test_an_engine_that_does_not_resume_after_a_commit_is_replaced(
     with refused("failed") as caught:
         await worker.commit(1, in_flight=policy)
     assert "resume failed: not now" in str(caught.value)
-    assert worker.worker.state().holds == ()
+    assert worker.worker.worker_state().holds == ()
     await until(lambda: worker.runtime.restarts == 1, what="the restart")
     await worker.reaches(Lifecycle.ACTIVE)
-    assert worker.worker.state().holds == ()
+    assert worker.worker.worker_state().holds == ()
     assert made_by(await worker.ends(await worker.begin("r", 3))) == [NEW]
     assert (await worker.commit(1)).commit_seq == 1, "a repeat: it was committed"
 
@@ -528,7 +528,7 @@ async def test_an_engine_that_does_not_resume_after_a_commit_is_replaced(
 async def test_an_engine_that_hangs_in_a_commit_is_given_up(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commits, "FLIP_SECONDS", 0.05)
+    monkeypatch.setattr(commits, "ENGINE_COMMIT_SECONDS", 0.05)
     await worker.stage(1, 7)
     worker.engine.before["commit"] = Gate()
     with refused("failed") as caught:
@@ -597,7 +597,7 @@ async def test_an_engine_that_goes_while_a_commit_waits_its_turn(worker: TinyWor
     """Even one of weights that are active already: nobody could say so truly now."""
     await worker.update(1, 7)
     async with worker.runtime.exclusive:
-        worker.runtime.crashed("gone")
+        worker.runtime.report_crash("gone")
         await asyncio.sleep(0.05)  # the supervisor waits in front of us
         waiting = asyncio.create_task(worker.commit(1))
         await asyncio.sleep(0)
@@ -650,17 +650,17 @@ async def test_who_waits_for_a_change_hears_of_the_commit_and_of_its_end(
     await worker.stage(1, 7)
     hold = worker.engine.before["hold_admission"] = Gate()
     resume = worker.engine.before["resume"] = Gate()
-    begins = asyncio.create_task(worker.runtime.changed.wait(5))
+    begins = asyncio.create_task(worker.runtime.changed.wait_for_change(5))
     await asyncio.sleep(0)
     committing = asyncio.create_task(worker.commit(1))
     await hold.reached.wait()
     assert await begins
     hold.open()
     await resume.reached.wait()
-    ends = asyncio.create_task(worker.runtime.changed.wait(5))
+    ends = asyncio.create_task(worker.runtime.changed.wait_for_change(5))
     await asyncio.sleep(0)
     resume.open()
     await committing
     assert await ends
-    assert b"rollout_worker_engine_pause_seconds_count 1.0" in worker.worker.metrics()
+    assert b"rollout_worker_engine_pause_seconds_count 1.0" in worker.worker.render_metrics()
     assert any("(1, 1), " in r.getMessage() and "(0, 0)" in r.getMessage() for r in caplog.records)

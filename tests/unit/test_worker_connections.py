@@ -16,18 +16,18 @@ import pytest
 
 from loopwatch import watched
 from rollout_worker.ports import connections
-from rollout_worker.ports.auth import Anyone
+from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.connections import (
-    CONTROL_PLACES,
-    DATA_PLACES,
+    MAX_CONTROL_CONNECTIONS,
+    MAX_DATA_CONNECTIONS,
     OTHER_DESCRIPTORS,
+    ConnectionPool,
+    ConnectionQuota,
     Listener,
-    Places,
-    Room,
-    places,
-    raise_descriptors,
+    connection_quota,
+    raise_descriptor_limit,
 )
-from rollout_worker.ports.server import PROBES, Servers, bind
+from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers, bind_port
 from tiny_worker import TinyWorker, tiny_worker
 from waiting import until
 
@@ -38,9 +38,9 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Served:
     """A worker behind its sockets."""
 
-    def __init__(self, tiny: TinyWorker, servers: Servers) -> None:
+    def __init__(self, tiny: TinyWorker, servers: HttpServers) -> None:
         self.tiny = tiny
-        self.data, self.control = servers.ports
+        self.data, self.control = servers.bound_ports
         self.raw: list[Stream] = []
 
     async def open(self, port: int, text: bytes = b"") -> Stream:
@@ -63,11 +63,11 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    home: Path, room: Places | None = None, header_seconds: float = 10.0
+    home: Path, room: ConnectionQuota | None = None, header_seconds: float = 10.0
 ) -> AsyncIterator[Served]:
     async with tiny_worker(home, *FREE_PORTS) as tiny:
-        servers = Servers(tiny.worker, Anyone(), room, header_seconds)
-        running = asyncio.create_task(servers.run())
+        servers = HttpServers(tiny.worker, AllowAnyone(), room, header_seconds)
+        running = asyncio.create_task(servers.serve_both_ports())
         found = Served(tiny, servers)
         try:
             yield found
@@ -87,8 +87,8 @@ async def closed(stream: Stream) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", b"POST /v1/generate HTTP/1.1\r\nHost: a\r\n"])
 async def test_half_open_connections_give_way(tmp_path: Path, sent: bytes) -> None:
-    async with served(tmp_path, Places(data=PROBES + 8, control=4)) as worker:
-        streams = [await worker.open(worker.data, sent) for _ in range(3 * PROBES)]
+    async with served(tmp_path, ConnectionQuota(data=PROBE_ALLOWANCE + 8, control=4)) as worker:
+        streams = [await worker.open(worker.data, sent) for _ in range(3 * PROBE_ALLOWANCE)]
         streams += [await worker.open(worker.control, sent) for _ in range(20)]
         assert await worker.reachable()
         assert await closed(streams[0]), "the oldest"
@@ -96,7 +96,7 @@ async def test_half_open_connections_give_way(tmp_path: Path, sent: bytes) -> No
 
 
 async def test_a_crowd_at_once_takes_the_places_of_who_asks_for_nothing(tmp_path: Path) -> None:
-    async with served(tmp_path, Places(data=30, control=30)) as worker:
+    async with served(tmp_path, ConnectionQuota(data=30, control=30)) as worker:
         for port in (worker.data, worker.control):
             idle = [await worker.open(port) for _ in range(30)]
             crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
@@ -113,9 +113,9 @@ async def test_a_crowd_at_once_takes_the_places_of_who_asks_for_nothing(tmp_path
 async def test_who_reads_no_answer_keeps_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.05)
-    async with served(tmp_path, Places(data=3, control=4)) as worker:
+    monkeypatch.setattr(connections, "UNREAD_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "SWEEP_INTERVAL_SECONDS", 0.05)
+    async with served(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
         loop, asks = asyncio.get_running_loop(), b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n"
         with contextlib.ExitStack() as kept:
             for _ in range(3):
@@ -143,10 +143,10 @@ class Swallowing(asyncio.Protocol):
 
 
 async def test_a_header_without_an_end_is_cut_off(tmp_path: Path) -> None:
-    sock = bind("127.0.0.1", 0, "--data-port")
+    sock = bind_port("127.0.0.1", 0, "--data-port")
     sock.setblocking(False)
     sock.listen()
-    listener = Listener(sock, Swallowing, Room(4))
+    listener = Listener(sock, Swallowing, ConnectionPool(4))
     try:
         reader, writer = await asyncio.open_connection(*sock.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * (4 * connections.HEADER_BYTES))
@@ -174,10 +174,10 @@ MUCH = 2**25
 async def test_the_end_of_an_answer_is_waited_for_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.05)
-    room = Room(4)
-    sock = bind("127.0.0.1", 0, "--data-port")
+    monkeypatch.setattr(connections, "UNREAD_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "SWEEP_INTERVAL_SECONDS", 0.05)
+    room = ConnectionPool(4)
+    sock = bind_port("127.0.0.1", 0, "--data-port")
     listener = Listener(sock, Telling, room)
     reader, writer = await asyncio.open_connection(*sock.getsockname(), limit=2**16)
     _, other = await asyncio.open_connection(*sock.getsockname(), limit=2**16)
@@ -217,7 +217,7 @@ async def test_a_connection_kept_alive_is_kept(tmp_path: Path) -> None:
 
 
 async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
-    async with served(tmp_path, Places(data=PROBES + 4, control=4)) as worker:
+    async with served(tmp_path, ConnectionQuota(data=PROBE_ALLOWANCE + 4, control=4)) as worker:
         body = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
         head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
         for _ in range(4):
@@ -225,7 +225,7 @@ async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
         await until(lambda: len(worker.tiny.flights) == 4, what="the requests")
         reader, _ = await worker.open(worker.data, head + body)
         assert b" 429 " in await asyncio.wait_for(reader.readline(), 10)
-        assert b'refused_total{reason="queue-full"} 1.0' in worker.tiny.worker.metrics()
+        assert b'refused_total{reason="queue-full"} 1.0' in worker.tiny.worker.render_metrics()
         assert await worker.reachable()
         worker.tiny.engine.free = True
         for reader, _ in worker.raw[:4]:
@@ -233,7 +233,7 @@ async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
 
 
 async def test_who_answers_is_never_closed_for_others(tmp_path: Path) -> None:
-    async with served(tmp_path, Places(data=3, control=4)) as worker:
+    async with served(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
         body = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
         head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
         reader, _ = await worker.open(worker.data, head + body)
@@ -310,11 +310,15 @@ async def test_a_body_in_tiny_chunks_holds_nothing(tmp_path: Path) -> None:
 def test_the_limit_of_descriptors_is_raised_and_shared_out(few_descriptors: None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    assert places() == Places(data=1024 - CONTROL_PLACES - OTHER_DESCRIPTORS)
+    assert connection_quota() == ConnectionQuota(
+        data=1024 - MAX_CONTROL_CONNECTIONS - OTHER_DESCRIPTORS
+    )
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    assert places().data > 0
-    raise_descriptors()
+    assert connection_quota().data > 0
+    raise_descriptor_limit()
     soft, same = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft >= min(hard, 2**16) > 1024
     assert same == hard
-    assert places().data == min(DATA_PLACES, soft - CONTROL_PLACES - OTHER_DESCRIPTORS)
+    assert connection_quota().data == min(
+        MAX_DATA_CONNECTIONS, soft - MAX_CONTROL_CONNECTIONS - OTHER_DESCRIPTORS
+    )

@@ -11,8 +11,8 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pushing import Version, push, pushed_worker
-from rollout_worker.ports.access import Authorizer, Right
-from rollout_worker.ports.control import control_app
+from rollout_worker.ports.access import AccessRight, Authorizer
+from rollout_worker.ports.control import make_control_app
 from tiny_worker import TinyWorker
 from waiting import until
 
@@ -35,7 +35,9 @@ BODIES: dict[str, dict[str, Any]] = {
 class Everyone(Authorizer):
     """Lets everybody in, under one name."""
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         return "system:serviceaccount:rl:trainer"
 
     async def close(self) -> None:
@@ -55,7 +57,7 @@ async def keep_pushed(worker: TinyWorker) -> None:
 
 
 def test_no_verb_is_missing_here(tmp_path: Path) -> None:
-    app = control_app(TinyWorker(tmp_path, ()).worker, Everyone())
+    app = make_control_app(TinyWorker(tmp_path, ()).worker, Everyone())
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes if "POST" in (route.methods or ())} == set(BODIES)
 
@@ -73,10 +75,10 @@ async def test_a_verb_is_logged_with_its_caller(
         await keep_pushed(worker)
     caplog.clear()
     caplog.set_level("INFO")
-    transport = httpx.ASGITransport(control_app(worker.worker, Everyone()))
+    transport = httpx.ASGITransport(make_control_app(worker.worker, Everyone()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         answer = await client.post(path, json=body)
     assert answer.status_code in (200, 202), answer.text
     assert "'system:serviceaccount:rl:trainer'" in caplog.text
     slot = worker.updates.slot
-    await until(lambda: slot is None or slot.view().phase != "Staging", what="the stage to end")
+    await until(lambda: slot is None or slot.to_view().phase != "Staging", what="the stage to end")

@@ -13,8 +13,8 @@ import uvicorn
 from asgi import Answer, call
 from rollout_client import AsyncRolloutPool
 from rollout_client.errors import RolloutError
-from rollout_worker.ports.data import data_app
-from rollout_worker.settings import BadSettings
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.settings import InvalidSettings
 from tiny_worker import TinyWorker, tiny_worker
 from waiting import until
 
@@ -32,7 +32,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 
 async def asked(worker: TinyWorker, authorization: str | None, path: str = "/v1/info") -> Answer:
     headers = {} if authorization is None else {"authorization": authorization}
-    return await call(data_app(worker.worker), path, method="GET", headers=headers)
+    return await call(make_data_app(worker.worker), path, method="GET", headers=headers)
 
 
 @pytest.mark.parametrize("given", [None, "Bearer other", "Basic s3cret", "Bearer "])
@@ -43,12 +43,12 @@ async def test_a_request_without_the_token_is_refused_with_the_fix(
     assert (answer.status, answer.slug) == (401, "unauthenticated")
     assert answer.headers["www-authenticate"] == "Bearer"
     assert "`data_token` of rollout_client's pools" in answer.body["detail"]
-    page = guarded.worker.metrics().decode()
+    page = guarded.worker.render_metrics().decode()
     assert 'rollout_worker_refused_total{reason="unauthenticated"} 1.0' in page
 
 
 async def test_the_token_opens_every_route(guarded: TinyWorker) -> None:
-    app = data_app(guarded.worker)
+    app = make_data_app(guarded.worker)
     for path in app.openapi()["paths"]:
         is_open = path in ("/health", "/ready", "/metrics")
         assert (await asked(guarded, None, path)).status == (200 if is_open else 401), path
@@ -67,14 +67,16 @@ async def test_a_port_without_a_token_file_wants_none(tmp_path: Path) -> None:
 def test_a_file_that_is_empty_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("")
     worker = TinyWorker(tmp_path, ("--data-token-file", str(tmp_path / "token")))
-    with pytest.raises(BadSettings, match=r"--data-token-file .* is empty: write a secret into it"):
-        data_app(worker.worker)
+    with pytest.raises(
+        InvalidSettings, match=r"--data-token-file .* is empty: write a secret into it"
+    ):
+        make_data_app(worker.worker)
 
 
 async def test_the_client_sends_it(guarded: TinyWorker) -> None:
     """Over HTTP; a function's token can be rotated."""
     server = uvicorn.Server(
-        uvicorn.Config(data_app(guarded.worker), port=0, log_level="error", lifespan="off")
+        uvicorn.Config(make_data_app(guarded.worker), port=0, log_level="error", lifespan="off")
     )
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started, what="the server")

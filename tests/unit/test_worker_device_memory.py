@@ -12,7 +12,7 @@ import pytest
 
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.telemetry import Telemetry
+from rollout_worker.observe.telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress
 from rollout_worker.turn import Turn, memory
 from rollout_worker.turn.memory import MIB, Free, free_memory, grows, parsed, shortfall
@@ -107,7 +107,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def turn_on(device: Device, directory: Path, *flags: str, seconds: float = 30) -> DeviceTurn:
     words = ("--turn-directory", str(directory), "--turn-devices", "gpu-0", *flags)
-    return DeviceTurn(settings(*words), Telemetry(), asyncio.sleep, device, seconds)
+    return DeviceTurn(settings(*words), WorkerTelemetry(), asyncio.sleep, device, seconds)
 
 
 async def test_a_first_load_waits_while_memory_still_comes_back(
@@ -181,7 +181,7 @@ async def test_an_engine_that_does_not_fit_waits_and_says_what_is_missing(
     assert re.search(f"waiting for memory: {numbers}", str(told[-1].message))
     assert turn.view().state == "Released"
     residue = 'rollout_worker_turn_residue_bytes{device="GPU 0"'
-    page = turn._telemetry.page("").decode()  # type: ignore[union-attr]
+    page = turn._telemetry.render_page("").decode()  # type: ignore[union-attr]
     assert float(re.search(f"{residue}.*}} (.*)", page)[1]) == 20 * GIB  # type: ignore[index]
     turn.close()
 

@@ -55,7 +55,7 @@ async def taking_turns(
 
 def turn_of(worker: TinyWorker) -> str:
     """State of the turn, as `/v1/state` says it."""
-    turn = worker.worker.state().turn
+    turn = worker.worker.worker_state().turn
     assert turn is not None
     assert turn.devices == (GPU,)
     return turn.state
@@ -65,13 +65,13 @@ async def waits(worker: TinyWorker, state: Lifecycle) -> None:
     """Until the worker says that it waits, and for whom."""
 
     def told() -> bool:
-        progress = worker.worker.state().progress
+        progress = worker.worker.worker_state().progress
         return progress is not None and progress.message == WAITS
 
     await until(told, what="the worker says whom it waits for")
     assert worker.state is state
     assert turn_of(worker) == "Waiting"
-    turn = worker.worker.state().turn
+    turn = worker.worker.worker_state().turn
     assert turn is not None
     assert turn.waiting_for == {GPU: "trainer-0"}
 
@@ -83,7 +83,7 @@ def has(directory: Path) -> str | None:
 
 async def test_a_worker_without_turns_says_so(tmp_path: Path) -> None:
     async with tiny_worker(tmp_path) as worker:
-        assert worker.worker.state().turn is None
+        assert worker.worker.worker_state().turn is None
 
 
 async def test_it_has_the_turn_while_its_engine_has_memory(
@@ -100,7 +100,7 @@ async def test_it_has_the_turn_while_its_engine_has_memory(
         assert has(directory) == "me"
         with pytest.raises(TurnTimeout):
             await trainer.take_async(0.1)
-        page = worker.worker.metrics().decode()
+        page = worker.worker.render_metrics().decode()
         assert "rollout_worker_turn_wait_seconds_count 2.0" in page
 
 
@@ -127,7 +127,7 @@ async def test_no_engine_is_made_before_the_turn_is_had(
     trainer.take(5)
     async with taking_turns(tmp_path, directory, loads=False) as worker:
         await waits(worker, Lifecycle.LOADING)
-        assert worker.worker.supervisor.health() is None
+        assert worker.worker.supervisor.health_problem() is None
         assert not worker.engines
         trainer.give()
         await worker.reaches(Lifecycle.ACTIVE)
@@ -156,7 +156,7 @@ async def test_a_worker_wakes_when_its_turn_has_come(
         trainer.give()
         await waking
         assert worker.state is Lifecycle.ACTIVE
-        assert worker.worker.state().progress is None
+        assert worker.worker.worker_state().progress is None
 
 
 async def test_who_waits_to_wake_falls_asleep_again_when_asked_to(
@@ -236,7 +236,7 @@ async def test_an_engine_that_dies_asleep_is_not_loaded_before_it_is_to_wake(
         worker.engine.wrong = "it died"
         await until(lambda: worker.runtime.engine is None, what="it is buried")
         await worker.reaches(Lifecycle.ASLEEP)
-        state = worker.worker.state()
+        state = worker.worker.worker_state()
         assert state.last_error == "it died"
         assert not state.resident.weights
         assert [hold.state for hold in state.holds] == ["Asleep"]
@@ -331,12 +331,12 @@ async def test_a_process_that_is_spent_keeps_the_turn_until_it_has_ended(
 ) -> None:
     """No engine works in it any more, but memory of the last one is still there."""
     worker = TinyWorker(tmp_path, ("--turn-directory", str(directory), "--turn-devices", GPU))
-    running = asyncio.create_task(worker.worker.run())
+    running = asyncio.create_task(worker.worker.run_until_cancelled())
     await worker.reaches(Lifecycle.ACTIVE)
     worker.engine.spent = "CUDA is gone"
     await asyncio.wait({running}, timeout=10)
     assert isinstance(running.exception(), ExceptionGroup)
-    await worker.worker.supervisor.end()
+    await worker.worker.supervisor.end_engine()
     with pytest.raises(TurnTimeout):
         await trainer.take_async(0.1)
     assert worker.runtime.turn is not None
@@ -350,13 +350,13 @@ async def test_an_engine_that_gives_nothing_back_is_refused(
     flags = ("--turn-directory", str(directory), "--turn-devices", GPU)
     worker = TinyWorker(tmp_path, (*flags, "--restart-delays", "60"))
     worker.able = ABLE.model_copy(update={"sleep_levels": (), "memory_release": False})
-    running = asyncio.create_task(worker.worker.run())
+    running = asyncio.create_task(worker.worker.run_until_cancelled())
     await worker.reaches(Lifecycle.FAILED)
     assert "nobody else would get a turn" in str(worker.runtime.last_error)
     await trainer.take_async(5)
     running.cancel()
     await asyncio.wait({running})
-    await worker.worker.supervisor.end()
+    await worker.worker.supervisor.end_engine()
 
 
 async def test_a_lock_directory_that_is_gone_is_told_and_waited_for(
@@ -407,7 +407,7 @@ async def test_a_lock_file_that_is_removed_within_the_turn_is_told(
     async with taking_turns(tmp_path, directory) as worker:
         (directory / lock_name(GPU)).unlink()
         said = f"the lock files of {GPU} were removed while this worker has the turn"
-        await until(lambda: said in str(worker.worker.state().last_error), what="it says so")
+        await until(lambda: said in str(worker.worker.worker_state().last_error), what="it says so")
         assert [each.getMessage() for each in caplog.records].count(
             str(worker.runtime.last_error)
         ) == 1

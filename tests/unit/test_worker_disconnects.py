@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import tiny_engine
-from rollout_worker.openai.text import Texts
-from rollout_worker.ports.data import data_app
+from rollout_worker.openai.text import ModelText
+from rollout_worker.ports.data import make_data_app
 from rollout_worker.requests import disconnects
 from rollout_worker.requests.disconnects import EventStream
 from rollout_worker.schemas import AbortReason
@@ -31,10 +31,10 @@ COMPLETIONS: dict[str, Any] = {"model": "model", "prompt": [[1], [2]], "max_toke
 async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
     monkeypatch.setattr(tiny_engine, "MAX_LENGTH", 2 * STEPS)
 
-    async def decoder(texts: Texts) -> Callable[[Sequence[int], bool], str]:
+    async def decoder(texts: ModelText) -> Callable[[Sequence[int], bool], str]:
         return lambda ids, special: "x" * len(ids)
 
-    monkeypatch.setattr(Texts, "decoder", decoder)
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
     async with tiny_worker(tmp_path) as worker:
         yield worker
 
@@ -85,7 +85,7 @@ async def test_a_client_that_leaves_is_no_error(
         pass
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-    app: Any = data_app(worker.worker)
+    app: Any = make_data_app(worker.worker)
     serving = asyncio.create_task(app({**scope, "asgi": {"version": "3.0"}}, receive, send))
     await until(lambda: len(worker.engine.known) == 2, what="the requests")
     gone.set()
@@ -103,9 +103,9 @@ async def test_a_client_that_leaves_is_no_error(
 async def test_an_unread_stream_takes_no_more_than_its_output(
     worker: TinyWorker, path: str, body: dict[str, Any]
 ) -> None:
-    client = Deaf(data_app(worker.worker), path, body)
+    client = Deaf(make_data_app(worker.worker), path, body)
     await until(lambda: len(worker.engine.known) == 2, what="the requests")
-    outputs = list(worker.flights.unfinished.values())
+    outputs = list(worker.flights.unfinished_outputs.values())
 
     def made() -> int:
         return min(len(output.token_ids) for output in outputs)
@@ -132,7 +132,9 @@ async def test_who_never_reads_on_is_dropped_after_the_deadline(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(disconnects, "ANSWER_SECONDS", 0.2)
-    client = Deaf(data_app(worker.worker), "/v1/generate", {**GENERATE, "deadline_seconds": 0.1})
+    client = Deaf(
+        make_data_app(worker.worker), "/v1/generate", {**GENERATE, "deadline_seconds": 0.1}
+    )
     await until(lambda: len(worker.engine.known) == 2, what="the request")
     worker.engine.step(8)
     await asyncio.wait({client.serving}, timeout=10)

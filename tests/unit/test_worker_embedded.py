@@ -20,12 +20,12 @@ import torch
 
 from rollout_worker.embedded import (
     AsyncWorker,
-    BadSettings,
     HandOverFailed,
+    InvalidSettings,
     Worker,
     WorkerEnded,
 )
-from rollout_worker.embedded.keywords import settings_of
+from rollout_worker.embedded.keywords import settings_from_keywords
 from rollout_worker.engine import Engine, EngineError
 from tiny_engine import TinyEngine, raising, write_weights
 from waiting import until_sync
@@ -190,7 +190,7 @@ def test_two_workers_share_a_process(kinds: tuple[type[Worker], type[AsyncWorker
         found = [generate(each).json()["outputs"][0]["token_ids"][0] for each in (one, two)]
         port = two.control_url.rpartition(":")[2]
         with (
-            pytest.raises(BadSettings, match=rf"--control-port .*{port} can't be used"),
+            pytest.raises(InvalidSettings, match=rf"--control-port .*{port} can't be used"),
             kinds[0](model="model", **{**ALONE, "control_port": port}),
         ):
             raise AssertionError
@@ -326,8 +326,8 @@ def test_a_dead_engine_is_replaced_and_copies_that_are_gone_fence_the_worker(
     ],
 )
 def test_wrong_settings_are_refused_by_name(keywords: dict[str, object], message: str) -> None:
-    with pytest.raises(BadSettings, match=message):
-        settings_of({"model": "model", **ALONE, **keywords}, {})
+    with pytest.raises(InvalidSettings, match=message):
+        settings_from_keywords({"model": "model", **ALONE, **keywords}, {})
 
 
 def test_settings_come_from_keywords_then_variables_then_defaults() -> None:
@@ -338,7 +338,7 @@ def test_settings_come_from_keywords_then_variables_then_defaults() -> None:
         "ROLLOUT_TURN_DEVICES": "gpu/a",  # the trainer's own
         "ROLLOUT_LOG_LEVEL": "debug",
     }
-    found = settings_of(
+    found = settings_from_keywords(
         {
             **ALONE,
             "model": Path("model"),
@@ -355,7 +355,7 @@ def test_settings_come_from_keywords_then_variables_then_defaults() -> None:
     assert found.engine_arg == ("--threads=1", "--x")
     assert found.turn_devices == ()
     with pytest.raises(TypeError, match="no setting 'modell'"):
-        settings_of({"modell": "model"}, {})
+        settings_from_keywords({"modell": "model"}, {})
 
 
 LEFT_OPEN = """

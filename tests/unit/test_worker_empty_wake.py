@@ -33,11 +33,11 @@ async def serves(worker: TinyWorker, version: int) -> None:
 
 def closed(worker: TinyWorker) -> None:
     """It has memory for weights, and says that it has none."""
-    state = worker.worker.state()
+    state = worker.worker.worker_state()
     assert (state.weights.active, state.resident.weights, state.serving) == (None, True, False)
     with refused("asleep"):
         worker.worker.check_serving()
-    assert worker.worker.readiness() is not None
+    assert worker.worker.readiness_problem() is not None
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -66,7 +66,7 @@ async def test_all_memory_may_wake_before_the_commit_that_opens_the_worker(tmp_p
         closed(worker)
         assert (await worker.update(2, 2)).active.version == 2
         await serves(worker, 2)
-        assert not worker.worker.state().holds
+        assert not worker.worker.worker_state().holds
 
 
 async def test_who_wants_them_loaded_after_all_gets_the_active_ones(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ async def test_who_wants_them_loaded_after_all_gets_the_active_ones(tmp_path: Pa
         await worker.wake(tags=["weights"], load=False)
         closed(worker)
         await worker.wake(tags=["weights"])
-        active = worker.worker.state().weights.active
+        active = worker.worker.worker_state().weights.active
         assert active is not None
         assert active.version == 1
         await worker.wake()
@@ -175,7 +175,7 @@ async def test_an_engine_that_dies_there_is_replaced_by_one_that_waits_for_the_c
             worker.weights(1)
         await worker.wake(tags=tags, load=False)
         worker.engine.die()
-        worker.runtime.crashed("the test says so")
+        worker.runtime.report_crash("the test says so")
         await until(lambda: len(worker.engines) == 2, what="another engine")
         await worker.reaches(Lifecycle.ASLEEP)
         with refused("asleep"):
@@ -220,9 +220,9 @@ async def test_waking_without_values_takes_none_from_who_has_them(tmp_path: Path
 
 async def test_an_engine_that_can_t_replace_its_weights_refuses_by_name(tmp_path: Path) -> None:
     async with tiny_worker(tmp_path) as worker:
-        assert worker.worker.state().wakes_empty
+        assert worker.worker.worker_state().wakes_empty
         worker.engine.capabilities = ABLE.model_copy(update={"sleep_levels": (1,)})
-        assert not worker.worker.state().wakes_empty
+        assert not worker.worker.worker_state().wakes_empty
         await worker.sleep(**SOON)
         with refused("unsupported"):
             await worker.wake(load=False)

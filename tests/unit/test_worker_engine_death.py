@@ -13,10 +13,10 @@ import pytest
 
 from rollout_worker.engine import EngineCrashed, EngineRequest
 from rollout_worker.lifecycle import supervisor
-from rollout_worker.openai.text import Texts
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.control import control_app
-from rollout_worker.ports.data import data_app
+from rollout_worker.openai.text import ModelText
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.data import make_data_app
 from rollout_worker.schemas import Lifecycle
 from tiny_engine import TinyEngine
 from tiny_worker import TinyWorker, refused, tiny_worker
@@ -53,9 +53,9 @@ ROUTES = (
 @pytest.fixture
 async def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
     """A worker whose engine is dead, and that does not know it."""
-    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 60)
+    monkeypatch.setattr(supervisor, "WATCH_INTERVAL_SECONDS", 60)
     for name, value in (("decoder", str), ("render", [5, 6]), ("template", "")):
-        monkeypatch.setattr(Texts, name, _giving(value))  # this model has no tokenizer
+        monkeypatch.setattr(ModelText, name, _giving(value))  # this model has no tokenizer
     async with tiny_worker(tmp_path, "--restart-delays", "60") as worker:
         await asyncio.sleep(0.05)  # the supervisor watches
         gone = EngineCrashed("it died")
@@ -77,7 +77,7 @@ def _giving(value: object) -> Callable[..., Awaitable[object]]:
 
 @contextlib.asynccontextmanager
 async def clients(worker: TinyWorker) -> AsyncIterator[list[tuple[Any, httpx.AsyncClient]]]:
-    apps = data_app(worker.worker), control_app(worker.worker, Anyone())
+    apps = make_data_app(worker.worker), make_control_app(worker.worker, AllowAnyone())
     async with contextlib.AsyncExitStack() as stack:
         yield [
             (
@@ -103,10 +103,10 @@ async def test_a_request_in_that_moment_is_refused_as_failed(
         assert answer.status_code == 503, answer.text
         assert "the engine failed and is being restarted; nothing was generated" in answer.text
         assert answer.headers["Retry-After"] == "5"
-    assert not dying.runtime.alive, "and the supervisor hears of it"
+    assert not dying.runtime.is_alive, "and the supervisor hears of it"
     await dying.reaches(Lifecycle.FAILED)
     assert dying.runtime.last_error == "it died"
-    assert 'refused_total{reason="failed"} 1.0' in dying.worker.metrics().decode()
+    assert 'refused_total{reason="failed"} 1.0' in dying.worker.render_metrics().decode()
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ async def test_an_engine_that_was_replaced_ends_no_other_one(
         await until(lambda: len(worker.engines) == 2, what="the next engine")
         await worker.reaches(Lifecycle.ACTIVE)
         first.on_end("later")
-        assert worker.runtime.alive
+        assert worker.runtime.is_alive

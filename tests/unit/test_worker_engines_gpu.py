@@ -34,7 +34,7 @@ from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.versions import SglangVersions
 from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
 from rollout_worker.engines.vllm.intake import Model, check
-from rollout_worker.observe.processes import title_of
+from rollout_worker.observe.processes import command_line_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from tiny_engine import write_weights
 from waiting import until
@@ -220,7 +220,7 @@ wait
 
 
 def named(process: Process, name: str) -> list[int]:
-    return [pid for pid in process.pids() if title_of(pid).startswith(name)]
+    return [pid for pid in process.pids() if command_line_of(pid).startswith(name)]
 
 
 async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path) -> None:

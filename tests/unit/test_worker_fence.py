@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.core.fence import Fence
+from rollout_worker.core.fence import WeightsFence
 from rollout_worker.schemas import RequireRequest, WeightsId
 from rollout_worker.wire.problems import ProblemError
 
@@ -15,7 +15,7 @@ REQUESTS = st.builds(
 
 @given(st.lists(REQUESTS, max_size=20))
 def test_floor_and_epoch_only_rise(requests: list[RequireRequest]) -> None:
-    fence = Fence()
+    fence = WeightsFence()
     for request in requests:
         floor, epoch = fence.floor, fence.epoch
         try:
@@ -36,21 +36,21 @@ def test_floor_and_epoch_only_rise(requests: list[RequireRequest]) -> None:
 
 def test_repeating_is_fine_and_a_floor_below_the_fence_too() -> None:
     """A worker that joins while a new trainer takes over is fenced and seeded with old weights."""
-    fence = Fence()
+    fence = WeightsFence()
     fence.raise_to("me", RequireRequest(epoch=2))
     fence.raise_to("me", RequireRequest(epoch=1, min_version=7))
     fence.raise_to("me", RequireRequest(epoch=1, min_version=7))
     assert fence.epoch == 2
-    fence.check(2)
+    fence.check_epoch(2)
     with pytest.raises(ProblemError, match="fenced off"):
-        fence.check(1)
+        fence.check_epoch(1)
 
 
 @pytest.mark.parametrize(
     ("epoch", "version", "slug"), [(2, 6, "version-regressed"), (1, 9, "stale-epoch")]
 )
 def test_a_floor_that_would_go_down_says_which_way(epoch: int, version: int, slug: str) -> None:
-    fence = Fence()
+    fence = WeightsFence()
     fence.raise_to("me", RequireRequest(epoch=2, min_version=7))
     with pytest.raises(ProblemError) as refused:
         fence.raise_to("me", RequireRequest(epoch=epoch, min_version=version))
@@ -59,28 +59,32 @@ def test_a_floor_that_would_go_down_says_which_way(epoch: int, version: int, slu
 
 
 def test_a_floor_that_stands_goes_along_with_what_is_committed() -> None:
-    fence, first, second = Fence(), WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
-    fence.follow(second)
+    fence, first, second = (
+        WeightsFence(),
+        WeightsId(epoch=1, version=1),
+        WeightsId(epoch=1, version=2),
+    )
+    fence.follow_commit(second)
     assert fence.floor is None, "nobody asked for one: a fence that is down stays down"
     fence.raise_to("me", RequireRequest(epoch=1, min_version=1))
-    fence.follow(second)
+    fence.follow_commit(second)
     assert fence.floor == second
     fence.follow(first)
     assert fence.floor == second
 
 
 def test_a_fenced_epoch_is_told_with_the_facts() -> None:
-    fence = Fence()
+    fence = WeightsFence()
     fence.raise_to("me", RequireRequest(epoch=2))
     with pytest.raises(ProblemError) as refused:
-        fence.check(1, active=None)
+        fence.check_epoch(1, active=None)
     body = refused.value.problem.model_dump()
     assert (body["fence_epoch"], body["active"]) == (2, None)
 
 
 def test_only_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    fence = Fence()
+    fence = WeightsFence()
     for _ in range(2):
         fence.raise_to("me", RequireRequest(epoch=2, min_version=7))
     assert len(caplog.records) == 2, "the epoch and the floor, once each"

@@ -13,7 +13,7 @@ import pytest
 
 from rollout_worker.engine import EngineCrashed
 from rollout_worker.requests import flights
-from rollout_worker.requests.admission import MAX_SEED, expand
+from rollout_worker.requests.admission import MAX_SEED, expand_request
 from rollout_worker.schemas import AbortReason, GenerateRequest, StopReason, WeightsId
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import MAX_LENGTH, UNKNOWN, Gate, raising
@@ -37,25 +37,25 @@ def asked(**fields: Any) -> GenerateRequest:
 async def test_the_queue_takes_so_many_outputs_and_no_more(worker: TinyWorker) -> None:
     running = [await worker.runs(f"r{n}", 1) for n in range(2)]
     waiting = await worker.begin("w", sampling={"n": 3})
-    assert (worker.flights.waiting, worker.worker.state().queued) == (3, 3)
-    assert worker.worker.state().in_flight == 2
+    assert (worker.flights.waiting_count, worker.worker.worker_state().queued) == (3, 3)
+    assert worker.worker.worker_state().in_flight == 2
     with refused("queue-full") as caught:
-        worker.worker.submit(asked(sampling={"n": 2}))
+        worker.worker.submit_request(asked(sampling={"n": 2}))
     assert caught.value.problem.model_dump()["queued"] == 3
     assert caught.value.headers == {"Retry-After": "1"}
-    last = worker.worker.submit(asked())
+    last = worker.worker.submit_request(asked())
     with refused("queue-full"):
-        worker.worker.submit(asked())
+        worker.worker.submit_request(asked())
     for flight in (*running, waiting, last):
         await worker.ends(flight)
-    assert (worker.flights.waiting, len(worker.flights)) == (0, 0)
-    assert worker.worker.state().queued == 0
+    assert (worker.flights.waiting_count, len(worker.flights)) == (0, 0)
+    assert worker.worker.worker_state().queued == 0
 
 
 async def test_an_id_in_flight_is_refused_and_free_again_afterwards(worker: TinyWorker) -> None:
     first = await worker.begin("twice", 3)
     with refused("duplicate-request"):
-        worker.worker.submit(asked(request_id="twice"))
+        worker.worker.submit_request(asked(request_id="twice"))
     await worker.ends(first)
     again = await worker.begin("twice", 3)
     assert (await worker.ends(again)).stop_reason is StopReason.LENGTH
@@ -66,21 +66,21 @@ async def test_a_duplicate_is_told_before_a_full_queue(worker: TinyWorker) -> No
     await worker.begin("twice", sampling={"n": 4})
     await worker.begin("more", sampling={"n": 2})
     with refused("queue-full"):
-        worker.worker.submit(asked(request_id="third"))
+        worker.worker.submit_request(asked(request_id="third"))
     with refused("duplicate-request"):
-        worker.worker.submit(asked(request_id="twice"))
+        worker.worker.submit_request(asked(request_id="twice"))
 
 
 async def test_names_are_made_for_those_without(worker: TinyWorker) -> None:
-    one, two = worker.worker.submit(asked()), worker.worker.submit(asked())
+    one, two = worker.worker.submit_request(asked()), worker.worker.submit_request(asked())
     assert one.request_id != two.request_id
     await worker.ends(one)
     await worker.ends(two)
 
 
 def expanded(worker: TinyWorker, **fields: Any) -> list[Any]:
-    engine, info = worker.runtime.loaded()
-    return list(expand(asked(**fields), "r", engine, info, "sampling"))
+    engine, info = worker.runtime.loaded_engine()
+    return list(expand_request(asked(**fields), "r", engine, info, "sampling"))
 
 
 async def test_each_output_has_its_own_seed_and_name(worker: TinyWorker) -> None:
@@ -141,20 +141,20 @@ async def test_what_does_not_fit_is_refused(
 async def test_what_the_engine_lacks_or_refuses_names_its_field(worker: TinyWorker) -> None:
     for fields, path in (({"cache_salt": "x"}, "cache_salt"), ({"token_ids": [UNKNOWN - 1]}, "")):
         with refused("unsupported") as caught:
-            worker.worker.submit(asked(**fields))
+            worker.worker.submit_request(asked(**fields))
         [error] = caught.value.problem.model_dump()["errors"]
         assert error["field"] == (path or "token_ids")
     assert len(worker.flights) == 0
 
 
 async def test_a_late_refusal_is_the_answer(worker: TinyWorker) -> None:
-    flight = worker.worker.submit(asked(token_ids=[UNKNOWN]))
+    flight = worker.worker.submit_request(asked(token_ids=[UNKNOWN]))
     with refused("unsupported") as caught:
-        await flight.finish(10)
+        await flight.wait_finished(10)
     assert "token_ids: found out late" in str(caught.value)
-    streamed = worker.worker.submit(asked(token_ids=[UNKNOWN], stream=True))
+    streamed = worker.worker.submit_request(asked(token_ids=[UNKNOWN], stream=True))
     with refused("unsupported"):
-        _ = [delta async for delta in streamed.stream(10)]
+        _ = [delta async for delta in streamed.stream_deltas(10)]
 
 
 # Answers.
@@ -163,10 +163,10 @@ async def test_a_late_refusal_is_the_answer(worker: TinyWorker) -> None:
 async def test_the_answer_has_everything(worker: TinyWorker) -> None:
     flight = await worker.begin("r", 3, sampling={"n": 2})
     await worker.ends(flight)
-    await flight.finish(10)
+    await flight.wait_finished(10)
     assert flight.outputs[0].queued_seconds == 0.25
     flight.outputs[1].queued_seconds = 0.125
-    answer = flight.response()
+    answer = flight.to_response()
     assert (answer.request_id, answer.logprobs_of) == ("r", "sampling")
     assert [o.index for o in answer.outputs] == [0, 1]
     for output in answer.outputs:
@@ -184,11 +184,11 @@ async def test_the_answer_has_everything(worker: TinyWorker) -> None:
 async def test_a_stream_says_the_same_in_pieces(worker: TinyWorker) -> None:
     flight = await worker.begin("r", 3, stream=True)
     worker.engine.free = True
-    deltas = [delta async for delta in flight.stream(10)]
+    deltas = [delta async for delta in flight.stream_deltas(10)]
     assert [token for delta in deltas for token in delta.token_ids] == [100] * 3
     assert [delta.weights[0].start for delta in deltas] == [0, 1, 2]
     assert [delta.logprobs for delta in deltas] == [(-0.5,)] * 3
-    done = flight.stream_done()
+    done = flight.final_event()
     assert done.request_id == "r"
     [output] = done.outputs
     assert (output.index, output.stop_reason, output.abort_reason) == (0, "length", None)
@@ -199,7 +199,7 @@ async def test_a_late_reader_reads_everything_in_few_pieces(worker: TinyWorker) 
     """Two weights, two outputs: each piece has its own spans, and together they are the output."""
     await worker.stage(1, 7)
     flight = await worker.runs("r", 3, stream=True, sampling={"n": 2}, tokens=6)
-    reading = flight.stream(10)
+    reading = flight.stream_deltas(10)
     first = [await anext(reading) for _ in range(2)]
     assert [(d.index, d.token_ids) for d in first] == [(0, (100,) * 3), (1, (100,) * 3)]
     worker.engine.step(1)
@@ -215,7 +215,7 @@ async def test_a_late_reader_reads_everything_in_few_pieces(worker: TinyWorker) 
 
 async def test_the_metrics_count(worker: TinyWorker) -> None:
     await worker.ends(await worker.begin("r", 3, sampling={"n": 2}))
-    page = worker.worker.metrics().decode()
+    page = worker.worker.render_metrics().decode()
     assert "rollout_worker_generated_tokens_total 6.0" in page
     assert "rollout_worker_prompt_tokens_total 3.0" in page
     assert 'rollout_worker_requests_total{stop_reason="length"} 2.0' in page
@@ -231,7 +231,7 @@ async def test_the_first_token_counts_when_it_comes(worker: TinyWorker) -> None:
     """A request may go on for an hour: its end is too late to hear of its beginning."""
     flight = await worker.runs("r")
     assert not flight.done.is_set()
-    page = worker.worker.metrics().decode()
+    page = worker.worker.render_metrics().decode()
     assert "rollout_worker_time_to_first_token_seconds_count 1.0" in page
     assert 'rollout_worker_time_to_first_token_seconds_bucket{le="1800.0"}' in page
     assert 'rollout_worker_request_duration_seconds_bucket{le="7200.0"}' in page
@@ -239,7 +239,7 @@ async def test_the_first_token_counts_when_it_comes(worker: TinyWorker) -> None:
 
 async def test_the_load_is_a_metric(worker: TinyWorker) -> None:
     await worker.begin("r", sampling={"n": 3})
-    page = worker.worker.metrics().decode()
+    page = worker.worker.render_metrics().decode()
     assert [float(n) for n in re.findall(r"^rollout_worker_requests_\w+ (\S+)$", page, re.M)] == [
         2,
         1,
@@ -275,9 +275,9 @@ async def test_an_abort_of_one_leaves_the_others(worker: TinyWorker) -> None:
 async def test_the_first_reason_of_an_abort_stays(worker: TinyWorker) -> None:
     flight = await worker.runs("r")
     gate = worker.engine.before["abort"] = Gate()
-    first = asyncio.create_task(worker.flights.abort([flight], AbortReason.CLIENT))
+    first = asyncio.create_task(worker.flights.abort_requests([flight], AbortReason.CLIENT))
     await gate.reached.wait()
-    second = asyncio.create_task(worker.flights.abort([flight], AbortReason.CONTROL))
+    second = asyncio.create_task(worker.flights.abort_requests([flight], AbortReason.CONTROL))
     await asyncio.sleep(0)
     assert flight.outputs[0].aborting is AbortReason.CLIENT
     gate.open()
@@ -286,8 +286,8 @@ async def test_the_first_reason_of_an_abort_stays(worker: TinyWorker) -> None:
 
 async def test_an_abort_before_the_engine_knows_the_request(worker: TinyWorker) -> None:
     """Accepted, not yet handed over: the engine must never see it."""
-    flight = worker.worker.submit(asked(request_id="r"))
-    await worker.flights.abort([flight], AbortReason.CLIENT)
+    flight = worker.worker.submit_request(asked(request_id="r"))
+    await worker.flights.abort_requests([flight], AbortReason.CLIENT)
     assert flight.outputs[0].abort_reason is AbortReason.CLIENT
     assert worker.engine.known == frozenset()
     assert worker.engine.asked == 0
@@ -297,10 +297,10 @@ async def test_an_abort_that_the_engine_does_not_end_ends_without_it(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flight = await worker.runs("r")
-    monkeypatch.setattr(flights, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(flights, "ABORT_TIMEOUT_SECONDS", 0.1)
     worker.engine.before["abort"] = Gate()
     began = time.monotonic()
-    await worker.flights.abort([flight], AbortReason.CLIENT)
+    await worker.flights.abort_requests([flight], AbortReason.CLIENT)
     assert time.monotonic() - began < 5
     await asyncio.wait_for(flight.done.wait(), 5)
     assert flight.outputs[0].abort_reason is AbortReason.CLIENT
@@ -320,18 +320,18 @@ async def test_a_death_ends_all_and_keeps_what_was_made(worker: TinyWorker) -> N
 async def test_a_request_whose_engine_goes_before_it_is_handed_over_ends(
     worker: TinyWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopping = asyncio.create_task(worker.worker.supervisor.end())
-    flight = worker.worker.submit(asked())
-    await flight.finish(5)
+    stopping = asyncio.create_task(worker.worker.supervisor.end_engine())
+    flight = worker.worker.submit_request(asked())
+    await flight.wait_finished(5)
     await stopping
     assert flight.outputs[0].abort_reason is AbortReason.ENGINE
     assert "the engine failed during a request" not in caplog.text
 
 
 async def test_a_request_that_is_failed_before_its_first_step_ends(worker: TinyWorker) -> None:
-    flight = worker.worker.submit(asked())
-    worker.flights.fail()
-    await flight.finish(5)
+    flight = worker.worker.submit_request(asked())
+    worker.flights.fail_all()
+    await flight.wait_finished(5)
     assert flight.outputs[0].abort_reason is AbortReason.ENGINE
     assert len(worker.flights) == 0
 
@@ -339,14 +339,14 @@ async def test_a_request_that_is_failed_before_its_first_step_ends(worker: TinyW
 async def test_who_waits_for_a_change_is_woken_by_the_end_of_a_request(worker: TinyWorker) -> None:
     """A drain waits for nothing else."""
     flight = await worker.runs("r")
-    waiting = asyncio.create_task(worker.runtime.changed.wait(10))
+    waiting = asyncio.create_task(worker.runtime.changed.wait_for_change(10))
     await worker.ends(flight)
     assert await asyncio.wait_for(waiting, 5)
 
 
 async def test_a_death_that_only_the_supervisor_sees_ends_all(worker: TinyWorker) -> None:
     running = await worker.runs("r")
-    worker.runtime.crashed("it hangs")
+    worker.runtime.report_crash("it hangs")
     await asyncio.wait_for(running.done.wait(), 5)
     assert running.outputs[0].abort_reason is AbortReason.ENGINE
 
@@ -358,38 +358,38 @@ async def test_a_request_that_fails_in_the_engine_is_aborted(
     worker: TinyWorker, error: Exception, restarts: int
 ) -> None:
     worker.engine.before["generate"] = raising(error)
-    flight = worker.worker.submit(asked())
-    await flight.finish(5)
+    flight = worker.worker.submit_request(asked())
+    await flight.wait_finished(5)
     assert flight.outputs[0].abort_reason is AbortReason.ENGINE
     await until(lambda: worker.runtime.restarts == restarts, what="the restart")
 
 
 async def test_nobody_waits_for_ever(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_SECONDS", 0.05)
     flight = await worker.runs("r")
     with pytest.raises(TimeoutError):
-        await flight.finish(0.05)
+        await flight.wait_finished(0.05)
     with pytest.raises(TimeoutError):
-        _ = [delta async for delta in flight.stream(0.05)]
+        _ = [delta async for delta in flight.stream_deltas(0.05)]
 
 
 async def test_a_commit_between_two_requests_is_seen_by_the_second(worker: TinyWorker) -> None:
     await worker.update(1, 7)
     for bounds in ({"min_version": 2}, {"exact_version": 0}, {"epoch": 2}):
         with pytest.raises(ProblemError) as caught:
-            worker.worker.submit(asked(**bounds))
+            worker.worker.submit_request(asked(**bounds))
         assert caught.value.slug == "version-not-met"
-    flight = worker.worker.submit(asked(exact_version=1, sampling={"max_tokens": 2}))
+    flight = worker.worker.submit_request(asked(exact_version=1, sampling={"max_tokens": 2}))
     assert flight.exact is not None
     assert flight.exact.as_tuple() == (1, 1)
     await worker.ends(flight)
-    assert worker.worker.submit(asked(sampling={"max_tokens": 2})).exact is None
+    assert worker.worker.submit_request(asked(sampling={"max_tokens": 2})).exact is None
 
 
 async def test_an_answer_without_a_token_has_no_first_one(worker: TinyWorker) -> None:
     flight = await worker.begin("r")
     await worker.flights.abort_all(AbortReason.CONTROL)
-    timing = flight.response().timing
+    timing = flight.to_response().timing
     assert timing.first_token_seconds is None
     assert timing.total_seconds >= 0
 
@@ -398,7 +398,7 @@ async def test_who_asked_for_exactly_other_weights(worker: TinyWorker) -> None:
     exact = await worker.begin("exact", exact_version=0)
     await worker.begin("free")
     zero, one = WeightsId(epoch=0, version=0), WeightsId(epoch=1, version=1)
-    assert worker.flights.exact_elsewhere(zero) == []
-    assert worker.flights.exact_elsewhere(one) == exact.outputs
+    assert worker.flights.outputs_pinned_elsewhere(zero) == []
+    assert worker.flights.outputs_pinned_elsewhere(one) == exact.outputs
     await worker.ends(exact)
-    assert worker.flights.exact_elsewhere(one) == []
+    assert worker.flights.outputs_pinned_elsewhere(one) == []

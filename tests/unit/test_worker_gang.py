@@ -17,11 +17,11 @@ from rollout_worker.engine import Gang
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence
-from rollout_worker.gang.line import Line, NoAnswer
-from rollout_worker.gang.places import members as addresses
-from rollout_worker.gang.silence import Silence
+from rollout_worker.gang.line import MemberClient, MemberSilent
+from rollout_worker.gang.places import member_addresses as addresses
+from rollout_worker.gang.silence import SilenceTimer
 from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
-from rollout_worker.threads import in_thread
+from rollout_worker.threads import run_in_thread
 from rollout_worker.wire.gang import SlotRequest
 from tiny_gang import NODES, Node, TinyGang, hash_of_checkpoint, hasten, head, node
 from tiny_worker import refused, settings
@@ -34,8 +34,8 @@ CHECKPOINT = WeightsId(epoch=0, version=0)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
     hasten(monkeypatch)
-    monkeypatch.setattr(heads, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heads, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(heads, "MEMBER_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heads, "SLOT_POLL_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def gang(tmp_path: Path, member: Node) -> AsyncIterator[TinyGang]:
 
 def held(member: Node) -> list[tuple[str, str | None]]:
     """Phase and content of the member's slots."""
-    return [(slot.phase, slot.root_hash) for slot in member.worker.state().slots]
+    return [(slot.phase, slot.root_hash) for slot in member.worker.gang_state().slots]
 
 
 ODD = "content-mismatch"
@@ -78,7 +78,7 @@ async def test_an_update_is_staged_on_every_node_and_committed_once(
     staged = await gang.stage(1, 7)
     assert staged.phase == "Staged", staged.error
     assert held(member) == [("Filled", staged.root_hash)]
-    (slot,) = member.worker.state().slots
+    (slot,) = member.worker.gang_state().slots
     assert (gang.slots / slot.id).is_symlink()
     assert (member.member.slots / slot.id).read_bytes()
     assert not (await gang.commit(1)).aborted
@@ -99,7 +99,7 @@ async def test_the_next_version_waits_until_the_former_slot_is_gone(
     """Else a node would hold three sets of weights."""
     assert (await gang.stage(1, 7)).phase == "Staged"
     await until(lambda: gang.runtime.gang.members[0].state.slots, what="the watch")  # type: ignore[union-attr]
-    monkeypatch.setattr(heads, "POLL_SECONDS", 60.0)
+    monkeypatch.setattr(heads, "MEMBER_POLL_SECONDS", 60.0)
     await asyncio.sleep(0.1)  # the watch is in its long rest now
     second = await gang.stage(2, 8)
     assert held(member) == [("Filled", second.root_hash)]
@@ -133,7 +133,7 @@ async def test_a_head_that_fails_gives_the_members_slot_back(gang: TinyGang, mem
 
 async def test_a_member_that_lost_its_slot_refuses_the_commit(gang: TinyGang, member: Node) -> None:
     assert (await gang.stage(1, 7)).phase == "Staged"
-    (slot,) = member.worker.state().slots
+    (slot,) = member.worker.gang_state().slots
     await member.worker.close_slot(slot.id)
     with refused("engine-refused") as refusal:
         await gang.commit(1)
@@ -143,7 +143,7 @@ async def test_a_member_that_lost_its_slot_refuses_the_commit(gang: TinyGang, me
 
 
 async def test_what_sleep_keeps_is_filled_on_every_node(gang: TinyGang, member: Node) -> None:
-    sink = await gang.updates.refill(on_disk=True)
+    sink = await gang.updates.refill_active(on_disk=True)
     assert member.member.asked == [(sink.slot, True)]
     assert [phase for phase, _ in held(member)] == ["Filled"]
     sink.close()
@@ -269,7 +269,7 @@ async def test_a_member_without_a_head_waits_for_nobody_to_hear_why(
     tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it takes counts among the seconds within which a node without its head ends."""
-    monkeypatch.setattr(members, "TELL_SECONDS", 60.0)
+    monkeypatch.setattr(members, "FAILURE_REPORT_SECONDS", 60.0)
     async with head(tmp_path, f"127.0.0.1:{member.port}"):
         await until(lambda: member.worker._leader_started, what="the head's engine")
     assert "the head has not asked for" in await member.why()
@@ -281,14 +281,14 @@ async def test_a_volume_that_does_not_answer_keeps_no_rank_running(
     answers = threading.Event()
 
     async def hangs(*_: object, **__: object) -> None:
-        await in_thread(lambda _: answers.wait(), threading.Event())
+        await run_in_thread(lambda _: answers.wait(), threading.Event())
 
-    monkeypatch.setattr(members, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(members, "SLOTS_CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(member.member, "open_slot", hangs)
     staging = asyncio.create_task(gang.stage(1, 7))
     try:
         await until(lambda: held(member) == [("Filling", None)], what="the member's slot")
-        await asyncio.wait_for(member.worker.stop(), 5)
+        await asyncio.wait_for(member.worker.stop_worker(), 5)
         assert member.member.stopped
     finally:
         answers.set()
@@ -299,10 +299,10 @@ async def test_a_volume_that_does_not_answer_keeps_no_rank_running(
 async def test_a_member_told_to_end_stays_while_its_head_drains(
     tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "LEAVING_SECONDS", 0.3)
+    monkeypatch.setattr(members, "HEAD_LEAVE_SECONDS", 0.3)
     async with head(tmp_path, f"127.0.0.1:{member.port}"):
         await until(lambda: member.worker._leader_started, what="the head's engine")
-        leaving = asyncio.create_task(member.worker.leave())
+        leaving = asyncio.create_task(member.worker.wait_released())
         await asyncio.sleep(0.5)
         assert not leaving.done()
     await asyncio.wait_for(leaving, 10)
@@ -315,11 +315,11 @@ async def test_a_member_knows_at_once_that_its_head_runs(
     at = f"127.0.0.1:{member.port}"
     flags = settings(*NODES, "--member-addresses", at)
     gang = Gang(nodes=2, rank=0, leader="127.0.0.1", port=8003, slots=tmp_path / "slots")
-    head = heads.Head(flags, gang, "boot", lambda _: None)
+    head = heads.GangHead(flags, gang, "boot", lambda _: None)
     (watched,) = head.members
-    await until(lambda: member.worker.ready, what="its ranks")
-    watched.hear(await watched.line.state(started=False))
-    await head.agree(root_hash)
+    await until(lambda: member.worker.is_ready, what="its ranks")
+    watched.note_answer(await watched.line.get_state(started=False))
+    await head.wait_agreed(root_hash)
     assert member.worker._leader_started
     await watched.line.close()
 
@@ -366,19 +366,19 @@ async def test_a_member_that_dies_in_a_commit_ends_the_gang_with_a_clear_answer(
 
 def test_a_stall_of_our_own_is_not_somebody_elses_silence() -> None:
     now = 0.0
-    quiet = Silence(lambda: now)
+    quiet = SilenceTimer(lambda: now)
     now = 100.0
-    assert quiet.seconds() == silence.GAP_SECONDS
-    now += silence.GAP_SECONDS / 2
-    assert quiet.seconds() == pytest.approx(silence.GAP_SECONDS * 1.5)
-    quiet.heard()
-    assert quiet.seconds() == 0
+    assert quiet.silent_seconds() == silence.MAX_GAP_SECONDS
+    now += silence.MAX_GAP_SECONDS / 2
+    assert quiet.silent_seconds() == pytest.approx(silence.MAX_GAP_SECONDS * 1.5)
+    quiet.note_heard()
+    assert quiet.silent_seconds() == 0
 
 
 async def test_what_is_under_way_when_the_head_ends_gets_no_answer() -> None:
-    line = Line(1, "127.0.0.1:9", "a", settings())
+    line = MemberClient(1, "127.0.0.1:9", "a", settings())
     await line.close()
-    with pytest.raises(NoAnswer, match="the head ends"):
+    with pytest.raises(MemberSilent, match="the head ends"):
         await line.close_slot("0" * 32)
 
 
@@ -398,12 +398,12 @@ async def test_a_line_that_is_closed_leaves_no_connection_whatever_a_call_was_ab
     async with await asyncio.start_server(hold, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         for steps in range(30):
-            line = Line(1, address, "a", settings())
-            call = asyncio.create_task(line.state(started=False))
+            line = MemberClient(1, address, "a", settings())
+            call = asyncio.create_task(line.get_state(started=False))
             for _ in range(steps):
                 await asyncio.sleep(0)
             await line.close()
-            with pytest.raises(NoAnswer, match="the head ends"):
+            with pytest.raises(MemberSilent, match="the head ends"):
                 await call
         await until(lambda: not held, what="their end")
     assert came > 10
@@ -415,7 +415,7 @@ async def test_a_line_that_is_closed_leaves_no_connection_whatever_a_call_was_ab
 async def test_a_member_answers_probes_and_nothing_else_of_a_worker(member: Node) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{member.port}") as caller:
         assert (await caller.get("/health")).status_code == 200
-        await until(lambda: member.worker.ready, what="its ranks")
+        await until(lambda: member.worker.is_ready, what="its ranks")
         assert (await caller.get("/ready")).status_code == 200
         for path in ("/v1/state", "/v1/generate", "/metrics"):
             answer = await caller.get(path)
@@ -466,8 +466,8 @@ async def test_a_member_names_the_kind_of_its_failure(gang: TinyGang, member: No
     source = StageSource.model_validate({"checkpoint": {}})
     odd = SlotRequest(source=source, root_hash="xxh3_128:" + "0" * 32, deadline_seconds=10)
     (gang.slots / ("0" * 32)).symlink_to("/dev/null")  # else the head has it given back
-    member.worker.open("0" * 32, odd)
+    member.worker.open_slot("0" * 32, odd)
     await until(lambda: [p for p, _ in held(member)] == ["Failed"], what="the member's answer")
-    (slot,) = member.worker.state().slots
+    (slot,) = member.worker.gang_state().slots
     assert slot.slug == ODD
     assert "on this node" in str(slot.error)

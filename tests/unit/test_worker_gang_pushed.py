@@ -15,10 +15,10 @@ import xxhash
 from pushing import Version, held, push, quiet, stage, trainer
 from rollout_worker.engines.shared_memory.sinks import index_in
 from rollout_worker.gang import head as heads
-from rollout_worker.gang.slots import Slots
+from rollout_worker.gang.slots import MemberSlots
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
-from rollout_worker.settings import BadSettings
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.sources import giving
 from rollout_worker.sources.incoming import End
 from rollout_worker.transfer import arena
@@ -27,7 +27,7 @@ from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.transfer.room import MARGIN_BYTES
 from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.roothash import Hashed, root_hash_of
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
 from tiny_engine import LAYOUT
 from tiny_gang import NODES, Node, TinyGang, hash_of_checkpoint, hasten, head, node
 from tiny_worker import settings
@@ -41,8 +41,8 @@ LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * C
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
     hasten(monkeypatch)
-    monkeypatch.setattr(heads, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heads, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(heads, "MEMBER_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heads, "SLOT_POLL_SECONDS", 0.01)
 
 
 @pytest.fixture(params=[(), ("rest",)], ids=["all", "part"])
@@ -75,7 +75,7 @@ async def gang(tmp_path: Path, member: Node) -> AsyncIterator[TinyGang]:
 
 def votes(member: Node) -> list[tuple[str, str | None]]:
     """Phase and content of the member's slots."""
-    return [(slot.phase, slot.root_hash) for slot in member.worker.state().slots]
+    return [(slot.phase, slot.root_hash) for slot in member.worker.gang_state().slots]
 
 
 def content(member: Node, slot: str) -> dict[str, bytes]:
@@ -116,7 +116,7 @@ async def test_what_is_pushed_to_the_head_is_staged_on_every_node(
     staged = await push(gang, 1, given, kind)
     assert (staged.phase, staged.root_hash, staged.error) == ("Staged", given.root_hash, None)
     assert votes(member) == [("Filled", given.root_hash)]
-    (slot,) = member.worker.state().slots
+    (slot,) = member.worker.gang_state().slots
     assert content(member, slot.id)["number"] == b"\7"
     await gang.commit(1, root_hash=given.root_hash)
     assert gang.active == WeightsId(epoch=1, version=1)
@@ -132,7 +132,7 @@ async def test_what_the_head_keeps_fills_every_node_again(gang: TinyGang, member
     await gang.commit(1)
     await until(lambda: not votes(member), what="the member's memory")
     for on_disk in (False, True):
-        sink = await gang.updates.refill(on_disk=on_disk)
+        sink = await gang.updates.refill_active(on_disk=on_disk)
         assert member.member.asked[-1] == (sink.slot, on_disk)
         assert votes(member) == [("Filled", given.root_hash)]
         sink.close()
@@ -159,7 +159,7 @@ async def begun(
 
 def done(member: Node) -> int:
     """Bytes that the member has read of what it fetches."""
-    return sum(slot.bytes_done for slot in member.worker.state().slots)
+    return sum(slot.bytes_done for slot in member.worker.gang_state().slots)
 
 
 async def test_the_members_fetch_while_the_bytes_still_arrive(
@@ -186,15 +186,15 @@ async def test_a_member_has_nothing_of_what_its_ranks_do_not_read(
     """Pushed, from what the head keeps, and from files, which it reads for their hash."""
     given = Version(7)
     await push(gang, 1, given, "tcp")
-    (slot,) = member.worker.state().slots
+    (slot,) = member.worker.gang_state().slots
     assert content(member, slot.id) == {"number": b"\7"}
     assert (slot.bytes_done, slot.bytes_total) == (1, 1), "of two"
     await gang.commit(1)
-    sink = await gang.updates.refill(on_disk=False)
+    sink = await gang.updates.refill_active(on_disk=False)
     assert content(member, sink.slot) == {"number": b"\7"}
     sink.close()
     await gang.stage(2, 8)
-    (slot,) = member.worker.state().slots
+    (slot,) = member.worker.gang_state().slots
     assert content(member, slot.id) == {"number": b"\10"}
     assert (slot.phase, slot.bytes_total) == ("Filled", 2)
 
@@ -205,7 +205,7 @@ async def test_a_member_that_is_told_so_takes_all(tmp_path: Path) -> None:
         member.member.left_alone = frozenset({"rest"})
         async with pushed_head(tmp_path, member) as gang:
             await push(gang, 1, Version(7), "tcp")
-            (slot,) = member.worker.state().slots
+            (slot,) = member.worker.gang_state().slots
             assert content(member, slot.id) == {"number": b"\7", "rest": b"\0"}
 
 
@@ -234,13 +234,13 @@ def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.Monke
         claimed.append(nbytes)
         return claimed.clear
 
-    slots = Slots(settings(), claim)
-    memory, give_back = slots._room(5 * CHUNK_BYTES, room)
+    slots = MemberSlots(settings(), claim)
+    memory, give_back = slots._allocate_memory(5 * CHUNK_BYTES, room)
     assert (memory.size, claimed) == (5 * CHUNK_BYTES, [room])
     memory.hold()()
     give_back()
     with pytest.raises(ArenaError, match=f"no room for {room + 1} bytes"):
-        slots._room(5 * CHUNK_BYTES, room + 1)
+        slots._allocate_memory(5 * CHUNK_BYTES, room + 1)
     assert not claimed
 
 
@@ -255,7 +255,9 @@ async def test_a_head_whose_hashes_lie_of_what_stays_there_finds_another_root_ha
         if end is None:
             return {}
         digests = {**end.digests, "rest": end.digests["number"]}
-        root = root_hash_of({name: Hashed("U8", (1,), each) for name, each in digests.items()})
+        root = root_hash_of(
+            {name: HashedTensor("U8", (1,), each) for name, each in digests.items()}
+        )
         return {"root_hash": root, "digests": digests}
 
     with monkeypatch.context() as lying:
@@ -275,7 +277,7 @@ async def failed(gang: TinyGang, member: Node, before: int) -> str:
     """Wait for the end of a stage that fails; returns why it did."""
     slot = gang.updates.slot
     assert slot is not None
-    await until(lambda: slot.view().phase == "Failed", what="the failure")
+    await until(lambda: slot.to_view().phase == "Failed", what="the failure")
     await nothing_left(gang, member, before)
     assert gang.active == CHECKPOINT
     return str(slot.error)
@@ -298,7 +300,7 @@ async def test_a_discarded_transfer_leaves_nothing_on_any_node(
     before = len(memory())
     async with begun(gang, monkeypatch, 4) as (end, _):
         await until(lambda: done(member) > 0, what="the first bytes")
-        await gang.updates.discard("me", DiscardRequest(epoch=1, version=1))
+        await gang.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
         assert (await asyncio.to_thread(end.answer)).kind is Kind.FAILED
     await nothing_left(gang, member, before)
 
@@ -369,7 +371,7 @@ async def test_a_head_that_dies_midway_ends_the_member_and_its_slots(
         await until(lambda: done(member) > 0, what="the first bytes")
         gang.running.cancel()
     assert "the head has not asked for" in await member.why()
-    await member.worker.stop()
+    await member.worker.stop_worker()
     assert votes(member) == []
     await quiet()
 
@@ -389,5 +391,5 @@ async def test_a_head_without_a_port_for_weights_says_so(tmp_path: Path, member:
     ],
 )
 def test_where_a_gang_takes_pushed_weights(flags: tuple[str, ...], why: str) -> None:
-    with pytest.raises(BadSettings, match=why):
+    with pytest.raises(InvalidSettings, match=why):
         settings(*NODES, "--member-addresses", "127.0.0.1:9", *flags)

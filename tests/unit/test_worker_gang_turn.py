@@ -15,7 +15,7 @@ from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import turning
-from rollout_worker.gang.line import Line, NoAnswer
+from rollout_worker.gang.line import MemberClient, MemberSilent
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.turn import Turn, TurnTimeout
 from rollout_worker.turn.files import holders
@@ -117,7 +117,7 @@ async def taking_turns(
 
 def turn_of(gang: TinyGang) -> str:
     """The whole gang's turn, as `/v1/state` has it."""
-    turn = gang.worker.state().turn
+    turn = gang.worker.worker_state().turn
     assert turn is not None
     return turn.state
 
@@ -126,7 +126,7 @@ async def says(gang: TinyGang, words: str) -> None:
     """Until the head says so of its progress."""
 
     def told() -> str | None:
-        progress = gang.worker.state().progress
+        progress = gang.worker.worker_state().progress
         return None if progress is None else progress.message
 
     await until(lambda: words in (told() or ""), what=f"{words!r} to be said")
@@ -152,12 +152,12 @@ async def test_a_gang_has_the_turn_on_all_nodes_while_it_is_awake(
             await gang.wake()
             assert gang.state is Lifecycle.ACTIVE
         assert all(each.member.started for each in running)
-        assert "rollout_worker_turn_wait_seconds_count 4.0" in gang.worker.metrics().decode()
+        assert "rollout_worker_turn_wait_seconds_count 4.0" in gang.worker.render_metrics().decode()
     await free(nodes)
 
 
 def devices_of(gang: TinyGang) -> tuple[str, ...]:
-    turn = gang.worker.state().turn
+    turn = gang.worker.worker_state().turn
     assert turn is not None
     return turn.devices
 
@@ -196,7 +196,7 @@ async def test_who_waits_for_one_node_keeps_no_other(
     nodes.trainers[1].take(5)
     async with taking_turns(tmp_path, nodes, root_hash, loads=False) as (gang, (member,)):
         await says(gang, f"rank 1 at 127.0.0.1:{member.port}: {waits_at(1)}")
-        turn = gang.worker.state().turn
+        turn = gang.worker.worker_state().turn
         assert turn is not None
         assert turn.state == "Waiting"
         await until(lambda: nodes.held[0] is None, what="the head's own device")
@@ -204,7 +204,7 @@ async def test_who_waits_for_one_node_keeps_no_other(
             await nodes.trains([0])
         assert not gang.engines
         assert not member.member.started
-        assert gang.worker.supervisor.health() is None
+        assert gang.worker.supervisor.health_problem() is None
         nodes.trainers[1].give()
         await gang.reaches(Lifecycle.ACTIVE)
         assert nodes.held[:2] == ["gang-0", "gang-1"]
@@ -283,7 +283,7 @@ async def test_two_gangs_in_opposite_orders_both_go_on(
             _,
         ),
     ):
-        await until(lambda: other.worker.state().progress, what="the other one waits")
+        await until(lambda: other.worker.worker_state().progress, what="the other one waits")
         await one.sleep()
         await other.reaches(Lifecycle.ACTIVE)
         for _ in range(2):
@@ -370,7 +370,7 @@ async def test_an_engine_that_dies_ends_the_gang_and_loads_nothing_more(
         await nodes.trainers[0].take_async(5)
         running, member.running = member.running, asyncio.create_task(asyncio.sleep(0))
         running.cancel()
-        await member.worker.stop()
+        await member.worker.stop_worker()
         assert member.member.stopped
         await nodes.trainers[1].take_async(5)
 
@@ -392,7 +392,7 @@ async def test_a_member_whose_head_dies_while_they_wait_holds_nothing(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(heads.Head, "give_turns", _nobody_hears)
+    monkeypatch.setattr(heads.GangHead, "give_turns", _nobody_hears)
     nodes.trainers[2].take(5)
     async with (
         node(tmp_path, root_hash, *nodes.flags(1)) as first,
@@ -403,7 +403,7 @@ async def test_a_member_whose_head_dies_while_they_wait_holds_nothing(
             await says(gang, waits_at(2))
             assert nodes.held == ["gang-0", "gang-1", "trainer-2"]
         await nodes.trains([0, 1])
-        assert first.worker.state().wrong is None
+        assert first.worker.gang_state().wrong is None
         assert not first.member.started
 
 
@@ -415,7 +415,7 @@ async def test_a_member_that_does_not_hear_of_the_end_is_told_by_the_watch(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        monkeypatch.setattr(heads.Head, "give_turns", _nobody_hears)
+        monkeypatch.setattr(heads.GangHead, "give_turns", _nobody_hears)
         await gang.sleep()
         await nodes.trains([0, 1])
 
@@ -452,8 +452,8 @@ async def member(tmp_path: Path, nodes: Nodes, root_hash: str) -> AsyncIterator[
 
 
 @pytest.fixture
-async def line(member: Node) -> AsyncIterator[Line]:
-    line = Line(1, f"127.0.0.1:{member.port}", LEADER, settings())
+async def line(member: Node) -> AsyncIterator[MemberClient]:
+    line = MemberClient(1, f"127.0.0.1:{member.port}", LEADER, settings())
     yield line
     await line.close()
 
@@ -461,19 +461,19 @@ async def line(member: Node) -> AsyncIterator[Line]:
 @contextlib.contextmanager
 def over() -> Iterator[None]:
     """The block is refused: the attempt is over."""
-    with pytest.raises(NoAnswer) as caught:
+    with pytest.raises(MemberSilent) as caught:
         yield
     assert caught.value.status == 409
 
 
-async def has_it(line: Line, attempt: int) -> None:
+async def has_it(line: MemberClient, attempt: int) -> None:
     """Until a member has its turn."""
     async with asyncio.timeout(10):
         while (await line.take_turn(attempt)).phase != "Held":
             pass
 
 
-async def test_what_comes_late_takes_nothing(line: Line, nodes: Nodes) -> None:
+async def test_what_comes_late_takes_nothing(line: MemberClient, nodes: Nodes) -> None:
     await line.give_turn(3, started=False)
     with over():
         await line.take_turn(3)
@@ -487,7 +487,7 @@ async def test_what_comes_late_takes_nothing(line: Line, nodes: Nodes) -> None:
     assert (await line.use_turn(4)).phase == "InUse"
 
 
-async def test_a_turn_is_used_only_by_who_has_it(line: Line, nodes: Nodes) -> None:
+async def test_a_turn_is_used_only_by_who_has_it(line: MemberClient, nodes: Nodes) -> None:
     with over():
         await line.use_turn(1)
     nodes.trainers[1].take(5)
@@ -497,9 +497,9 @@ async def test_a_turn_is_used_only_by_who_has_it(line: Line, nodes: Nodes) -> No
 
 
 async def test_a_silent_heads_turn_is_given_back_unless_it_is_used(
-    line: Line, member: Node, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    line: MemberClient, member: Node, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "SILENCE_SECONDS", 60.0)
+    monkeypatch.setattr(members, "HEAD_SILENCE_SECONDS", 60.0)
     await has_it(line, 1)
     assert nodes.held[1] == "gang-1"
     await nodes.trains([1])
@@ -515,7 +515,7 @@ async def test_a_silent_heads_turn_is_given_back_unless_it_is_used(
 
 
 async def test_a_turn_that_ends_while_the_ranks_load_is_kept_until_they_have_ended(
-    line: Line, member: Node, nodes: Nodes
+    line: MemberClient, member: Node, nodes: Nodes
 ) -> None:
     """Nobody knows what they have by then."""
     await has_it(line, 1)
@@ -524,13 +524,13 @@ async def test_a_turn_that_ends_while_the_ranks_load_is_kept_until_they_have_end
     assert nodes.held[1] == "gang-1"
     assert "while the ranks of this node load" in await member.why()
     assert nodes.held[1] == "gang-1"
-    await member.worker.stop()
+    await member.worker.stop_worker()
     assert member.member.stopped
     await nodes.trains([1])
 
 
 async def test_ranks_that_do_not_stop_keep_the_turn(
-    line: Line, member: Node, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    line: MemberClient, member: Node, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await has_it(line, 1)
     await line.use_turn(1)
@@ -541,14 +541,14 @@ async def test_ranks_that_do_not_stop_keep_the_turn(
         raise OSError("stuck")
 
     monkeypatch.setattr(member.member, "stop", fails)
-    await member.worker.stop()
+    await member.worker.stop_worker()
     with pytest.raises(TurnTimeout):
         await nodes.trainers[1].take_async(0.1)
     monkeypatch.setattr(member.member, "stop", stop)
 
 
 async def test_the_next_attempt_waits_until_the_last_one_has_given_back(
-    line: Line, member: Node, nodes: Nodes
+    line: MemberClient, member: Node, nodes: Nodes
 ) -> None:
     """The look at the memory that is left takes its time."""
     looks = asyncio.Semaphore(1)
@@ -575,4 +575,4 @@ async def test_the_next_attempt_waits_until_the_last_one_has_given_back(
 async def test_a_member_without_turns_says_so(tmp_path: Path, root_hash: str) -> None:
     async with node(tmp_path, root_hash) as member:
         with pytest.raises(ProblemError, match="takes no turns"):
-            _ = member.worker.turn
+            _ = member.worker.member_turn

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from gang_process import Nursery, Pair, pair
-from rollout_worker.gang.places import EXIT_GANG
+from rollout_worker.gang.places import EXIT_GANG_BROKEN
 from rollout_worker.turn import TurnTimeout
 from waiting import until_sync
 
@@ -48,7 +48,7 @@ def test_turns_go_back_and_forth_until_the_head_is_killed(both: Pair) -> None:
         assert both.head.ask("wake") == "Active Held"
     both.head.signal(signal.SIGKILL)
     taken_by_none(both)
-    assert both.member.wait() == EXIT_GANG
+    assert both.member.wait() == EXIT_GANG_BROKEN
 
 
 def test_a_killed_member_ends_the_gang_and_frees_both_nodes(both: Pair) -> None:
@@ -56,7 +56,7 @@ def test_a_killed_member_ends_the_gang_and_frees_both_nodes(both: Pair) -> None:
     assert both.head.ask("load") == "Active Held"
     both.member.signal(signal.SIGKILL)
     taken_by_none(both)
-    assert both.head.wait() == EXIT_GANG
+    assert both.head.wait() == EXIT_GANG_BROKEN
     assert both.head.answer().startswith("broken: rank 1 at 127.0.0.1")
 
 
@@ -67,7 +67,7 @@ def test_a_head_killed_asleep_takes_nothing_from_who_trains(both: Pair) -> None:
     for trainer in both.trainers:
         trainer.take(30)
     both.head.signal(signal.SIGKILL)
-    assert both.member.wait() == EXIT_GANG
+    assert both.member.wait() == EXIT_GANG_BROKEN
     for trainer in both.trainers:
         trainer.give()
     taken_by_none(both)

@@ -119,11 +119,11 @@ async def test_an_abort_ends_what_an_earlier_keep_froze(worker: TinyWorker) -> N
 
 async def test_a_pause_with_a_ttl_falls_by_itself(worker: TinyWorker) -> None:
     await worker.pause(ttl_seconds=0.2)
-    [hold] = worker.worker.state().holds
+    [hold] = worker.worker.worker_state().holds
     assert hold.ttl is not None
     assert 0 < hold.ttl <= 0.2
     await worker.reaches(Lifecycle.ACTIVE)
-    assert worker.worker.state().holds == ()
+    assert worker.worker.worker_state().holds == ()
 
 
 async def test_a_pause_that_expires_in_its_drain_is_told_and_ends_nobody(
@@ -217,11 +217,11 @@ async def test_a_stale_generation_changes_nothing(worker: TinyWorker) -> None:
             await verb(generation=6)
         assert caught.value.problem.model_dump()["generation"] == 7
     with refused("stale-generation"):
-        await worker.verbs.resume("me", ReleaseRequest(generation=6))
+        await worker.verbs.resume_worker("me", ReleaseRequest(generation=6))
     assert worker.state is Lifecycle.PAUSED
     await worker.pause(generation=7)
-    await worker.verbs.resume("me", ReleaseRequest(generation=8))
-    assert (worker.state, worker.worker.state().generation) == (Lifecycle.ACTIVE, 8)
+    await worker.verbs.resume_worker("me", ReleaseRequest(generation=8))
+    assert (worker.state, worker.worker.worker_state().generation) == (Lifecycle.ACTIVE, 8)
 
 
 # Sleep and wake.
@@ -319,14 +319,14 @@ async def test_a_level_that_the_engine_lacks_is_refused(
     [error] = caught.value.problem.model_dump()["errors"]
     assert error["field"] == "level"
     assert said in error["message"]
-    assert worker.worker.state().holds == ()
+    assert worker.worker.worker_state().holds == ()
 
 
 async def test_waking_at_level_2_refuses_other_bytes(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would serve under the name of those that were committed."""
-    monkeypatch.setattr(governor, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.1)
     await worker.update(1, 7)
     await worker.sleep(level=2)
     write_weights(worker.home / "w7", 8)
@@ -343,7 +343,7 @@ async def test_waking_at_level_2_refuses_other_bytes(
 async def test_sleep_gives_staged_weights_back_too(worker: TinyWorker, level: int) -> None:
     await worker.stage(1, 7)
     await worker.sleep(level=level)
-    assert (worker.engine.sinks, worker.updates.view().staged) == ([], None)
+    assert (worker.engine.sinks, worker.updates.to_view().staged) == ([], None)
     await worker.wake()
     with refused("not-staged"):
         await worker.commit(1)
@@ -359,7 +359,7 @@ async def test_sleep_waits_for_memory_that_is_still_being_freed(worker: TinyWork
         assert let.wait(10)
         spare.put(Used(Slot(600), None))
 
-    worker.updates.freeing.add(free)
+    worker.updates.freeing.free_soon(free)
     sleeping = asyncio.create_task(worker.sleep())
     await until(lambda: worker.state is not Lifecycle.ACTIVE, what="the sleep to begin")
     assert not (await asyncio.wait({sleeping}, timeout=0.2))[0]
@@ -459,7 +459,7 @@ async def test_a_transition_that_fails_is_told_and_tried_again(
     verb: str,
     state: Lifecycle,
 ) -> None:
-    monkeypatch.setattr(governor, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.2)
     if verb == "wake":
         await worker.sleep()
     worker.engine.before[call] = raising(EngineError("not now"))
@@ -490,7 +490,7 @@ async def test_an_engine_that_dies_in_a_transition_fails_the_verb_and_the_hold_s
 async def test_a_transition_that_hangs_is_given_up(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(governor, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(governor, "ENGINE_PAUSE_SECONDS", 0.05)
     worker.engine.before["pause"] = Gate()
     with refused("failed"):
         await worker.pause()
@@ -501,7 +501,7 @@ async def test_a_transition_that_hangs_is_given_up(
 async def test_a_caller_waits_no_longer_than_it_may_and_its_hold_remains(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs, "SLACK_SECONDS", 0.05)
+    monkeypatch.setattr(verbs, "TRANSITION_SLACK_SECONDS", 0.05)
     gate = worker.engine.before["pause"] = Gate()
     with refused("deadline-exceeded") as caught:
         await asyncio.wait_for(worker.pause(deadline_seconds=0.05), 5)
@@ -517,7 +517,7 @@ async def test_a_crash_in_a_drain_fails_the_verb_at_once(worker: TinyWorker) -> 
     asked = {call: Gate() for call in ("abort", "pause", "resume")}
     worker.engine.before.update(asked)
     worker.engine.die()
-    worker.runtime.crashed("it died")
+    worker.runtime.report_crash("it died")
     with refused("failed"):
         await asyncio.wait_for(pausing, 5)
     assert not any(gate.reached.is_set() for gate in asked.values()), (
@@ -561,11 +561,13 @@ async def test_a_pause_during_a_resume_is_not_answered_before_the_engine_rests(
 
 async def test_abort_names_whom_it_knew(worker: TinyWorker) -> None:
     one, two = await worker.runs("one"), await worker.begin("two", sampling={"n": 2})
-    answer = await worker.verbs.abort("me", AbortRequest(request_ids=("one", "no", "one", "no")))
+    answer = await worker.verbs.abort_requests(
+        "me", AbortRequest(request_ids=("one", "no", "one", "no"))
+    )
     assert (answer.aborted, answer.unknown) == (("one",), ("no",))
     assert one.outputs[0].abort_reason is AbortReason.CONTROL
     assert not two.done.is_set()
-    answer = await worker.verbs.abort("me", AbortRequest(all=True))
+    answer = await worker.verbs.abort_requests("me", AbortRequest(all=True))
     assert (answer.aborted, answer.unknown) == (("two",), ())
     assert [o.abort_reason for o in two.outputs] == [AbortReason.CONTROL] * 2
 
@@ -573,17 +575,17 @@ async def test_abort_names_whom_it_knew(worker: TinyWorker) -> None:
 async def test_a_cache_that_can_not_be_reset_now_is_no_defect(worker: TinyWorker) -> None:
     worker.engine.before["reset_cache"] = raising(EngineError("not now"))
     with refused("engine-refused") as caught:
-        await worker.verbs.reset_cache("me")
+        await worker.verbs.reset_prefix_cache("me")
     assert "not now" in str(caught.value)
     assert caught.value.retry_after == 5
 
 
 async def test_the_cache_is_reset_and_a_dead_engine_said_so(worker: TinyWorker) -> None:
-    await worker.verbs.reset_cache("me")
+    await worker.verbs.reset_prefix_cache("me")
     assert worker.engine.resets == 1
     worker.engine.before["reset_cache"] = raising(EngineCrashed("it died"))
     with refused("failed") as caught:
-        await worker.verbs.reset_cache("me")
+        await worker.verbs.reset_prefix_cache("me")
     assert caught.value.retry_after == 5
 
 
@@ -596,7 +598,7 @@ async def test_a_shutdown_serves_on_then_drains_then_aborts(tmp_path: Path, drai
     async with tiny_worker(tmp_path, *flags) as worker:
         running = await worker.runs("r")
         ending = asyncio.create_task(worker.worker.shut_down())
-        await until(lambda: worker.worker.readiness() is not None, what="/ready to turn")
+        await until(lambda: worker.worker.readiness_problem() is not None, what="/ready to turn")
         worker.worker.check_serving()
         with refused("shutting-down"):
             await worker.pause()
@@ -621,8 +623,8 @@ async def test_a_shutdown_drains_as_long_as_was_last_required(tmp_path: Path) ->
     """The operator's spec may change while the process runs."""
     async with tiny_worker(tmp_path, "--shutdown-grace", "0", "--drain-seconds", "60") as worker:
         running = await worker.runs("r")
-        worker.worker.updates.require("operator", RequireRequest(epoch=0, drain_seconds=0.1))
-        worker.worker.updates.require("trainer", RequireRequest(epoch=0))
-        assert worker.worker.state().drain_seconds == 0.1
+        worker.worker.updates.raise_fence("operator", RequireRequest(epoch=0, drain_seconds=0.1))
+        worker.worker.updates.raise_fence("trainer", RequireRequest(epoch=0))
+        assert worker.worker.worker_state().drain_seconds == 0.1
         await asyncio.wait_for(worker.worker.shut_down(), 5)
         assert running.outputs[0].abort_reason is AbortReason.CONTROL

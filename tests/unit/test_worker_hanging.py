@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from asgi import call
-from rollout_worker.openai.text import Texts
-from rollout_worker.ports.access import SEE
-from rollout_worker.ports.auth import BearerToken
-from rollout_worker.ports.data import data_app
+from rollout_worker.openai.text import ModelText
+from rollout_worker.ports.access import SEE_STATE
+from rollout_worker.ports.auth import SharedToken
+from rollout_worker.ports.data import make_data_app
 from rollout_worker.schemas import Checkpoint, DiscardRequest, StageRequest, WeightsSource
-from rollout_worker.service import Worker
+from rollout_worker.service import WorkerService
 from rollout_worker.sources import filling
-from rollout_worker.threads import Shared
+from rollout_worker.threads import SharedCall
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import refused, settings, tiny_worker
 from waiting import until
@@ -45,10 +45,10 @@ async def test_a_folder_that_hangs_is_told(tmp_path: Path) -> None:
     pipe = tmp_path / "chat_template.jinja"
     os.mkfifo(pipe)
     before = set(threading.enumerate())
-    texts = Texts(lambda: tmp_path, seconds=0.05)
+    texts = ModelText(lambda: tmp_path, seconds=0.05)
     for _ in range(3):
         with pytest.raises(ProblemError, match="did not answer in") as late:
-            await texts.template()
+            await texts.chat_template()
         assert late.value.problem.status == 504
     names = [thread.name for thread in set(threading.enumerate()) - before]
     assert names.count("template_0") == 1, "one hangs, not three"
@@ -56,18 +56,18 @@ async def test_a_folder_that_hangs_is_told(tmp_path: Path) -> None:
     await until(texts._reading._call.done, what="the template")  # type: ignore[union-attr]
     pipe.unlink()
     pipe.write_text("{{ messages }}")
-    assert await texts.template() == "{{ messages }}"
+    assert await texts.chat_template() == "{{ messages }}"
 
 
 async def test_a_token_file_that_hangs_lets_nobody_in(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret")
-    token = BearerToken(file, seconds=0.05)
+    token = SharedToken(file, seconds=0.05)
     file.unlink()
     os.mkfifo(file)
     for _ in range(3):
         with refused("auth-unavailable"):
-            await token.check("Bearer s3cret", SEE)
+            await token.check_caller("Bearer s3cret", SEE_STATE)
     await asyncio.to_thread(answers, file, "other")
 
 
@@ -80,15 +80,15 @@ async def test_a_volume_that_hangs_is_told(tmp_path: Path) -> None:
         assert tiny.updates.slot is None
         own = WeightsSource(checkpoint=Checkpoint())
         back = StageRequest(epoch=1, version=1, source=own, deadline_seconds=1)
-        assert (await tiny.updates.stage("me", back)).phase == "Staging", "the way out"
-        await tiny.updates.discard("me", DiscardRequest(epoch=1, version=1))
+        assert (await tiny.updates.stage_weights("me", back)).phase == "Staging", "the way out"
+        await tiny.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
         released.set()
         assert all(each.result(30) for each in hanging)
         assert (await tiny.begin_stage(1, 7)).phase == "Staging"
 
 
 async def test_facts_of_a_model_that_is_not_loaded_ask_no_hub() -> None:
-    app = data_app(Worker(settings("--model", "org/model-of-a-silent-hub")))
+    app = make_data_app(WorkerService(settings("--model", "org/model-of-a-silent-hub")))
     for path in ("/v1/info", "/v1/completions", "/v1/chat/completions"):
         method = "GET" if path == "/v1/info" else "POST"
         answer = await asyncio.wait_for(call(app, path, b"{}", method), 5)
@@ -104,10 +104,10 @@ async def test_who_asks_at_once_shares_the_work() -> None:
         go.wait(30)
         return len(begun)
 
-    shared = Shared(work, "shared")
-    asked = [asyncio.create_task(shared.get(30)) for _ in range(20)]
+    shared = SharedCall(work, "shared")
+    asked = [asyncio.create_task(shared.get_result(30)) for _ in range(20)]
     await until(lambda: begun, what="the work")
     asked[0].cancel()
     go.set()
     assert await asyncio.gather(*asked[1:]) == [1] * 19
-    assert await shared.get(30) == 2
+    assert await shared.get_result(30) == 2

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from rollout_worker.requests.flights import Flight
+from rollout_worker.requests.flights import InFlightRequest
 from rollout_worker.schemas import DiscardRequest, Lifecycle
 from rollout_worker.turn import Turn, TurnTimeout
 from rollout_worker.wire.problems import ProblemError
@@ -62,7 +62,7 @@ class History:
 
     def __init__(self, worker: TinyWorker) -> None:
         self.worker = worker
-        self.flights: list[Flight] = []
+        self.flights: list[InFlightRequest] = []
         self.numbers = {(0, 0): 100}
         self.version = 0
 
@@ -112,18 +112,18 @@ class History:
 
     async def _discard(self) -> None:
         request = DiscardRequest(epoch=1, version=self.version)
-        await self.worker.updates.discard("me", request)
+        await self.worker.updates.discard_staged("me", request)
 
     async def _die(self) -> None:
         runtime = self.worker.runtime
         if runtime.engine is None:  # the last one is gone already: only the next one can die
-            if runtime.target().all_released:
+            if runtime.hold_target().is_all_released:
                 return
             await until(lambda: runtime.engine is not None, what="an engine that can die")
         restarts = runtime.restarts
         self.worker.engine.die()
-        runtime.crashed("the history says so")
-        if runtime.turn is not None and runtime.target().all_released:
+        runtime.report_crash("the history says so")
+        if runtime.turn is not None and runtime.hold_target().is_all_released:
             await until(lambda: runtime.engine is None, what="its burial")
             await self.worker.reaches(Lifecycle.ASLEEP)
             return
@@ -132,7 +132,7 @@ class History:
 
     def check(self) -> None:
         """What holds after every call."""
-        worker, state = self.worker, self.worker.worker.state()
+        worker, state = self.worker, self.worker.worker.worker_state()
         assert "commit" not in {hold.holder for hold in state.holds}
         if not worker.runtime.lifecycle.has_engine:  # none, or one that loads what was active
             assert not state.serving
@@ -158,7 +158,7 @@ class History:
             await self.worker.ends(flight)
             self._judge(flight)
 
-    def _judge(self, flight: Flight) -> None:
+    def _judge(self, flight: InFlightRequest) -> None:
         [output] = flight.outputs
         assert (output.abort_reason is None) is (len(output.token_ids) == LONG)
         edges = [0, *(span.end for span in output.spans)]
@@ -195,14 +195,14 @@ class TurnHistory(History):
         else:
             doing = asyncio.create_task(super().do(name, fields))
             while not doing.done():
-                turn = self.worker.worker.state().turn
+                turn = self.worker.worker.worker_state().turn
                 if turn is not None and turn.waiting_for:
                     self.trainer.give()
                 await asyncio.wait({doing}, timeout=0.01)
             await doing
 
     async def _train(self) -> None:
-        released = self.worker.runtime.target().all_released
+        released = self.worker.runtime.hold_target().is_all_released
         try:
             await self.trainer.take_async(5 if released else 0)
         except TurnTimeout:
@@ -215,7 +215,7 @@ class TurnHistory(History):
         engine = self.worker.runtime.engine
         resident = engine is not None and any(self.worker.engine.resident.values())
         assert not (resident and self.trainer.held)
-        turn = self.worker.worker.state().turn
+        turn = self.worker.worker.worker_state().turn
         assert turn is not None
         assert turn.state == "Held" if resident else True
 
@@ -228,7 +228,7 @@ class TurnHistory(History):
     async def _wake(self) -> None:
         for holder in HOLDERS:
             await self.do("wake", {"holder": holder})
-        await until(lambda: self.worker.runtime.alive, what="an engine")
+        await until(lambda: self.worker.runtime.is_alive, what="an engine")
         await until(lambda: self.worker.runtime.lifecycle.has_engine, what="the engine")
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.ports import leader
-from rollout_worker.ports.access import CONTROL
-from rollout_worker.ports.kubeauth import User
-from rollout_worker.ports.leader import LeaderReview
+from rollout_worker.ports.access import CONTROL_WORKER
+from rollout_worker.ports.kubeauth import TokenUser
+from rollout_worker.ports.leader import HeadTokenReview
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import refused, settings
 
@@ -31,10 +31,12 @@ class Cluster:
     """Knows whose tokens are, or can't be asked."""
 
     def __init__(self) -> None:
-        self.user: User | Exception = User(ACCOUNT, {"extra": {leader.POD_NAME: ["math-0-0"]}})
+        self.user: TokenUser | Exception = TokenUser(
+            ACCOUNT, {"extra": {leader.POD_NAME: ["math-0-0"]}}
+        )
         self.hangs = False
 
-    async def authenticate(self, authorization: str | None, address: str) -> User:
+    async def authenticate(self, authorization: str | None, address: str) -> TokenUser:
         if self.hangs:
             await asyncio.Event().wait()
         if isinstance(self.user, Exception):
@@ -53,55 +55,55 @@ def cluster() -> Cluster:
 @pytest.fixture
 async def member(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[LeaderReview]:
+) -> AsyncIterator[HeadTokenReview]:
     (tmp_path / "token").write_text(token(sub=ACCOUNT))
     monkeypatch.setattr(leader, "KubernetesReview", lambda _: cluster)
-    monkeypatch.setattr(leader, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(leader, "TOKEN_RETRY_SECONDS", 0.05)
     flags = ("--nodes", "2", "--rank", "1", "--leader-address", "math-0-0.math-heads")
-    found = LeaderReview(settings(*flags, "--kube-token-file", str(tmp_path / "token")))
+    found = HeadTokenReview(settings(*flags, "--kube-token-file", str(tmp_path / "token")))
     yield found
     await found.close()
 
 
 async def test_a_head_that_was_let_in_stays_while_the_api_server_is_away(
-    cluster: Cluster, member: LeaderReview
+    cluster: Cluster, member: HeadTokenReview
 ) -> None:
     mine = f"Bearer {token(exp=time.time() + 60)}"
-    assert await member.check(mine, CONTROL) == "math-0-0"
+    assert await member.check_caller(mine, CONTROL_WORKER) == "math-0-0"
     cluster.user = AWAY
-    assert await member.check(mine, CONTROL) == "math-0-0"
+    assert await member.check_caller(mine, CONTROL_WORKER) == "math-0-0"
     cluster.hangs = True
-    assert await asyncio.wait_for(member.check(mine, CONTROL), 5) == "math-0-0"
+    assert await asyncio.wait_for(member.check_caller(mine, CONTROL_WORKER), 5) == "math-0-0"
 
 
-async def test_nobody_else_is_let_in_meanwhile(cluster: Cluster, member: LeaderReview) -> None:
+async def test_nobody_else_is_let_in_meanwhile(cluster: Cluster, member: HeadTokenReview) -> None:
     mine, late = (f"Bearer {token(exp=time.time() + seconds)}" for seconds in (60, -1))
     for each in (late, mine):
-        await member.check(each, CONTROL)
+        await member.check_caller(each, CONTROL_WORKER)
     cluster.user = AWAY
     for other in (late, f"Bearer {token(exp=time.time() + 61)}"):
         with refused("auth-unavailable"):
-            await member.check(other, CONTROL)
+            await member.check_caller(other, CONTROL_WORKER)
     cluster.user = ProblemError("unauthenticated", "its pod is gone")
     with refused("unauthenticated"):
-        await member.check(mine, CONTROL)
+        await member.check_caller(mine, CONTROL_WORKER)
 
 
 async def test_an_expired_token_is_worth_nothing_then(
-    cluster: Cluster, member: LeaderReview
+    cluster: Cluster, member: HeadTokenReview
 ) -> None:
     late = f"Bearer {token(exp=time.time() - 1)}"
-    await member.check(late, CONTROL)
+    await member.check_caller(late, CONTROL_WORKER)
     cluster.user = AWAY
     with refused("auth-unavailable"):
-        await member.check(late, CONTROL)
+        await member.check_caller(late, CONTROL_WORKER)
 
 
-async def test_another_pods_token_is_never_known(cluster: Cluster, member: LeaderReview) -> None:
+async def test_another_pods_token_is_never_known(cluster: Cluster, member: HeadTokenReview) -> None:
     other = f"Bearer {token(exp=time.time() + 60)}"
-    cluster.user = User(ACCOUNT, {"extra": {leader.POD_NAME: ["math-1-0"]}})
+    cluster.user = TokenUser(ACCOUNT, {"extra": {leader.POD_NAME: ["math-1-0"]}})
     with refused("forbidden"):
-        await member.check(other, CONTROL)
+        await member.check_caller(other, CONTROL_WORKER)
     cluster.user = AWAY
     with refused("auth-unavailable"):
-        await member.check(other, CONTROL)
+        await member.check_caller(other, CONTROL_WORKER)

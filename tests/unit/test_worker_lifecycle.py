@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.core.states import MOVES, WITHOUT_ENGINE, IllegalMove, Tracker
+from rollout_worker.core.states import MOVES, WITHOUT_ENGINE, IllegalMove, LifecycleTracker
 from rollout_worker.schemas import Lifecycle
 
 
@@ -36,16 +36,16 @@ def test_no_engine_serves_while_it_loads() -> None:
 @given(st.lists(st.sampled_from(list(Lifecycle)), max_size=40))
 def test_the_tracker_follows_the_table_and_nothing_else(wanted: list[Lifecycle]) -> None:
     told: list[tuple[Lifecycle, Lifecycle]] = []
-    tracker = Tracker(lambda old, new: told.append((old, new)))
+    tracker = LifecycleTracker(lambda old, new: told.append((old, new)))
     state, moves = Lifecycle.STARTING, []
     for to in wanted:
         if to in MOVES[state]:
-            tracker.move(to)
+            tracker.move_to(to)
             moves.append((state, to))
             state = to
         else:
             with pytest.raises(IllegalMove, match=f"from {state.value} to {to.value}"):
-                tracker.move(to)
-        assert tracker.state is state
+                tracker.move_to(to)
+        assert tracker.current_state is state
         assert tracker.has_engine is (state not in WITHOUT_ENGINE)
     assert told == moves

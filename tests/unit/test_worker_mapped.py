@@ -23,7 +23,7 @@ from rollout_worker.engines.shared_memory.sinks import ALIGN, MappedSink, open_m
 from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.engines.weight_versions import require_sealed
 from rollout_worker.sources import files
-from rollout_worker.sources.filling import fill
+from rollout_worker.sources.filling import fill_sink
 
 ENTRIES = [
     Entry("a", TensorSpec("U8", (3,))),
@@ -168,7 +168,7 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
 
     layout, before = Layout({"w": TensorSpec("U8", (size,))}, {}, {}), open_files()
     filling = asyncio.create_task(
-        fill(
+        fill_sink(
             open_slot,
             layout,
             (tmp_path, ()),

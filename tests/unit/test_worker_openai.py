@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asgi import call
-from rollout_worker.openai.messages import plain
+from rollout_worker.openai.messages import plain_messages
 from rollout_worker.openai.models import ChatRequest, CompletionRequest
-from rollout_worker.openai.text import Growing, Texts
-from rollout_worker.openai.tool_calls import Gate, parse, parser_of
-from rollout_worker.ports.data import data_app
+from rollout_worker.openai.text import ModelText, StreamedText
+from rollout_worker.openai.tool_calls import ToolCallFilter, parse_tool_calls, tool_parser_of
+from rollout_worker.ports.data import make_data_app
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import tiny_worker
 
@@ -29,8 +29,8 @@ def utf8(ids: Sequence[int], special: bool) -> str:
 
 
 def grow(pieces: list[bytes], stops: Sequence[str] = ()) -> list[str]:
-    growing = Growing(utf8, stops)
-    return [*(growing.push(list(piece)) for piece in pieces), growing.end()]
+    growing = StreamedText(utf8, stops)
+    return [*(growing.push_ids(list(piece)) for piece in pieces), growing.take_rest()]
 
 
 async def test_an_answer_is_written_beside_the_event_loop(
@@ -43,14 +43,16 @@ async def test_an_answer_is_written_beside_the_event_loop(
         threads.append(threading.get_ident())
         return "é" * len(ids)
 
-    async def decoder(self: Texts) -> Any:
+    async def decoder(self: ModelText) -> Any:
         return decode
 
-    monkeypatch.setattr(Texts, "decoder", decoder)
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
     async with tiny_worker(tmp_path) as tiny:
         tiny.engine.free = True
         asked = {"prompt": [5], "max_tokens": 3, "n": 2, "logprobs": 1}
-        answer = await call(data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode())
+        answer = await call(
+            make_data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode()
+        )
     assert answer.status == 200, answer.content
     assert answer.headers["content-type"] == "application/json"
     assert [each["text"] for each in answer.body["choices"]] == ["ééé", "ééé"]
@@ -86,7 +88,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_c
 
 
 def test_tool_calls_are_taken_out() -> None:
-    content, calls = parse(f"Let me see.\n{CALL}\n{CALL}")
+    content, calls = parse_tool_calls(f"Let me see.\n{CALL}\n{CALL}")
     assert content == "Let me see."
     assert [call["function"]["name"] for call in calls] == ["add", "add"]
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "é"}
@@ -103,23 +105,23 @@ def test_tool_calls_are_taken_out() -> None:
     ids=lambda text: text[:30],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parse(text) == (text, [])
+    assert parse_tool_calls(text) == (text, [])
 
 
 @given(st.lists(st.integers(1, 9), max_size=60))
 def test_a_gate_lets_nothing_of_a_call_through(sizes: list[int]) -> None:
-    text, gate, seen = f"so <tool < it is{CALL}", Gate(), ""
+    text, gate, seen = f"so <tool < it is{CALL}", ToolCallFilter(), ""
     rest = text
     for size in [*sizes, len(text)]:
-        seen += gate.push(rest[:size])
+        seen += gate.push_text(rest[:size])
         rest = rest[size:]
-    content, calls = gate.end()
+    content, calls = gate.take_rest()
     assert (seen + content, len(calls)) == ("so <tool < it is", 1)
 
 
 def test_the_parser_is_known_by_the_template() -> None:
-    assert parser_of("{% if tools %}…<tool_call>…") == "hermes"
-    assert parser_of("{{ messages }}") is None
+    assert tool_parser_of("{% if tools %}…<tool_call>…") == "hermes"
+    assert tool_parser_of("{{ messages }}") is None
 
 
 def test_messages_become_plain() -> None:
@@ -129,7 +131,7 @@ def test_messages_become_plain() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "c"},
     ]
-    user, assistant, tool = plain(messages)
+    user, assistant, tool = plain_messages(messages)
     assert user == {"role": "user", "content": "ab"}
     assert assistant["content"] == ""
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
@@ -154,7 +156,7 @@ DEEP = {"function": {"name": "f", "arguments": "[" * 10**5}}
 )
 def test_messages_that_are_refused(message: dict[str, Any], field: str) -> None:
     with pytest.raises(ProblemError) as refused:
-        plain([message])
+        plain_messages([message])
     assert refused.value.problem.status == 422
     assert field in refused.value.problem.detail
 
@@ -163,12 +165,12 @@ def test_a_request_means_what_generate_means() -> None:
     request = CompletionRequest.model_validate(
         {"prompt": [1], "temperature": 0.5, "stop": "x", "logit_bias": {"7": 2}, "top_k": -1}
     )
-    found = request.generate("r", [1], logprobs=True, max_tokens=16)
+    found = request.to_generate_request("r", [1], logprobs=True, max_tokens=16)
     assert found.logprobs is None, "the pool's kind"
     sampling = found.sampling
     assert (sampling.temperature, sampling.stop, sampling.top_k) == (0.5, ("x",), 0)
     assert (sampling.logit_bias, sampling.max_tokens) == ({7: 2.0}, 16)
-    assert request.generate("r", [1], logprobs=False, max_tokens=None).logprobs == "none"
+    assert request.to_generate_request("r", [1], logprobs=False, max_tokens=None).logprobs == "none"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_a_request_means_what_generate_means() -> None:
     ids=str,
 )
 def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
-    assert CompletionRequest(prompt=prompt).prompts == prompts
+    assert CompletionRequest(prompt=prompt).all_prompts == prompts
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
 def test_what_would_be_ignored_is_refused(fields: dict[str, Any], field: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], **fields}
     with pytest.raises(ProblemError) as refused:
-        ChatRequest.model_validate(body).check("tiny")
+        ChatRequest.model_validate(body).check_fields("tiny")
     errors = (refused.value.problem.model_extra or {})["errors"]
     assert errors[0]["field"] == field
 
@@ -208,7 +210,7 @@ def test_what_would_be_ignored_is_refused(fields: dict[str, Any], field: str) ->
 def test_what_never_changes_an_answer_is_ignored() -> None:
     fields = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "whatever": None}
     same = {"echo": False, "best_of": 1, "length_penalty": 1.0, "parallel_tool_calls": True}
-    CompletionRequest.model_validate({"prompt": "a", **fields, **same}).check("tiny")
+    CompletionRequest.model_validate({"prompt": "a", **fields, **same}).check_fields("tiny")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -224,17 +226,17 @@ async def test_of_several_calls_only_the_first_where_one_is_asked_for(
         return value
 
     monkeypatch.setattr(
-        Texts, "decoder", lambda _: given(lambda ids, _special: said if ids else "")
+        ModelText, "make_decoder", lambda _: given(lambda ids, _special: said if ids else "")
     )
-    monkeypatch.setattr(Texts, "render", lambda *_, **__: given([5, 6]))
-    monkeypatch.setattr(Texts, "template", lambda _: given("tools <tool_call>"))
+    monkeypatch.setattr(ModelText, "render_conversation", lambda *_, **__: given([5, 6]))
+    monkeypatch.setattr(ModelText, "chat_template", lambda _: given("tools <tool_call>"))
     tool = {"type": "function", "function": {"name": "a"}}
     asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 3}
     asked |= {"parallel_tool_calls": parallel, "stream": stream}
     async with tiny_worker(tmp_path) as tiny:
         tiny.engine.free = True
         answer = await call(
-            data_app(tiny.worker), "/v1/chat/completions", json.dumps(asked).encode()
+            make_data_app(tiny.worker), "/v1/chat/completions", json.dumps(asked).encode()
         )
     assert answer.status == 200, answer.content
     if stream:

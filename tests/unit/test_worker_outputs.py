@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.requests.outputs import Output
+from rollout_worker.requests.outputs import RunningOutput
 from rollout_worker.schemas import (
     AbortReason,
     SamplingParams,
@@ -29,13 +29,13 @@ def delta(start: int, count: int, version: int, stale: bool = False) -> EngineDe
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), max_size=30))
 def test_spans_merge_and_cover(steps: list[tuple[int, int, bool]]) -> None:
-    output = Output(0, REQUEST)
+    output = RunningOutput(0, REQUEST)
     kinds: list[tuple[int, bool]] = []
     for count, version, stale in steps:
-        output.take(delta(len(output.token_ids), count, version, stale))
+        output.append_delta(delta(len(output.token_ids), count, version, stale))
         kinds += [(version, stale)] * count
-    output.end(AbortReason.CLIENT)
-    result = output.result()
+    output.mark_aborted(AbortReason.CLIENT)
+    result = output.to_result()
     edges = [0, *(span.end for span in result.weights)]
     assert [span.start for span in result.weights] == edges[: len(result.weights)]
     assert edges[-1] == len(result.token_ids)
@@ -58,37 +58,37 @@ def test_spans_merge_and_cover(steps: list[tuple[int, int, bool]]) -> None:
 )
 def test_what_is_read_in_pieces_adds_up(steps: list[tuple[int, int, bool, bool]]) -> None:
     """Whenever its reader looks: each piece follows the former and has its own spans and logprobs."""
-    output, pieces = Output(2, REQUEST), Output(2, REQUEST)
+    output, pieces = RunningOutput(2, REQUEST), RunningOutput(2, REQUEST)
     for count, version, stale, looks in [*steps, (0, 1, False, True)]:
-        output.take(delta(len(output.token_ids), count, version, stale))
-        piece = output.since(len(pieces.token_ids)) if looks else None
+        output.append_delta(delta(len(output.token_ids), count, version, stale))
+        piece = output.delta_since(len(pieces.token_ids)) if looks else None
         if piece is None:
             continue
         assert piece.index == 2
         assert piece.weights[0].start == len(pieces.token_ids)
         assert piece.weights[-1].end == len(output.token_ids)
-        pieces.take(EngineDelta(piece.token_ids, piece.logprobs, piece.weights))
+        pieces.append_delta(EngineDelta(piece.token_ids, piece.logprobs, piece.weights))
     for each in (output, pieces):
-        each.end(AbortReason.CLIENT)
-    assert pieces.result() == output.result()
-    assert output.since(len(output.token_ids)) is None
+        each.mark_aborted(AbortReason.CLIENT)
+    assert pieces.to_result() == output.to_result()
+    assert output.delta_since(len(output.token_ids)) is None
 
 
 def test_the_first_end_counts() -> None:
-    output = Output(0, REQUEST)
+    output = RunningOutput(0, REQUEST)
     last = EngineDelta(
         token_ids=(), logprobs=(), spans=(), stop_reason=StopReason.LENGTH, queued_seconds=0.5
     )
-    output.take(last)
-    output.end(AbortReason.ENGINE)
+    output.append_delta(last)
+    output.mark_aborted(AbortReason.ENGINE)
     assert (output.stop_reason, output.abort_reason) == (StopReason.LENGTH, None)
     assert output.queued_seconds == 0.5
 
 
 def test_an_output_that_never_ran_is_empty() -> None:
-    output = Output(3, REQUEST)
-    output.end(AbortReason.DEADLINE)
-    result = output.result()
+    output = RunningOutput(3, REQUEST)
+    output.mark_aborted(AbortReason.DEADLINE)
+    result = output.to_result()
     assert (result.index, result.token_ids, result.weights, result.logprobs) == (3, (), (), ())
     assert (result.stop_reason, result.abort_reason) == (
         StopReason.ABORTED,
@@ -97,20 +97,23 @@ def test_an_output_that_never_ran_is_empty() -> None:
 
 
 def test_everything_of_a_delta_is_kept() -> None:
-    output = Output(0, REQUEST)
+    output = RunningOutput(0, REQUEST)
     match = StopMatch(token_id=7)
     for cached, preempted in ((3, 1), (0, 0)):
-        output.take(EngineDelta((), (), (), cached_tokens=cached, preemptions=preempted))
-    output.take(EngineDelta((), (), (), stop_reason=StopReason.STOP, stop_match=match))
+        output.append_delta(EngineDelta((), (), (), cached_tokens=cached, preemptions=preempted))
+    output.append_delta(EngineDelta((), (), (), stop_reason=StopReason.STOP, stop_match=match))
     assert (output.cached_tokens, output.preemptions) == (3, 1)
-    assert (output.result().stop_reason, output.result().stop_match) == (StopReason.STOP, match)
+    assert (output.to_result().stop_reason, output.to_result().stop_match) == (
+        StopReason.STOP,
+        match,
+    )
 
 
 def test_who_asked_for_no_logprobs_gets_none() -> None:
-    output = Output(0, replace(REQUEST, logprobs=None))
-    output.take(EngineDelta((5,), None, (WeightsSpan(epoch=0, version=0, start=0, end=1),)))
-    output.end(AbortReason.CLIENT)
-    assert (output.result().logprobs, output.result().token_ids) == (None, (5,))
-    piece = output.since(0)
+    output = RunningOutput(0, replace(REQUEST, logprobs=None))
+    output.append_delta(EngineDelta((5,), None, (WeightsSpan(epoch=0, version=0, start=0, end=1),)))
+    output.mark_aborted(AbortReason.CLIENT)
+    assert (output.to_result().logprobs, output.to_result().token_ids) == (None, (5,))
+    piece = output.delta_since(0)
     assert piece is not None
     assert (piece.logprobs, piece.token_ids) == (None, (5,))

@@ -29,7 +29,7 @@ from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources import giving
 from rollout_worker.sources.fetching import Fetching
-from rollout_worker.sources.files import read
+from rollout_worker.sources.files import read_source
 from rollout_worker.sources.giving import Kept
 from rollout_worker.sources.incoming import End, Incoming
 from rollout_worker.sources.memory import Memory
@@ -252,5 +252,7 @@ def test_an_engine_with_room_for_what_is_left_out_is_refused() -> None:
 
     sink = MappedSink([Entry("a", TensorSpec("F32", (1,)))])
     with pytest.raises(WeightsRejected, match="'a' are left out, but the engine needs them"):
-        read(Lacking({"a": torch.ones(1)}), {}, sink.allocate, lambda *_: None, lambda: False)
+        read_source(
+            Lacking({"a": torch.ones(1)}), {}, sink.allocate, lambda *_: None, lambda: False
+        )
     sink.close()

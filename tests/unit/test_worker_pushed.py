@@ -45,7 +45,7 @@ async def test_pushed_weights_serve_once_they_are_committed(
     answer = await worker.commit(1, root_hash=given.root_hash)
     assert answer.active.root_hash == given.root_hash
     assert worker.engine.active.number == 7
-    kept = worker.updates.view().kept
+    kept = worker.updates.to_view().kept
     assert kept is not None
     assert (kept.version, kept.root_hash, kept.bytes) == (1, given.root_hash, given.layout.nbytes)
 
@@ -75,7 +75,7 @@ async def test_nothing_is_left_of_pushed_weights_that_are_gone(
     await quiet()
     assert len(held()) == len(before)
     await worker.update(6, 5)
-    assert worker.updates.view().kept is None
+    assert worker.updates.to_view().kept is None
     await quiet()
     assert len(held()) < len(before)
 
@@ -134,8 +134,8 @@ async def test_a_ticket_is_good_once_and_a_new_one_voids_it(worker: TinyWorker) 
         await asyncio.to_thread(end.whole, second.transfer)
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
     assert await slug(second) == "bad-ticket"
-    assert worker.updates.view().staged is not None
-    assert worker.updates.view().staged.transfer is None  # type: ignore[union-attr]
+    assert worker.updates.to_view().staged is not None
+    assert worker.updates.to_view().staged.transfer is None  # type: ignore[union-attr]
 
 
 async def slug(begun: StagedWeights) -> str:
@@ -152,7 +152,7 @@ async def test_another_caller_gets_no_ticket(worker: TinyWorker) -> None:
 
     await stage(worker, 1)
     body = {"epoch": 1, "version": 1, "source": {"pushed": {}}}
-    theirs = await worker.updates.stage("somebody else", StageRequest.model_validate(body))
+    theirs = await worker.updates.stage_weights("somebody else", StageRequest.model_validate(body))
     assert theirs.transfer is None
 
 
@@ -217,7 +217,7 @@ async def test_a_transfer_that_was_cut_goes_on_where_it_was(
         end.data(2 * CHUNK_BYTES)
         slot = worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.view().chunks == 2, what="two chunks")
+        await until(lambda: slot.to_view().chunks == 2, what="two chunks")
     with trainer(begun.transfer, given, "tcp") as end:
         end.hello(begun.transfer)
         have = await asyncio.to_thread(end.ready)
@@ -236,7 +236,7 @@ async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(tmp_path: P
     async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
         await push(a, 1, given, "tcp")
         await a.commit(1)
-        offered = a.updates.offer("me", OfferRequest(epoch=1, version=1))
+        offered = a.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
         assert (offered.root_hash, offered.bytes) == (given.root_hash, given.layout.nbytes)
         peers = [
             Peer(host="127.0.0.1", port=1, ticket="0" * 32),
@@ -247,7 +247,7 @@ async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(tmp_path: P
         assert (staged.phase, staged.error) == ("Staged", None)
         await b.commit(1)
         assert b.engine.active.number == 7
-        assert b.updates.view().kept == a.updates.view().kept
+        assert b.updates.to_view().kept == a.updates.to_view().kept
         again = await b.stage(2, 0, source=source)
         assert again.phase == "Failed"
         assert "no peer could give" in str(again.error)
@@ -270,7 +270,7 @@ async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_
             first[0] ^= 1
 
         def peer(worker: TinyWorker) -> dict[str, object]:
-            offered = worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+            offered = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
             return Peer(host="127.0.0.1", port=offered.port, ticket=offered.ticket).model_dump()
 
         alone = await c.stage(1, 0, source={"pushed": {"peers": [peer(a)]}})
@@ -321,12 +321,12 @@ def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> No
 
 async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> None:
     with refused("no-copy") as caught:
-        worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+        worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
     assert "ask another member" in str(caught.value)
     await push(worker, 1, Version(7), "tcp")
     await worker.commit(1)
     with refused("no-copy"):
-        worker.updates.offer("me", OfferRequest(epoch=1, version=2))
+        worker.updates.offer_weights("me", OfferRequest(epoch=1, version=2))
 
 
 async def test_a_restarted_engine_gets_pushed_weights_from_the_kept_copy(
@@ -336,10 +336,10 @@ async def test_a_restarted_engine_gets_pushed_weights_from_the_kept_copy(
     await worker.commit(1)
     worker.engine.die()
     await until(
-        lambda: len(worker.engines) == 2 and worker.updates.identity is not None,
+        lambda: len(worker.engines) == 2 and worker.updates.active_identity is not None,
         what="another engine",
     )
-    await until(lambda: worker.runtime.lifecycle.state == "Active", what="it to serve")
+    await until(lambda: worker.runtime.lifecycle.current_state == "Active", what="it to serve")
     assert worker.engine.active.number == 7
     assert worker.active is not None
     assert worker.active.version == 1
@@ -361,12 +361,12 @@ async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kep
     await push(worker, 1, Version(7), "tcp")
     await worker.commit(1)
     await worker.sleep(level=2)
-    worker.updates.pushes.drop()
+    worker.updates.pushes.drop_kept()
     with refused("weights-rejected"):
         await worker.wake()
     assert "NoLiveCopy" in str(worker.runtime.last_error)
-    assert worker.updates.view().active is None
-    assert worker.worker.readiness() is not None
+    assert worker.updates.to_view().active is None
+    assert worker.worker.readiness_problem() is not None
     await push(worker, 1, Version(7), "tcp")
     await worker.commit(1)
     await worker.reaches(Lifecycle.ACTIVE)
@@ -378,12 +378,12 @@ async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
 ) -> None:
     await push(worker, 1, Version(7), "tcp")
     await worker.commit(1)
-    worker.updates.pushes.drop()
+    worker.updates.pushes.drop_kept()
     worker.engine.die()
     await until(lambda: len(worker.engines) == 2, what="another engine")
     await until(lambda: "NoLiveCopy" in str(worker.runtime.last_error), what="the reason")
     await until(lambda: worker.runtime.lifecycle.has_engine, what="the checkpoint")
-    assert worker.worker.readiness() is not None, "it is fenced"
+    assert worker.worker.readiness_problem() is not None, "it is fenced"
 
 
 async def test_what_is_kept_makes_room_for_what_comes(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ async def test_discarding_ends_a_transfer_and_tells_the_trainer(worker: TinyWork
     with trainer(begun.transfer, Version(7), "tcp") as end:
         end.hello(begun.transfer)
         await asyncio.to_thread(end.ready)
-        await worker.updates.discard("me", DiscardRequest(epoch=1, version=1))
+        await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
         frame = await asyncio.to_thread(end.answer)
         assert frame.kind is Kind.FAILED
         assert "discarded" in frame.text("detail")

@@ -212,9 +212,9 @@ async def test_memory_that_the_kernel_refuses_is_told_and_given_back(
             await made.has(push, "a", staged=False)
         slot = made.workers["a"].updates.slot
         assert slot is not None
-        await until(lambda: slot.view().phase == "Failed", what="the slot to end")
-        assert "File too large" in str(slot.view().error)
-        assert push.board.of("a").why == slot.view().error
+        await until(lambda: slot.to_view().phase == "Failed", what="the slot to end")
+        assert "File too large" in str(slot.to_view().error)
+        assert push.board.of("a").why == slot.to_view().error
         await made.end(push)
 
 

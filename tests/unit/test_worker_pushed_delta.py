@@ -76,7 +76,7 @@ async def test_what_differs_is_enough_once_the_base_serves(worker: TinyWorker) -
         assert worker.engine.active.number == number - 1, "the base serves until the commit"
         await worker.commit(number)
         assert worker.engine.active.number == number
-        kept = worker.updates.view().kept
+        kept = worker.updates.to_view().kept
         assert kept is not None
         assert kept.root_hash == given.root_hash
 
@@ -200,7 +200,7 @@ async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
         end.data(CHUNK_BYTES)
         slot = worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.view().chunks == 2, what="two chunks")
+        await until(lambda: slot.to_view().chunks == 2, what="two chunks")
     with trainer(begun.transfer, given, "tcp") as end:
         end.hello(begun.transfer, base=base_of(1, base))
         assert await asyncio.to_thread(end.ready) == [[0, 2 * CHUNK_BYTES]]
@@ -220,7 +220,7 @@ async def test_a_base_that_does_not_serve_with_its_bytes_is_refused(worker: Tiny
     await worker.commit(1)
     for named in (Version(9), base):
         if named is base:
-            worker.updates.pushes.drop()
+            worker.updates.pushes.drop_kept()
         with refused("wrong-base"):
             await staged_on(worker, 2, named)
     assert worker.updates.slot is None

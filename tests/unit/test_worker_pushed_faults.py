@@ -323,8 +323,8 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     assert slot is not None
     assert begun.transfer is not None
     failing = asyncio.create_task(asyncio.to_thread(fail, way, step, fault, begun.transfer))
-    await until(lambda: slot.view().phase != "Staging", what="the slot to end")
-    ended, view = time.monotonic(), slot.view()
+    await until(lambda: slot.to_view().phase != "Staging", what="the slot to end")
+    ended, view = time.monotonic(), slot.to_view()
     await serves(worker, 1, ended)
     if fault.says:
         says = (step == "HELLO" and fault.early) or fault.says
@@ -335,7 +335,7 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     else:
         assert view.phase == "Staged", view.error
     if not fault.says:
-        await worker.updates.discard("me", DiscardRequest(epoch=1, version=2))
+        await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=2))
     await failing
     assert await left(worker) == before
     again = await push(worker, 3, Version(3), KINDS[way])

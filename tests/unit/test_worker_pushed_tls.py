@@ -17,7 +17,7 @@ from pushing import Trainer, Version, pushed_worker, quiet, stage
 from rollout_client import AsyncRolloutPool, DirectOptions
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_worker.schemas import OfferRequest, Transfer
-from rollout_worker.settings import BadSettings
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.sources import incoming
 from rollout_worker.transfer.dialing import dial
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind, Refused, Untrusted
@@ -103,7 +103,7 @@ async def test_a_joiner_fetches_over_tls(worker: TinyWorker, tmp_path: Path) -> 
     await worker.commit(1)
     flags = required(tmp_path / "tls")
     async with pushed_worker(tmp_path / "b", *flags) as joiner:
-        offered = worker.updates.offer("me", OfferRequest(epoch=1, version=1))
+        offered = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
         peer = {"host": "127.0.0.1", "port": offered.port, "ticket": offered.ticket}
         staged = await joiner.stage(1, 0, source={"pushed": {"peers": [peer]}})
         assert (staged.phase, staged.error) == ("Staged", None)
@@ -124,7 +124,7 @@ async def test_a_transfer_that_was_cut_goes_on_over_tls(
         end.data(2 * CHUNK_BYTES)
         slot = worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.view().chunks == 1, what="a chunk")
+        await until(lambda: slot.to_view().chunks == 1, what="a chunk")
     with secured(begun, given, ca) as end:
         await asyncio.to_thread(end.whole, begun)
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
@@ -148,7 +148,7 @@ async def test_plain_senders_are_turned_away_by_name(
 
 def view(worker: TinyWorker) -> Any:
     assert worker.updates.slot is not None
-    return worker.updates.slot.view()
+    return worker.updates.slot.to_view()
 
 
 async def test_a_sender_with_another_ca_says_so_and_the_slot_does(
@@ -297,5 +297,7 @@ async def test_a_trainer_publishes_over_tls(tmp_path: Path) -> None:
 
 
 def test_tls_without_a_certificate_is_refused_at_the_start() -> None:
-    with pytest.raises(BadSettings, match=r"--weights-tls required needs --control-tls-cert-file"):
+    with pytest.raises(
+        InvalidSettings, match=r"--weights-tls required needs --control-tls-cert-file"
+    ):
         settings("--weights-tls", "required")

@@ -83,7 +83,7 @@ class Scene:
         """Wait for a phase of the slot."""
         slot = self.worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.view().phase == phase, what=f"{phase}, it is {slot.view()}")
+        await until(lambda: slot.to_view().phase == phase, what=f"{phase}, it is {slot.to_view()}")
 
     async def told(self) -> str:
         """Return what the trainer is told last, if it is told."""
@@ -102,7 +102,9 @@ class Scene:
         body = {"epoch": 1, "version": COMING, "source": {"pushed": {}}, **fields}
         try:
             async with asyncio.timeout(SECONDS):
-                view = await self.worker.updates.stage(caller, StageRequest.model_validate(body))
+                view = await self.worker.updates.stage_weights(
+                    caller, StageRequest.model_validate(body)
+                )
         except ProblemError as problem:
             return problem.slug
         return f"{view.phase}, {'no ticket' if view.transfer is None else 'a ticket'}"
@@ -111,7 +113,7 @@ class Scene:
         """Discard what comes."""
         request = DiscardRequest(epoch=1, version=COMING)
         async with asyncio.timeout(SECONDS):
-            return (await self.worker.updates.discard("me", request)).outcome
+            return (await self.worker.updates.discard_staged("me", request)).outcome
 
     async def commits(self, **fields: Any) -> str:
         """Commit what comes; returns how that is answered."""
@@ -213,7 +215,7 @@ async def higher_epoch(scene: Scene) -> str:
     await scene.begin()
     await scene.stages(epoch=2)
     told = await scene.told()
-    await scene.worker.updates.discard("me", DiscardRequest(epoch=2, version=COMING))
+    await scene.worker.updates.discard_staged("me", DiscardRequest(epoch=2, version=COMING))
     return told
 
 

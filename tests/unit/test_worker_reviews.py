@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from loopback import Loopback, loopback
-from rollout_worker.ports.access import CONTROL, SEE
+from rollout_worker.ports.access import CONTROL_WORKER, SEE_STATE
 from rollout_worker.ports.kubeauth import KubernetesReview
 from rollout_worker.ports.reviews import (
     ACCEPTED_SECONDS,
@@ -23,8 +23,8 @@ from rollout_worker.ports.reviews import (
     MAX_WAITING,
     MAX_WAITING_EACH,
     RENEW_SECONDS,
-    Queue,
-    Reviews,
+    ReviewQueue,
+    TokenReviews,
 )
 from rollout_worker.wire.problems import ProblemError
 from tiny_worker import refused, settings
@@ -68,7 +68,7 @@ async def review(api: Loopback, tmp_path: Path) -> AsyncIterator[KubernetesRevie
 
 async def outcome(review: KubernetesReview, token: str, address: str = "") -> int | str:
     try:
-        return await review.check(f"Bearer {token}", SEE, address)
+        return await review.check_caller(f"Bearer {token}", SEE_STATE, address)
     except ProblemError as refusal:
         return refusal.problem.status
 
@@ -78,7 +78,7 @@ async def test_equal_first_calls_make_one_review_of_each_kind(
 ) -> None:
     assert await asyncio.gather(*(outcome(review, "good") for _ in range(100))) == ["good"] * 100
     assert [path for _, path, _ in api.requests] == [TOKENS, RIGHTS]
-    await review.check("Bearer good", CONTROL)
+    await review.check_caller("Bearer good", CONTROL_WORKER)
     assert [path for _, path, _ in api.requests] == [TOKENS, RIGHTS, RIGHTS]
 
 
@@ -111,7 +111,9 @@ class Asked:
 
     def __init__(self) -> None:
         self.now, self.times, self.good = 0.0, 0, True
-        self.reviews: Reviews[bool] = Reviews(Queue(), accepts=bool, clock=lambda: self.now)
+        self.reviews: TokenReviews[bool] = TokenReviews(
+            ReviewQueue(), accepts=bool, clock=lambda: self.now
+        )
         self.go = asyncio.Event()
         self.go.set()
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging import Staging, check_memory_left
-from rollout_worker.threads import Freeing
+from rollout_worker.threads import BackgroundFreeing
 from rollout_worker.transfer.room import MARGIN_BYTES
 
 MIB = 1 << 20
@@ -128,7 +128,7 @@ def test_a_budget_beyond_the_limit_gives_no_more_than_there_is(root: Path) -> No
 
 def test_what_is_being_freed_is_waited_for_before_more_is_taken(root: Path) -> None:
     staging, may_end = Staging(root=root), threading.Event()
-    staging.freeing.add(lambda: may_end.wait(10))
+    staging.freeing.free_soon(lambda: may_end.wait(10))
     taker = threading.Thread(target=staging.claim, args=(1,))
     taker.start()
     taker.join(0.2)
@@ -139,20 +139,20 @@ def test_what_is_being_freed_is_waited_for_before_more_is_taken(root: Path) -> N
 
 
 def test_nothing_is_freed_while_an_engine_stands_still() -> None:
-    freeing, freed = Freeing(), list[str]()
-    with freeing.later():
-        freeing.add(lambda: freed.append("former"))
-        with freeing.later():
-            freeing.add(lambda: freed.append("kept"))
-        freeing.settle(0.2)
+    freeing, freed = BackgroundFreeing(), list[str]()
+    with freeing.postpone_freeing():
+        freeing.free_soon(lambda: freed.append("former"))
+        with freeing.postpone_freeing():
+            freeing.free_soon(lambda: freed.append("kept"))
+        freeing.wait_until_freed(0.2)
         assert not freed
-    freeing.settle(10)
+    freeing.wait_until_freed(10)
     assert freed == ["former", "kept"]
 
 
 def test_what_cannot_be_freed_keeps_nothing_else() -> None:
-    freeing, freed = Freeing(), list[str]()
-    freeing.add(lambda: 1 / 0)
-    freeing.add(lambda: freed.append("next"))
-    freeing.settle(10)
+    freeing, freed = BackgroundFreeing(), list[str]()
+    freeing.free_soon(lambda: 1 / 0)
+    freeing.free_soon(lambda: freed.append("next"))
+    freeing.wait_until_freed(10)
     assert freed == ["next"]

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from rollout_worker.core import runtime as module
-from rollout_worker.core.runtime import Pulse, Runtime
+from rollout_worker.core.runtime import ChangeNotifier, WorkerRuntime
 from rollout_worker.engine import Engine, EngineCrashed, WeightsRejected
 from rollout_worker.schemas import Lifecycle
 from tiny_engine import TinyEngine, raising
@@ -18,9 +18,9 @@ from tiny_worker import refused, settings
 
 
 @pytest.fixture
-async def runtime() -> Runtime:
+async def runtime() -> WorkerRuntime:
     """As it is once an engine was loaded."""
-    runtime = Runtime(settings())
+    runtime = WorkerRuntime(settings())
     runtime.died = asyncio.get_running_loop().create_future()
     return runtime
 
@@ -30,11 +30,13 @@ async def answer(what: str) -> str:
     return what
 
 
-async def test_a_call_answers(runtime: Runtime) -> None:
-    assert await runtime.call(answer("yes"), 5, "ask") == "yes"
+async def test_a_call_answers(runtime: WorkerRuntime) -> None:
+    assert await runtime.call_engine(answer("yes"), 5, "ask") == "yes"
 
 
-async def test_a_call_that_takes_too_long_is_given_up_and_cleaned_up(runtime: Runtime) -> None:
+async def test_a_call_that_takes_too_long_is_given_up_and_cleaned_up(
+    runtime: WorkerRuntime,
+) -> None:
     cleaned = False
 
     async def hang() -> None:
@@ -45,16 +47,16 @@ async def test_a_call_that_takes_too_long_is_given_up_and_cleaned_up(runtime: Ru
             cleaned = True
 
     with pytest.raises(EngineCrashed, match=r"ask took more than 0\.05 s"):
-        await runtime.call(hang(), 0.05, "ask")
+        await runtime.call_engine(hang(), 0.05, "ask")
     assert cleaned
     with pytest.raises(EngineCrashed, match="took more"):
         runtime.check_alive()
 
 
 async def test_a_call_that_cannot_be_cancelled_holds_nobody_up(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    runtime: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "CANCEL_GRACE_SECONDS", 0.05)
     over = asyncio.Event()
 
     async def deaf() -> None:
@@ -66,18 +68,18 @@ async def test_a_call_that_cannot_be_cancelled_holds_nobody_up(
 
     began = time.monotonic()
     with pytest.raises(EngineCrashed):
-        await runtime.call(deaf(), 0.05, "ask")
+        await runtime.call_engine(deaf(), 0.05, "ask")
     assert time.monotonic() - began < 2
     over.set()
 
 
-async def test_a_call_ends_when_the_engine_is_found_dead(runtime: Runtime) -> None:
-    asyncio.get_running_loop().call_later(0.05, runtime.crashed, "somebody saw it")
+async def test_a_call_ends_when_the_engine_is_found_dead(runtime: WorkerRuntime) -> None:
+    asyncio.get_running_loop().call_later(0.05, runtime.report_crash, "somebody saw it")
     with pytest.raises(EngineCrashed, match="somebody saw it"):
-        await asyncio.wait_for(runtime.call(asyncio.Event().wait(), 60, "ask"), 5)
+        await asyncio.wait_for(runtime.call_engine(asyncio.Event().wait(), 60, "ask"), 5)
 
 
-async def test_a_cancelled_call_is_cancelled(runtime: Runtime) -> None:
+async def test_a_cancelled_call_is_cancelled(runtime: WorkerRuntime) -> None:
     ended = asyncio.Event()
 
     async def wait() -> None:
@@ -86,7 +88,7 @@ async def test_a_cancelled_call_is_cancelled(runtime: Runtime) -> None:
         finally:
             ended.set()
 
-    task = asyncio.create_task(runtime.call(wait(), 60, "ask"))
+    task = asyncio.create_task(runtime.call_engine(wait(), 60, "ask"))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -107,32 +109,32 @@ async def test_a_cancelled_call_is_cancelled(runtime: Runtime) -> None:
     ],
 )
 async def test_what_an_error_says_of_the_engine(
-    runtime: Runtime, error: Exception, fatal: bool, raised: type[Exception], dead: bool
+    runtime: WorkerRuntime, error: Exception, fatal: bool, raised: type[Exception], dead: bool
 ) -> None:
     fail = raising(error)
     with pytest.raises(raised):
-        await runtime.call(fail(), 5, "ask", fatal=fatal)  # type: ignore[arg-type]
+        await runtime.call_engine(fail(), 5, "ask", fatal=fatal)  # type: ignore[arg-type]
     assert runtime.died is not None
     assert runtime.died.done() is dead
     if dead:
         assert str(error) in runtime.died.result()
 
 
-async def test_the_first_reason_of_a_death_stays(runtime: Runtime) -> None:
-    waiting = asyncio.create_task(runtime.changed.wait(5))
+async def test_the_first_reason_of_a_death_stays(runtime: WorkerRuntime) -> None:
+    waiting = asyncio.create_task(runtime.changed.wait_for_change(5))
     await asyncio.sleep(0)
-    runtime.crashed("first")
-    runtime.crashed("second")
+    runtime.report_crash("first")
+    runtime.report_crash("second")
     with pytest.raises(EngineCrashed, match="first"):
         runtime.check_alive()
     assert await waiting, "who waits is told"
-    assert not runtime.alive
+    assert not runtime.is_alive
 
 
-async def test_one_at_a_time_and_nobody_waits_for_ever(runtime: Runtime) -> None:
-    async with runtime.alone(5):
+async def test_one_at_a_time_and_nobody_waits_for_ever(runtime: WorkerRuntime) -> None:
+    async with runtime.exclusive_within(5):
         with refused("deadline-exceeded") as caught:
-            async with runtime.alone(0.05):
+            async with runtime.exclusive_within(0.05):
                 raise AssertionError("two at once")
         assert caught.value.retry_after == 1
     async with runtime.alone(0.05):
@@ -143,7 +145,7 @@ async def test_one_at_a_time_and_nobody_waits_for_ever(runtime: Runtime) -> None
     assert not runtime.exclusive.locked()
 
 
-async def test_generations_only_rise(runtime: Runtime) -> None:
+async def test_generations_only_rise(runtime: WorkerRuntime) -> None:
     runtime.see_generation(None)
     assert runtime.generation is None
     for generation in (0, 5, 5):
@@ -154,56 +156,56 @@ async def test_generations_only_rise(runtime: Runtime) -> None:
     assert runtime.generation == 5
 
 
-async def test_a_verb_without_an_engine_is_told_the_state_and_why(runtime: Runtime) -> None:
+async def test_a_verb_without_an_engine_is_told_the_state_and_why(runtime: WorkerRuntime) -> None:
     with refused("starting") as caught:
-        runtime.loaded()
+        runtime.loaded_engine()
     assert caught.value.problem.status == 409
     assert caught.value.problem.model_dump()["lifecycle"] == "Starting"
-    runtime.lifecycle.move(Lifecycle.FAILED)
+    runtime.lifecycle.move_to(Lifecycle.FAILED)
     runtime.last_error = "no memory"
     with refused("failed") as caught:
-        runtime.loaded()
+        runtime.loaded_engine()
     assert "no memory" in str(caught.value)
-    stats = runtime.stats()
+    stats = runtime.engine_stats()
     assert (stats.running, stats.resident.weights, stats.resident.kv_cache) == (0, False, False)
 
 
-async def test_a_hold_that_expired_is_none(runtime: Runtime) -> None:
-    runtime.holds.pause("me", time.monotonic() + 0.05)
-    assert runtime.held
+async def test_a_hold_that_expired_is_none(runtime: WorkerRuntime) -> None:
+    runtime.holds.hold_paused("me", time.monotonic() + 0.05)
+    assert runtime.is_held
     await asyncio.sleep(0.06)
-    assert not runtime.held
+    assert not runtime.is_held
 
 
 async def test_a_pulse_wakes_all_who_wait_and_nobody_later() -> None:
-    pulse = Pulse()
-    waiting = [asyncio.create_task(pulse.wait(None)) for _ in range(2)]
+    pulse = ChangeNotifier()
+    waiting = [asyncio.create_task(pulse.wait_for_change(None)) for _ in range(2)]
     await asyncio.sleep(0)
-    pulse.fire()
+    pulse.notify_all()
     assert await asyncio.gather(*waiting) == [True, True]
-    assert not await pulse.wait(0.01)
+    assert not await pulse.wait_for_change(0.01)
 
 
-async def test_what_went_wrong_before_is_told_only_while_it_lasts(runtime: Runtime) -> None:
-    runtime.lifecycle.move(Lifecycle.LOADING)
+async def test_what_went_wrong_before_is_told_only_while_it_lasts(runtime: WorkerRuntime) -> None:
+    runtime.lifecycle.move_to(Lifecycle.LOADING)
     runtime.last_error = "no memory"
     with refused("loading") as caught:
-        runtime.loaded()
+        runtime.loaded_engine()
     assert "no memory" not in str(caught.value)
 
 
 def test_a_worker_without_an_engine_cannot_lose_it() -> None:
-    runtime = Runtime(settings())
-    runtime.crashed("there is none")
+    runtime = WorkerRuntime(settings())
+    runtime.report_crash("there is none")
     runtime.check_alive()
-    assert not runtime.alive
+    assert not runtime.is_alive
 
 
 async def test_an_engine_that_is_being_replaced_has_no_counts(
-    runtime: Runtime, tmp_path: Path
+    runtime: WorkerRuntime, tmp_path: Path
 ) -> None:
     runtime.engine = cast(Engine, TinyEngine(tmp_path))
-    assert not runtime.stats().resident.weights
-    runtime.lifecycle.move(Lifecycle.LOADING)
-    runtime.lifecycle.move(Lifecycle.ACTIVE)
-    assert runtime.stats().resident.weights
+    assert not runtime.engine_stats().resident.weights
+    runtime.lifecycle.move_to(Lifecycle.LOADING)
+    runtime.lifecycle.move_to(Lifecycle.ACTIVE)
+    assert runtime.engine_stats().resident.weights

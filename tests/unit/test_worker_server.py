@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from rollout_worker.ports.server import bind
+from rollout_worker.ports.server import bind_port
 
 
 async def test_small_pieces_are_sent_at_once() -> None:
@@ -17,7 +17,7 @@ async def test_small_pieces_are_sent_at_once() -> None:
         accepted.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    sock = bind("127.0.0.1", 0, "--data-port")
+    sock = bind_port("127.0.0.1", 0, "--data-port")
     async with await asyncio.start_server(look, sock=sock):
         _, writer = await asyncio.open_connection(*sock.getsockname())
         assert await asyncio.wait_for(accepted, 5)

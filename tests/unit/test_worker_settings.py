@@ -7,16 +7,22 @@ import pytest
 
 from rollout_operator.api import names
 from rollout_worker.__main__ import main
-from rollout_worker.ports.kubeauth import GROUP, RESOURCE
-from rollout_worker.settings import FLAGS, BadSettings, Settings, add_flags, parse
+from rollout_worker.ports.kubeauth import API_GROUP, RESOURCE
+from rollout_worker.settings import (
+    FLAGS,
+    InvalidSettings,
+    WorkerSettings,
+    add_flags,
+    parse_settings,
+)
 
 ALONE = ["--model", "/models/tiny", "--auth", "none", "--control-host", "127.0.0.1"]
 
 
-def settings(arguments: list[str], environ: dict[str, str] | None = None) -> Settings:
+def settings(arguments: list[str], environ: dict[str, str] | None = None) -> WorkerSettings:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return parse(parser.parse_args(arguments), environ or {})
+    return parse_settings(parser.parse_args(arguments), environ or {})
 
 
 def test_defaults() -> None:
@@ -24,19 +30,19 @@ def test_defaults() -> None:
     assert (found.engine, found.served_name, found.dtype) == ("hf", "tiny", "auto")
     assert (found.data_port, found.control_port, found.data_host) == (8000, 8001, "0.0.0.0")
     assert (found.drain_seconds, found.shutdown_grace, found.max_queue) == (30, 5, 1024)
-    assert (found.logprobs, found.in_pool, found.weights_roots) == ("sampling", False, ())
+    assert (found.logprobs, found.is_in_pool, found.weights_roots) == ("sampling", False, ())
     assert found.restart_delays == (1, 2, 5, 10, 30, 60)
 
 
 def test_ranks_can_not_meet_at_any_free_port() -> None:
-    with pytest.raises(BadSettings, match=r"--gang-port.*between 1 and 65535: all ranks meet"):
+    with pytest.raises(InvalidSettings, match=r"--gang-port.*between 1 and 65535: all ranks meet"):
         settings([*ALONE, "--gang-port", "0"])
     assert settings([*ALONE, "--control-port", "0", "--gang-port", "9"]).gang_port == 9
 
 
 def test_every_flag_has_a_variable_and_the_flag_wins() -> None:
     for flag in FLAGS:
-        assert flag.env == "ROLLOUT_" + flag.name.upper().replace("-", "_")
+        assert flag.variable_name == "ROLLOUT_" + flag.name.upper().replace("-", "_")
     environ = {"ROLLOUT_DATA_PORT": "9000", "ROLLOUT_CONTROL_PORT": "9001", "ROLLOUT_DTYPE": ""}
     found = settings([*ALONE, "--control-port", "9002"], environ)
     assert (found.data_port, found.control_port, found.dtype) == (9000, 9002, "auto")
@@ -51,8 +57,8 @@ def test_everything_from_the_environment() -> None:
         "ROLLOUT_ENGINE_ARG": "--max-batch-size 4 --attention='eager'",
     }
     found = settings([], environ)
-    assert found.audience == "rollout.dev/ns/pool"
-    assert found.in_pool
+    assert found.token_audience == "rollout.dev/ns/pool"
+    assert found.is_in_pool
     assert found.engine_arg == ("--max-batch-size", "4", "--attention=eager")
     assert found.weights_roots == (Path("/rollout/model"), Path("/rollout/weights"))
 
@@ -61,11 +67,11 @@ def test_the_operator_uses_the_same_names() -> None:
     """Written twice, because a worker imports nothing of the operator."""
     environ = {"ROLLOUT_MODEL": "/m", "ROLLOUT_AUTH": "kubernetes", "ROLLOUT_POOL": "p"}
     found = settings([], {**environ, "ROLLOUT_NAMESPACE": "n"})
-    assert found.audience == names.audience("n", "p")
+    assert found.token_audience == names.token_audience("n", "p")
     assert (found.data_port, found.control_port) == (names.DATA_PORT, names.CONTROL_PORT)
     mounts = [str(root) for root in found.weights_roots]
     assert mounts == [names.MODEL_MOUNT, names.WEIGHTS_MOUNT]
-    assert (GROUP, RESOURCE) == (names.GROUP, names.PLURAL)
+    assert (API_GROUP, RESOURCE) == (names.GROUP, names.PLURAL)
 
 
 def test_engine_args_repeat() -> None:
@@ -130,7 +136,7 @@ def test_delays_are_a_list() -> None:
 def test_what_does_not_fit_names_the_fix(
     arguments: list[str], environ: dict[str, str], said: str
 ) -> None:
-    with pytest.raises(BadSettings, match=re.escape(said)):
+    with pytest.raises(InvalidSettings, match=re.escape(said)):
         settings(arguments, environ)
 
 
@@ -156,7 +162,9 @@ def test_a_folder_for_sleep_must_be_there_at_the_start(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for wrong in (file, tmp_path / "gone"):
-        with pytest.raises(BadSettings, match=r"--spill-dir .* is not a folder .*spec.sleep.spill"):
+        with pytest.raises(
+            InvalidSettings, match=r"--spill-dir .* is not a folder .*spec.sleep.spill"
+        ):
             settings([*ALONE, "--spill-dir", str(wrong)])
 
 
@@ -179,7 +187,7 @@ def test_help_names_every_public_flag_and_variable(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     for flag in FLAGS:
         assert (f"--{flag.name}" in said) is not flag.hidden
-        assert (f"[{flag.env}]" in said) is not flag.hidden
+        assert (f"[{flag.variable_name}]" in said) is not flag.hidden
 
 
 def test_openapi_names_every_route(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +210,7 @@ def test_openapi_names_every_route(capsys: pytest.CaptureFixture[str]) -> None:
     ids=["directory", "devices", "twice", "nothing"],
 )
 def test_turns_that_make_no_sense_are_refused(flags: list[str], wrong: str) -> None:
-    with pytest.raises(BadSettings, match=wrong):
+    with pytest.raises(InvalidSettings, match=wrong):
         settings([*ALONE, *flags])
 
 

@@ -37,7 +37,7 @@ from rollout_worker.engines.sglang.process import Process
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.streams import Stream, child_tokens
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, located
-from rollout_worker.observe.processes import find
+from rollout_worker.observe.processes import find_process
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from rollout_worker.turn.sharing import SOCKET
 from tiny_engine import write_weights
@@ -273,7 +273,7 @@ async def test_a_process_that_stays_stopped_is_missed_and_one_that_a_debugger_he
     try:
         assert watched.stopped() is None
         os.kill(child.pid, signal.SIGSTOP)
-        await until(lambda: (seen := find(child.pid)) is not None and seen.stopped())
+        await until(lambda: (seen := find_process(child.pid)) is not None and seen.is_stopped())
         assert watched.stopped(0.2) is None, "not for a moment"
         await until(lambda: watched.stopped(0.2) is not None)
         assert watched.stopped(0.2) == f"a process of SGLang (pid {child.pid}) is stopped"

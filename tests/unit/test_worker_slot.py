@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from rollout_worker.engine import Engine, EngineError, Entry, Layout, Sink, WeightsRejected
 from rollout_worker.schemas import Checkpoint, StageRequest, StageSource, WeightsSource
 from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import Located, fill
-from rollout_worker.updates.slot import Slot
+from rollout_worker.sources.filling import Located, fill_sink
+from rollout_worker.updates.slot import StagingSlot
 
 TENSORS = {f"t{i}": np.arange(i, i + 6, dtype=np.float32) for i in range(3)}
 CHECKPOINT = WeightsSource(checkpoint=Checkpoint())
@@ -95,7 +95,7 @@ async def test_a_filled_sink_holds_what_the_engine_wanted(source: Located, layou
     memory.sink = sink
     roots: list[str] = []
     seen: list[tuple[int, int]] = []
-    found = await fill(
+    found = await fill_sink(
         partial(memory.open_slot, on_disk=True),
         layout,
         source,
@@ -114,13 +114,13 @@ async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: Lay
     memory = Memory(Bytes())
     less = Layout({name: layout.required[name] for name in ("t0", "t1")}, {}, {})
     with pytest.raises(WeightsRejected, match=r"'t2' .* unknown to the model"):
-        await fill(memory.open_slot, less, source, anything)
+        await fill_sink(memory.open_slot, less, source, anything)
     assert memory.asked == []
 
 
 async def test_an_engine_without_room_says_so(source: Located, layout: Layout) -> None:
     with pytest.raises(EngineError, match="no room"):
-        await fill(engine(EngineError("no room")).open_slot, layout, source, anything)
+        await fill_sink(engine(EngineError("no room")).open_slot, layout, source, anything)
 
 
 @pytest.mark.parametrize("fault", ["hash", "file", "device"])
@@ -133,7 +133,7 @@ async def test_what_goes_wrong_gives_the_memory_back(
     def verify(_: str) -> None:
         raise WeightsRejected("another hash")
 
-    filling = asyncio.create_task(fill(engine(sink).open_slot, layout, source, verify))
+    filling = asyncio.create_task(fill_sink(engine(sink).open_slot, layout, source, verify))
     if fault == "file":
         await asyncio.to_thread(sink.reading.wait, 10)
         (source[0] / "model.safetensors").write_bytes(b"")
@@ -150,7 +150,7 @@ async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
 ) -> None:
     sink = Bytes()
     sink.go.clear()
-    filling = asyncio.create_task(fill(engine(sink).open_slot, layout, source, anything))
+    filling = asyncio.create_task(fill_sink(engine(sink).open_slot, layout, source, anything))
     await asyncio.to_thread(sink.reading.wait, 10)
     for _ in range(times):
         filling.cancel()
@@ -165,39 +165,39 @@ async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
 # The slot.
 
 
-def slot(**fields: Any) -> Slot:
+def slot(**fields: Any) -> StagingSlot:
     request = StageRequest(epoch=1, version=1, source=StageSource.of(CHECKPOINT), **fields)
-    return Slot(request, CHECKPOINT)
+    return StagingSlot(request, CHECKPOINT)
 
 
 async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layout) -> None:
     sink, found = Bytes(), slot()
-    assert found.view().phase == "Staging"
-    await found.fill(engine(sink), layout, source)
-    view = found.view()
+    assert found.to_view().phase == "Staging"
+    await found.fill_slot(engine(sink), layout, source)
+    view = found.to_view()
     assert (view.phase, view.bytes_done, view.bytes_total) == ("Staged", 72, 72)
-    assert found.take() is sink
-    assert found.view().phase == "Staged", "until somebody says that it serves"
-    await found.drop()
+    assert found.take_sink() is sink
+    assert found.to_view().phase == "Staged", "until somebody says that it serves"
+    await found.drop_slot()
     assert sink.done == ["sealed"], "it is the engine's now"
 
 
 async def test_other_content_than_was_promised_is_refused(source: Located, layout: Layout) -> None:
     sink, found = Bytes(), slot(root_hash="xxh3_128:0")
     with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
-        await found.fill(engine(sink), layout, source)
+        await found.fill_slot(engine(sink), layout, source)
     assert sink.done == ["closed"]
-    assert not found.staged
-    assert found.view().root_hash == "xxh3_128:0"
+    assert not found.is_staged
+    assert found.to_view().root_hash == "xxh3_128:0"
 
 
 async def test_dropping_what_is_staged_gives_its_memory_back_once(
     source: Located, layout: Layout
 ) -> None:
     sink, found = Bytes(), slot()
-    await found.fill(engine(sink), layout, source)
-    await found.drop()
-    await found.drop()
+    await found.fill_slot(engine(sink), layout, source)
+    await found.drop_slot()
+    await found.drop_slot()
     assert sink.done == ["sealed", "closed"]
 
 
@@ -206,12 +206,12 @@ async def test_dropping_what_is_being_filled_waits_for_its_thread(
 ) -> None:
     sink, found = Bytes(), slot()
     sink.go.clear()
-    found.task = asyncio.create_task(found.fill(engine(sink), layout, source))
+    found.task = asyncio.create_task(found.fill_slot(engine(sink), layout, source))
     await asyncio.to_thread(sink.reading.wait, 10)
-    dropping = asyncio.create_task(found.drop())
+    dropping = asyncio.create_task(found.drop_slot())
     await asyncio.sleep(0.02)
     assert not dropping.done()
     sink.go.set()
     await dropping
     assert sink.done == ["closed"]
-    assert not found.staged
+    assert not found.is_staged

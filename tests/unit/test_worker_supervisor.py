@@ -28,7 +28,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 
 def page(worker: TinyWorker) -> str:
     """Its metrics."""
-    return worker.worker.metrics().decode()
+    return worker.worker.render_metrics().decode()
 
 
 async def restarted(worker: TinyWorker, count: int = 1) -> None:
@@ -39,7 +39,7 @@ async def restarted(worker: TinyWorker, count: int = 1) -> None:
 async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> None:
     async with tiny_worker(tmp_path) as worker:
         gate = worker.before_start["start"] = Gate()
-        worker.runtime.crashed("gone")
+        worker.runtime.report_crash("gone")
         await gate.reached.wait()
         assert worker.state is Lifecycle.LOADING
         assert worker.runtime.progress is not None
@@ -65,7 +65,7 @@ async def test_the_kind_of_logprobs_that_nobody_has_to_ask_for_is_told_first(
     tmp_path: Path, kind: str, told: tuple[str, ...]
 ) -> None:
     async with tiny_worker(tmp_path, "--logprobs", kind) as worker:
-        info = worker.worker.info(chat=False, tool_parser=None)
+        info = worker.worker.worker_info(chat=False, tool_parser=None)
     assert info.capabilities.logprobs == told
 
 
@@ -84,15 +84,15 @@ async def test_a_death_ends_requests_as_aborted_and_is_told(worker: TinyWorker) 
     assert first.stopped
     gate.open()
     await restarted(worker)
-    state = worker.worker.state()
+    state = worker.worker.worker_state()
     assert (state.boot_id, state.restarts, state.serving) == (boot, 1, True)
-    assert b"rollout_worker_engine_restarts_total 1.0" in worker.worker.metrics()
+    assert b"rollout_worker_engine_restarts_total 1.0" in worker.worker.render_metrics()
 
 
 async def test_a_death_ends_requests_though_a_verb_holds_the_worker(worker: TinyWorker) -> None:
     running = await worker.runs("r")
     async with worker.runtime.exclusive:
-        worker.runtime.crashed("gone")
+        worker.runtime.report_crash("gone")
         await asyncio.wait_for(running.done.wait(), 5)
     assert running.outputs[0].abort_reason is AbortReason.ENGINE
     await restarted(worker)
@@ -106,7 +106,7 @@ async def test_a_wrong_engine_is_found_without_a_request(worker: TinyWorker) -> 
 
 async def test_nothing_is_served_by_an_engine_that_was_found_dead(worker: TinyWorker) -> None:
     """Also in the moment before the state says so."""
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     assert worker.state is Lifecycle.ACTIVE
     with refused("failed"):
         worker.worker.check_serving()
@@ -157,7 +157,7 @@ async def test_what_was_staged_dies_with_its_engine(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
     worker.engine.die()
     await restarted(worker)
-    staged = worker.updates.view().staged
+    staged = worker.updates.to_view().staged
     assert staged is not None
     assert (staged.phase, staged.error) == ("Failed", "the engine was restarted: stage again")
     with refused("not-staged"):
@@ -168,7 +168,7 @@ async def test_what_was_staged_dies_with_its_engine(worker: TinyWorker) -> None:
 
 async def test_a_higher_floor_stays_when_weights_are_lost(worker: TinyWorker) -> None:
     await worker.update(1, 7)
-    worker.updates.require("me", RequireRequest(epoch=1, min_version=5))
+    worker.updates.raise_fence("me", RequireRequest(epoch=1, min_version=5))
     shutil.rmtree(worker.home / "w7")
     worker.engine.die()
     await restarted(worker)
@@ -239,10 +239,10 @@ async def test_a_death_while_weights_come_back_serves_nobody_meanwhile(tmp_path:
 
 async def test_the_checkpoint_needs_nothing_brought_back(worker: TinyWorker) -> None:
     worker.before_start["open_slot"] = raising(EngineError("no room"))
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await restarted(worker)
     assert worker.runtime.last_error == "gone"
-    assert worker.worker.state().serving
+    assert worker.worker.worker_state().serving
 
 
 # Holds.
@@ -283,7 +283,7 @@ async def test_a_start_that_fails_is_told_and_tried_again(
     worker: TinyWorker, error: Exception, said: str
 ) -> None:
     worker.before_start["start"] = raising(error)
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await until(lambda: worker.runtime.last_error == said, what=said)
     worker.before_start.clear()
     await worker.reaches(Lifecycle.ACTIVE)
@@ -293,7 +293,7 @@ async def test_a_start_that_fails_is_told_and_tried_again(
 async def test_a_start_has_a_deadline(tmp_path: Path) -> None:
     async with tiny_worker(tmp_path, "--start-timeout", "0.2") as worker:
         worker.before_start["start"] = Gate()
-        worker.runtime.crashed("gone")
+        worker.runtime.report_crash("gone")
         said = "--start-timeout"
         await until(lambda: said in (worker.runtime.last_error or ""), what=said)
         worker.before_start.clear()
@@ -304,12 +304,12 @@ async def test_a_start_has_a_deadline(tmp_path: Path) -> None:
 async def test_the_wait_grows_until_an_engine_lived_long_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: bool
 ) -> None:
-    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.0 if healthy else 60.0)
+    monkeypatch.setattr(supervisor, "BACKOFF_RESET_SECONDS", 0.0 if healthy else 60.0)
     async with tiny_worker(tmp_path, "--restart-delays", "0,0.4") as worker:
         took = []
         for count in (1, 2, 3, 4):
             began = time.monotonic()
-            worker.runtime.crashed("gone")
+            worker.runtime.report_crash("gone")
             await restarted(worker, count)
             took.append(time.monotonic() - began >= 0.4)
         # Beyond the last delay it stays with it.
@@ -324,9 +324,9 @@ async def test_the_wait_grows_until_an_engine_lived_long_enough(
 async def test_an_engine_that_does_not_stop_is_left_behind(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, stop: Any
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "ENGINE_STOP_SECONDS", 0.05)
     worker.engine.before["stop"] = stop()
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await restarted(worker)
     assert worker.state is Lifecycle.ACTIVE
 
@@ -337,11 +337,11 @@ async def test_an_engine_that_does_not_stop_is_left_behind(
 async def test_the_end_does_not_wait_for_a_volume_that_does_not_answer(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "LET_GO_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "ENGINE_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "STAGED_RELEASE_SECONDS", 0.01)
     gate = Gate()
-    monkeypatch.setattr(worker.updates, "engine_lost", gate.__call__)
-    await asyncio.wait_for(worker.worker.supervisor.end(), 5)
+    monkeypatch.setattr(worker.updates, "drop_lost_engine", gate.__call__)
+    await asyncio.wait_for(worker.worker.supervisor.end_engine(), 5)
     assert "staged weights are not given up after 0.05 s" in caplog.text
     gate.open()
 
@@ -354,7 +354,7 @@ async def test_a_commit_under_way_ends_before_the_engine(worker: TinyWorker, pol
     fields = {"in_flight": policy, "deadline_seconds": 600}
     committing = asyncio.create_task(worker.commit(2, **fields))
     await until(worker.runtime.exclusive.locked, what="the commit to begin")
-    await worker.worker.supervisor.end()
+    await worker.worker.supervisor.end_engine()
     with refused("failed"):
         await committing
     assert worker.engines[0].stopped
@@ -368,7 +368,7 @@ async def test_a_stage_under_way_ends_before_the_engine(worker: TinyWorker) -> N
     slot = worker.updates.slot
     assert slot is not None
     assert slot.task is not None
-    await worker.worker.supervisor.end()
+    await worker.worker.supervisor.end_engine()
     assert slot.task.done(), "nothing is left that could fill it"
     assert worker.engines[0].sinks == []
 
@@ -378,7 +378,7 @@ async def test_a_call_made_in_the_moment_of_the_end_comes_before_it(worker: Tiny
     await worker.runs("r")
     aborting = asyncio.create_task(worker.flights.abort_all(AbortReason.CONTROL))
     await asyncio.sleep(0)
-    await worker.worker.supervisor.end()
+    await worker.worker.supervisor.end_engine()
     await asyncio.wait_for(aborting, 5)
     assert worker.engines[0].stopped
 
@@ -387,10 +387,10 @@ async def test_a_call_made_in_the_moment_of_the_end_comes_before_it(worker: Tiny
 
 
 async def test_it_is_healthy_while_it_makes_progress(worker: TinyWorker) -> None:
-    health = worker.worker.supervisor.health
+    health = worker.worker.supervisor.health_problem
     assert health() is None
     gate = worker.before_start["start"] = Gate()
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await gate.reached.wait()
     assert health() is None, "a load may take --start-timeout"
     gate.open()
@@ -400,8 +400,8 @@ async def test_it_is_healthy_while_it_makes_progress(worker: TinyWorker) -> None
 async def test_a_stuck_supervisor_says_so(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -60.0)
-    health = worker.worker.supervisor.health
+    monkeypatch.setattr(supervisor, "HEARTBEAT_SLACK_SECONDS", -60.0)
+    health = worker.worker.supervisor.health_problem
     await until(lambda: health() is not None, what="the next look at the engine")
     assert "stuck" in (health() or "")
 
@@ -411,13 +411,13 @@ async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
 ) -> None:
     """As if so much of it were over already."""
-    monkeypatch.setattr(supervisor, "SEED_SECONDS", 200.0)
+    monkeypatch.setattr(supervisor, "RELOAD_WEIGHTS_SECONDS", 200.0)
     async with tiny_worker(tmp_path, "--start-timeout", "100") as worker:
         gate = worker.before_start["start"] = Gate()
-        monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
-        worker.runtime.crashed("gone")
+        monkeypatch.setattr(supervisor, "HEARTBEAT_SLACK_SECONDS", -spent)
+        worker.runtime.report_crash("gone")
         await gate.reached.wait()
-        assert (worker.worker.supervisor.health() is None) is healthy
+        assert (worker.worker.supervisor.health_problem() is None) is healthy
         gate.open()
         await restarted(worker)
 
@@ -426,12 +426,12 @@ async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
 async def test_a_burial_may_take_its_time_and_no_more(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_SECONDS", 50.0)
-    monkeypatch.setattr(supervisor, "CALL_SECONDS", 100.0)
+    monkeypatch.setattr(supervisor, "ENGINE_STOP_SECONDS", 50.0)
+    monkeypatch.setattr(supervisor, "ENGINE_CALL_SECONDS", 100.0)
     gate = worker.engine.before["stop"] = Gate()
-    monkeypatch.setattr(supervisor, "HEARTBEAT_SECONDS", -spent)
-    worker.runtime.crashed("gone")
+    monkeypatch.setattr(supervisor, "HEARTBEAT_SLACK_SECONDS", -spent)
+    worker.runtime.report_crash("gone")
     await gate.reached.wait()
-    assert (worker.worker.supervisor.health() is None) is healthy
+    assert (worker.worker.supervisor.health_problem() is None) is healthy
     gate.open()
     await restarted(worker)

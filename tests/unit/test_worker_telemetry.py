@@ -12,12 +12,12 @@ import pytest
 
 from asgi import call
 from rollout_worker.observe import telemetry
-from rollout_worker.observe.telemetry import REFUSALS, Telemetry
-from rollout_worker.ports.data import data_app
-from rollout_worker.ports.server import AtMost
+from rollout_worker.observe.telemetry import REFUSALS, WorkerTelemetry
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.ports.server import ConcurrencyLimit
 from rollout_worker.requests import bodies
 from rollout_worker.schemas import GenerateRequest
-from rollout_worker.service import Worker
+from rollout_worker.service import WorkerService
 from rollout_worker.wire.problems import KINDS
 from tiny_worker import TinyWorker, refused, settings, tiny_worker
 
@@ -36,10 +36,10 @@ def value(page: str, series: str) -> float:
 
 
 def test_every_series_names_its_pool_however_it_is_scraped() -> None:
-    telemetry = Telemetry("math", "rl")
-    telemetry.info("hf", "1", "tiny")
+    telemetry = WorkerTelemetry("math", "rl")
+    telemetry.export_info("hf", "1", "tiny")
     telemetry.inter_token_seconds.observe(0.01)
-    page = telemetry.page("").decode().splitlines()
+    page = telemetry.render_page("").decode().splitlines()
     series = [line for line in page if not line.startswith("#")]
     assert len(series) > 100
     assert [s for s in series if 'namespace="rl"' not in s or 'pool="math"' not in s] == []
@@ -47,13 +47,13 @@ def test_every_series_names_its_pool_however_it_is_scraped() -> None:
 
 
 def test_a_worker_by_itself_names_no_pool() -> None:
-    page = Telemetry(None, "rl").page("").decode()
+    page = WorkerTelemetry(None, "rl").render_page("").decode()
     assert "pool=" not in page
     assert "namespace=" not in page
 
 
 def test_refusals_are_there_before_the_first_one() -> None:
-    page = Telemetry("math", "rl").page("").decode()
+    page = WorkerTelemetry("math", "rl").render_page("").decode()
     for slug in REFUSALS:
         assert value(page, f'rollout_worker_refused_total{{{POOL},reason="{slug}"}}') == 0
     # All that a request can be told to try again for; these two are answers to control calls.
@@ -64,26 +64,26 @@ def test_refusals_are_there_before_the_first_one() -> None:
 
 async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWorker) -> None:
     def count(slug: str) -> float:
-        page = worker.worker.metrics().decode()
+        page = worker.worker.render_metrics().decode()
         return value(page, f'rollout_worker_refused_total{{reason="{slug}"}}')
 
     await worker.begin("a", 3)
     with refused("duplicate-request"):
         await worker.begin("a", 3)
     with refused("version-not-met"):
-        worker.worker.submit(GenerateRequest(token_ids=(1,), min_version=9))
+        worker.worker.submit_request(GenerateRequest(token_ids=(1,), min_version=9))
     await worker.pause(mode="abort")
     with refused("paused"):
         worker.worker.check_serving()
     with refused("paused"):
-        worker.worker.submit(GenerateRequest(token_ids=(1,)))
-    assert worker.worker.readiness() is not None, "a probe is no request"
+        worker.worker.submit_request(GenerateRequest(token_ids=(1,)))
+    assert worker.worker.readiness_problem() is not None, "a probe is no request"
     counted = {slug: count(slug) for slug in REFUSALS if count(slug)}
     assert counted == {"duplicate-request": 1, "version-not-met": 1, "paused": 2}
 
 
-def by_problem(worker: Worker) -> dict[str, float]:
-    page = worker.metrics().decode()
+def by_problem(worker: WorkerService) -> dict[str, float]:
+    page = worker.render_metrics().decode()
     series = 'rollout_worker_refused_total{{reason="{}"}}'
     return {s: n for s in REFUSALS if (n := value(page, series.format(s)))}
 
@@ -93,24 +93,24 @@ async def test_what_is_refused_before_admission_is_counted(
 ) -> None:
     """While the model loads, no body is read; nor one too many, or one for which there is no room."""
     asked = b'{"token_ids": [1]}'
-    loading = Worker(settings())
-    assert (await call(data_app(loading), "/v1/generate", asked)).status == 503
+    loading = WorkerService(settings())
+    assert (await call(make_data_app(loading), "/v1/generate", asked)).status == 503
     assert by_problem(loading) == {"starting": 1}
 
     async with tiny_worker(tmp_path) as tiny:
-        full = AtMost(data_app(tiny.worker), 0, tiny.worker.count_refusal)
+        full = ConcurrencyLimit(make_data_app(tiny.worker), 0, tiny.worker.count_refusal)
         assert (await call(full, "/v1/generate", asked)).status == 429
-        monkeypatch.setattr(bodies, "BUDGET_BYTES", 1)
-        assert (await call(data_app(tiny.worker), "/v1/generate", asked)).status == 429
+        monkeypatch.setattr(bodies, "BODY_BUDGET_BYTES", 1)
+        assert (await call(make_data_app(tiny.worker), "/v1/generate", asked)).status == 429
         assert by_problem(tiny.worker) == {"queue-full": 2}
 
 
 async def test_a_request_before_anything_is_loaded_is_counted() -> None:
-    worker = Worker(settings())
+    worker = WorkerService(settings())
     for path in ("/v1/generate", "/v1/completions"):
-        answer = await call(data_app(worker), path, b'{"token_ids": [5]}')
+        answer = await call(make_data_app(worker), path, b'{"token_ids": [5]}')
         assert (answer.status, answer.slug) == (503, "starting")
-    page = worker.metrics().decode()
+    page = worker.render_metrics().decode()
     assert value(page, 'rollout_worker_refused_total{reason="starting"}') == 2
 
 
@@ -126,7 +126,7 @@ async def test_memory_is_counted_beside_the_event_loop(
 
     monkeypatch.setattr(telemetry, "_proportional_bytes", count)
     async with tiny_worker(tmp_path) as tiny:
-        app = data_app(tiny.worker)
+        app = make_data_app(tiny.worker)
         scrapes = [asyncio.create_task(call(app, "/metrics", method="GET")) for _ in range(3)]
         assert await asyncio.to_thread(begun.wait, 10)
         assert (await call(app, "/health", method="GET")).status == 200
@@ -140,9 +140,9 @@ async def test_memory_is_counted_beside_the_event_loop(
 
 async def test_the_time_between_tokens_is_measured_within_an_output(worker: TinyWorker) -> None:
     flight = await worker.runs("r", made=1, tokens=3)
-    page = worker.worker.metrics().decode()
+    page = worker.worker.render_metrics().decode()
     assert value(page, "rollout_worker_inter_token_seconds_count") == 0, "there is one token"
     await worker.ends(flight)
-    page = worker.worker.metrics().decode()
+    page = worker.worker.render_metrics().decode()
     assert 1 <= value(page, "rollout_worker_inter_token_seconds_count") <= 2
     assert 0 < value(page, "rollout_worker_inter_token_seconds_sum") < 10

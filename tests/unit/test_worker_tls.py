@@ -15,12 +15,12 @@ from localkube.pki import Authority
 from rollout_client.control import ControlUnreachable, WorkerControl
 from rollout_client.discovery.members import static_members
 from rollout_client.steering.control_ports import ControlPorts
-from rollout_worker.gang.line import Line
+from rollout_worker.gang.line import MemberClient
 from rollout_worker.ports import connections
-from rollout_worker.ports.connections import CONTROL_PLACES, Listener, Room
-from rollout_worker.ports.server import bind
-from rollout_worker.ports.tls import Certificate
-from rollout_worker.settings import BadSettings
+from rollout_worker.ports.connections import MAX_CONTROL_CONNECTIONS, ConnectionPool, Listener
+from rollout_worker.ports.server import bind_port
+from rollout_worker.ports.tls import ServingCertificate
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.transfer.tls import TLS_NAME
 from rollout_worker.wire.gang import GangState
 from served import served
@@ -41,13 +41,15 @@ async def test_the_client_steers_over_tls_and_trusts_nobody_else(tmp_path: Path)
     async with served(tmp_path, *files) as (data, control):
         members = static_members([f"http://127.0.0.1:{data}"], [f"https://127.0.0.1:{control}"])
         trusting = ControlPorts(lambda: members, None, tmp_path / "ca.crt")
-        [state] = (await trusting.states()).values()
+        [state] = (await trusting.get_states()).values()
         assert state.serving
-        [answer] = (await trusting.ask(trusting.names(), lambda c: c.reset_cache())).values()
+        [answer] = (
+            await trusting.ask_members(trusting.member_names(), lambda c: c.reset_cache())
+        ).values()
         assert not isinstance(answer, Exception)
         await trusting.close()
         strict = ControlPorts(lambda: members, None)
-        [refusal] = (await strict.ask(strict.names(), lambda c: c.state())).values()
+        [refusal] = (await strict.ask_members(strict.member_names(), lambda c: c.state())).values()
         assert isinstance(refusal, ControlUnreachable)
         assert "certificate" in str(refusal).lower()
         await strict.close()
@@ -74,9 +76,9 @@ class Closing(asyncio.Protocol):
 async def test_an_end_that_nobody_waits_for_stops_no_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.01)
-    certificate = Certificate(*issue(tmp_path, "worker"))
-    sock, room = bind("127.0.0.1", 0, "--control-port"), Room(4)
+    monkeypatch.setattr(connections, "SWEEP_INTERVAL_SECONDS", 0.01)
+    certificate = ServingCertificate(*issue(tmp_path, "worker"))
+    sock, room = bind_port("127.0.0.1", 0, "--control-port"), ConnectionPool(4)
     listener = Listener(sock, Closing, room, lambda: certificate.context)
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
     _, writer = await asyncio.open_connection(*sock.getsockname(), ssl=trusting)
@@ -94,7 +96,8 @@ async def test_handshakes_that_do_not_end_give_way(tmp_path: Path) -> None:
     files = ["--control-tls-cert-file", str(cert), "--control-tls-key-file", str(key)]
     async with served(tmp_path, *files) as (_, control):
         half = [
-            await asyncio.open_connection("127.0.0.1", control) for _ in range(CONTROL_PLACES + 20)
+            await asyncio.open_connection("127.0.0.1", control)
+            for _ in range(MAX_CONTROL_CONNECTIONS + 20)
         ]
         trust = ssl.create_default_context(cafile=tmp_path / "ca.crt")
         async with httpx.AsyncClient(trust_env=False, verify=trust) as client:
@@ -111,9 +114,9 @@ def test_a_ca_that_is_none_is_told(tmp_path: Path) -> None:
 
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> None:
     cert, key = issue(tmp_path, "first")
-    held = Certificate(cert, key, every_seconds=0.02)
+    held = ServingCertificate(cert, key, every_seconds=0.02)
     first = held.context
-    keeping = asyncio.create_task(held.keep())
+    keeping = asyncio.create_task(held.keep_reloading())
     newer, newer_key = issue(tmp_path, "second")
     os.replace(newer_key, key)
     os.replace(newer, cert)
@@ -161,17 +164,17 @@ async def test_the_head_trusts_its_members_renewed_certificates(tmp_path: Path) 
     await site.start()
     port = runner.addresses[0][1]
     files = ("--control-tls-cert-file", str(held[0]), "--control-tls-key-file", str(held[1]))
-    line = Line(1, f"127.0.0.1:{port}", "a", settings(*files))
+    line = MemberClient(1, f"127.0.0.1:{port}", "a", settings(*files))
     try:
         for name in ("second", "third"):
-            assert (await line.state(started=True)).boot_id == "b"
+            assert (await line.get_state(started=True)).boot_id == "b"
             renewed = renew(name)
             await site.stop()
             site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=renewed, reuse_address=True)
             await site.start()
-        assert (await line.state(started=True)).boot_id == "b"
+        assert (await line.get_state(started=True)).boot_id == "b"
         held[0].write_text("nonsense")
-        assert (await line.state(started=True)).boot_id == "b", "it keeps what it had"
+        assert (await line.get_state(started=True)).boot_id == "b", "it keeps what it had"
     finally:
         await line.close()
         await runner.cleanup()
@@ -179,7 +182,7 @@ async def test_the_head_trusts_its_members_renewed_certificates(tmp_path: Path) 
 
 def test_files_that_cant_be_used_are_told_at_the_start(tmp_path: Path) -> None:
     cert, key = issue(tmp_path, "worker")
-    with pytest.raises(BadSettings, match="--control-tls-key-file"):
+    with pytest.raises(InvalidSettings, match="--control-tls-key-file"):
         settings("--control-tls-cert-file", str(cert))
-    with pytest.raises(BadSettings, match="can't be used"):
-        Certificate(key, cert)
+    with pytest.raises(InvalidSettings, match="can't be used"):
+        ServingCertificate(key, cert)

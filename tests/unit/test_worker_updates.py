@@ -31,7 +31,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 
 async def discard(worker: TinyWorker, version: int, epoch: int = 1) -> str:
     request = DiscardRequest(epoch=epoch, version=version)
-    return (await worker.updates.discard("me", request)).outcome
+    return (await worker.updates.discard_staged("me", request)).outcome
 
 
 async def test_staging_leaves_what_serves_alone_and_tells_its_progress(worker: TinyWorker) -> None:
@@ -43,7 +43,7 @@ async def test_staging_leaves_what_serves_alone_and_tells_its_progress(worker: T
     assert (staged.phase, staged.error) == ("Staged", None)
     assert staged.bytes_done == staged.bytes_total == 2
     assert worker.engine.active.number == 100
-    state = worker.updates.view()
+    state = worker.updates.to_view()
     assert (state.active, state.staged) == (worker.updates.active, staged)
     assert (state.previous, state.required, state.fence_epoch, state.commit_seq) == (
         *(None, None),
@@ -93,7 +93,7 @@ async def test_an_identity_is_bound_to_its_content(worker: TinyWorker) -> None:
         with refused("content-mismatch"):
             await worker.begin_stage(1, 7, **fields)
     assert worker.updates.slot is not None
-    assert worker.updates.slot.staged, "a refusal changes nothing"
+    assert worker.updates.slot.is_staged, "a refusal changes nothing"
 
 
 async def test_once_active_it_stays_bound(worker: TinyWorker) -> None:
@@ -124,7 +124,7 @@ async def test_a_repeat_may_bring_the_hash_while_it_is_staged(worker: TinyWorker
     gate.open()
     slot = worker.updates.slot
     assert slot is not None
-    await until(lambda: slot.view().phase == "Failed", what="the mismatch")
+    await until(lambda: slot.to_view().phase == "Failed", what="the mismatch")
     assert worker.engine.sinks == []
 
 
@@ -165,7 +165,7 @@ async def test_a_higher_version_ends_the_reading_of_a_lower_one(worker: TinyWork
 
 
 async def test_a_fenced_epoch_stages_nothing(worker: TinyWorker) -> None:
-    worker.updates.require("me", RequireRequest(epoch=2))
+    worker.updates.raise_fence("me", RequireRequest(epoch=2))
     with refused("stale-epoch") as caught:
         await worker.begin_stage(1, 7)
     body = caught.value.problem.model_dump()
@@ -228,19 +228,19 @@ async def test_an_engine_that_dies_while_it_stages_fails_the_slot(worker: TinyWo
     await worker.reaches(Lifecycle.ACTIVE)
     slot = worker.updates.slot
     assert slot is not None
-    assert slot.view().phase == "Failed"
+    assert slot.to_view().phase == "Failed"
     assert (await worker.update(1, 7)).commit_seq == 1
 
 
 async def test_what_a_dead_engine_had_staged_is_freed_and_staged_anew(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
     first = worker.engine
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await until(lambda: worker.runtime.restarts == 1, what="the restart")
     await worker.reaches(Lifecycle.ACTIVE)
     slot = worker.updates.slot
     assert slot is not None
-    assert "stage again" in (slot.view().error or "")
+    assert "stage again" in (slot.to_view().error or "")
     assert first.sinks == []
     with refused("not-staged"):
         await worker.commit(1)
@@ -261,7 +261,7 @@ async def test_a_process_that_does_not_let_go_of_staged_bytes_holds_up_no_other_
         close()
 
     vars(sink)["close"] = blocked
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await until(lambda: worker.runtime.restarts == 1, what="the restart")
     await worker.reaches(Lifecycle.ACTIVE)
     assert first.sinks == []
@@ -287,7 +287,7 @@ async def test_that_the_weights_sleep_is_told_before_anything_else(worker: TinyW
     for body in ({"version": 1}, {"version": 0}, {"version": 2, "source": {"path": "/nowhere"}}):
         request = {"epoch": 1, "source": {"path": str(worker.home / "w7")}, **body}
         with refused("asleep"):
-            await worker.updates.stage("me", StageRequest.model_validate(request))
+            await worker.updates.stage_weights("me", StageRequest.model_validate(request))
 
 
 async def test_the_kv_cache_may_sleep_while_weights_are_staged(worker: TinyWorker) -> None:
@@ -300,7 +300,7 @@ async def test_the_kv_cache_may_sleep_while_weights_are_staged(worker: TinyWorke
 
 async def test_nothing_is_staged_without_an_engine(worker: TinyWorker) -> None:
     worker.before_start["start"] = gate = Gate()
-    worker.runtime.crashed("gone")
+    worker.runtime.report_crash("gone")
     await gate.reached.wait()
     with refused("loading"):
         await worker.begin_stage(1, 7)
@@ -315,10 +315,10 @@ async def test_going_back_to_the_checkpoint(worker: TinyWorker) -> None:
     root = worker.updates.active
     await worker.update(1, 7)
     request = StageRequest.model_validate({"epoch": 2, "version": 0, "source": {"checkpoint": {}}})
-    await worker.updates.stage("me", request)
+    await worker.updates.stage_weights("me", request)
     slot = worker.updates.slot
     assert slot is not None
-    await until(lambda: slot.staged, what="the checkpoint")
+    await until(lambda: slot.is_staged, what="the checkpoint")
     done = await worker.commit(0, epoch=2)
     assert (done.active.identity, worker.engine.active.number) == (
         WeightsId(epoch=2, version=0),
@@ -349,18 +349,18 @@ async def test_paths_are_confined(tmp_path: Path, where: str) -> None:
 
 
 async def test_a_floor_fences_until_it_is_met(worker: TinyWorker) -> None:
-    worker.updates.require("me", RequireRequest(epoch=1, min_version=2))
+    worker.updates.raise_fence("me", RequireRequest(epoch=1, min_version=2))
     with refused("fenced") as caught:
         worker.worker.check_serving()
     body = caught.value.problem.model_dump()
     assert body["required"] == {"epoch": 1, "version": 2}
-    assert not worker.worker.state().serving
+    assert not worker.worker.worker_state().serving
     await worker.update(1, 7)
     with refused("fenced"):
         worker.worker.check_serving()
     await worker.update(2, 8)
     worker.worker.check_serving()
-    assert worker.worker.state().serving
+    assert worker.worker.worker_state().serving
 
 
 async def test_a_file_of_a_version_may_not_lead_out_either(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ async def test_a_file_of_a_version_may_not_lead_out_either(tmp_path: Path) -> No
 
 async def test_a_refill_lies_where_the_engine_asks(worker: TinyWorker) -> None:
     for on_disk in (False, True):
-        sink = await worker.updates.refill(on_disk=on_disk)
+        sink = await worker.updates.refill_active(on_disk=on_disk)
         assert worker.engine.sinks[-1].on_disk is on_disk
         sink.close()
     await worker.stage(1, 7)
@@ -398,7 +398,7 @@ async def test_an_engine_that_goes_while_a_stage_waits_for_the_slot(worker: Tiny
     async with worker.updates.slot_lock:
         waiting = asyncio.create_task(worker.begin_stage(1, 7))
         await asyncio.sleep(0)
-        worker.runtime.crashed("gone")
+        worker.runtime.report_crash("gone")
         await gate.reached.wait()
     with refused("loading"):
         await waiting
@@ -413,7 +413,7 @@ async def test_both_phases_are_timed_and_told(
     caplog.set_level("INFO")
     await worker.stage(1, 7, root_hash="xxh3_128:0")
     await worker.update(1, 7)
-    page = worker.worker.metrics().decode()
+    page = worker.worker.render_metrics().decode()
     for phase, count in (("stage", 2), ("commit", 1)):
         assert f'weights_update_seconds_count{{phase="{phase}"}} {count}.0' in page
     assert re.search(r"^rollout_worker_weights_version\S* 1\.0$", page, re.MULTILINE)
@@ -439,16 +439,16 @@ async def test_a_stage_that_waited_for_a_commit_is_judged_by_what_that_left(
 
 async def test_only_a_requirement_that_names_it_changes_the_drain(worker: TinyWorker) -> None:
     before = worker.runtime.drain_seconds
-    worker.updates.require("me", RequireRequest(epoch=1))
+    worker.updates.raise_fence("me", RequireRequest(epoch=1))
     assert worker.runtime.drain_seconds == before
-    worker.updates.require("me", RequireRequest(epoch=1, drain_seconds=before + 1))
+    worker.updates.raise_fence("me", RequireRequest(epoch=1, drain_seconds=before + 1))
     assert worker.runtime.drain_seconds == before + 1
 
 
 async def test_a_floor_wakes_who_waits(worker: TinyWorker) -> None:
-    waiting = asyncio.create_task(worker.runtime.changed.wait(5))
+    waiting = asyncio.create_task(worker.runtime.changed.wait_for_change(5))
     await asyncio.sleep(0)
-    state = worker.updates.require("me", RequireRequest(epoch=0, min_version=0))
+    state = worker.updates.raise_fence("me", RequireRequest(epoch=0, min_version=0))
     assert state.required == WeightsId(epoch=0, version=0)
     assert await waiting
 

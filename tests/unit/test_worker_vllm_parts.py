@@ -24,7 +24,12 @@ from rollout_worker.engines.vllm.intake import Model, check
 from rollout_worker.engines.vllm.launch import Steps
 from rollout_worker.engines.vllm.steering import Steering
 from rollout_worker.engines.vllm.streams import Labels, Stream
-from rollout_worker.observe.processes import Standing, descendants, end, find
+from rollout_worker.observe.processes import (
+    StandstillDetector,
+    find_descendants,
+    find_process,
+    kill_processes,
+)
 from rollout_worker.schemas import Progress, SamplingParams, StopReason, WeightsId
 from rollout_worker.sources.files import ReadCancelled
 from rollout_worker.turn.sharing import SOCKET
@@ -135,14 +140,16 @@ async def test_what_gives_up_waiting_is_not_admitted() -> None:
 
 def test_descendants_are_found_and_ended() -> None:
     nest = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    before = descendants(os.getpid())
+    before = find_descendants(os.getpid())
     with subprocess.Popen([sys.executable, "-c", nest]) as child:
-        until_sync(lambda: len(descendants(os.getpid()) - before) == 2, 20, what="both processes")
-        found = descendants(os.getpid()) - before
+        until_sync(
+            lambda: len(find_descendants(os.getpid()) - before) == 2, 20, what="both processes"
+        )
+        found = find_descendants(os.getpid()) - before
         assert child.pid in {process.pid for process in found}
-        assert end(found, 10) == set()
-    assert not any(process.alive() for process in found)
-    assert descendants(os.getpid()) - before == set()
+        assert kill_processes(found, 10) == set()
+    assert not any(process.is_alive() for process in found)
+    assert find_descendants(os.getpid()) - before == set()
 
 
 MODEL = Model(max_length=64, vocab_size=100, eos_token_ids=frozenset({2}), tokenizer=None)
@@ -212,21 +219,21 @@ def test_a_process_that_stays_stopped_is_told_from_one_that_a_debugger_held() ->
     """One look at a rank must not end its gang."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         try:
-            (found,) = {each for each in descendants(os.getpid()) if each.pid == child.pid}
-            assert found == find(child.pid)
-            standing = Standing()
-            assert standing.still([found], 0.0) is None
+            (found,) = {each for each in find_descendants(os.getpid()) if each.pid == child.pid}
+            assert found == find_process(child.pid)
+            standing = StandstillDetector()
+            assert standing.find_stopped([found], 0.0) is None
             child.send_signal(signal.SIGSTOP)
-            until_sync(found.stopped, what="the signal")
-            assert found.alive(), "which is why it has to be looked at"
-            assert standing.still([found]) is None, "not for a moment"
-            until_sync(lambda: standing.still([found], 0.2) == found, what="a while")
+            until_sync(found.is_stopped, what="the signal")
+            assert found.is_alive(), "which is why it has to be looked at"
+            assert standing.find_stopped([found]) is None, "not for a moment"
+            until_sync(lambda: standing.find_stopped([found], 0.2) == found, what="a while")
             child.send_signal(signal.SIGCONT)
-            until_sync(lambda: not found.stopped(), what="the signal")
-            assert standing.still([found], 0.0) is None
+            until_sync(lambda: not found.is_stopped(), what="the signal")
+            assert standing.find_stopped([found], 0.0) is None
             child.send_signal(signal.SIGSTOP)
-            until_sync(found.stopped, what="the signal")
-            assert standing.still([found], 0.2) is None, "it counts anew"
+            until_sync(found.is_stopped, what="the signal")
+            assert standing.find_stopped([found], 0.2) is None, "it counts anew"
         finally:
             child.kill()
 
@@ -281,7 +288,7 @@ class Ranks:
 
 
 async def test_ranks_that_read_our_memory_are_watched_and_others_refused() -> None:
-    assert await under_ray.ranks(Ranks(away=0)) == {find(os.getpid())}
+    assert await under_ray.ranks(Ranks(away=0)) == {find_process(os.getpid())}
     with pytest.raises(EngineError, match="Ray put rank 1 where it can't read the worker's memory"):
         await under_ray.ranks(Ranks(away=1))
 

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 import rollout_worker
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.control import control_app
-from rollout_worker.ports.data import data_app
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.data import make_data_app
 from tiny_worker import TinyWorker, tiny_worker
 
 HOME = Path(rollout_worker.__file__).resolve().parent
@@ -84,7 +84,7 @@ async def tiny(tmp_path: Path, trace: Trace) -> AsyncIterator[TinyWorker]:
 @pytest.fixture
 async def ports(tiny: TinyWorker) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
     """Clients of the data and the control port, without sockets."""
-    apps = data_app(tiny.worker), control_app(tiny.worker, Anyone())
+    apps = make_data_app(tiny.worker), make_control_app(tiny.worker, AllowAnyone())
     data, control = (
         httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1")
         for app in apps

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.telemetry import Telemetry
+from rollout_worker.observe.telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress, TurnState
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.turn import Turn, TurnError, TurnReplaced
 from rollout_worker.turn.memory import (
     BACK_SECONDS,
@@ -39,8 +39,8 @@ class DeviceTurn:
 
     def __init__(
         self,
-        settings: Settings,
-        telemetry: Telemetry | None,
+        settings: WorkerSettings,
+        telemetry: WorkerTelemetry | None,
         changed: Callable[[float], Awaitable[object]],
         look: Look = free_memory,
         memory_seconds: float = BACK_SECONDS,

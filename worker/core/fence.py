@@ -9,12 +9,12 @@ import logging
 from typing import Any
 
 from rollout_worker.schemas import RequireRequest, WeightsId
-from rollout_worker.wire.problems import conflict
+from rollout_worker.wire.problems import conflict_problem
 
 logger = logging.getLogger(__name__)
 
 
-class Fence:
+class WeightsFence:
     """What `POST /v1/require` has set in this process's life."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Fence:
             ProblemError: 409, it would go down.
         """
         if request.min_version is None:
-            self.check(request.epoch)
+            self.check_epoch(request.epoch)
         else:
             self._raise_floor(caller, WeightsId(epoch=request.epoch, version=request.min_version))
         if request.epoch > self.epoch:
@@ -38,7 +38,7 @@ class Fence:
     def _raise_floor(self, caller: str, floor: WeightsId) -> None:
         if self.floor is not None and floor < self.floor:
             slug = "stale-epoch" if floor.epoch < self.floor.epoch else "version-regressed"
-            raise conflict(
+            raise conflict_problem(
                 slug,
                 f"the floor {self.floor} never goes down to {floor}: read the state again",
                 required=self.floor.model_dump(),
@@ -47,19 +47,19 @@ class Fence:
             logger.info("weights below %s are not served, as %r requires", floor, caller)
         self.floor = floor
 
-    def follow(self, active: WeightsId) -> None:
+    def follow_commit(self, active: WeightsId) -> None:
         """Take a floor that stands along to weights that were committed, so that nobody has to call for it."""
         if self.floor is not None and self.floor < active:
             self.floor = active
 
-    def check(self, epoch: int, **facts: Any) -> None:
+    def check_epoch(self, epoch: int, **facts: Any) -> None:
         """Refuse a fenced epoch; `facts` go into the answer.
 
         Raises:
             ProblemError: 409 `stale-epoch`.
         """
         if epoch < self.epoch:
-            raise conflict(
+            raise conflict_problem(
                 "stale-epoch",
                 f"epoch {epoch} is fenced off, {self.epoch} was seen: a newer trainer owns this"
                 " worker",

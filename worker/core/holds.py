@@ -14,7 +14,7 @@ from typing import Literal
 
 from rollout_worker.schemas import Hold, MemoryTag, WeightsId
 
-COMMIT = "commit"
+COMMIT_HOLDER = "commit"
 """The holder shown for a running commit, which acts as a hold of its own."""
 
 SleepLevel = Literal[1, 2]
@@ -22,7 +22,7 @@ EVERYTHING: frozenset[MemoryTag] = frozenset({"weights", "kv_cache"})
 """What a sleep may release."""
 
 
-class Want(IntEnum):
+class WantedState(IntEnum):
     """Effective states, from least to most restrictive."""
 
     ACTIVE = 0
@@ -31,26 +31,26 @@ class Want(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HoldTarget:
     """What all live holds together ask for: `released` memory is freed at sleep `level`.
 
     `load`: weights that wake get their values; not before a commit, if somebody waits for one.
     """
 
-    want: Want
+    want: WantedState
     released: frozenset[MemoryTag] = frozenset()
     level: SleepLevel = 1
     load: bool = True
 
     @property
-    def all_released(self) -> bool:
+    def is_all_released(self) -> bool:
         """Whether no memory of the engine is wanted at all."""
-        return self.want is Want.ASLEEP and self.released.issuperset(EVERYTHING)
+        return self.want is WantedState.ASLEEP and self.released.issuperset(EVERYTHING)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    want: Want
+class _HolderState:
+    want: WantedState
     expires: float = inf
     tags: frozenset[MemoryTag] = frozenset()
     level: SleepLevel = 1
@@ -61,33 +61,33 @@ class Holds:
     """The live holds of one worker, by holder."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HolderState] = {}
         self.committing: WeightsId | None = None
         """Set while a commit runs; listed as a hold of its own."""
 
-    def pause(self, holder: str, expires: float = inf) -> None:
+    def hold_paused(self, holder: str, expires: float = inf) -> None:
         """Set the holder's hold to Paused until `expires`, replacing any earlier hold."""
-        self._held[holder] = _Held(Want.PAUSED, expires)
+        self._held[holder] = _HolderState(WantedState.PAUSED, expires)
 
-    def sleep(self, holder: str, level: SleepLevel, tags: Collection[MemoryTag]) -> None:
+    def hold_asleep(self, holder: str, level: SleepLevel, tags: Collection[MemoryTag]) -> None:
         """Set the holder's hold to Asleep for these tags, adding to those it already holds."""
         former = self._held.get(holder)
-        if former is not None and former.want is Want.ASLEEP:
+        if former is not None and former.want is WantedState.ASLEEP:
             level = 2 if 2 in (level, former.level) else 1
             tags = former.tags.union(tags)
-        self._held[holder] = _Held(Want.ASLEEP, inf, frozenset(tags), level)
+        self._held[holder] = _HolderState(WantedState.ASLEEP, inf, frozenset(tags), level)
 
-    def release(self, holder: str) -> None:
+    def release_hold(self, holder: str) -> None:
         """Drop the holder's hold, if it has one."""
         self._held.pop(holder, None)
 
-    def wake(self, holder: str, tags: Collection[MemoryTag], *, load: bool = True) -> None:
+    def release_tags(self, holder: str, tags: Collection[MemoryTag], *, load: bool = True) -> None:
         """Remove these tags from the holder's sleep; the hold ends with its last tag.
 
         Without `load` it goes on, if need be without a tag, until `committed`.
         """
         held = self._held.get(holder)
-        if held is None or held.want is not Want.ASLEEP:
+        if held is None or held.want is not WantedState.ASLEEP:
             return
         left = held.tags.difference(tags)
         if left or not load:
@@ -95,7 +95,7 @@ class Holds:
         else:
             del self._held[holder]
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """End what waited for a commit."""
         waited = {holder: held for holder, held in self._held.items() if not held.load}
         for holder, held in waited.items():
@@ -104,27 +104,27 @@ class Holds:
             else:
                 del self._held[holder]
 
-    def expire(self, now: float) -> list[str]:
+    def expire_holds(self, now: float) -> list[str]:
         """Drop expired holds and return their holders."""
         gone = [holder for holder, held in self._held.items() if held.expires <= now]
         for holder in gone:
             del self._held[holder]
         return gone
 
-    def of(self, holder: str, now: float) -> Want:
+    def want_of(self, holder: str, now: float) -> WantedState:
         """What this holder asks for."""
         held = self._held.get(holder)
-        return held.want if held is not None and held.expires > now else Want.ACTIVE
+        return held.want if held is not None and held.expires > now else WantedState.ACTIVE
 
-    def others(self, holder: str, now: float) -> list[str]:
+    def other_holders(self, holder: str, now: float) -> list[str]:
         """Everyone else who has a live hold."""
         return sorted(h for h, held in self._held.items() if h != holder and held.expires > now)
 
-    def target(self, now: float) -> Target:
+    def merged_target(self, now: float) -> HoldTarget:
         """The most restrictive of all live holds."""
         live = [held for held in self._held.values() if held.expires > now]
-        return Target(
-            want=max((held.want for held in live), default=Want.ACTIVE),
+        return HoldTarget(
+            want=max((held.want for held in live), default=WantedState.ACTIVE),
             released=frozenset().union(*(held.tags for held in live)),
             level=max((held.level for held in live), default=1),
             load=all(held.load for held in live),
@@ -134,17 +134,17 @@ class Holds:
         """When the next hold expires; infinite if none will."""
         return min((held.expires for held in self._held.values()), default=inf)
 
-    def listing(self, now: float) -> tuple[Hold, ...]:
+    def list_holds(self, now: float) -> tuple[Hold, ...]:
         """The live holds as `/v1/state` shows them."""
         holds = [
             Hold(
                 holder=holder,
-                state="Asleep" if held.want is Want.ASLEEP else "Paused",
+                state="Asleep" if held.want is WantedState.ASLEEP else "Paused",
                 ttl=None if held.expires == inf else max(0.0, held.expires - now),
             )
             for holder, held in sorted(self._held.items())
             if held.expires > now
         ]
         if self.committing is not None:
-            holds.append(Hold(holder=COMMIT, state="Paused"))
+            holds.append(Hold(holder=COMMIT_HOLDER, state="Paused"))
         return tuple(holds)

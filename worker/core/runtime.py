@@ -16,15 +16,15 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, EngineStats, Gang
-from rollout_worker.gang.head import Head
-from rollout_worker.observe.telemetry import Telemetry
+from rollout_worker.gang.head import GangHead
+from rollout_worker.observe.telemetry import WorkerTelemetry
 from rollout_worker.schemas import Lifecycle, Progress, Resident
-from rollout_worker.settings import Settings
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.settings import WorkerSettings
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .device_turn import DeviceTurn
-from .holds import Holds, Target, Want
-from .states import Tracker
+from .holds import Holds, HoldTarget, WantedState
+from .states import LifecycleTracker
 from .whole_turn import WholeTurn
 
 logger = logging.getLogger(__name__)
@@ -34,18 +34,18 @@ T = TypeVar("T")
 NOTHING_RESIDENT = Resident(weights=False, kv_cache=False)
 
 
-class Pulse:
+class ChangeNotifier:
     """Wakes all current waiters, each of which then rechecks its condition."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def fire(self) -> None:
+    def notify_all(self) -> None:
         """Wake all current waiters."""
         self._event.set()
         self._event = asyncio.Event()
 
-    async def wait(self, seconds: float | None) -> bool:
+    async def wait_for_change(self, seconds: float | None) -> bool:
         """Wait for the next pulse; return False if none came within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
@@ -55,27 +55,27 @@ class Pulse:
         return True
 
 
-class Runtime:
+class WorkerRuntime:
     """The shared state of one worker process."""
 
-    def __init__(self, settings: Settings, gang: Gang | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, gang: Gang | None = None) -> None:
         self.settings = settings
         self.boot_id = uuid.uuid4().hex
-        self.telemetry = Telemetry(settings.pool, settings.namespace)
-        self.lifecycle = Tracker(self._moved)
+        self.telemetry = WorkerTelemetry(settings.pool, settings.namespace)
+        self.lifecycle = LifecycleTracker(self._note_move)
         self.holds = Holds()
-        self.changed = Pulse()
+        self.changed = ChangeNotifier()
         """Fires when the state, a hold or a request changes."""
         self.exclusive = asyncio.Lock()
         """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
         self.turn: DeviceTurn | WholeTurn | None = None
         """Set where others use the same devices by turns."""
-        self.gang: Head | None = None
+        self.gang: GangHead | None = None
         """Set where the engine spans several nodes and this is the first."""
         if gang is not None:
-            self.gang = Head(settings, gang, self.boot_id, self.crashed)
+            self.gang = GangHead(settings, gang, self.boot_id, self.report_crash)
         if settings.turn_devices:
-            self.turn = self._turn(self.gang)
+            self.turn = self._make_turn(self.gang)
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.died: asyncio.Future[str] | None = None
@@ -90,55 +90,55 @@ class Runtime:
         self.drain_seconds = settings.drain_seconds
         """What running requests get when the process is told to end."""
 
-    def _turn(self, gang: Head | None) -> DeviceTurn | WholeTurn:
+    def _make_turn(self, gang: GangHead | None) -> DeviceTurn | WholeTurn:
         if gang is None:
-            return DeviceTurn(self.settings, self.telemetry, self.changed.wait)
-        own = DeviceTurn(self.settings, self.telemetry, self.changed.wait, counts=False)
+            return DeviceTurn(self.settings, self.telemetry, self.changed.wait_for_change)
+        own = DeviceTurn(self.settings, self.telemetry, self.changed.wait_for_change, counts=False)
         return WholeTurn(own, gang, self.telemetry)
 
-    def _moved(self, old: Lifecycle, new: Lifecycle) -> None:
+    def _note_move(self, old: Lifecycle, new: Lifecycle) -> None:
         logger.info("lifecycle %s -> %s", old.value, new.value)
-        self.telemetry.lifecycle(new)
-        self.changed.fire()
+        self.telemetry.export_lifecycle(new)
+        self.changed.notify_all()
 
-    def target(self) -> Target:
+    def hold_target(self) -> HoldTarget:
         """What the live holds currently ask for."""
         now = time.monotonic()
-        for holder in self.holds.expire(now):
+        for holder in self.holds.expire_holds(now):
             logger.info("the hold by %r expired", holder)
-        return self.holds.target(now)
+        return self.holds.merged_target(now)
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether any hold keeps the worker from generating."""
-        return self.target().want is not Want.ACTIVE
+        return self.hold_target().want is not WantedState.ACTIVE
 
-    def stats(self) -> EngineStats:
+    def engine_stats(self) -> EngineStats:
         """The engine's counts; zeros while no engine is loaded."""
         if self.engine is None or not self.lifecycle.has_engine:
             return EngineStats(running=0, resident=NOTHING_RESIDENT)
         return self.engine.stats()
 
-    def loaded(self) -> tuple[Engine, EngineInfo]:
+    def loaded_engine(self) -> tuple[Engine, EngineInfo]:
         """The engine, for verbs that need one.
 
         Raises:
             ProblemError: 409 that names the state.
         """
         if self.engine is None or self.info is None or not self.lifecycle.has_engine:
-            raise self.wrong_state("wait for the engine to load and try again")
+            raise self.wrong_state_problem("wait for the engine to load and try again")
         return self.engine, self.info
 
-    def wrong_state(self, fix: str) -> Exception:
+    def wrong_state_problem(self, fix: str) -> Exception:
         """A 409 that names the current state and the fix."""
-        state = self.lifecycle.state
+        state = self.lifecycle.current_state
         why = f" ({self.last_error})" if state is Lifecycle.FAILED and self.last_error else ""
-        return conflict(
+        return conflict_problem(
             state.value.lower(), f"the worker is {state.value}{why}: {fix}", lifecycle=state.value
         )
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether there is an engine that is not known to be dead."""
         return self.engine is not None and self.died is not None and not self.died.done()
 
@@ -151,11 +151,11 @@ class Runtime:
         if self.died is not None and self.died.done():
             raise EngineCrashed(self.died.result())
 
-    def crashed(self, reason: str) -> None:
+    def report_crash(self, reason: str) -> None:
         """Report the engine as dead; the supervisor replaces it. Idempotent."""
         if self.died is not None and not self.died.done():
             self.died.set_result(reason)
-            self.changed.fire()
+            self.changed.notify_all()
 
     def see_generation(self, generation: int | None) -> None:
         """Remember the object generation of an operator's call.
@@ -166,7 +166,7 @@ class Runtime:
         if generation is None:
             return
         if self.generation is not None and generation < self.generation:
-            raise conflict(
+            raise conflict_problem(
                 "stale-generation",
                 f"generation {generation} is older than {self.generation}, which this worker has"
                 " already seen: read the object again",
@@ -175,7 +175,7 @@ class Runtime:
         self.generation = generation
 
     @asynccontextmanager
-    async def alone(self, seconds: float) -> AsyncIterator[None]:
+    async def exclusive_within(self, seconds: float) -> AsyncIterator[None]:
         """Hold `exclusive`, waiting at most `seconds` to acquire it.
 
         Raises:
@@ -195,7 +195,7 @@ class Runtime:
         finally:
             self.exclusive.release()
 
-    async def call(
+    async def call_engine(
         self, work: Coroutine[Any, Any, T], seconds: float, what: str, *, fatal: bool = True
     ) -> T:
         """Await a call to an engine that may hang or die during it.
@@ -213,16 +213,16 @@ class Runtime:
             both: set[asyncio.Future[Any]] = {task, died}
             await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            await _cancel(task)
+            await _cancel_call(task)
             raise
         if not task.done():
-            self.crashed(f"{what} took more than {seconds:g} s")
-            await _cancel(task)
+            self.report_crash(f"{what} took more than {seconds:g} s")
+            await _cancel_call(task)
             raise EngineCrashed(died.result())
         try:
             return task.result()
         except EngineCrashed as error:
-            self.crashed(str(error))
+            self.report_crash(str(error))
             raise
         except EngineError:
             raise
@@ -230,17 +230,17 @@ class Runtime:
             if not fatal:
                 raise
             logger.exception("%s failed in the engine", what)
-            self.crashed(f"{what} failed: {error}")
+            self.report_crash(f"{what} failed: {error}")
             raise EngineCrashed(died.result()) from error
 
 
-CANCEL_SECONDS = 5.0
+CANCEL_GRACE_SECONDS = 5.0
 
 
-async def _cancel(task: asyncio.Task[Any]) -> None:
+async def _cancel_call(task: asyncio.Task[Any]) -> None:
     """Cancel a call and let it clean up, but not for long."""
     task.cancel()
-    await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+    await asyncio.wait({task}, timeout=CANCEL_GRACE_SECONDS)
     if task.done() and not task.cancelled():
         task.exception()  # looked at: who gave it up wants no error of it
     if task.done() and not task.cancelled():

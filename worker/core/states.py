@@ -1,6 +1,6 @@
 """States of a worker and the one table of moves between them.
 
-`Tracker.move()` is the only way to change the state. Being fenced (below the weights floor) and
+`LifecycleTracker.move_to()` is the only way to change the state. Being fenced (below the weights floor) and
 committing are not states: a worker stays Active during a commit, while new requests wait.
 Imports nothing of ours except the wire names.
 """
@@ -39,7 +39,7 @@ class IllegalMove(RuntimeError):
     """A move that is not in `MOVES`: a bug in this program."""
 
 
-class Tracker:
+class LifecycleTracker:
     """The state of one worker; calls `on_move(old, new)` on every move."""
 
     def __init__(self, on_move: Callable[[Lifecycle, Lifecycle], None]) -> None:
@@ -47,7 +47,7 @@ class Tracker:
         self._on_move = on_move
 
     @property
-    def state(self) -> Lifecycle:
+    def current_state(self) -> Lifecycle:
         """The current state."""
         return self._state
 
@@ -56,7 +56,7 @@ class Tracker:
         """Whether an engine is loaded and usable."""
         return self._state not in WITHOUT_ENGINE
 
-    def move(self, to: Lifecycle) -> None:
+    def move_to(self, to: Lifecycle) -> None:
         """Change the state.
 
         Raises:

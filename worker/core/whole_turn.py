@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from rollout_worker.engine import EngineError
-from rollout_worker.gang.head import Head, Watched, together
-from rollout_worker.gang.line import NoAnswer
-from rollout_worker.observe.telemetry import Telemetry
+from rollout_worker.gang.head import GangHead, WatchedMember, run_together
+from rollout_worker.gang.line import MemberSilent
+from rollout_worker.observe.telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress, TurnState
 
 from .device_turn import DeviceTurn, waits_for
@@ -53,7 +53,7 @@ class WholeTurn:
         telemetry: Counts what the waits took.
     """
 
-    def __init__(self, own: DeviceTurn, head: Head, telemetry: Telemetry) -> None:
+    def __init__(self, own: DeviceTurn, head: GangHead, telemetry: WorkerTelemetry) -> None:
         self._own = own
         self._head = head
         self._telemetry = telemetry
@@ -78,7 +78,7 @@ class WholeTurn:
             self._waiting, self._blocked = False, {}
         if self._held:
             self._telemetry.turn_seconds.observe(time.monotonic() - began)
-        elif (wrong := self._head.wrong()) is not None:
+        elif (wrong := self._head.broken_reason()) is not None:
             raise EngineError(wrong)
         return self._held
 
@@ -86,10 +86,10 @@ class WholeTurn:
         first = 0
 
         def goes_on() -> bool:
-            return wanted() and self._head.wrong() is None
+            return wanted() and self._head.broken_reason() is None
 
         while goes_on():
-            if (absent := self._head.absent()) is not None:  # so nothing is held for it
+            if (absent := self._head.silent_members()) is not None:  # so nothing is held for it
                 report(Progress(message=absent))
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
@@ -124,7 +124,7 @@ class WholeTurn:
         for rank in (first, *(each for each in ranks if each != first)):
             if not await self._one(rank, report, wanted, patient=rank == first):
                 return False
-        await together(self._use, self._head.members)
+        await run_together(self._use, self._head.members)
         return True
 
     async def _one(self, rank: int, report: Report, wanted: Wanted, *, patient: bool) -> bool:
@@ -154,13 +154,13 @@ class WholeTurn:
         return had
 
     async def _member(
-        self, member: Watched, report: Report, wanted: Wanted, in_time: Callable[[], bool]
+        self, member: WatchedMember, report: Report, wanted: Wanted, in_time: Callable[[], bool]
     ) -> bool:
         line, why = member.line, ""
         while wanted():
             try:
                 turn = await line.take_turn(self._number)
-            except NoAnswer as error:
+            except MemberSilent as error:
                 if error.status == CONFLICT:
                     raise Late(line.rank, f"{line.name}: {error}") from error
                 why, self._blocked, checking = f"does not answer ({error})", {}, False
@@ -180,7 +180,7 @@ class WholeTurn:
                 raise Late(line.rank, f"{line.name}: {why}")
         return False
 
-    async def _use(self, member: Watched) -> None:
+    async def _use(self, member: WatchedMember) -> None:
         """Have a member keep its turn.
 
         Raises:
@@ -190,7 +190,7 @@ class WholeTurn:
         while True:
             try:
                 await member.line.use_turn(self._number)
-            except NoAnswer as error:
+            except MemberSilent as error:
                 if error.status == CONFLICT or time.monotonic() > until:
                     raise Late(member.line.rank, f"{member.line.name}: {error}") from error
                 await asyncio.sleep(LOOK_SECONDS)

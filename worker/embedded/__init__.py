@@ -14,7 +14,7 @@ Nothing else of the trainer's process is touched: signals, the root logger and t
 are its own. docs/hybrid.md has the rules for handed-over tensors.
 """
 
-from rollout_worker.settings import BadSettings
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.wire.problems import ProblemError
 
 from .handing import HandedOver, HandOverFailed
@@ -23,9 +23,9 @@ from .worker import AsyncWorker, Worker
 
 __all__ = [
     "AsyncWorker",
-    "BadSettings",
     "HandOverFailed",
     "HandedOver",
+    "InvalidSettings",
     "ProblemError",
     "Worker",
     "WorkerEnded",

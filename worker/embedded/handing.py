@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout_worker.core.holds import EVERYTHING, Want
+from rollout_worker.core.holds import EVERYTHING, WantedState
 from rollout_worker.engine import Tensors
 from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.schemas import (
@@ -23,10 +23,10 @@ from rollout_worker.schemas import (
     WakeRequest,
     WeightsId,
 )
-from rollout_worker.service import Worker
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.service import WorkerService
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
-HOLDER = "embedded:trainer"
+EMBEDDED_HOLDER = "embedded:trainer"
 """The name of the trainer's own holds, and of what it stages."""
 
 
@@ -48,7 +48,7 @@ class HandedOver:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOverOptions:
     """Arguments of `Worker.hand_over`."""
 
     version: int
@@ -60,20 +60,22 @@ class HandOver:
     labels: Mapping[str, str]
 
 
-async def hand_over(worker: Worker, given: Tensors, asked: HandOver) -> HandedOver:
+async def hand_over_weights(
+    worker: WorkerService, given: Tensors, asked: HandOverOptions
+) -> HandedOver:
     """Stage tensors of this process, and commit them unless an operator does.
 
     Raises:
         ProblemError: the order of identities, or the worker's state, forbids it.
         HandOverFailed: they are not weights of this model, or there is no room.
     """
-    in_pool = worker.settings.in_pool
+    in_pool = worker.settings.is_in_pool
     if in_pool and asked.commit:
         raise ValueError("commit: in a pool the operator commits; move spec.weights.target instead")
-    epoch = _epoch(worker) if asked.epoch is None else asked.epoch
+    epoch = _known_epoch(worker) if asked.epoch is None else asked.epoch
     identity = WeightsId(epoch=epoch, version=asked.version)
-    await _wake_empty(worker)
-    staged = await _stage(worker, given, identity, asked)
+    await _wake_without_values(worker)
+    staged = await _stage_tensors(worker, given, identity, asked)
     root_hash = staged.root_hash or ""
     if in_pool or asked.commit is False:
         return HandedOver(epoch, asked.version, root_hash, False)
@@ -86,26 +88,26 @@ async def hand_over(worker: Worker, given: Tensors, asked: HandOver) -> HandedOv
             "deadline_seconds": asked.drain_seconds,
         }
     )
-    await worker.commits.commit(HOLDER, commit)
+    await worker.commits.commit_weights(EMBEDDED_HOLDER, commit)
     return HandedOver(epoch, asked.version, root_hash, True)
 
 
-def _epoch(worker: Worker) -> int:
+def _known_epoch(worker: WorkerService) -> int:
     """The trainer's epoch, as far as this worker knows it."""
-    active = worker.updates.identity
+    active = worker.updates.active_identity
     return max(worker.updates.fence.epoch, 0 if active is None else active.epoch)
 
 
-async def _wake_empty(worker: Worker) -> None:
+async def _wake_without_values(worker: WorkerService) -> None:
     """Take the weights' memory back without what it held, which is no more; the rest stays asleep."""
     runtime = worker.runtime
-    asleep = runtime.lifecycle.state is Lifecycle.ASLEEP
-    if asleep and not runtime.stats().resident.weights:
-        await worker.verbs.wake(HOLDER, WakeRequest(tags=("weights",), load=False))
+    asleep = runtime.lifecycle.current_state is Lifecycle.ASLEEP
+    if asleep and not runtime.engine_stats().resident.weights:
+        await worker.verbs.wake_worker(EMBEDDED_HOLDER, WakeRequest(tags=("weights",), load=False))
 
 
-async def _stage(
-    worker: Worker, given: Tensors, identity: WeightsId, asked: HandOver
+async def _stage_tensors(
+    worker: WorkerService, given: Tensors, identity: WeightsId, asked: HandOverOptions
 ) -> StagedWeights:
     request = StageRequest(
         epoch=identity.epoch,
@@ -114,54 +116,62 @@ async def _stage(
         labels=asked.labels,
         deadline_seconds=asked.deadline_seconds,
     )
-    view = await worker.updates.stage(HOLDER, request, given)
+    view = await worker.updates.stage_weights(EMBEDDED_HOLDER, request, given)
     while view.phase == "Staging":
-        await worker.runtime.changed.wait(asked.deadline_seconds)
+        await worker.runtime.changed.wait_for_change(asked.deadline_seconds)
         slot = worker.updates.slot
         if slot is None or slot.identity != identity:
-            raise conflict("changed-meanwhile", f"weights {identity} were discarded meanwhile")
-        view = slot.view()
+            raise conflict_problem(
+                "changed-meanwhile", f"weights {identity} were discarded meanwhile"
+            )
+        view = slot.to_view()
     if view.error is not None:
         raise HandOverFailed(view.error)
     return view
 
 
-async def pause(worker: Worker, mode: Mode, drain_seconds: float) -> None:
+async def pause_worker(worker: WorkerService, mode: Mode, drain_seconds: float) -> None:
     """Hold the worker Paused."""
-    await worker.verbs.pause(HOLDER, PauseRequest(mode=mode, deadline_seconds=drain_seconds))
+    await worker.verbs.pause_worker(
+        EMBEDDED_HOLDER, PauseRequest(mode=mode, deadline_seconds=drain_seconds)
+    )
 
 
-async def sleep(worker: Worker, level: Literal[1, 2], mode: Mode, drain_seconds: float) -> None:
+async def put_to_sleep(
+    worker: WorkerService, level: Literal[1, 2], mode: Mode, drain_seconds: float
+) -> None:
     """Hold the worker Asleep, without memory."""
     request: dict[str, Any] = {"level": level, "mode": mode, "deadline_seconds": drain_seconds}
-    await worker.verbs.sleep(HOLDER, SleepRequest.model_validate(request))
+    await worker.verbs.put_to_sleep(EMBEDDED_HOLDER, SleepRequest.model_validate(request))
 
 
-async def go_on(worker: Worker) -> None:
+async def release_hold(worker: WorkerService) -> None:
     """Drop the trainer's hold, whichever it is; returns once nobody but others holds the worker.
 
     Raises:
         ProblemError: the weights are gone or were changed, and the hold stays; or others hold it.
     """
     runtime = worker.runtime
-    want = runtime.holds.of(HOLDER, time.monotonic())
+    want = runtime.holds.want_of(EMBEDDED_HOLDER, time.monotonic())
     try:
-        if want is Want.ASLEEP:
+        if want is WantedState.ASLEEP:
             # What is staged is what it is to wake with.
             load = worker.updates.slot is None
-            await worker.verbs.wake(HOLDER, WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load))
+            await worker.verbs.wake_worker(
+                EMBEDDED_HOLDER, WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load)
+            )
         else:
-            await worker.verbs.resume(HOLDER, ReleaseRequest())
+            await worker.verbs.resume_worker(EMBEDDED_HOLDER, ReleaseRequest())
     except ProblemError as refusal:
         if refusal.slug in ("engine-refused", "weights-rejected"):
-            _hold_again(worker, want)
+            _restore_hold(worker, want)
         raise
 
 
-def _hold_again(worker: Worker, want: Want) -> None:
+def _restore_hold(worker: WorkerService, want: WantedState) -> None:
     """Let a worker that can't go on rest until it can."""
-    if want is Want.ASLEEP:
-        worker.runtime.holds.sleep(HOLDER, 2, EVERYTHING)
-    elif want is Want.PAUSED:
-        worker.runtime.holds.pause(HOLDER)
-    worker.runtime.changed.fire()
+    if want is WantedState.ASLEEP:
+        worker.runtime.holds.hold_asleep(EMBEDDED_HOLDER, 2, EVERYTHING)
+    elif want is WantedState.PAUSED:
+        worker.runtime.holds.hold_paused(EMBEDDED_HOLDER)
+    worker.runtime.changed.notify_all()

@@ -6,9 +6,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollout_worker.settings import FLAGS, BadSettings, Flag, Settings, parse
+from rollout_worker.settings import (
+    FLAGS,
+    CommandFlag,
+    InvalidSettings,
+    WorkerSettings,
+    parse_settings,
+)
 
-ELSEWHERE = {
+REFUSED_KEYWORDS = {
     "log_level": "logging is the trainer's: set the level of the logger 'rollout_worker'",
     "log_format": "logging is the trainer's: give the root logger a handler",
     **dict.fromkeys(
@@ -29,13 +35,15 @@ ELSEWHERE = {
 }
 """Flags that make no sense within a process of somebody else's, and why. Their variables aren't read."""
 
-DEFAULTS = {"shutdown_grace": "0"}
+KEYWORD_DEFAULTS = {"shutdown_grace": "0"}
 """Where an embedded worker differs from `serve`: nobody routes requests to a trainer that ends."""
 
-_FLAGS: Mapping[str, Flag] = {flag.field: flag for flag in FLAGS}
+_FLAGS: Mapping[str, CommandFlag] = {flag.field_name: flag for flag in FLAGS}
 
 
-def settings_of(keywords: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+def settings_from_keywords(
+    keywords: Mapping[str, object], environ: Mapping[str, str]
+) -> WorkerSettings:
     """Return checked settings; a keyword that is None or missing is left to its variable.
 
     Raises:
@@ -48,20 +56,24 @@ def settings_of(keywords: Mapping[str, object], environ: Mapping[str, str]) -> S
             raise TypeError(f"Worker() has no setting {name!r}: see rollout-worker serve --help")
         if value is None:
             continue
-        if name in ELSEWHERE:
-            raise BadSettings(f"{name} is no setting of an embedded worker: {ELSEWHERE[name]}")
-        setattr(given, name, _text(_FLAGS[name], value))
-    for name, text in DEFAULTS.items():
-        if getattr(given, name) is None and not environ.get(_FLAGS[name].env):
+        if name in REFUSED_KEYWORDS:
+            raise InvalidSettings(
+                f"{name} is no setting of an embedded worker: {REFUSED_KEYWORDS[name]}"
+            )
+        setattr(given, name, _flag_text(_FLAGS[name], value))
+    for name, text in KEYWORD_DEFAULTS.items():
+        if getattr(given, name) is None and not environ.get(_FLAGS[name].variable_name):
             setattr(given, name, text)
-    unread = {_FLAGS[name].env for name in ELSEWHERE}
-    settings = parse(given, {name: text for name, text in environ.items() if name not in unread})
+    unread = {_FLAGS[name].variable_name for name in REFUSED_KEYWORDS}
+    settings = parse_settings(
+        given, {name: text for name, text in environ.items() if name not in unread}
+    )
     if settings.nodes > 1:
-        raise BadSettings(f"nodes is {settings.nodes}: an embedded worker runs on one node")
+        raise InvalidSettings(f"nodes is {settings.nodes}: an embedded worker runs on one node")
     return settings
 
 
-def _text(flag: Flag, value: object) -> str | list[str]:
+def _flag_text(flag: CommandFlag, value: object) -> str | list[str]:
     """Return a value as the command line has it, which one parser checks."""
     if isinstance(value, str | int | float | Path) and not flag.repeated:
         return str(value)
@@ -69,6 +81,6 @@ def _text(flag: Flag, value: object) -> str | list[str]:
         words = [str(each) for each in value]
         if flag.repeated:
             return words
-        return (":" if flag.field == "weights_roots" else ",").join(words)
+        return (":" if flag.field_name == "weights_roots" else ",").join(words)
     kind = "a list of strings" if flag.repeated else "text, a number, a path or a list of these"
-    raise BadSettings(f"{flag.field} is {value!r}: give {kind}")
+    raise InvalidSettings(f"{flag.field_name} is {value!r}: give {kind}")

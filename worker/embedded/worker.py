@@ -13,13 +13,13 @@ from rollout_worker import service
 from rollout_worker.engine import Engine, Tensors
 from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.schemas import WorkerState
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.tensors import named, settled
 
 from . import handing
-from .handing import HandedOver, HandOver
-from .host import Host
-from .keywords import settings_of
+from .handing import HandedOver, HandOverOptions
+from .host import WorkerHost
+from .keywords import settings_from_keywords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ T = TypeVar("T")
 InFlight = Literal["Drain", "Abort", "Keep", "Recompute", "Pin"]
 
 
-class _Embedded:
+class _EmbeddedBase:
     """What both faces share: settings, addresses, the thread."""
 
     _make_engine: Callable[[], Engine] | None = None
@@ -48,26 +48,26 @@ class _Embedded:
             TypeError: there is no such setting.
             BadSettings: names the setting and the fix.
         """
-        self._host = Host(settings_of(settings, os.environ), self._make_engine)
+        self._host = WorkerHost(settings_from_keywords(settings, os.environ), self._make_engine)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> WorkerSettings:
         """The checked settings."""
         return self._host.settings
 
     @property
     def data_url(self) -> str:
         """Where generation is served, for a client in this process or on this machine."""
-        return self._url(self.settings.data_host, self._host.ports[0], tls=False)
+        return self._url_of(self.settings.data_host, self._host.ports[0], tls=False)
 
     @property
     def control_url(self) -> str:
         """Where the control port is."""
         tls = self.settings.control_tls_cert_file is not None
-        return self._url(self.settings.control_host, self._host.ports[1], tls=tls)
+        return self._url_of(self.settings.control_host, self._host.ports[1], tls=tls)
 
     @staticmethod
-    def _url(host: str, port: int, *, tls: bool) -> str:
+    def _url_of(host: str, port: int, *, tls: bool) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         name = f"[{host}]" if ":" in host else host
         return f"http{'s' if tls else ''}://{name}:{port}"
@@ -75,18 +75,18 @@ class _Embedded:
     @property
     def running(self) -> bool:
         """Whether it serves; False once it has ended, by itself or not."""
-        return self._host.running
+        return self._host.is_running
 
-    def _handing_over(
-        self, weights: Weights, copy: bool, asked: HandOver
-    ) -> Callable[[service.Worker], Coroutine[Any, Any, HandedOver]]:
+    def _hand_over_work(
+        self, weights: Weights, copy: bool, asked: HandOverOptions
+    ) -> Callable[[service.WorkerService], Coroutine[Any, Any, HandedOver]]:
         tensors = named(weights)
         settled(tensors)
         given = Tensors(tensors, tensors.clear, copy)
-        return lambda worker: handing.hand_over(worker, given, asked)
+        return lambda worker: handing.hand_over_weights(worker, given, asked)
 
 
-class Worker(_Embedded):
+class Worker(_EmbeddedBase):
     """A worker in this process, for plain code. `AsyncWorker` is the same within an event loop."""
 
     def __enter__(self) -> Self:
@@ -116,8 +116,8 @@ class Worker(_Embedded):
         """
         self._host.close(drain=drain)
 
-    def _do(self, work: Callable[[service.Worker], Coroutine[Any, Any, T]]) -> T:
-        future = self._host.submit(work)
+    def _run_in_host(self, work: Callable[[service.WorkerService], Coroutine[Any, Any, T]]) -> T:
+        future = self._host.submit_work(work)
         try:
             return future.result()
         except BaseException:  # such as Ctrl-C while it waits
@@ -160,14 +160,14 @@ class Worker(_Embedded):
             ProblemError: the order of versions, or the worker's state, forbids it.
             WorkerEnded: the worker is no more.
         """
-        asked = HandOver(
+        asked = HandOverOptions(
             version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
         )
-        return self._do(self._handing_over(weights, copy, asked))
+        return self._run_in_host(self._hand_over_work(weights, copy, asked))
 
     def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> None:
         """Generate nothing until `resume`; memory is kept."""
-        self._do(lambda worker: handing.pause(worker, mode, drain_seconds))
+        self._run_in_host(lambda worker: handing.pause_worker(worker, mode, drain_seconds))
 
     def sleep(
         self, level: Literal[1, 2] = 2, mode: Mode = "drain", *, drain_seconds: float = 30
@@ -176,7 +176,7 @@ class Worker(_Embedded):
 
         Level 2 forgets the weights: hand some over before `resume`. Level 1 keeps a copy in a file.
         """
-        self._do(lambda worker: handing.sleep(worker, level, mode, drain_seconds))
+        self._run_in_host(lambda worker: handing.put_to_sleep(worker, level, mode, drain_seconds))
 
     def resume(self) -> None:
         """End this trainer's `pause` or `sleep`; returns once the worker serves.
@@ -184,7 +184,7 @@ class Worker(_Embedded):
         Raises:
             ProblemError: its weights are gone or were changed: hand some over first. Or others hold it.
         """
-        self._do(handing.go_on)
+        self._run_in_host(handing.release_hold)
 
     @contextmanager
     def turn(self, *, level: Literal[1, 2] = 2) -> Iterator[None]:
@@ -199,13 +199,13 @@ class Worker(_Embedded):
     def state(self) -> WorkerState:
         """What the control port's `GET /v1/state` says."""
 
-        async def state(worker: service.Worker) -> WorkerState:
-            return worker.state(handing.HOLDER)
+        async def state(worker: service.WorkerService) -> WorkerState:
+            return worker.worker_state(handing.EMBEDDED_HOLDER)
 
-        return self._do(state)
+        return self._run_in_host(state)
 
 
-class AsyncWorker(_Embedded):
+class AsyncWorker(_EmbeddedBase):
     """A worker in this process, for code in an event loop; see `Worker` for what each call means."""
 
     async def __aenter__(self) -> Self:
@@ -214,7 +214,7 @@ class AsyncWorker(_Embedded):
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            self._host.give_up()
+            self._host.begin_close()
             await asyncio.wait({starting})
             starting.exception()
             raise
@@ -233,8 +233,10 @@ class AsyncWorker(_Embedded):
         """See `Worker.close`."""
         await asyncio.shield(asyncio.to_thread(self._host.close, drain=drain))
 
-    async def _do(self, work: Callable[[service.Worker], Coroutine[Any, Any, T]]) -> T:
-        return await asyncio.wrap_future(self._host.submit(work))
+    async def _run_in_host(
+        self, work: Callable[[service.WorkerService], Coroutine[Any, Any, T]]
+    ) -> T:
+        return await asyncio.wrap_future(self._host.submit_work(work))
 
     async def hand_over(
         self,
@@ -250,24 +252,26 @@ class AsyncWorker(_Embedded):
         labels: Mapping[str, str] | None = None,
     ) -> HandedOver:
         """See `Worker.hand_over`."""
-        asked = HandOver(
+        asked = HandOverOptions(
             version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
         )
-        return await self._do(self._handing_over(weights, copy, asked))
+        return await self._run_in_host(self._hand_over_work(weights, copy, asked))
 
     async def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> None:
         """See `Worker.pause`."""
-        await self._do(lambda worker: handing.pause(worker, mode, drain_seconds))
+        await self._run_in_host(lambda worker: handing.pause_worker(worker, mode, drain_seconds))
 
     async def sleep(
         self, level: Literal[1, 2] = 2, mode: Mode = "drain", *, drain_seconds: float = 30
     ) -> None:
         """See `Worker.sleep`."""
-        await self._do(lambda worker: handing.sleep(worker, level, mode, drain_seconds))
+        await self._run_in_host(
+            lambda worker: handing.put_to_sleep(worker, level, mode, drain_seconds)
+        )
 
     async def resume(self) -> None:
         """See `Worker.resume`."""
-        await self._do(handing.go_on)
+        await self._run_in_host(handing.release_hold)
 
     @asynccontextmanager
     async def turn(self, *, level: Literal[1, 2] = 2) -> AsyncIterator[None]:
@@ -277,9 +281,9 @@ class AsyncWorker(_Embedded):
         await self.resume()
 
     async def state(self) -> WorkerState:
-        """See `Worker.state`."""
+        """See `WorkerService.worker_state`."""
 
-        async def state(worker: service.Worker) -> WorkerState:
-            return worker.state(handing.HOLDER)
+        async def state(worker: service.WorkerService) -> WorkerState:
+            return worker.worker_state(handing.EMBEDDED_HOLDER)
 
-        return await self._do(state)
+        return await self._run_in_host(state)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollout_worker.engine import EngineError, Entry, Layout
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import Report, open_source, read
+from rollout_worker.sources.files import Report, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def hash_of(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
         WeightsRejected: it is not whole, or not what its manifest says.
         ReadCancelled: `cancelled` said so.
     """
-    return read(open_source(folder), {}, lambda _: None, report, cancelled)
+    return read_source(open_source(folder), {}, lambda _: None, report, cancelled)
 
 
 def hash_meanwhile(

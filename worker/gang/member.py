@@ -15,29 +15,29 @@ from rollout_worker.engine import (
     MemberInfo,
 )
 from rollout_worker.schemas import Progress
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.wire.gang import GangSlot, GangState, GangTurn, SlotRequest
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .places import GangBroken
-from .silence import Silence
-from .slots import Claim, Slots
+from .silence import SilenceTimer
+from .slots import Claim, MemberSlots
 from .turning import Locks, MemberTurn, lacking
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.5
-SILENCE_SECONDS = 8.0
+GANG_WATCH_SECONDS = 0.5
+HEAD_SILENCE_SECONDS = 8.0
 """Silence after which the head counts as dead; with what else it takes, this node ends within 10 s."""
-LEAVING_SECONDS = 3.0
+HEAD_LEAVE_SECONDS = 3.0
 """The same once this member was told to end: it stays while its head drains."""
-STARTING_SECONDS = 60.0
+HEAD_START_SECONDS = 60.0
 """The same while either of the two still loads."""
-TELL_SECONDS = 3.0
+FAILURE_REPORT_SECONDS = 3.0
 """How long a member that gives up stays, so that its head hears why."""
-CLOSE_SECONDS = 5.0
+SLOTS_CLOSE_SECONDS = 5.0
 """What giving the slots back may take at the end; the ranks end after it."""
-STOP_SECONDS = 30.0
+RANKS_STOP_SECONDS = 30.0
 
 
 class MemberWorker:
@@ -53,15 +53,15 @@ class MemberWorker:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: WorkerSettings,
         gang: Gang,
         create: Callable[[], Member],
         claim: Claim,
         locks: Locks | None = None,
     ) -> None:
         self.settings = settings
-        self._turn = None if locks is None else MemberTurn(locks, self._break)
-        self._slots = Slots(settings, claim)
+        self._turn = None if locks is None else MemberTurn(locks, self._break_gang)
+        self._slots = MemberSlots(settings, claim)
         self.boot_id = uuid.uuid4().hex
         self._gang = gang
         self._create = create
@@ -69,43 +69,45 @@ class MemberWorker:
         self._info: MemberInfo | None = None
         self._leader: str | None = None
         self._leader_started = False
-        self._silence = Silence()
+        self._silence = SilenceTimer()
         self._leaving = False
         self._wrong: str | None = None
         self._told = asyncio.Event()
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether this node's ranks run."""
         return self._info is not None and self._wrong is None
 
-    async def run(self) -> None:
+    async def run_until_broken(self) -> None:
         """Load and watch until the gang is broken.
 
         Raises:
             GangBroken: says why.
         """
-        starting = asyncio.create_task(self._start())
+        starting = asyncio.create_task(self._start_ranks())
         try:
             while self._wrong is None:
-                await asyncio.wait([starting], timeout=WATCH_SECONDS)
+                await asyncio.wait([starting], timeout=GANG_WATCH_SECONDS)
                 if starting.done() and starting.exception() is None:
-                    await asyncio.sleep(WATCH_SECONDS)
-                self._wrong = self._wrong or self._look(starting)
-            if self._silence.seconds() < SILENCE_SECONDS:  # else nobody is there to hear it
+                    await asyncio.sleep(GANG_WATCH_SECONDS)
+                self._wrong = self._wrong or self._find_trouble(starting)
+            if (
+                self._silence.silent_seconds() < HEAD_SILENCE_SECONDS
+            ):  # else nobody is there to hear it
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TELL_SECONDS):
+                    async with asyncio.timeout(FAILURE_REPORT_SECONDS):
                         await self._told.wait()
             raise GangBroken(self._wrong)
         finally:
             starting.cancel()
-            await asyncio.wait([starting], timeout=STOP_SECONDS)
+            await asyncio.wait([starting], timeout=RANKS_STOP_SECONDS)
 
-    def _break(self, why: str) -> None:
+    def _break_gang(self, why: str) -> None:
         self._wrong = self._wrong or why
 
     @property
-    def turn(self) -> MemberTurn:
+    def member_turn(self) -> MemberTurn:
         """This node's turn, of which the head speaks.
 
         Raises:
@@ -117,19 +119,19 @@ class MemberWorker:
 
     def give_turn(self, attempt: int) -> GangTurn:
         """Give the turn back; see `MemberTurn.give`."""
-        return self.turn.give(attempt, loaded=self._leader_started)
+        return self.member_turn.give(attempt, loaded=self._leader_started)
 
-    async def _start(self) -> None:
+    async def _start_ranks(self) -> None:
         if self._turn is not None:
             await self._turn.used.wait()  # however long others have the devices
         timeout = self.settings.start_timeout
         async with asyncio.timeout(timeout):
             # In a thread: importing an engine takes seconds, and probes need answers.
             self._member = await asyncio.to_thread(self._create)
-            self._info = await self._member.start(self._report)
+            self._info = await self._member.start(self._report_progress)
         logger.info("the ranks of this node run", extra={"root_hash": self._info.root_hash})
 
-    async def leave(self) -> None:
+    async def wait_released(self) -> None:
         """Wait, not for long, until the head needs these ranks no more: it may finish requests."""
         self._leaving = True
         limit = self.settings.drain_seconds + self.settings.shutdown_grace
@@ -137,47 +139,49 @@ class MemberWorker:
         while self._leader_started and self._wrong is None:
             if asyncio.get_running_loop().time() > until:
                 return
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(GANG_WATCH_SECONDS)
 
-    def _report(self, progress: Progress) -> None:
+    def _report_progress(self, progress: Progress) -> None:
         if progress.fraction is None:  # what has one is told a hundred times
             logger.info("loading: %s", progress.message)
 
-    def _look(self, starting: asyncio.Task[None]) -> str | None:
+    def _find_trouble(self, starting: asyncio.Task[None]) -> str | None:
         """None while the gang can go on, else what is wrong."""
         if starting.done() and (error := starting.exception()) is not None:
             if isinstance(error, TimeoutError):
                 limit = self.settings.start_timeout
                 return f"the ranks did not load within --start-timeout {limit:g} s"
             return f"the ranks did not start: {error}"
-        quiet = self._silence.seconds()
+        quiet = self._silence.silent_seconds()
         if self._turn is not None:
             self._turn.look(quiet)
         started = self._info is not None and self._leader_started
-        limit = SILENCE_SECONDS if started else STARTING_SECONDS
+        limit = HEAD_SILENCE_SECONDS if started else HEAD_START_SECONDS
         if self._leaving:
-            limit = LEAVING_SECONDS
+            limit = HEAD_LEAVE_SECONDS
         if self._leader is not None and quiet > limit:
             return f"the head has not asked for {quiet:.0f} s"
         return None if self._member is None or self._info is None else self._member.alive()
 
     # What the head calls.
 
-    def hear(self, leader: str, *, started: bool | None = None) -> None:
+    def note_head(self, leader: str, *, started: bool | None = None) -> None:
         """Note a call of the head; another head's means that ours is gone.
 
         Raises:
             ProblemError: 409, it is another one.
         """
         if self._leader not in (None, leader):
-            self._break("the head was restarted")
-            raise conflict("changed-meanwhile", "this member belongs to a head before: it ends")
+            self._break_gang("the head was restarted")
+            raise conflict_problem(
+                "changed-meanwhile", "this member belongs to a head before: it ends"
+            )
         self._leader = leader
-        self._silence.heard()
+        self._silence.note_heard()
         if started is not None:
             self._leader_started = started
 
-    def state(self) -> GangState:
+    def gang_state(self) -> GangState:
         """How this node is, with all its slots."""
         if self._wrong is not None:
             self._told.set()
@@ -191,7 +195,7 @@ class MemberWorker:
             turn=None if self._turn is None else self._turn.view(),
         )
 
-    def open(self, slot: str, request: SlotRequest) -> GangSlot:
+    def open_slot(self, slot: str, request: SlotRequest) -> GangSlot:
         """Begin to fill a slot; a repeated call changes nothing.
 
         Raises:
@@ -201,23 +205,23 @@ class MemberWorker:
             raise ProblemError(
                 "starting", "the ranks have not loaded yet: try again", retry_after=2
             )
-        return self._slots.open(slot, request, self._member, self._info)
+        return self._slots.open_slot(slot, request, self._member, self._info)
 
-    def slot(self, slot: str) -> GangSlot:
-        """One slot; see `Slots.look`."""
-        return self._slots.look(slot)
+    def slot_view(self, slot: str) -> GangSlot:
+        """One slot; see `MemberSlots.slot_view`."""
+        return self._slots.slot_view(slot)
 
     async def close_slot(self, slot: str) -> None:
-        """Give a slot back; see `Slots.close`."""
+        """Give a slot back; see `MemberSlots.close`."""
         await self._slots.close(slot)
 
-    async def stop(self) -> None:
+    async def stop_worker(self) -> None:
         """Give everything back; what a volume that does not answer holds goes with the process."""
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(SLOTS_CLOSE_SECONDS):
                 await self._slots.close_all()
         except TimeoutError:
-            logger.warning("a slot is still being filled after %g s", CLOSE_SECONDS)
+            logger.warning("a slot is still being filled after %g s", SLOTS_CLOSE_SECONDS)
         ended = await self._stop_ranks()
         if self._turn is not None:
             await self._turn.stop(ended=ended)
@@ -228,7 +232,7 @@ class MemberWorker:
         if self._member is None:
             return True
         try:
-            async with asyncio.timeout(STOP_SECONDS):
+            async with asyncio.timeout(RANKS_STOP_SECONDS):
                 await self._member.stop()
             return True
         except Exception:  # whatever the adapter raised, the process ends

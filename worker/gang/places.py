@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 from rollout_worker.engine import Gang
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 
-FOLDER = "rollout-slots-"
+SLOT_FOLDER_PREFIX = "rollout-slots-"
 
-EXIT_GANG = 3
+EXIT_GANG_BROKEN = 3
 """Exit status of a worker that gives its gang up; all pods of the gang are replaced then."""
 
 
@@ -20,7 +20,7 @@ class GangBroken(Exception):
     """The gang can't go on and isn't repaired in place: the process ends; the text says why."""
 
 
-def gang_of(settings: Settings) -> Gang | None:
+def make_gang(settings: WorkerSettings) -> Gang | None:
     """Return what the settings say of a gang, with a new folder for slots; None: it is one node.
 
     The folders of workers that were killed are removed.
@@ -29,11 +29,11 @@ def gang_of(settings: Settings) -> Gang | None:
         return None
     assert settings.leader_address is not None, "checked by the settings"
     home = Path(tempfile.gettempdir())
-    for folder in home.glob(f"{FOLDER}*"):
-        owner = folder.name.removeprefix(FOLDER).partition("-")[0]
+    for folder in home.glob(f"{SLOT_FOLDER_PREFIX}*"):
+        owner = folder.name.removeprefix(SLOT_FOLDER_PREFIX).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(folder, ignore_errors=True)
-    slots = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=home))
+    slots = Path(tempfile.mkdtemp(prefix=f"{SLOT_FOLDER_PREFIX}{os.getpid()}-", dir=home))
     return Gang(
         settings.nodes,
         settings.rank,
@@ -44,7 +44,7 @@ def gang_of(settings: Settings) -> Gang | None:
     )
 
 
-def members(settings: Settings) -> tuple[str, ...]:
+def member_addresses(settings: WorkerSettings) -> tuple[str, ...]:
     """Return HOST:PORT of the control ports of the ranks above 0, in their order."""
     if settings.member_addresses:
         return settings.member_addresses
@@ -56,6 +56,6 @@ def members(settings: Settings) -> tuple[str, ...]:
     )
 
 
-def leader_pod(settings: Settings) -> str:
+def head_pod_name(settings: WorkerSettings) -> str:
     """Return the name of the head's pod."""
     return (settings.leader_address or "").partition(".")[0]

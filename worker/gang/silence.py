@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-GAP_SECONDS = 4.5
+MAX_GAP_SECONDS = 4.5
 """What counts at most between two looks: while this process stood still it could hear nobody."""
 
 
-class Silence:
+class SilenceTimer:
     """Adds up the time in which nothing was heard, look by look."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -17,13 +17,13 @@ class Silence:
         self._looked = clock()
         self._quiet = 0.0
 
-    def heard(self) -> None:
+    def note_heard(self) -> None:
         """Begin anew."""
         self._looked, self._quiet = self._clock(), 0.0
 
-    def seconds(self) -> float:
+    def silent_seconds(self) -> float:
         """Look, and return how long nothing has been heard."""
         now = self._clock()
-        self._quiet += min(now - self._looked, GAP_SECONDS)
+        self._quiet += min(now - self._looked, MAX_GAP_SECONDS)
         self._looked = now
         return self._quiet

@@ -18,10 +18,16 @@ from rollout_worker.engine import (
     Sink,
 )
 from rollout_worker.schemas import CHECKPOINT, PushedBytes
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.arrived import content_bytes
 from rollout_worker.sources.fetching import Fetching
-from rollout_worker.sources.filling import Located, OpenSlot, fill, locate, resolve_within
+from rollout_worker.sources.filling import (
+    Located,
+    OpenSlot,
+    fill_sink,
+    locate_source,
+    resolve_within,
+)
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.outward import Outward
@@ -33,13 +39,13 @@ from rollout_worker.wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
 
-LOOK_UP_SECONDS = 10.0
+SOURCE_LOOKUP_SECONDS = 10.0
 
 Claim = Callable[[int], Callable[[], None]]
 """Charges memory of staged weights, as `Staging.claim`; returns what gives it back."""
 
 
-class Held:
+class MemberSlot:
     """One slot of this node, being filled or filled."""
 
     def __init__(self, slot: str, request: SlotRequest) -> None:
@@ -55,11 +61,11 @@ class Held:
         self.sink: Sink | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def report(self, done: int, total: int) -> None:
+    def report_progress(self, done: int, total: int) -> None:
         """Note progress; may be called from any thread."""
         self.done, self.total = done, total
 
-    def verify(self, root_hash: str) -> None:
+    def note_hash(self, root_hash: str) -> None:
         """Note what was found.
 
         Raises:
@@ -81,7 +87,7 @@ class Held:
         if sink is not None:
             await asyncio.to_thread(sink.close)
 
-    def view(self) -> GangSlot:
+    def to_view(self) -> GangSlot:
         """The slot as the head sees it."""
         phase = "Failed" if self.error else "Filling" if self.sink is None else "Filled"
         return GangSlot.model_validate(
@@ -97,7 +103,7 @@ class Held:
         )
 
 
-class Slots:
+class MemberSlots:
     """All slots of a node.
 
     Args:
@@ -105,24 +111,26 @@ class Slots:
         claim: Charges memory of weights that are fetched from the head.
     """
 
-    def __init__(self, settings: Settings, claim: Claim) -> None:
+    def __init__(self, settings: WorkerSettings, claim: Claim) -> None:
         self._settings = settings
         self._claim = claim
         self._outward = Outward.of(settings)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, MemberSlot] = {}
 
     def __iter__(self) -> Iterator[GangSlot]:
-        return (held.view() for held in self._held.values())
+        return (held.to_view() for held in self._held.values())
 
-    def open(self, slot: str, request: SlotRequest, member: Member, info: MemberInfo) -> GangSlot:
+    def open_slot(
+        self, slot: str, request: SlotRequest, member: Member, info: MemberInfo
+    ) -> GangSlot:
         """Begin to fill a slot; a repeated call changes nothing."""
         held = self._held.get(slot)
         if held is None:
-            held = self._held[slot] = Held(slot, request)
-            held.task = asyncio.create_task(self._fill(held, member, info))
-        return held.view()
+            held = self._held[slot] = MemberSlot(slot, request)
+            held.task = asyncio.create_task(self._fill_slot(held, member, info))
+        return held.to_view()
 
-    def look(self, slot: str) -> GangSlot:
+    def slot_view(self, slot: str) -> GangSlot:
         """One slot.
 
         Raises:
@@ -130,7 +138,7 @@ class Slots:
         """
         if slot not in self._held:
             raise ProblemError("not-found", f"this member has no slot {slot}: stage again")
-        return self._held[slot].view()
+        return self._held[slot].to_view()
 
     async def close(self, slot: str) -> None:
         """Give a slot back, if there is one; it is listed as long as its memory is there."""
@@ -144,7 +152,7 @@ class Slots:
         for slot in list(self._held):
             await self.close(slot)
 
-    async def _fill(self, held: Held, member: Member, info: MemberInfo) -> None:
+    async def _fill_slot(self, held: MemberSlot, member: Member, info: MemberInfo) -> None:
         seconds, pushed = held.request.deadline_seconds, held.request.source.pushed
 
         def unread(entries: Sequence[Entry]) -> frozenset[str]:
@@ -163,10 +171,12 @@ class Slots:
         try:
             async with asyncio.timeout(seconds):
                 if pushed is not None:
-                    held.sink = await self._fetch(held, pushed, info, open_slot, unread)
+                    held.sink = await self._fetch_from_head(held, pushed, info, open_slot, unread)
                     return
-                located = await self._located(held.request, info)
-                held.sink = await fill(open_slot, info.layout, located, held.verify, held.report)
+                located = await self._locate_source(held.request, info)
+                held.sink = await fill_sink(
+                    open_slot, info.layout, located, held.note_hash, held.report_progress
+                )
         except TimeoutError:
             held.error = f"not staged within {seconds:g} s"
         except (EngineError, ProblemError) as error:
@@ -175,9 +185,9 @@ class Slots:
             logger.exception("filling slot %s failed", held.id)
             held.error = f"internal error: {error}"
 
-    async def _fetch(
+    async def _fetch_from_head(
         self,
-        held: Held,
+        held: MemberSlot,
         pushed: PushedBytes,
         info: MemberInfo,
         open_slot: OpenSlot,
@@ -187,19 +197,21 @@ class Slots:
         check = partial(check_layout, info.layout, where="what was pushed")
 
         def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
-            return self._room(nbytes, nbytes - incoming.chunks_left_out * CHUNK_BYTES)
+            return self._allocate_memory(nbytes, nbytes - incoming.chunks_left_out * CHUNK_BYTES)
 
         # Its identity is the head's.
         incoming = Incoming(CHECKPOINT, pushed, check, room, unread=unread)
         Fetching(incoming, pushed.peers, self._outward).start()
         try:
-            sink = await receive(open_slot, info.layout, incoming, held.verify, held.report)
+            sink = await receive(
+                open_slot, info.layout, incoming, held.note_hash, held.report_progress
+            )
         finally:
             incoming.close("the slot is filled, or was given up")
-        _tell(held, incoming)
+        _log_arrival(held, incoming)
         return sink
 
-    def _room(self, nbytes: int, needed: int) -> tuple[Memory, Callable[[], None]]:
+    def _allocate_memory(self, nbytes: int, needed: int) -> tuple[Memory, Callable[[], None]]:
         """Take memory for what is fetched; returns what takes it off the budget, too.
 
         Args:
@@ -219,12 +231,14 @@ class Slots:
             give_back()
             raise
 
-    async def _located(self, request: SlotRequest, info: MemberInfo) -> Located:
-        resolved = await resolve_within(request.source.named, self._settings, LOOK_UP_SECONDS)
-        return locate(resolved, self._settings, Path(info.model))
+    async def _locate_source(self, request: SlotRequest, info: MemberInfo) -> Located:
+        resolved = await resolve_within(
+            request.source.without_bytes, self._settings, SOURCE_LOOKUP_SECONDS
+        )
+        return locate_source(resolved, self._settings, Path(info.model))
 
 
-def _tell(held: Held, incoming: Incoming) -> None:
+def _log_arrival(held: MemberSlot, incoming: Incoming) -> None:
     """Log what of a version came."""
     assert incoming.layout is not None, "it was received"
     chunks = incoming.chunks + incoming.chunks_left_out

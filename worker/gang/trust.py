@@ -6,16 +6,16 @@ import logging
 import ssl
 from pathlib import Path
 
-from rollout_worker.threads import Shared
+from rollout_worker.threads import SharedCall
 from rollout_worker.transfer.tls import marks_of, trusting
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+CERTIFICATE_CHECK_SECONDS = 1.0
 """What a look at the files may take."""
 
 
-class Trust:
+class MemberTrust:
     """What this pod itself shows, and who issued it: all pods of a pool have the same.
 
     Args:
@@ -28,15 +28,15 @@ class Trust:
 
     def __init__(self, certificate: Path, name: str) -> None:
         self._certificate = certificate
-        self._looking = Shared(self._look, name)
+        self._looking = SharedCall(self._read_context, name)
         self._seen = marks_of(certificate)
         self._trouble = ""
         self.context = trusting(certificate)
 
-    async def renewed(self) -> bool:
+    async def renew_context(self) -> bool:
         """Whether `context` is another one now; files that can't be used change nothing."""
         try:
-            found = await self._looking.get(LOOK_SECONDS)
+            found = await self._looking.get_result(CERTIFICATE_CHECK_SECONDS)
         except OSError as error:  # a TimeoutError is one, and ssl's errors are
             if str(error) != self._trouble:
                 logger.warning("the head trusts whom it trusted before: %s", error)
@@ -48,7 +48,7 @@ class Trust:
         self.context = found
         return True
 
-    def _look(self) -> ssl.SSLContext | None:
+    def _read_context(self) -> ssl.SSLContext | None:
         """Return what the files say now, None if they are the same as before."""
         marks = marks_of(self._certificate)
         if marks == self._seen:

@@ -16,7 +16,7 @@ from rollout_worker.engine import EngineError
 from rollout_worker.schemas import Progress, TurnState
 from rollout_worker.turn import TurnReplaced
 from rollout_worker.wire.gang import GangTurn
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class MemberTurn:
         """
         self._check(attempt)
         if self._phase not in ("Held", "InUse"):
-            raise conflict("changed-meanwhile", f"the turn is {self._phase}: take it first")
+            raise conflict_problem("changed-meanwhile", f"the turn is {self._phase}: take it first")
         if self._phase == "InUse":
             await self._locks.note_use()
             self._check(attempt)
@@ -164,7 +164,7 @@ class MemberTurn:
 
     def _check(self, attempt: int) -> None:
         if attempt != self._attempt or self._phase == "Released":
-            raise conflict(
+            raise conflict_problem(
                 "changed-meanwhile", f"attempt {attempt} at the turn is over: begin anew"
             )
 
@@ -213,4 +213,6 @@ class MemberTurn:
 
 def lacking() -> ProblemError:
     """What a member answers that takes no turns."""
-    return conflict("changed-meanwhile", "this member takes no turns: give it --turn-devices, too")
+    return conflict_problem(
+        "changed-meanwhile", "this member takes no turns: give it --turn-devices, too"
+    )

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from rollout_worker.core.holds import Want
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.holds import WantedState
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import (
     Engine,
     EngineCrashed,
@@ -28,36 +28,36 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.gang.places import GangBroken
-from rollout_worker.requests.flights import Flights
+from rollout_worker.requests.flights import InFlightRequests
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.turn import TurnReplaced
-from rollout_worker.updates.state import Updates
+from rollout_worker.updates.state import WeightUpdates
 
-from .governor import Governor
+from .governor import LifecycleGovernor
 from .turning import check_it_sleeps
 
 logger = logging.getLogger(__name__)
 
-HEALTHY_SECONDS = 600.0
+BACKOFF_RESET_SECONDS = 600.0
 """An engine that lives this long resets the back-off."""
-WATCH_SECONDS = 0.5
-STOP_SECONDS = 30.0
-LET_GO_SECONDS = 1.0
+WATCH_INTERVAL_SECONDS = 0.5
+ENGINE_STOP_SECONDS = 30.0
+STAGED_RELEASE_SECONDS = 1.0
 """How long the processes of an engine that is to end get to let go of staged bytes before it does."""
-HEARTBEAT_SECONDS = 30.0
-SEED_SECONDS = 1800.0
-CALL_SECONDS = 600.0
+HEARTBEAT_SLACK_SECONDS = 30.0
+RELOAD_WEIGHTS_SECONDS = 1800.0
+ENGINE_CALL_SECONDS = 600.0
 
 
-class Supervisor:
+class EngineSupervisor:
     """Keeps one engine alive."""
 
     def __init__(
         self,
-        runtime: Runtime,
-        updates: Updates,
-        flights: Flights,
-        governor: Governor,
+        runtime: WorkerRuntime,
+        updates: WeightUpdates,
+        flights: InFlightRequests,
+        governor: LifecycleGovernor,
         create: Callable[[], Engine],
     ) -> None:
         self._runtime = runtime
@@ -66,18 +66,18 @@ class Supervisor:
         self._governor = governor
         self._create = create
         self._spent = False
-        self._busy_until = time.monotonic() + HEARTBEAT_SECONDS
+        self._busy_until = time.monotonic() + HEARTBEAT_SLACK_SECONDS
 
-    def health(self) -> str | None:
+    def health_problem(self) -> str | None:
         """None while this supervisor makes progress, else what is wrong."""
         late = time.monotonic() - self._busy_until
         return None if late < 0 else f"the supervisor has been stuck for {late:.0f} s"
 
-    def _expect(self, seconds: float) -> None:
+    def _expect_progress(self, seconds: float) -> None:
         """Promise progress within this many seconds."""
-        self._busy_until = time.monotonic() + seconds + HEARTBEAT_SECONDS
+        self._busy_until = time.monotonic() + seconds + HEARTBEAT_SLACK_SECONDS
 
-    async def run(self) -> None:
+    async def supervise_engine(self) -> None:
         """Supervise until cancelled; no failure of an engine ends it but one.
 
         Raises:
@@ -93,206 +93,212 @@ class Supervisor:
             first = False
             began = time.monotonic()
             try:
-                reason = await self._live_once()
+                reason = await self._run_engine_once()
             except ProcessSpent as error:
                 self._spent = True
-                await self._bury(str(error))
+                await self._clean_up_engine(str(error))
                 raise
-            failures = 0 if time.monotonic() - began > HEALTHY_SECONDS else failures
-            await self._bury(reason)
+            failures = 0 if time.monotonic() - began > BACKOFF_RESET_SECONDS else failures
+            await self._clean_up_engine(reason)
             if runtime.gang is not None:
                 raise GangBroken(reason)
-            if await self._rest():
+            if await self._rest_asleep():
                 continue
             delay = delays[min(failures, len(delays) - 1)]
             failures += 1
             logger.warning("restarting the engine in %g s", delay)
-            self._expect(delay)
+            self._expect_progress(delay)
             await asyncio.sleep(delay)
 
-    async def _rest(self) -> bool:
+    async def _rest_asleep(self) -> bool:
         """Stay asleep without an engine, if it should be asleep and others may have the devices."""
         runtime = self._runtime
-        if runtime.turn is None or not runtime.target().all_released:
+        if runtime.turn is None or not runtime.hold_target().is_all_released:
             return False
         async with runtime.exclusive:
-            self._governor.engine_gone()
-            self._report(Progress(message="the engine died; it is loaded again to wake"))
-            runtime.lifecycle.move(Lifecycle.ASLEEP)
-        while runtime.target().all_released:
-            self._expect(WATCH_SECONDS)
-            await runtime.changed.wait(WATCH_SECONDS)
+            self._governor.note_engine_gone()
+            self._report_progress(Progress(message="the engine died; it is loaded again to wake"))
+            runtime.lifecycle.move_to(Lifecycle.ASLEEP)
+        while runtime.hold_target().is_all_released:
+            self._expect_progress(WATCH_INTERVAL_SECONDS)
+            await runtime.changed.wait_for_change(WATCH_INTERVAL_SECONDS)
         return True
 
-    async def _live_once(self) -> str:
+    async def _run_engine_once(self) -> str:
         """Load an engine and watch it; return why it ended."""
         runtime = self._runtime
         try:
-            await self._load()
+            await self._load_engine()
         except ProcessSpent:
             raise
         except (EngineError, TurnReplaced) as error:
             return str(error)
         except TimeoutError:
             timeout = runtime.settings.start_timeout
-            missing = None if runtime.gang is None else runtime.gang.missing()
+            missing = None if runtime.gang is None else runtime.gang.missing_members()
             why = "" if missing is None else f": {missing}"
             return f"the engine did not load within --start-timeout {timeout:g} s{why}"
         except Exception as error:  # top loop: whatever the adapter raised, the process goes on
             logger.exception("loading the engine failed")
             return f"{type(error).__name__}: {error}"
-        return await self._watch()
+        return await self._watch_engine()
 
-    async def _load(self) -> None:
+    async def _load_engine(self) -> None:
         runtime = self._runtime
         async with runtime.exclusive:
-            runtime.lifecycle.move(Lifecycle.LOADING)
-            self._expect(inf)  # however long others have the devices
+            runtime.lifecycle.move_to(Lifecycle.LOADING)
+            self._expect_progress(inf)  # however long others have the devices
             if runtime.turn is not None:
-                await runtime.turn.take(self._report)
-            self._expect(runtime.settings.start_timeout + SEED_SECONDS)
-            with runtime.telemetry.transition("load"):
+                await runtime.turn.take(self._report_progress)
+            self._expect_progress(runtime.settings.start_timeout + RELOAD_WEIGHTS_SECONDS)
+            with runtime.telemetry.time_transition("load"):
                 await self._create_and_start()
-            self._governor.engine_replaced()
+            self._governor.note_engine_replaced()
             runtime.progress = None
-            runtime.lifecycle.move(_FIRST[runtime.target().want])
+            runtime.lifecycle.move_to(_FIRST_STATES[runtime.hold_target().want])
 
     async def _create_and_start(self) -> None:
         runtime = self._runtime
-        self._report(Progress(message="creating the engine"))
+        self._report_progress(Progress(message="creating the engine"))
         died = runtime.died = asyncio.get_running_loop().create_future()
 
         def ended(why: str) -> None:
             if runtime.died is died:  # else another engine has taken its place
-                runtime.crashed(why)
+                runtime.report_crash(why)
 
         async with asyncio.timeout(runtime.settings.start_timeout):
             # In a thread: importing an engine takes seconds, and probes need answers.
             engine = runtime.engine = await asyncio.to_thread(self._create)
             engine.on_end = ended
-            info = await self._start(engine)
+            info = await self._start_engine(engine)
         check_it_sleeps(runtime, engine)
         runtime.info = info
-        runtime.telemetry.info(info.engine, info.engine_version, runtime.settings.served_name)
-        self._updates.loaded(info)
-        await self._seed(engine, info)
+        runtime.telemetry.export_info(
+            info.engine, info.engine_version, runtime.settings.served_name
+        )
+        self._updates.note_loaded(info)
+        await self._reload_active_weights(engine, info)
 
-    async def _start(self, engine: Engine) -> EngineInfo:
+    async def _start_engine(self, engine: Engine) -> EngineInfo:
         """Start it; in a gang, with all others, of which one that fails ends the wait."""
         runtime = self._runtime
         if runtime.gang is None:
-            return await engine.start(self._report)
-        seconds = runtime.settings.start_timeout + HEARTBEAT_SECONDS  # which ends it first
-        info = await runtime.call(engine.start(self._report), seconds, "start", fatal=False)
-        await runtime.call(runtime.gang.agree(info.root_hash), seconds, "start", fatal=False)
+            return await engine.start(self._report_progress)
+        seconds = runtime.settings.start_timeout + HEARTBEAT_SLACK_SECONDS  # which ends it first
+        info = await runtime.call_engine(
+            engine.start(self._report_progress), seconds, "start", fatal=False
+        )
+        await runtime.call_engine(
+            runtime.gang.wait_agreed(info.root_hash), seconds, "start", fatal=False
+        )
         return info
 
-    def _report(self, progress: Progress) -> None:
+    def _report_progress(self, progress: Progress) -> None:
         self._runtime.progress = progress
 
-    async def _seed(self, engine: Engine, info: EngineInfo) -> None:
+    async def _reload_active_weights(self, engine: Engine, info: EngineInfo) -> None:
         """Load the last active weights into a new engine."""
-        identity = self._updates.identity
+        identity = self._updates.active_identity
         assert identity is not None, "an engine has loaded weights"
         if identity == CHECKPOINT:
             return
-        self._report(Progress(message=f"reloading weights {identity}"))
-        why = await self._bring(engine, identity)
+        self._report_progress(Progress(message=f"reloading weights {identity}"))
+        why = await self._commit_refilled(engine, identity)
         if why is not None:
             self._runtime.last_error = f"weights {identity} could not be reloaded: {why}"
             logger.warning("%s: the worker is fenced", self._runtime.last_error)
-            self._updates.lost(info)
+            self._updates.fall_back_to_checkpoint(info)
 
-    async def _bring(self, engine: Engine, identity: WeightsId) -> str | None:
+    async def _commit_refilled(self, engine: Engine, identity: WeightsId) -> str | None:
         """Make these weights serve; return why they can't be had any more, if so.
 
         Raises:
             EngineError: the engine is of no use, which says nothing of the weights: the next one
                 is given the same.
         """
-        call = self._runtime.call
+        call = self._runtime.call_engine
         try:
-            sink = await call(self._updates.refill(), SEED_SECONDS, "stage")
+            sink = await call(self._updates.refill_active(), RELOAD_WEIGHTS_SECONDS, "stage")
         except EngineCrashed:
             raise
         except EngineError as error:
             return str(error)
         try:
-            await call(engine.pause(), CALL_SECONDS, "pause")
+            await call(engine.pause(), ENGINE_CALL_SECONDS, "pause")
         except BaseException:
             await asyncio.to_thread(sink.close)
             raise
         why = None
         try:
-            await call(engine.commit(identity, sink, "recompute"), CALL_SECONDS, "commit")
+            await call(engine.commit(identity, sink, "recompute"), ENGINE_CALL_SECONDS, "commit")
         except WeightsRejected as error:
             why = str(error)
-        await call(engine.resume(), CALL_SECONDS, "resume")
+        await call(engine.resume(), ENGINE_CALL_SECONDS, "resume")
         return why
 
-    async def _watch(self) -> str:
+    async def _watch_engine(self) -> str:
         runtime = self._runtime
         engine, died = runtime.engine, runtime.died
         assert engine is not None
         assert died is not None
         while True:
-            self._expect(WATCH_SECONDS)
-            await asyncio.wait({died}, timeout=WATCH_SECONDS)
+            self._expect_progress(WATCH_INTERVAL_SECONDS)
+            await asyncio.wait({died}, timeout=WATCH_INTERVAL_SECONDS)
             if died.done():
                 engine.alive()  # it may know more than who saw its end
                 return died.result()
             wrong = engine.alive()
             if wrong is not None:
-                runtime.crashed(wrong)
+                runtime.report_crash(wrong)
             if runtime.turn is not None and (gone := runtime.turn.check_files()) is not None:
                 runtime.last_error = gone
 
-    async def _bury(self, reason: str) -> None:
+    async def _clean_up_engine(self, reason: str) -> None:
         """End the dead engine's requests and free its resources."""
         runtime = self._runtime
         logger.error("the engine failed: %s", reason)
-        runtime.crashed(reason)
-        self._flights.fail()
-        self._expect(2 * STOP_SECONDS + CALL_SECONDS)
+        runtime.report_crash(reason)
+        self._flights.fail_all()
+        self._expect_progress(2 * ENGINE_STOP_SECONDS + ENGINE_CALL_SECONDS)
         async with runtime.exclusive:
             runtime.last_error, runtime.progress = reason, None
-            runtime.lifecycle.move(Lifecycle.FAILED)
-            lost = self._let_go()
-            await asyncio.wait({lost}, timeout=LET_GO_SECONDS)
-            self._flights.fail()
+            runtime.lifecycle.move_to(Lifecycle.FAILED)
+            lost = self._release_staged()
+            await asyncio.wait({lost}, timeout=STAGED_RELEASE_SECONDS)
+            self._flights.fail_all()
             await self._stop_engine()
             await lost
 
-    async def end(self) -> None:
+    async def end_engine(self) -> None:
         """Free the engine for good, once nothing that is under way uses it any more."""
         runtime = self._runtime
         runtime.shutting_down = True
-        runtime.crashed("the worker has ended")  # so no verb goes on with it
-        self._flights.fail()
+        runtime.report_crash("the worker has ended")  # so no verb goes on with it
+        self._flights.fail_all()
         lost: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(STOP_SECONDS), runtime.exclusive:
-                lost = self._let_go()
-                await asyncio.wait({lost}, timeout=LET_GO_SECONDS)
+            async with asyncio.timeout(ENGINE_STOP_SECONDS), runtime.exclusive:
+                lost = self._release_staged()
+                await asyncio.wait({lost}, timeout=STAGED_RELEASE_SECONDS)
         except TimeoutError:
-            logger.warning("a verb still uses the engine after %g s", STOP_SECONDS)
+            logger.warning("a verb still uses the engine after %g s", ENGINE_STOP_SECONDS)
         await self._stop_engine()
         if lost is not None:
-            await asyncio.wait({lost}, timeout=STOP_SECONDS)
+            await asyncio.wait({lost}, timeout=ENGINE_STOP_SECONDS)
             if lost.done():
                 lost.result()
             else:  # a thread that reads a volume which does not answer can't be ended
-                logger.warning("staged weights are not given up after %g s", STOP_SECONDS)
+                logger.warning("staged weights are not given up after %g s", ENGINE_STOP_SECONDS)
         self._updates.pushes.close()
         if runtime.turn is not None and not self._spent:
             runtime.turn.close()
 
-    def _let_go(self) -> asyncio.Task[None]:
+    def _release_staged(self) -> asyncio.Task[None]:
         """Give the staged bytes up; returns what ends once they are, which may take until the engine is stopped.
 
         Its processes are told, and one that stands still never answers.
         """
-        return asyncio.create_task(self._updates.engine_lost())
+        return asyncio.create_task(self._updates.drop_lost_engine())
 
     async def _stop_engine(self) -> None:
         """Stop the engine; give up on it after `STOP_SECONDS`.
@@ -301,18 +307,18 @@ class Supervisor:
         """
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
-        stopped = engine is None or await self._stopped(engine)
+        stopped = engine is None or await self._try_to_stop(engine)
         if runtime.turn is not None and stopped and not self._spent:
             runtime.turn.leave()  # one of its processes that lives against all odds keeps the turn
 
-    async def _stopped(self, engine: Engine) -> bool:
+    async def _try_to_stop(self, engine: Engine) -> bool:
         await asyncio.sleep(0)  # calls that were made before this moment begin before it stops
         try:
-            async with asyncio.timeout(STOP_SECONDS):
+            async with asyncio.timeout(ENGINE_STOP_SECONDS):
                 await engine.stop()
             return True
         except TimeoutError:
-            logger.warning("the engine did not stop within %g s", STOP_SECONDS)
+            logger.warning("the engine did not stop within %g s", ENGINE_STOP_SECONDS)
         except EngineError as error:
             logger.warning("the engine failed to stop: %s", error)
         except Exception:  # whatever the adapter raised, another engine is started
@@ -320,9 +326,9 @@ class Supervisor:
         return False
 
 
-_FIRST = {
-    Want.ACTIVE: Lifecycle.ACTIVE,
-    Want.PAUSED: Lifecycle.PAUSING,
-    Want.ASLEEP: Lifecycle.DRAINING,
+_FIRST_STATES = {
+    WantedState.ACTIVE: Lifecycle.ACTIVE,
+    WantedState.PAUSED: Lifecycle.PAUSING,
+    WantedState.ASLEEP: Lifecycle.DRAINING,
 }
 """Where a loaded engine goes first; the governor does the rest."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineCrashed, EngineError
 from rollout_worker.schemas import Progress
 from rollout_worker.turn import TurnReplaced
 
 
-def check_it_sleeps(runtime: Runtime, engine: Engine) -> None:
+def check_it_sleeps(runtime: WorkerRuntime, engine: Engine) -> None:
     """Refuse an engine that would keep its devices for ever.
 
     Raises:
@@ -24,7 +24,7 @@ def check_it_sleeps(runtime: Runtime, engine: Engine) -> None:
         )
 
 
-async def turn_to_wake(runtime: Runtime, wanted: Callable[[], bool]) -> bool:
+async def turn_to_wake(runtime: WorkerRuntime, wanted: Callable[[], bool]) -> bool:
     """Wait until a sleeping engine may take memory; False if it should not any more.
 
     Args:
@@ -42,14 +42,14 @@ async def turn_to_wake(runtime: Runtime, wanted: Callable[[], bool]) -> bool:
         runtime.progress = progress
 
     def may() -> bool:
-        return wanted() and runtime.alive and not runtime.shutting_down
+        return wanted() and runtime.is_alive and not runtime.shutting_down
 
     try:
         had = await runtime.turn.take(report, may)
         runtime.check_alive()
         return had
     except TurnReplaced as error:
-        runtime.crashed(str(error))
+        runtime.report_crash(str(error))
         raise EngineCrashed(str(error)) from error
     finally:
         runtime.progress = None

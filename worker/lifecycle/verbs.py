@@ -10,10 +10,10 @@ import time
 from collections.abc import Collection
 from math import inf
 
-from rollout_worker.core.holds import Want
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.holds import WantedState
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineCrashed, EngineError
-from rollout_worker.requests.flights import Flights
+from rollout_worker.requests.flights import InFlightRequests
 from rollout_worker.schemas import (
     AbortReason,
     AbortRequest,
@@ -25,31 +25,33 @@ from rollout_worker.schemas import (
     SleepRequest,
     WakeRequest,
 )
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
-from .governor import Governor, Mode
+from .governor import LifecycleGovernor, Mode
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS = 5.0
-SLACK_SECONDS = 660.0
+QUICK_CALL_SECONDS = 5.0
+TRANSITION_SLACK_SECONDS = 660.0
 """How long a transition may take beyond its drain, to abort requests and move weights."""
 
 
-def wakes_empty(engine: Engine) -> bool:
+def can_wake_empty(engine: Engine) -> bool:
     """Whether its weights may wake without values: it can take others in their place."""
     return 2 in engine.capabilities.sleep_levels
 
 
-class Verbs:
+class ControlVerbs:
     """The verbs of one worker."""
 
-    def __init__(self, runtime: Runtime, flights: Flights, governor: Governor) -> None:
+    def __init__(
+        self, runtime: WorkerRuntime, flights: InFlightRequests, governor: LifecycleGovernor
+    ) -> None:
         self._runtime = runtime
         self._flights = flights
         self._governor = governor
 
-    async def pause(self, holder: str, request: PauseRequest) -> None:
+    async def pause_worker(self, holder: str, request: PauseRequest) -> None:
         """Hold the worker Paused for this caller, renewing or replacing the caller's earlier hold.
 
         Raises:
@@ -58,23 +60,25 @@ class Verbs:
         """
         ttl = request.ttl_seconds
         expires = inf if ttl is None else time.monotonic() + ttl
-        if self._rests(request.generation):
-            self._runtime.holds.pause(
+        if self._is_resting(request.generation):
+            self._runtime.holds.hold_paused(
                 holder, expires
             )  # which loads an engine, unless others sleep on
-            await self._loading()
+            await self._begin_loading()
         self._ready_for_verbs(request.generation)
-        self._runtime.holds.pause(holder, expires)
-        await self._close(holder, request.mode, request.deadline_seconds, AbortReason.CONTROL)
+        self._runtime.holds.hold_paused(holder, expires)
+        await self._stop_serving(
+            holder, request.mode, request.deadline_seconds, AbortReason.CONTROL
+        )
 
-    async def sleep(self, holder: str, request: SleepRequest) -> None:
+    async def put_to_sleep(self, holder: str, request: SleepRequest) -> None:
         """Hold the worker Asleep for this caller, releasing the tags' memory.
 
         Raises:
             ProblemError: the worker can't be put to sleep now.
         """
-        if self._rests(request.generation):
-            self._runtime.holds.sleep(holder, request.level, request.tags)
+        if self._is_resting(request.generation):
+            self._runtime.holds.hold_asleep(holder, request.level, request.tags)
             return
         engine = self._ready_for_verbs(request.generation)
         if request.level not in engine.capabilities.sleep_levels:
@@ -85,48 +89,48 @@ class Verbs:
                 else "this engine can't sleep: pause it instead"
             )
             raise ProblemError("unsupported", fix, errors=[{"field": "level", "message": fix}])
-        self._runtime.holds.sleep(holder, request.level, request.tags)
-        await self._close(holder, request.mode, request.deadline_seconds, AbortReason.SLEEP)
+        self._runtime.holds.hold_asleep(holder, request.level, request.tags)
+        await self._stop_serving(holder, request.mode, request.deadline_seconds, AbortReason.SLEEP)
 
-    def _rests(self, generation: int | None) -> bool:
+    def _is_resting(self, generation: int | None) -> bool:
         """Whether the worker is asleep without an engine, as one that takes turns may be."""
         runtime = self._runtime
         runtime.see_generation(generation)
-        resting = runtime.lifecycle.state is Lifecycle.ASLEEP and runtime.engine is None
+        resting = runtime.lifecycle.current_state is Lifecycle.ASLEEP and runtime.engine is None
         return resting and not runtime.shutting_down
 
-    async def _loading(self) -> None:
+    async def _begin_loading(self) -> None:
         """Let a worker without an engine begin to load one, if its holds ask for that now."""
         runtime = self._runtime
-        runtime.changed.fire()
-        if not runtime.target().all_released:
-            await runtime.changed.wait(QUICK_SECONDS)
+        runtime.changed.notify_all()
+        if not runtime.hold_target().is_all_released:
+            await runtime.changed.wait_for_change(QUICK_CALL_SECONDS)
 
     def _ready_for_verbs(self, generation: int | None) -> Engine:
         runtime = self._runtime
         runtime.see_generation(generation)
         if runtime.shutting_down:
-            raise conflict(
+            raise conflict_problem(
                 "shutting-down", "the worker is shutting down and will free its memory soon"
             )
-        return runtime.loaded()[0]
+        return runtime.loaded_engine()[0]
 
-    async def _close(
+    async def _stop_serving(
         self, holder: str, mode: Mode, deadline_seconds: float, reason: AbortReason
     ) -> None:
         runtime = self._runtime
         logger.info("held by %r: %s", holder, mode)
-        self._governor.ask(mode, deadline_seconds)
-        await self._governor.reach(
-            lambda: self._governor.settled,
-            deadline_seconds + SLACK_SECONDS,
-            lambda: runtime.holds.of(holder, time.monotonic()) is not Want.ACTIVE,
+        self._governor.plan_drain(mode, deadline_seconds)
+        await self._governor.wait_until(
+            lambda: self._governor.is_settled,
+            deadline_seconds + TRANSITION_SLACK_SECONDS,
+            lambda: runtime.holds.want_of(holder, time.monotonic()) is not WantedState.ACTIVE,
         )
         # Requests frozen by an earlier `keep` are still there.
-        if mode == "abort" and runtime.held:
+        if mode == "abort" and runtime.is_held:
             await self._flights.abort_all(reason)
 
-    async def resume(self, holder: str, request: ReleaseRequest) -> None:
+    async def resume_worker(self, holder: str, request: ReleaseRequest) -> None:
         """Release this caller's pause.
 
         Raises:
@@ -135,14 +139,14 @@ class Verbs:
         """
         runtime = self._runtime
         runtime.see_generation(request.generation)
-        if runtime.holds.of(holder, time.monotonic()) is Want.ASLEEP:
-            raise conflict(
+        if runtime.holds.want_of(holder, time.monotonic()) is WantedState.ASLEEP:
+            raise conflict_problem(
                 "asleep", "this caller's hold is a sleep, not a pause: use POST /v1/wake"
             )
-        runtime.holds.release(holder)
-        await self._open(holder, ())
+        runtime.holds.release_hold(holder)
+        await self._wait_serving(holder, ())
 
-    async def wake(self, holder: str, request: WakeRequest) -> None:
+    async def wake_worker(self, holder: str, request: WakeRequest) -> None:
         """Release this caller's sleep for these tags.
 
         Without `load`, weights that are asleep come without values, and the hold goes on until a commit.
@@ -153,58 +157,66 @@ class Verbs:
         """
         runtime = self._runtime
         runtime.see_generation(request.generation)
-        if request.load is False and runtime.engine is not None and not wakes_empty(runtime.engine):
+        if (
+            request.load is False
+            and runtime.engine is not None
+            and not can_wake_empty(runtime.engine)
+        ):
             fix = "this engine can't replace its weights: wake it with them, without load: false"
             raise ProblemError("unsupported", fix, errors=[{"field": "load", "message": fix}])
-        load = request.load is not False or not self._governor.weights_away
-        runtime.holds.wake(holder, request.tags, load=load)
-        await self._open(holder, request.tags)
+        load = request.load is not False or not self._governor.has_no_weights
+        runtime.holds.release_tags(holder, request.tags, load=load)
+        await self._wait_serving(holder, request.tags)
 
-    async def _open(self, holder: str, tags: Collection[MemoryTag]) -> None:
+    async def _wait_serving(self, holder: str, tags: Collection[MemoryTag]) -> None:
         """Wait until the tags' memory is back and, unless someone holds the worker, it serves."""
         runtime, governor = self._runtime, self._governor
         logger.info("released by %r", holder)
-        runtime.changed.fire()
-        if self._rests(None):
-            self._check_others(holder)
-            await self._loading()
-        runtime.loaded()
-        await governor.reach(lambda: governor.resident(tags), SLACK_SECONDS, lambda: True)
-        await governor.reach(lambda: runtime.held or governor.settled, SLACK_SECONDS, lambda: True)
-        self._check_others(holder)
+        runtime.changed.notify_all()
+        if self._is_resting(None):
+            self._check_other_holders(holder)
+            await self._begin_loading()
+        runtime.loaded_engine()
+        await governor.wait_until(
+            lambda: governor.is_resident(tags), TRANSITION_SLACK_SECONDS, lambda: True
+        )
+        await governor.wait_until(
+            lambda: runtime.is_held or governor.is_settled, TRANSITION_SLACK_SECONDS, lambda: True
+        )
+        self._check_other_holders(holder)
 
-    def _check_others(self, holder: str) -> None:
+    def _check_other_holders(self, holder: str) -> None:
         runtime = self._runtime
-        others = runtime.holds.others(holder, time.monotonic())
+        others = runtime.holds.other_holders(holder, time.monotonic())
         if others:
-            raise conflict(
+            raise conflict_problem(
                 "held",
                 f"the caller's hold is released, but the worker stays"
-                f" {runtime.lifecycle.state.value}: it is also held by {', '.join(others)}",
+                f" {runtime.lifecycle.current_state.value}: it is also held by {', '.join(others)}",
                 holders=others,
             )
 
-    async def abort(self, caller: str, request: AbortRequest) -> AbortResponse:
+    async def abort_requests(self, caller: str, request: AbortRequest) -> AbortResponse:
         """End requests with partial output; return once they have ended."""
         wanted = request.request_ids
         logger.info("aborting %s requests for %r", "all" if wanted is None else len(wanted), caller)
-        ids = self._flights.ids() if wanted is None else list(dict.fromkeys(wanted))
+        ids = self._flights.request_ids() if wanted is None else list(dict.fromkeys(wanted))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
         return AbortResponse(
             aborted=tuple(i for i in ids if i in aborted),
             unknown=tuple(i for i in ids if i not in aborted),
         )
 
-    async def reset_cache(self, caller: str) -> None:
+    async def reset_prefix_cache(self, caller: str) -> None:
         """Clear the prefix cache.
 
         Raises:
             ProblemError: 409, no engine is loaded; 503, it died or refused.
         """
-        engine, _ = self._runtime.loaded()
+        engine, _ = self._runtime.loaded_engine()
         logger.info("resetting the prefix cache for %r", caller)
         try:
-            await self._runtime.call(engine.reset_cache(), 60, "reset_cache")
+            await self._runtime.call_engine(engine.reset_cache(), 60, "reset_cache")
         except EngineCrashed as error:
             raise ProblemError("failed", f"the engine died: {error}", retry_after=5) from error
         except EngineError as error:

@@ -11,46 +11,46 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-POLL_SECONDS = 0.02
-STOPPED_SECONDS = 3.0
+EXIT_POLL_SECONDS = 0.02
+STANDSTILL_SECONDS = 3.0
 """How long a process must have been stopped to be missed: a debugger stops it for a moment, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessHandle:
     """One process; its start time tells it apart from a later one with the same pid."""
 
     pid: int
     started: int
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it is still running (a zombie is not)."""
-        seen = _stat(self.pid)
+        seen = _read_stat(self.pid)
         return seen is not None and seen[1] == self.started and seen[2] != "Z"
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
-        seen = _stat(self.pid)
+        seen = _read_stat(self.pid)
         return seen is not None and seen[1] == self.started and seen[2] in "Tt"
 
-    def title(self) -> str:
+    def command_line(self) -> str:
         """Return its command line; empty once it is gone."""
-        return title_of(self.pid)
+        return command_line_of(self.pid)
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         """Kill it, if it is still alive."""
-        if self.alive():
+        if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def find(pid: int) -> Process | None:
+def find_process(pid: int) -> ProcessHandle | None:
     """Return the process that has this id now, None if none has."""
-    seen = _stat(pid)
-    return None if seen is None else Process(pid, seen[1])
+    seen = _read_stat(pid)
+    return None if seen is None else ProcessHandle(pid, seen[1])
 
 
-def title_of(pid: int) -> str:
+def command_line_of(pid: int) -> str:
     """Return the command line of a process, which may be a title of its own; empty once it is gone."""
     try:
         line = (PROC / str(pid) / "cmdline").read_bytes()
@@ -59,20 +59,22 @@ def title_of(pid: int) -> str:
     return line.replace(b"\0", b" ").decode(errors="replace")
 
 
-class Standing:
+class StandstillDetector:
     """Tells which of some processes stand still: look by look, since one look proves nothing."""
 
     def __init__(self) -> None:
-        self._since: dict[Process, float] = {}
+        self._since: dict[ProcessHandle, float] = {}
 
-    def still(self, watched: Iterable[Process], seconds: float = STOPPED_SECONDS) -> Process | None:
+    def find_stopped(
+        self, watched: Iterable[ProcessHandle], seconds: float = STANDSTILL_SECONDS
+    ) -> ProcessHandle | None:
         """Look at them; returns one that has been stopped in every look for so long."""
         now = time.monotonic()
-        self._since = {each: self._since.get(each, now) for each in watched if each.stopped()}
+        self._since = {each: self._since.get(each, now) for each in watched if each.is_stopped()}
         return next((each for each, since in self._since.items() if now - since >= seconds), None)
 
 
-def _stat(pid: int) -> tuple[int, int, str] | None:
+def _read_stat(pid: int) -> tuple[int, int, str] | None:
     """Return (parent, start time, state) of a process."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
@@ -81,13 +83,13 @@ def _stat(pid: int) -> tuple[int, int, str] | None:
     return int(fields[1]), int(fields[19]), fields[0]
 
 
-def descendants(pid: int) -> set[Process]:
+def find_descendants(pid: int) -> set[ProcessHandle]:
     """Return all descendants of `pid`."""
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessHandle]] = {}
     for folder in PROC.iterdir():
-        if folder.name.isdigit() and (seen := _stat(int(folder.name))) is not None:
-            children.setdefault(seen[0], []).append(Process(int(folder.name), seen[1]))
-    found: set[Process] = set()
+        if folder.name.isdigit() and (seen := _read_stat(int(folder.name))) is not None:
+            children.setdefault(seen[0], []).append(ProcessHandle(int(folder.name), seen[1]))
+    found: set[ProcessHandle] = set()
     todo = [pid]
     while todo:
         for child in children.get(todo.pop(), ()):
@@ -96,14 +98,14 @@ def descendants(pid: int) -> set[Process]:
     return found
 
 
-def end(processes: set[Process], seconds: float) -> set[Process]:
+def kill_processes(processes: set[ProcessHandle], seconds: float) -> set[ProcessHandle]:
     """Kill these and wait until they are gone; return those still alive after `seconds`.
 
     Blocks.
     """
     for process in processes:
-        process.kill()
+        process.kill_process()
     until = time.monotonic() + seconds
-    while (left := {p for p in processes if p.alive()}) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
+    while (left := {p for p in processes if p.is_alive()}) and time.monotonic() < until:
+        time.sleep(EXIT_POLL_SECONDS)
     return left

@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 
 from rollout_worker.schemas import Lifecycle, StopReason, WeightsId
 
-from .processes import descendants
+from .processes import find_descendants
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,7 +39,7 @@ REFUSALS = (
 """Slugs of the problems that say "not now" or "not here": 409, 429 and 503."""
 
 
-class _OfOnePool(CollectorRegistry):
+class _PoolRegistry(CollectorRegistry):
     """A registry whose series all carry the same labels besides their own."""
 
     def __init__(self, labels: dict[str, str]) -> None:
@@ -56,7 +56,7 @@ class _OfOnePool(CollectorRegistry):
             yield family
 
 
-class Telemetry:
+class WorkerTelemetry:
     """All metrics of one worker, in a registry of its own.
 
     Args:
@@ -68,7 +68,7 @@ class Telemetry:
         # They double the series of each counter, and no dashboard needs them.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         labels = {"namespace": namespace or "", "pool": pool} if pool else {}
-        self.registry = registry = _OfOnePool(labels)
+        self.registry = registry = _PoolRegistry(labels)
         self._info = Gauge(
             "rollout_worker_info",
             "What this worker serves; always 1.",
@@ -87,8 +87,8 @@ class Telemetry:
         self._epoch = Gauge(
             "rollout_worker_weights_epoch", "Epoch of the active weights.", registry=registry
         )
-        self._traffic(registry)
-        self._changes(registry)
+        self._add_traffic_metrics(registry)
+        self._add_change_metrics(registry)
         self.memory = Gauge(
             "rollout_worker_memory_resident_bytes",
             "Resident memory of the worker and its engine.",
@@ -103,10 +103,10 @@ class Telemetry:
             self.update_seconds.labels(phase)
         for transition in TRANSITIONS:
             self._transitions.labels(transition)
-        self.lifecycle(Lifecycle.STARTING)
-        self.weights(WeightsId(epoch=0, version=0))
+        self.export_lifecycle(Lifecycle.STARTING)
+        self.export_weights(WeightsId(epoch=0, version=0))
 
-    def _traffic(self, registry: CollectorRegistry) -> None:
+    def _add_traffic_metrics(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "rollout_worker_requests_total",
             "Finished outputs; a request with n > 1 counts n times.",
@@ -157,7 +157,7 @@ class Telemetry:
             registry=registry,
         )
 
-    def _changes(self, registry: CollectorRegistry) -> None:
+    def _add_change_metrics(self, registry: CollectorRegistry) -> None:
         self.update_seconds = Histogram(
             "rollout_worker_weights_update_seconds",
             "Duration of each phase of a weights update, including failed ones.",
@@ -197,17 +197,17 @@ class Telemetry:
             registry=registry,
         )
 
-    def info(self, engine: str, engine_version: str, model: str) -> None:
+    def export_info(self, engine: str, engine_version: str, model: str) -> None:
         """Export what is served."""
         self._info.clear()
         self._info.labels(engine, engine_version, model).set(1)
 
-    def lifecycle(self, state: Lifecycle) -> None:
+    def export_lifecycle(self, state: Lifecycle) -> None:
         """Export the state."""
         for each in Lifecycle:
             self._state.labels(each.value).set(each is state)
 
-    def weights(self, active: WeightsId) -> None:
+    def export_weights(self, active: WeightsId) -> None:
         """Export the active identity."""
         self._version.set(active.version)
         self._epoch.set(active.epoch)
@@ -218,13 +218,13 @@ class Telemetry:
         self._queued.set_function(queued)
 
     @contextmanager
-    def transition(self, name: str) -> Iterator[None]:
+    def time_transition(self, name: str) -> Iterator[None]:
         """Time a transition; a failed one is not recorded."""
         start = time.monotonic()
         yield
         self._transitions.labels(name).observe(time.monotonic() - start)
 
-    def page(self, engine_metrics: str) -> bytes:
+    def render_page(self, engine_metrics: str) -> bytes:
         """The whole page in the Prometheus text format."""
         return generate_latest(self.registry) + engine_metrics.encode()
 
@@ -236,7 +236,7 @@ def resident_bytes(pid: int | None = None) -> float:
     the kernel looks at every page, which takes some 50 ms for each GiB.
     """
     first = os.getpid() if pid is None else pid
-    pids = (first, *(process.pid for process in descendants(first)))
+    pids = (first, *(process.pid for process in find_descendants(first)))
     return float(sum(map(_proportional_bytes, pids)))
 
 

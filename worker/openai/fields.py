@@ -46,7 +46,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 """What to do instead of using a field; with all others: leave it out."""
 
 
-def check_unused(given: Mapping[str, Any]) -> None:
+def check_unused_fields(given: Mapping[str, Any]) -> None:
     """Refuse the first of these fields that would be ignored though it asks for something.
 
     Raises:
@@ -56,18 +56,18 @@ def check_unused(given: Mapping[str, Any]) -> None:
         if (
             field in HARMLESS
             or value is None
-            or any(_same(value, v) for v in ABSENT.get(field, ()))
+            or any(_is_same(value, v) for v in ABSENT.get(field, ()))
         ):
             continue
-        raise unable(field[:80], INSTEAD.get(field, "leave it out"))
+        raise unsupported_field(field[:80], INSTEAD.get(field, "leave it out"))
 
 
-def _same(value: object, absent: object) -> bool:
+def _is_same(value: object, absent: object) -> bool:
     """Equal, where true is not 1."""
     return value == absent and isinstance(value, bool) is isinstance(absent, bool)
 
 
-def unable(field: str, fix: str) -> ProblemError:
+def unsupported_field(field: str, fix: str) -> ProblemError:
     """The refusal of a field that would otherwise be ignored."""
     detail = f"{field} is not supported here: {fix}"
     return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])

@@ -20,15 +20,15 @@ from pydantic import (
 )
 
 from rollout_worker.schemas import Bool, Float, GenerateRequest, Int, Problem, TokenId
-from rollout_worker.wire.base import few_fields
-from rollout_worker.wire.bounds import bounded
+from rollout_worker.wire.base import refuse_many_unknown
+from rollout_worker.wire.bounds import bounded_length
 from rollout_worker.wire.generate import AllowedIds, Biases
 from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.validation import invalid_request
+from rollout_worker.wire.validation import invalid_request_problem
 
-from .fields import check_unused, unable
+from .fields import check_unused_fields, unsupported_field
 
-SAME = (
+SAME_FIELDS = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "n", "min_tokens"),
     *("stop_token_ids", "allowed_token_ids", "ignore_eos"),
@@ -44,7 +44,7 @@ class OpenAIBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, given: Any) -> Any:
-        return few_fields(cls, given)
+        return refuse_many_unknown(cls, given)
 
 
 class StreamOptions(OpenAIBody):
@@ -60,7 +60,9 @@ MAX_STOPS = 16
 MAX_VARIABLES = 64
 """Of a chat template, a response format or a tool, at the top level."""
 
-Anything = Annotated[Mapping[str, Any], Field(max_length=MAX_VARIABLES), bounded(MAX_VARIABLES)]
+Anything = Annotated[
+    Mapping[str, Any], Field(max_length=MAX_VARIABLES), bounded_length(MAX_VARIABLES)
+]
 
 
 class OpenAIRequest(OpenAIBody):
@@ -102,11 +104,11 @@ class OpenAIRequest(OpenAIBody):
     return_tokens_as_token_ids: Bool | None = None
 
     @property
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
         """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def check(self, served: str) -> None:
+    def check_fields(self, served: str) -> None:
         """Refuse a different model, and fields that would change the output.
 
         Raises:
@@ -119,10 +121,10 @@ class OpenAIRequest(OpenAIBody):
                 errors=[{"field": "model", "message": "unknown"}],
             )
         if (self.response_format or {}).get("type", "text") != "text":
-            raise unable("response_format", "leave it out")
-        check_unused(self.model_extra or {})
+            raise unsupported_field("response_format", "leave it out")
+        check_unused_fields(self.model_extra or {})
 
-    def generate(
+    def to_generate_request(
         self, request_id: str, token_ids: list[int], *, logprobs: bool, max_tokens: int | None
     ) -> GenerateRequest:
         """The request in the worker's own terms.
@@ -130,10 +132,10 @@ class OpenAIRequest(OpenAIBody):
         Raises:
             ProblemError: 422 that names the field.
         """
-        sampling = {name: getattr(self, name) for name in SAME}
+        sampling = {name: getattr(self, name) for name in SAME_FIELDS}
         top_k = 0 if self.top_k in (None, -1) else self.top_k
         sampling |= {"max_tokens": max_tokens, "top_k": top_k}
-        sampling |= {"stop": self.stops or None}
+        sampling |= {"stop": self.stop_strings or None}
         body = {
             "request_id": request_id,
             "token_ids": token_ids,
@@ -147,16 +149,16 @@ class OpenAIRequest(OpenAIBody):
         try:
             return GenerateRequest.model_validate(body)
         except ValidationError as error:
-            raise invalid_request(error.errors()) from error
+            raise invalid_request_problem(error.errors()) from error
 
 
 Prompt = str | list[int] | list[str] | list[list[int]]
 
 
-def _prompt(value: object) -> object:
-    one = isinstance(value, str) or _all(str, value) or _all(int, value)
-    lists = cast(list[object], value) if _all(list, value) else ()
-    if not one and not (lists and all(_all(int, ids) for ids in lists)):
+def _check_prompt(value: object) -> object:
+    one = isinstance(value, str) or _is_list_of(str, value) or _is_list_of(int, value)
+    lists = cast(list[object], value) if _is_list_of(list, value) else ()
+    if not one and not (lists and all(_is_list_of(int, ids) for ids in lists)):
         raise ValueError("must be a string, a list of token ids, or a list of either")
     return value
 
@@ -165,13 +167,13 @@ class CompletionRequest(OpenAIRequest):
     """Body of `POST /v1/completions`: text or token ids, one prompt or several."""
 
     # In Python, element by element: C would hold the lock for all of them, once for each kind.
-    prompt: Annotated[SkipValidation[Prompt], BeforeValidator(_prompt)]
+    prompt: Annotated[SkipValidation[Prompt], BeforeValidator(_check_prompt)]
     logprobs: Int | None = Field(
         default=None, ge=0, description="0 or 1: logprobs of the sampled tokens."
     )
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def all_prompts(self) -> list[str | list[int]]:
         """The prompts, one by one."""
         given = self.prompt
         if isinstance(given, str):
@@ -181,7 +183,7 @@ class CompletionRequest(OpenAIRequest):
         return [each for each in given if not isinstance(each, int)]
 
 
-class Tool(OpenAIBody):
+class ToolDefinition(OpenAIBody):
     """A function that the model may call."""
 
     type: Literal["function"] = "function"
@@ -198,12 +200,12 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[
         list[dict[str, Any]],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        bounded(MAX_MESSAGES),
+        bounded_length(MAX_MESSAGES),
     ]
     max_completion_tokens: Int | None = None
     logprobs: Bool | None = None
     top_logprobs: Int | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: str | Anything | None = None
     parallel_tool_calls: Bool | None = Field(
         default=None, description="false: of several calls of tools, the answer has the first."
@@ -213,13 +215,13 @@ class ChatRequest(OpenAIRequest):
     chat_template_kwargs: Anything | None = None
 
     @property
-    def limit(self) -> int | None:
+    def token_limit(self) -> int | None:
         """Maximum number of tokens to generate; None: up to the maximum length."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
+    def offered_tools(self) -> list[dict[str, Any]]:
         """The tools to show to the model; with `tool_choice: none`, too, as vLLM does: TRL relies on that."""
         return [tool.model_dump() for tool in self.tools or ()]
 
@@ -228,16 +230,20 @@ class ChatRequest(OpenAIRequest):
         """Whether calls are looked for in the answer's text."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def check(self, served: str) -> None:
-        """See `OpenAIRequest.check`."""
-        super().check(served)
+    def check_fields(self, served: str) -> None:
+        """See `OpenAIRequest.check_fields`."""
+        super().check_fields(served)
         if self.top_logprobs:
-            raise unable("top_logprobs", "only sampled tokens have logprobs: leave it out")
+            raise unsupported_field(
+                "top_logprobs", "only sampled tokens have logprobs: leave it out"
+            )
         if self.tool_choice not in (None, "auto", "none"):
-            raise unable("tool_choice", "tool calls can't be forced: use 'auto' or 'none'")
+            raise unsupported_field(
+                "tool_choice", "tool calls can't be forced: use 'auto' or 'none'"
+            )
 
 
-def in_openais_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
+def openai_error_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
     """Detail and first field of a refusal, under the names the client used.
 
     `prompt`: the field of the route that the token ids come from.
@@ -252,6 +258,6 @@ def in_openais_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
     return detail, next(filter(None, fields), None)
 
 
-def _all(kind: type, value: object) -> bool:
+def _is_list_of(kind: type, value: object) -> bool:
     """Whether it is a list of exactly this type: JSON's true does not count as a number."""
     return isinstance(value, list) and all(type(each) is kind for each in value)

@@ -19,28 +19,34 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRouter
 
-from rollout_worker.requests.admission import check_prompt
+from rollout_worker.requests.admission import check_prompt_length
 from rollout_worker.requests.bodies import BodyRoute
-from rollout_worker.requests.disconnects import ClientGone, EventStream, drop, finish, unless_gone
-from rollout_worker.requests.flights import Flight
+from rollout_worker.requests.disconnects import (
+    ClientDisconnected,
+    EventStream,
+    abort_abandoned,
+    await_unless_disconnected,
+    finish_flights,
+)
+from rollout_worker.requests.flights import InFlightRequest
 from rollout_worker.schemas import MAX_IDENTITY, StreamDelta
-from rollout_worker.service import Worker
+from rollout_worker.service import WorkerService
 from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.validation import invalid_request
+from rollout_worker.wire.validation import invalid_request_problem
 
-from .answers import Chunks, Exchange
-from .fields import unable
-from .models import ChatRequest, CompletionRequest, in_openais_words
-from .text import Texts
-from .tool_calls import parser_of
+from .answers import OpenAIExchange, StreamedChunks
+from .fields import unsupported_field
+from .models import ChatRequest, CompletionRequest, openai_error_words
+from .text import ModelText
+from .tool_calls import tool_parser_of
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_SECONDS = 600.0
-COMPLETION_TOKENS = 16
+DEFAULT_DEADLINE_SECONDS = 600.0
+DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
 MAX_PROMPTS = 256
-CHAT = "/v1/chat/completions"
+CHAT_PATH = "/v1/chat/completions"
 
 MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, le=MAX_IDENTITY)]
 
@@ -51,7 +57,7 @@ class OpenAIRoute(BodyRoute):
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Wrap the handler."""
         original = super().get_route_handler()
-        chat = self.path == CHAT
+        chat = self.path == CHAT_PATH
 
         async def handle(request: Request) -> Response:
             try:
@@ -59,8 +65,8 @@ class OpenAIRoute(BodyRoute):
             except ProblemError as error:
                 return error_response(error, chat=chat)
             except RequestValidationError as error:
-                return error_response(invalid_request(error.errors()), chat=chat)
-            except ClientGone:
+                return error_response(invalid_request_problem(error.errors()), chat=chat)
+            except ClientDisconnected:
                 return Response(status_code=499)  # the client is gone: nobody will read this
 
         return handle
@@ -69,7 +75,7 @@ class OpenAIRoute(BodyRoute):
 def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
     """A problem in OpenAI's format, under the names of the route's own fields."""
     problem = error.problem
-    detail, field = in_openais_words(problem, "messages" if chat else "prompt")
+    detail, field = openai_error_words(problem, "messages" if chat else "prompt")
     return {
         "error": {
             "message": detail,
@@ -85,51 +91,53 @@ def error_response(error: ProblemError, *, chat: bool) -> Response:
     return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=error.headers)
 
 
-def add_openai(app: FastAPI, worker: Worker, texts: Texts) -> None:
+def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
     """Add the routes."""
     router = APIRouter(route_class=OpenAIRoute)
-    _add_models(router, worker)
+    _add_models_route(router, worker)
 
     @router.post("/v1/completions")
     async def completions(
         body: CompletionRequest, request: Request, min_version: MinVersion = None
     ) -> Response:
         """Complete one or more prompts, given as text or token ids."""
-        body.check(worker.settings.served_name)
+        body.check_fields(worker.settings.served_name)
         if (body.logprobs or 0) > 1:
-            raise unable("logprobs", "only sampled tokens have logprobs: use 0 or 1")
+            raise unsupported_field("logprobs", "only sampled tokens have logprobs: use 0 or 1")
         worker.check_serving()
-        _check_batch(len(body.prompts), body.n or 1, worker.settings.max_queue)
+        _check_batch(len(body.all_prompts), body.n or 1, worker.settings.max_queue)
         special = body.add_special_tokens is not False
         prompts = [
-            each if isinstance(each, list) else await texts.encode(each, special=special)
-            for each in body.prompts
+            each if isinstance(each, list) else await texts.encode_prompt(each, special=special)
+            for each in body.all_prompts
         ]
-        limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        call = _Call(worker, texts, request, body, min_version)
-        return await call.answer("cmpl", prompts, limit, logprobs=body.logprobs is not None)
+        limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        call = _OpenAICall(worker, texts, request, body, min_version)
+        return await call.answer_request("cmpl", prompts, limit, logprobs=body.logprobs is not None)
 
-    @router.post(CHAT)
+    @router.post(CHAT_PATH)
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
         """Continue a conversation; tool calls are parsed if the chat template defines them."""
-        body.check(worker.settings.served_name)
+        body.check_fields(worker.settings.served_name)
         worker.check_serving()
-        ids = await texts.render(
+        ids = await texts.render_conversation(
             body.messages,
-            body.offered,
+            body.offered_tools,
             body.chat_template_kwargs or {},
             special=bool(body.add_special_tokens),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        call = _Call(worker, texts, request, body, min_version)
-        call.tools = body.may_call_tools and parser_of(await texts.template()) is not None
-        return await call.answer("chatcmpl", [ids], body.limit, logprobs=bool(body.logprobs))
+        call = _OpenAICall(worker, texts, request, body, min_version)
+        call.tools = body.may_call_tools and tool_parser_of(await texts.chat_template()) is not None
+        return await call.answer_request(
+            "chatcmpl", [ids], body.token_limit, logprobs=bool(body.logprobs)
+        )
 
     app.include_router(router)
 
 
-def _add_models(router: APIRouter, worker: Worker) -> None:
+def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
     started = int(time.time())
 
     def served() -> dict[str, Any]:
@@ -162,22 +170,22 @@ def _check_batch(prompts: int, n: int, max_queue: int) -> None:
         ProblemError: 422 that names the field.
     """
     if not 0 < prompts <= MAX_PROMPTS:
-        raise unable("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
+        raise unsupported_field("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
     if prompts > 1 and prompts * n > max_queue:
-        raise unable(
+        raise unsupported_field(
             "prompt",
             f"{prompts} prompts with n = {n} never fit into the queue (--max-queue {max_queue}):"
             " send fewer",
         )
 
 
-class _Call:
+class _OpenAICall:
     """One request on its way through the worker."""
 
     def __init__(
         self,
-        worker: Worker,
-        texts: Texts,
+        worker: WorkerService,
+        texts: ModelText,
         request: Request,
         body: ChatRequest | CompletionRequest,
         min_version: int | None,
@@ -187,61 +195,65 @@ class _Call:
         self._min_version = min_version
         self.tools = False
 
-    async def answer(
+    async def answer_request(
         self, kind: str, prompts: Sequence[list[int]], max_tokens: int | None, *, logprobs: bool
     ) -> Response:
         """Generate and answer, in one response or as a stream."""
         for ids in prompts:
-            check_prompt(len(ids), self._worker.max_length)
-        decode = await self._texts.decoder()
+            check_prompt_length(len(ids), self._worker.max_model_length)
+        decode = await self._texts.make_decoder()
         name = f"{kind}-{uuid.uuid4().hex}"
-        flights: list[Flight] = []
+        flights: list[InFlightRequest] = []
         try:
             for number, ids in enumerate(prompts):
-                asked = self._body.generate(
+                asked = self._body.to_generate_request(
                     name if len(prompts) == 1 else f"{name}-{number}",
                     ids,
                     logprobs=logprobs,
                     max_tokens=max_tokens,
                 ).model_copy(update={"min_version": self._min_version})
-                flights.append(self._worker.submit(asked))
+                flights.append(self._worker.submit_request(asked))
         except ProblemError:
-            await drop(self._worker.flights, flights)
+            await abort_abandoned(self._worker.flights, flights)
             raise
         served = self._worker.settings.served_name
-        exchange = Exchange(name, served, self._body, flights, decode, self.tools)
+        exchange = OpenAIExchange(name, served, self._body, flights, decode, self.tools)
         if self._body.stream:
-            return await self._stream(exchange)
-        await finish(self._worker.flights, flights, DEADLINE_SECONDS, self._request)
+            return await self._stream_response(exchange)
+        await finish_flights(self._worker.flights, flights, DEFAULT_DEADLINE_SECONDS, self._request)
         # In a thread: texts and logprobs of many tokens take seconds.
-        said = await asyncio.to_thread(lambda: _written(exchange.answer()))
-        return Response(said, media_type="application/json", headers=self._headers(exchange))
+        said = await asyncio.to_thread(lambda: _encode_json(exchange.full_answer()))
+        return Response(
+            said, media_type="application/json", headers=self._weights_headers(exchange)
+        )
 
-    def _headers(self, exchange: Exchange) -> dict[str, str]:
-        found = exchange.oldest() or self._worker.updates.identity
+    def _weights_headers(self, exchange: OpenAIExchange) -> dict[str, str]:
+        found = exchange.oldest_weights() or self._worker.updates.active_identity
         if found is None:
             return {}
         return {"X-Weights-Epoch": str(found.epoch), "X-Weights-Version": str(found.version)}
 
-    async def _stream(self, exchange: Exchange) -> Response:
+    async def _stream_response(self, exchange: OpenAIExchange) -> Response:
         """Wait for the first token before the headers, which name its weights."""
-        pieces = _merged(exchange.flights)
-        first: tuple[Flight, StreamDelta] | None = None
+        pieces = _merge_deltas(exchange.flights)
+        first: tuple[InFlightRequest, StreamDelta] | None = None
         try:
-            first = await unless_gone(self._request, anext(pieces, None))
+            first = await await_unless_disconnected(self._request, anext(pieces, None))
         except BaseException:
-            await asyncio.shield(drop(self._worker.flights, exchange.flights))
+            await asyncio.shield(abort_abandoned(self._worker.flights, exchange.flights))
             raise
-        events = _events(self._worker, exchange, first, pieces)
-        return EventStream(events, DEADLINE_SECONDS, self._headers(exchange))
+        events = _stream_events(self._worker, exchange, first, pieces)
+        return EventStream(events, DEFAULT_DEADLINE_SECONDS, self._weights_headers(exchange))
 
 
-async def _merged(flights: Sequence[Flight]) -> AsyncIterator[tuple[Flight, StreamDelta]]:
+async def _merge_deltas(
+    flights: Sequence[InFlightRequest],
+) -> AsyncIterator[tuple[InFlightRequest, StreamDelta]]:
     """Yield the deltas of all flights as they arrive, no faster than they are read."""
-    ready: asyncio.Queue[tuple[Flight, StreamDelta] | None] = asyncio.Queue(1)
+    ready: asyncio.Queue[tuple[InFlightRequest, StreamDelta] | None] = asyncio.Queue(1)
 
-    async def pump(flight: Flight) -> None:
-        async for delta in flight.stream(DEADLINE_SECONDS):
+    async def pump(flight: InFlightRequest) -> None:
+        async for delta in flight.stream_deltas(DEFAULT_DEADLINE_SECONDS):
             await ready.put((flight, delta))
 
     async def pump_all() -> None:
@@ -259,41 +271,41 @@ async def _merged(flights: Sequence[Flight]) -> AsyncIterator[tuple[Flight, Stre
         pumping.cancel()
 
 
-async def _events(
-    worker: Worker,
-    exchange: Exchange,
-    first: tuple[Flight, StreamDelta] | None,
-    pieces: AsyncIterator[tuple[Flight, StreamDelta]],
+async def _stream_events(
+    worker: WorkerService,
+    exchange: OpenAIExchange,
+    first: tuple[InFlightRequest, StreamDelta] | None,
+    pieces: AsyncIterator[tuple[InFlightRequest, StreamDelta]],
 ) -> AsyncGenerator[bytes, None]:
-    chunks = Chunks(exchange)
+    chunks = StreamedChunks(exchange)
     try:
-        for chunk in chunks.first():
-            yield _event(chunk)
+        for chunk in chunks.first_chunks():
+            yield _format_event(chunk)
         if first is not None:
-            yield _event(chunks.delta(*first))
+            yield _format_event(chunks.delta_chunk(*first))
             async for flight, delta in pieces:
-                yield _event(chunks.delta(flight, delta))
-        for chunk in chunks.ends():
-            yield _event(chunk)
+                yield _format_event(chunks.delta_chunk(flight, delta))
+        for chunk in chunks.closing_chunks():
+            yield _format_event(chunk)
     except ProblemError as error:
-        yield _event(error_body(error, chat=exchange.chat))
+        yield _format_event(error_body(error, chat=exchange.is_chat))
     except Exception:
         # The status line is already sent: only an event can report the error.
         logger.exception("a stream failed", extra={"request": exchange.id})
         broken = ProblemError(
             "internal-error", "the stream failed; the traceback is in the worker's log"
         )
-        yield _event(error_body(broken, chat=exchange.chat))
+        yield _format_event(error_body(broken, chat=exchange.is_chat))
     finally:
-        await asyncio.shield(drop(worker.flights, exchange.flights))
+        await asyncio.shield(abort_abandoned(worker.flights, exchange.flights))
     yield b"data: [DONE]\n\n"
 
 
-def _written(answer: dict[str, Any]) -> bytes:
+def _encode_json(answer: dict[str, Any]) -> bytes:
     """JSON, written in steps: in one, C would hold Python's lock until the end."""
     writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return "".join(writer.iterencode(answer)).encode()
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def _format_event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()

@@ -16,27 +16,27 @@ from typing import Any, TypeVar
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.model_folder import decode, load_tokenizer
-from rollout_worker.threads import Shared
+from rollout_worker.threads import SharedCall
 from rollout_worker.wire.problems import ProblemError
 
-from .messages import bad, plain
-from .tool_calls import begun
+from .messages import bad_field, plain_messages
+from .tool_calls import begun_length
 
 T = TypeVar("T")
 
-FOLDER_SECONDS = 10.0
+TEMPLATE_READ_SECONDS = 10.0
 """What the model's folder may take to give the chat template."""
-TEXT_SECONDS = 300.0
+TOKENIZER_SECONDS = 300.0
 """What a text may take to become ids, with those before it and the loading of the tokenizer."""
 
 _REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What templates raise besides their own errors."""
 
-HALF = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """What a decoder shows for a character whose last bytes have not arrived yet."""
 
 
-def template_of(folder: Path) -> str:
+def read_chat_template(folder: Path) -> str:
     """The chat template in a model's folder, empty if there is none; read without transformers."""
     try:
         return (folder / "chat_template.jinja").read_text()
@@ -53,20 +53,20 @@ def template_of(folder: Path) -> str:
     return str(template)
 
 
-class Texts:
+class ModelText:
     """The served model's tokenizer and chat template."""
 
-    def __init__(self, folder: Callable[[], Path], seconds: float = FOLDER_SECONDS) -> None:
+    def __init__(self, folder: Callable[[], Path], seconds: float = TEMPLATE_READ_SECONDS) -> None:
         """`folder` gives the loaded model's folder, or refuses while there is none."""
         self._folder = folder
         self._seconds = seconds
         self._tokenizer: Any = None
         self._template: str | None = None
-        self._reading = Shared(lambda: template_of(folder()), "template")
+        self._reading = SharedCall(lambda: read_chat_template(folder()), "template")
         # One at a time: tokenizers are not thread-safe.
         self._thread = ThreadPoolExecutor(1, "texts")
 
-    async def template(self) -> str:
+    async def chat_template(self) -> str:
         """The chat template, empty if the model has none.
 
         Raises:
@@ -74,23 +74,25 @@ class Texts:
         """
         if self._template is None:
             try:
-                self._template = await self._reading.get(self._seconds)
+                self._template = await self._reading.get_result(self._seconds)
             except TimeoutError:
-                raise _late(f"the model's folder did not answer in {self._seconds:g} s") from None
+                raise _late_problem(
+                    f"the model's folder did not answer in {self._seconds:g} s"
+                ) from None
         return self._template
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
+    async def encode_prompt(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
 
         Raises:
             ProblemError: 422, the string is not valid text.
         """
         _check_text("prompt", text)
-        return await self._run(
+        return await self._run_in_thread(
             lambda tokenizer: list(tokenizer(text, add_special_tokens=special)["input_ids"])
         )
 
-    async def render(
+    async def render_conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -107,17 +109,21 @@ class Texts:
             ProblemError: 422, there is no template, or it rejects these messages, tools or
                 variables.
         """
-        template = await self.template()
+        template = await self.chat_template()
         if not template:
-            raise _unable("messages", "the model has no chat template: use /v1/completions")
+            raise _unsupported_problem(
+                "messages", "the model has no chat template: use /v1/completions"
+            )
         if tools and "tools" not in template:
-            raise _unable("tools", "the model's chat template supports no tools: leave them out")
+            raise _unsupported_problem(
+                "tools", "the model's chat template supports no tools: leave them out"
+            )
 
         def render(tokenizer: Any) -> list[int]:
             from jinja2 import TemplateError
 
             _check_variables(variables, tokenizer.apply_chat_template)
-            said = plain(messages)
+            said = plain_messages(messages)
             try:
                 text = tokenizer.apply_chat_template(
                     said,
@@ -127,36 +133,38 @@ class Texts:
                     **variables,
                 )
             except (TemplateError, *_REJECTIONS) as error:
-                raise _unable(
+                raise _unsupported_problem(
                     "messages", f"the model's chat template rejects them: {error}"
                 ) from error
             _check_text("messages", text)
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-        return await self._run(render)
+        return await self._run_in_thread(render)
 
-    async def decoder(self) -> Callable[[Sequence[int], bool], str]:
+    async def make_decoder(self) -> Callable[[Sequence[int], bool], str]:
         """A function (ids, keep special tokens) -> text, fast enough to call on the event loop."""
-        tokenizer = await self._run(lambda tokenizer: tokenizer)
+        tokenizer = await self._run_in_thread(lambda tokenizer: tokenizer)
 
         return lambda ids, special: decode(tokenizer, ids, special=special)
 
-    async def _run(self, work: Callable[[Any], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[Any], T]) -> T:
         def run() -> T:
             if self._tokenizer is None:
-                self._tokenizer = _load(self._folder())
+                self._tokenizer = _load_tokenizer(self._folder())
             return work(self._tokenizer)
 
         call = asyncio.get_running_loop().run_in_executor(self._thread, run)
         try:
-            async with asyncio.timeout(TEXT_SECONDS):
+            async with asyncio.timeout(TOKENIZER_SECONDS):
                 return await call
         except TimeoutError:
-            raise _late(f"the tokenizer did not get to it in {TEXT_SECONDS:g} s") from None
+            raise _late_problem(
+                f"the tokenizer did not get to it in {TOKENIZER_SECONDS:g} s"
+            ) from None
 
 
-def _load(folder: Path) -> Any:
-    missing = _unable(
+def _load_tokenizer(folder: Path) -> Any:
+    missing = _unsupported_problem(
         "prompt", "the model's folder has no tokenizer: send token ids to /v1/generate"
     )
     try:
@@ -173,7 +181,7 @@ def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) ->
     taken = inspect.signature(apply).parameters.keys() - {"documents"} | {"messages"}
     for name in taken.intersection(variables):
         field = f"chat_template_kwargs.{name}"
-        raise _unable(field, f"{field}: not a template variable: leave it out")
+        raise _unsupported_problem(field, f"{field}: not a template variable: leave it out")
 
 
 def _check_text(field: str, text: str) -> None:
@@ -182,18 +190,18 @@ def _check_text(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"half of a surrogate pair, {text[error.start]!a}: send whole characters"
-        raise bad(field, half) from error
+        raise bad_field(field, half) from error
 
 
-def _late(detail: str) -> ProblemError:
+def _late_problem(detail: str) -> ProblemError:
     return ProblemError("deadline-exceeded", f"{detail}: try again", retry_after=1)
 
 
-def _unable(field: str, detail: str) -> ProblemError:
+def _unsupported_problem(field: str, detail: str) -> ProblemError:
     return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])
 
 
-class Growing:
+class StreamedText:
     """An output's text as its ids arrive; holds back partial characters and partial stop strings.
 
     The text ends before the first of `stops`; `special`: it shows special tokens, too.
@@ -214,31 +222,33 @@ class Growing:
         self._held = ""
         self._over = False
 
-    def push(self, ids: Sequence[int]) -> str:
+    def push_ids(self, ids: Sequence[int]) -> str:
         """Add new ids and return the text that is now certain."""
         self._ids += ids
         known = self._decode(self._ids[self._from : self._upto], self._special)
         text = self._decode(self._ids[self._from :], self._special)
-        if text.endswith(HALF):
+        if text.endswith(REPLACEMENT_CHARACTER):
             return ""
         self._from, self._upto = self._upto, len(self._ids)
-        return self._certain(text[len(known) :])
+        return self._certain_text(text[len(known) :])
 
-    def end(self) -> str:
+    def take_rest(self) -> str:
         """Return the rest of the text."""
         known = self._decode(self._ids[self._from : self._upto], self._special)
         self._held += self._decode(self._ids[self._from :], self._special)[len(known) :]
-        text, self._held = self._cut(self._held), ""
+        text, self._held = self._cut_at_stop(self._held), ""
         return text
 
-    def _certain(self, text: str) -> str:
+    def _certain_text(self, text: str) -> str:
         self._held += text
-        text = self._cut(self._held)
-        keep = 0 if self._over else max((begun(text, stop) for stop in self._stops), default=0)
+        text = self._cut_at_stop(self._held)
+        keep = (
+            0 if self._over else max((begun_length(text, stop) for stop in self._stops), default=0)
+        )
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def _cut(self, text: str) -> str:
+    def _cut_at_stop(self, text: str) -> str:
         if self._over:
             return ""
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]

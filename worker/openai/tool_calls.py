@@ -13,18 +13,18 @@ from typing import Any
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def parser_of(template: str) -> str | None:
+def tool_parser_of(template: str) -> str | None:
     """Name of the tool call format in a chat template; None if it is unknown."""
     return "hermes" if OPEN in template and "tools" in template else None
 
 
-def parse(text: str) -> tuple[str, list[dict[str, Any]]]:
+def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the text without its tool calls, and the calls."""
     before, *rest = text.split(OPEN)
     kept, calls = [before], []
     for part in rest:
         body, _, after = part.partition(CLOSE)
-        call = _call(body)
+        call = _parse_call(body)
         if call is None:
             kept.append(OPEN + part)
         else:
@@ -34,7 +34,7 @@ def parse(text: str) -> tuple[str, list[dict[str, Any]]]:
     return (content.strip() if calls else content), calls
 
 
-def _call(body: str) -> dict[str, Any] | None:
+def _parse_call(body: str) -> dict[str, Any] | None:
     try:
         said = json.loads(body)
         if not isinstance(said, dict) or not isinstance(said.get("name"), str):
@@ -53,27 +53,27 @@ def _call(body: str) -> dict[str, Any] | None:
     }
 
 
-class Gate:
+class ToolCallFilter:
     """Passes streamed text through until a tool call may have started."""
 
     def __init__(self) -> None:
         self._held = ""
 
-    def push(self, text: str) -> str:
+    def push_text(self, text: str) -> str:
         """Add new text and return what is certainly not part of a tool call."""
         self._held += text
         at = self._held.find(OPEN)
         if at < 0:
-            at = len(self._held) - begun(self._held, OPEN)
+            at = len(self._held) - begun_length(self._held, OPEN)
         certain, self._held = self._held[:at], self._held[at:]
         return certain
 
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
+    def take_rest(self) -> tuple[str, list[dict[str, Any]]]:
         """What was held back: text that is not a call, and the calls."""
-        return parse(self._held)
+        return parse_tool_calls(self._held)
 
 
-def begun(text: str, mark: str) -> int:
+def begun_length(text: str, mark: str) -> int:
     """How many trailing characters may be the start of `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):

@@ -17,22 +17,24 @@ Verb = Literal["get", "create", "update"]
 
 
 @dataclass(frozen=True, slots=True)
-class Right:
+class AccessRight:
     """What a route requires: a verb on a subresource of the pool's RolloutReplica."""
 
     subresource: Subresource
     verb: Verb
 
 
-SEE = Right("control", "get")
-CONTROL = Right("control", "update")
-STAGE = Right("weights", "create")
+SEE_STATE = AccessRight("control", "get")
+CONTROL_WORKER = AccessRight("control", "update")
+STAGE_WEIGHTS = AccessRight("weights", "create")
 
 
 class Authorizer(Protocol):
     """Decides who is calling and whether they may."""
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         """Return the caller's name; `address` is where it calls from.
 
         Raises:
@@ -45,7 +47,7 @@ class Authorizer(Protocol):
         ...
 
 
-def bearer(authorization: str | None) -> str:
+def read_bearer_token(authorization: str | None) -> str:
     """Return the token of an Authorization header.
 
     Raises:
@@ -53,10 +55,10 @@ def bearer(authorization: str | None) -> str:
     """
     scheme, _, token = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise unauthenticated("send the header `Authorization: Bearer <token>`")
+        raise unauthenticated_problem("send the header `Authorization: Bearer <token>`")
     return token.strip()
 
 
-def unauthenticated(detail: str) -> ProblemError:
+def unauthenticated_problem(detail: str) -> ProblemError:
     """A 401 problem."""
     return ProblemError("unauthenticated", detail)

@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from rollout_worker.engine import EngineCrashed, EngineError
-from rollout_worker.requests.bodies import Bodies, BodyRoute
+from rollout_worker.requests.bodies import BodyReader, BodyRoute
 from rollout_worker.schemas import Problem
-from rollout_worker.wire.bodies import Limits
+from rollout_worker.wire.bodies import BodyLimits
 from rollout_worker.wire.problems import MEDIA_TYPE, ProblemError
-from rollout_worker.wire.validation import invalid_request
+from rollout_worker.wire.validation import invalid_request_problem
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Problem, "description": "A problem (RFC 9457); its detail says what to do."},
@@ -30,7 +30,7 @@ def new_app(
     title: str,
     description: str,
     *,
-    limits: Callable[[], Limits],
+    limits: Callable[[], BodyLimits],
     refused: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """A FastAPI application without docs pages, whose errors are problems.
@@ -46,12 +46,12 @@ def new_app(
         redoc_url=None,
         responses=RESPONSES,
     )
-    app.add_exception_handler(ProblemError, _on_problem)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(EngineError, _on_engine_error)
-    app.add_exception_handler(Exception, _on_defect)
-    app.state.bodies = Bodies(limits, refused=refused)
+    app.add_exception_handler(ProblemError, _answer_problem)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_request)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(EngineError, _answer_engine_error)
+    app.add_exception_handler(Exception, _answer_internal_error)
+    app.state.bodies = BodyReader(limits, refused=refused)
     app.router.route_class = BodyRoute
     return app
 
@@ -69,17 +69,17 @@ def problem_response(error: ProblemError) -> Response:
     )
 
 
-async def _on_problem(request: Request, error: Exception) -> Response:
+async def _answer_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProblemError)
     return problem_response(error)
 
 
-async def _on_invalid(request: Request, error: Exception) -> Response:
+async def _answer_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem_response(invalid_request(error.errors()))
+    return problem_response(invalid_request_problem(error.errors()))
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
+async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         found = ProblemError(
@@ -97,7 +97,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return answer
 
 
-async def _on_engine_error(request: Request, error: Exception) -> Response:
+async def _answer_engine_error(request: Request, error: Exception) -> Response:
     """What no route has an answer of its own for; a dead engine is the supervisor's to replace."""
     if isinstance(error, EngineCrashed):
         why = f"the engine died and is being restarted: {error}"
@@ -105,7 +105,7 @@ async def _on_engine_error(request: Request, error: Exception) -> Response:
     return problem_response(ProblemError("engine-refused", str(error), retry_after=5))
 
 
-async def _on_defect(request: Request, error: Exception) -> Response:
+async def _answer_internal_error(request: Request, error: Exception) -> Response:
     # Starlette logs the traceback; the caller does not get to see it.
     return problem_response(
         ProblemError("internal-error", "internal error: the traceback is in the worker's log")

@@ -6,17 +6,19 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from rollout_worker.settings import BadSettings, Settings
-from rollout_worker.threads import Shared
+from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.threads import SharedCall
 from rollout_worker.wire.problems import ProblemError
 
-from .access import Authorizer, Right, bearer, unauthenticated
+from .access import AccessRight, Authorizer, read_bearer_token, unauthenticated_problem
 
 
-class Anyone:
+class AllowAnyone:
     """`--auth none`: anyone who can reach the loopback port."""
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         """Let everyone in."""
         return "anonymous"
 
@@ -28,7 +30,7 @@ FILE_SECONDS = 5.0
 """What a file with a token may take to be read."""
 
 
-class BearerToken:
+class SharedToken:
     """One secret from a file, reread at every call so that it can be rotated: `--auth token`.
 
     Args:
@@ -43,53 +45,55 @@ class BearerToken:
         self._file = file
         self._flag = flag
         self._seconds = seconds
-        self._reading = Shared(self._secret, "token")
-        if not self._secret():
-            raise BadSettings(f"{flag} {str(file)!r} is empty: write a secret into it")
+        self._reading = SharedCall(self._read_secret, "token")
+        if not self._read_secret():
+            raise InvalidSettings(f"{flag} {str(file)!r} is empty: write a secret into it")
 
-    def _secret(self) -> bytes:
+    def _read_secret(self) -> bytes:
         try:
             return self._file.read_bytes().strip()
         except OSError as error:
-            raise BadSettings(
+            raise InvalidSettings(
                 f"{self._flag} {str(self._file)!r} can't be read: {error.strerror}"
             ) from error
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         """Let anyone with the token do everything."""
-        given = bearer(authorization)
+        given = read_bearer_token(authorization)
         try:
-            secret = await self._reading.get(self._seconds)
-        except BadSettings as error:
+            secret = await self._reading.get_result(self._seconds)
+        except InvalidSettings as error:
             raise ProblemError("auth-unavailable", str(error), retry_after=5) from error
         except TimeoutError:
             late = f"{self._flag} {str(self._file)!r} was not read in {self._seconds:g} s"
             raise ProblemError("auth-unavailable", late, retry_after=5) from None
         # Digests have equal length, so the comparison does not reveal the secret's length.
-        same = hmac.compare_digest(_digest(given.encode()), _digest(secret))
+        same = hmac.compare_digest(_sha256_digest(given.encode()), _sha256_digest(secret))
         if not secret or not same:
-            raise unauthenticated(f"the bearer token does not match {self._flag}")
+            raise unauthenticated_problem(f"the bearer token does not match {self._flag}")
         return "token"
 
     async def close(self) -> None:
         """Nothing to free."""
 
 
-def _digest(data: bytes) -> bytes:
+def _sha256_digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def make_authorizer(settings: Settings) -> Authorizer:
+def make_authorizer(settings: WorkerSettings) -> Authorizer:
     """The authorizer for `--auth`.
 
     Raises:
         BadSettings: the token file can't be used.
     """
     if settings.auth == "none":
-        return Anyone()
+        return AllowAnyone()
     if settings.auth == "token":
         assert settings.auth_token_file is not None
-        return BearerToken(settings.auth_token_file)
+        return SharedToken(settings.auth_token_file)
     # Imported late: it brings an HTTP client that only clusters need.
     from .kubeauth import KubernetesReview
 

@@ -22,28 +22,28 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 2**16
-DATA_PLACES = 2**14
-CONTROL_PLACES = 128
+MAX_DATA_CONNECTIONS = 2**14
+MAX_CONTROL_CONNECTIONS = 128
 OTHER_DESCRIPTORS = 640
 """For everything else in the process: files, the engine's own sockets, the API server, the port for weights."""
-FEWEST_PLACES = 64
+MIN_CONNECTIONS = 64
 
-HEADER_SECONDS = 10.0
+HEADER_TIMEOUT_SECONDS = 10.0
 """What the header of a request may take to arrive; also the handshake of TLS."""
 HEADER_BYTES = 2**17
 """What the header of a request may have; httptools, unlike h11, keeps as much as comes."""
-DALLY_SECONDS = 0.5
+IDLE_GRACE_SECONDS = 0.5
 """Whoever takes longer for a handshake gives its place up before anybody else."""
-UNREAD_SECONDS = 60.0
+UNREAD_ANSWER_SECONDS = 60.0
 """A client that takes nothing for so long of what it was sent is not waited for."""
-SWEEP_SECONDS = 1.0
-RETRY_SECONDS = 0.1
+SWEEP_INTERVAL_SECONDS = 1.0
+ACCEPT_RETRY_SECONDS = 0.1
 """After which a connection is accepted again when there was no descriptor for one."""
 READ_BYTES = 2**14
 """Read at once: in tiny chunks, a body costs microseconds a byte, and the loop waits for all of them."""
 
 
-def raise_descriptors() -> None:
+def raise_descriptor_limit() -> None:
     """Let this process have as many descriptors as it may, which by default it has not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
@@ -51,7 +51,7 @@ def raise_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def end_for_all(sock: socket.socket | None) -> None:
+def shut_down_socket(sock: socket.socket | None) -> None:
     """End a socket for children that were forked meanwhile, too: their copies would keep it open beyond a close."""
     if sock is not None:
         with contextlib.suppress(OSError):  # its other end has done so
@@ -59,25 +59,25 @@ def end_for_all(sock: socket.socket | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ConnectionQuota:
     """How many connections each port takes at once."""
 
     data: int
-    control: int = CONTROL_PLACES
+    control: int = MAX_CONTROL_CONNECTIONS
 
 
-def places() -> Places:
+def connection_quota() -> ConnectionQuota:
     """The places that the present limit of descriptors allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    left = most - CONTROL_PLACES - OTHER_DESCRIPTORS
-    return Places(data=max(FEWEST_PLACES, min(DATA_PLACES, left)))
+    left = most - MAX_CONTROL_CONNECTIONS - OTHER_DESCRIPTORS
+    return ConnectionQuota(data=max(MIN_CONNECTIONS, min(MAX_DATA_CONNECTIONS, left)))
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Stands between a transport and the server's protocol, and knows whether something is asked."""
 
-    def __init__(self, inner: asyncio.Protocol, room: Room) -> None:
+    def __init__(self, inner: asyncio.Protocol, room: ConnectionPool) -> None:
         self._inner = inner
         self._room = room
         self._transport: asyncio.Transport | None = None
@@ -92,27 +92,27 @@ class Connection(asyncio.Protocol):
         """Whether the client takes nothing of what it was sent; as `look` has seen it."""
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a request is being answered."""
         cycle: Any = getattr(self._inner, "cycle", None)
         return cycle is not None and not cycle.response_complete
 
     @property
-    def over(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether it ends as soon as the client has taken the rest."""
         return self._transport is not None and self._transport.is_closing()
 
-    def look(self, now: float) -> None:
+    def note_progress(self, now: float) -> None:
         """See whether the client has taken anything since the last look."""
         unread, transport = 0, self._transport
         # With TLS, asyncio itself bounds the end, and may have let go of what could tell.
-        if transport is not None and not (self._tls and self.over):
+        if transport is not None and not (self._tls and self.is_ending):
             unread = transport.get_write_buffer_size()
         if not unread or unread != self._unread:
             self._unread, self._unread_since = unread, now
-        self.stuck = now - self._unread_since > UNREAD_SECONDS
+        self.stuck = now - self._unread_since > UNREAD_ANSWER_SECONDS
 
-    def abort(self) -> None:
+    def abort_connection(self) -> None:
         """Close at once."""
         if self._transport is not None:
             self._transport.abort()
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Note whether a header began or ended."""
         self._inner.data_received(data)
-        if self.busy:
+        if self.is_busy:
             self.waits_since, self._header = None, 0
             return
         if self.waits_since is None:
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         ):  # else it is of a body that nobody wants any more
             self._header += len(data)
             if self._header > HEADER_BYTES:
-                self.abort()
+                self.abort_connection()
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
@@ -158,22 +158,22 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the place back."""
-        end_for_all(self._socket)
+        shut_down_socket(self._socket)
         self._room.connections.pop(self, None)
         self._inner.connection_lost(exc)
 
 
-class Room:
+class ConnectionPool:
     """The connections of one port, oldest first."""
 
-    def __init__(self, most: int, header_seconds: float = HEADER_SECONDS) -> None:
+    def __init__(self, most: int, header_seconds: float = HEADER_TIMEOUT_SECONDS) -> None:
         self._most = most
         self.header_seconds = header_seconds
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[HttpConnection, None] = {}
         self.greetings: dict[asyncio.Task[None], float] = {}
         """Of those that are accepted and not in `connections` yet: since when. With TLS they may dally."""
 
-    def make_place(self) -> bool:
+    def make_room(self) -> bool:
         """Whether one more may come; the oldest that asks for nothing leaves for it."""
         if len(self.connections) + len(self.greetings) < self._most:
             return True
@@ -182,11 +182,11 @@ class Room:
     def close_one(self) -> bool:
         """Close who dallies, else the oldest that asks for nothing or reads nothing, if there is one."""
         greeting, since = next(iter(self.greetings.items()), (None, 0.0))
-        if greeting is None or since > time.monotonic() - DALLY_SECONDS:
+        if greeting is None or since > time.monotonic() - IDLE_GRACE_SECONDS:
             for each in self.connections:
-                if each.stuck or not each.busy:
+                if each.stuck or not each.is_busy:
                     del self.connections[each]
-                    each.abort()
+                    each.abort_connection()
                     return True
         if greeting is None:
             return False
@@ -194,17 +194,17 @@ class Room:
         greeting.cancel()
         return True
 
-    async def sweep(self) -> None:
+    async def close_slow_connections(self) -> None:
         """Close, until cancelled, who takes too long for a header, or for the end of an answer."""
         while True:
-            await asyncio.sleep(min(SWEEP_SECONDS, self.header_seconds))
+            await asyncio.sleep(min(SWEEP_INTERVAL_SECONDS, self.header_seconds))
             now = time.monotonic()
             late = now - self.header_seconds
             for each in list(self.connections):
-                each.look(now)
-                asks = each.waits_since is None or each.waits_since > late or each.busy
-                if not asks or (each.stuck and each.over):
-                    each.abort()
+                each.note_progress(now)
+                asks = each.waits_since is None or each.waits_since > late or each.is_busy
+                if not asks or (each.stuck and each.is_ending):
+                    each.abort_connection()
 
 
 class Listener:
@@ -214,16 +214,19 @@ class Listener:
         self,
         sock: socket.socket,
         make: Callable[[], asyncio.Protocol],
-        room: Room,
+        room: ConnectionPool,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._sock = sock
         self._make = make
         self._room = room
         self._tls = tls
-        self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(room.sweep())]
+        self._tasks = [
+            asyncio.create_task(self._accept_connections()),
+            asyncio.create_task(room.close_slow_connections()),
+        ]
 
-    async def _accept(self) -> None:
+    async def _accept_connections(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -232,36 +235,36 @@ class Listener:
                 # No descriptor or memory is left, or the client has gone again.
                 logger.warning("no connection could be accepted: %s", error.strerror)
                 self._room.close_one()
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            if not self._room.make_place():
+            if not self._room.make_room():
                 sock.close()
                 continue
-            greeting = asyncio.create_task(self._greet(sock))
+            greeting = asyncio.create_task(self._begin_connection(sock))
             self._room.greetings[greeting] = time.monotonic()
-            greeting.add_done_callback(functools.partial(self._greeted, sock))
+            greeting.add_done_callback(functools.partial(self._connection_begun, sock))
             await asyncio.sleep(
                 0
             )  # many at once must not keep those who wait for an answer waiting
 
-    async def _greet(self, sock: socket.socket) -> None:
+    async def _begin_connection(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         tls: dict[str, Any] = {}
         try:
             if self._tls is not None:
                 tls = {"ssl": self._tls(), "ssl_handshake_timeout": self._room.header_seconds}
-            await loop.connect_accepted_socket(self._connection, sock, **tls)
+            await loop.connect_accepted_socket(self._make_connection, sock, **tls)
         except OSError as error:  # of the handshake, too
             logger.debug("a connection ended before it began: %s", error)
             sock.close()
 
-    def _greeted(self, sock: socket.socket, done: asyncio.Task[None]) -> None:
+    def _connection_begun(self, sock: socket.socket, done: asyncio.Task[None]) -> None:
         self._room.greetings.pop(done, None)
         if done.cancelled():  # perhaps before it had begun
             sock.close()
 
-    def _connection(self) -> Connection:
-        return Connection(self._make(), self._room)
+    def _make_connection(self) -> HttpConnection:
+        return HttpConnection(self._make(), self._room)
 
     def close(self) -> None:
         """Accept no more."""
@@ -269,7 +272,7 @@ class Listener:
         asyncio.get_running_loop().remove_reader(self._sock)
         for task in (*self._tasks, *self._room.greetings):
             task.cancel()
-        end_for_all(self._sock)
+        shut_down_socket(self._sock)
         self._sock.close()
 
     async def wait_closed(self) -> None:

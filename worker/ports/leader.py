@@ -14,35 +14,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.gang.places import leader_pod
-from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.gang.places import head_pod_name
+from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.wire.problems import ProblemError
 
-from .access import Right, bearer
+from .access import AccessRight, read_bearer_token
 from .kubeauth import KubernetesReview
 
 POD_NAME = "authentication.kubernetes.io/pod-name"
-PATIENCE_SECONDS = 1.0
+TOKEN_RETRY_SECONDS = 1.0
 """What the API server gets to say of a token that was let in before: the head counts the seconds."""
 
 
-class LeaderReview:
+class HeadTokenReview:
     """Asks the API server whose a token is."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self._review = KubernetesReview(settings)
-        self._account = own_account(settings.kube_token_file)
-        self._pod = leader_pod(settings)
+        self._account = own_service_account(settings.kube_token_file)
+        self._pod = head_pod_name(settings)
         self._known = ""
         """The token that was let in last."""
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         """Let the head's pod in."""
-        token = bearer(authorization)
-        known = token == self._known and time.time() < expiry(token)
+        token = read_bearer_token(authorization)
+        known = token == self._known and time.time() < token_expiry(token)
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS if known else None):
-                user = await self._review.authenticate(authorization, address)
+            async with asyncio.timeout(TOKEN_RETRY_SECONDS if known else None):
+                user = await self._review.authenticate_caller(authorization, address)
         except (ProblemError, TimeoutError) as error:
             away = isinstance(error, TimeoutError) or error.slug == "auth-unavailable"
             if known and away:
@@ -63,28 +65,28 @@ class LeaderReview:
         await self._review.close()
 
 
-def own_account(token_file: Path) -> str:
+def own_service_account(token_file: Path) -> str:
     """Return the name of the service account that this pod's own token is of.
 
     Raises:
         BadSettings: it can't be read.
     """
     try:
-        return str(_claims(token_file.read_text().strip())["sub"])
+        return str(_token_claims(token_file.read_text().strip())["sub"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise BadSettings(
+        raise InvalidSettings(
             f"--kube-token-file {str(token_file)!r} holds no token of a service account: {error}"
         ) from error
 
 
-def expiry(token: str) -> float:
+def token_expiry(token: str) -> float:
     """Return when a token that the API server has accepted expires, as a Unix time; 0: it doesn't say."""
     try:
-        return float(_claims(token)["exp"])
+        return float(_token_claims(token)["exp"])
     except (ValueError, LookupError, TypeError):
         return 0.0
 
 
-def _claims(token: str) -> Any:
+def _token_claims(token: str) -> Any:
     claims = token.split(".")[1]
     return json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))

@@ -34,7 +34,7 @@ REVIEW_SECONDS: Final = 15.0
 T = TypeVar("T")
 
 
-class Cache(Generic[T]):
+class ReviewCache(Generic[T]):
     """Answers that each have an expiry; beyond `MAX_CACHED` the oldest are dropped."""
 
     def __init__(self) -> None:
@@ -49,24 +49,24 @@ class Cache(Generic[T]):
 
     def put(self, key: Hashable, value: T, expires: float) -> None:
         """Remember an answer until `expires`."""
-        self.drop(key)
+        self.drop_answer(key)
         self._entries[key] = (expires, value)
         while len(self._entries) > MAX_CACHED:
             self._entries.popitem(last=False)
 
-    def drop(self, key: Hashable) -> None:
+    def drop_answer(self, key: Hashable) -> None:
         """Forget an answer."""
         self._entries.pop(key, None)
 
 
-class Queue:
+class ReviewQueue:
     """Where reviews of every kind wait for their turn."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_ASKED)
         self._places: Counter[str] = Counter()
 
-    def enter(self, address: str) -> None:
+    def join_queue(self, address: str) -> None:
         """Take a place.
 
         Raises:
@@ -74,10 +74,10 @@ class Queue:
         """
         waiting = self._places.total()
         if waiting >= MAX_WAITING or self._places[address] >= MAX_WAITING_EACH:
-            raise _busy()
+            raise _queue_full_problem()
         self._places[address] += 1
 
-    async def ask(self, address: str, question: Callable[[], Awaitable[T]]) -> T:
+    async def ask_in_turn(self, address: str, question: Callable[[], Awaitable[T]]) -> T:
         """Ask when it is this one's turn, and leave the place.
 
         Raises:
@@ -87,23 +87,23 @@ class Queue:
             async with asyncio.timeout(REVIEW_SECONDS), self._turns:
                 return await question()
         except TimeoutError:
-            raise _busy() from None
+            raise _queue_full_problem() from None
         finally:
             self._places[address] -= 1
             self._places += Counter()  # forgets who has no place
 
 
-def _busy() -> ProblemError:
+def _queue_full_problem() -> ProblemError:
     detail = "too many callers wait to be checked: try again"
     return ProblemError("auth-unavailable", detail, retry_after=1)
 
 
-class Reviews(Generic[T]):
+class TokenReviews(Generic[T]):
     """All answers to one kind of question; of each key at most one is asked for at a time."""
 
     def __init__(
         self,
-        queue: Queue,
+        queue: ReviewQueue,
         accepts: Callable[[T], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,8 +111,8 @@ class Reviews(Generic[T]):
         self._queue = queue
         self._accepts = accepts
         self._clock = clock
-        self._accepted: Cache[T] = Cache()
-        self._denied: Cache[T] = Cache()
+        self._accepted: ReviewCache[T] = ReviewCache()
+        self._denied: ReviewCache[T] = ReviewCache()
         self._asked: dict[Hashable, asyncio.Task[T]] = {}
         self._sharing: Counter[Hashable] = Counter()
 
@@ -127,28 +127,30 @@ class Reviews(Generic[T]):
         if known is not None:
             if known[0] < RENEW_SECONDS and key not in self._asked:
                 with contextlib.suppress(ProblemError):
-                    self._begin(key, address, question)
+                    self._begin_review(key, address, question)
             return known[1]
         denied = self._denied.get(key, now)
         if denied is not None:
             return denied[1]
-        asked = self._asked.get(key) or self._begin(key, address, question)
+        asked = self._asked.get(key) or self._begin_review(key, address, question)
         if self._sharing[key] >= MAX_SHARING:
-            raise _busy()
+            raise _queue_full_problem()
         self._sharing[key] += 1
         return await asyncio.shield(asked)
 
-    def _begin(
+    def _begin_review(
         self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]
     ) -> asyncio.Task[T]:
-        self._queue.enter(address)
-        asked = self._asked[key] = asyncio.create_task(self._ask(key, address, question))
+        self._queue.join_queue(address)
+        asked = self._asked[key] = asyncio.create_task(self._run_review(key, address, question))
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())
         return asked
 
-    async def _ask(self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]) -> T:
+    async def _run_review(
+        self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]
+    ) -> T:
         try:
-            answer = await self._queue.ask(address, question)
+            answer = await self._queue.ask_in_turn(address, question)
         finally:
             del self._asked[key]
             del self._sharing[key]
@@ -156,6 +158,6 @@ class Reviews(Generic[T]):
         if self._accepts(answer):
             self._accepted.put(key, answer, now + ACCEPTED_SECONDS)
         else:
-            self._accepted.drop(key)
+            self._accepted.drop_answer(key)
             self._denied.put(key, answer, now + DENIED_SECONDS)
         return answer

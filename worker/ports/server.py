@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine, ProcessSpent
 from rollout_worker.engines.shared_memory.staging import Staging
-from rollout_worker.gang.places import EXIT_GANG, GangBroken, gang_of
-from rollout_worker.service import Worker, member_factory
-from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.gang.places import EXIT_GANG_BROKEN, GangBroken, make_gang
+from rollout_worker.service import WorkerService, make_member_factory
+from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.transfer import delta
 from rollout_worker.wire.problems import ProblemError
 
@@ -26,14 +26,20 @@ from . import connections, tls
 from .access import Authorizer
 from .app import problem_response
 from .auth import make_authorizer
-from .connections import HEADER_SECONDS, Listener, Places, Room, raise_descriptors
-from .control import control_app
-from .data import data_app
+from .connections import (
+    HEADER_TIMEOUT_SECONDS,
+    ConnectionPool,
+    ConnectionQuota,
+    Listener,
+    raise_descriptor_limit,
+)
+from .control import make_control_app
+from .data import make_data_app
 from .weights import WeightsPort
 
 logger = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 5
+ANSWER_FLUSH_SECONDS = 5
 """What open connections get to take their last bytes."""
 EXIT_SPENT = 4
 """Exit status of a process in which no engine works any more: only a new one helps."""
@@ -44,15 +50,18 @@ BACKLOG = 2048
 """Connections that may wait to be accepted: as uvicorn's."""
 
 
-PROBES = 32
+PROBE_ALLOWANCE = 32
 """Places of the data port that requests leave to probes and scrapes."""
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """A server that leaves signals and sockets to us: two of them share one process and its end."""
 
     def __init__(
-        self, config: uvicorn.Config, room: Room, tls: Callable[[], ssl.SSLContext] | None = None
+        self,
+        config: uvicorn.Config,
+        room: ConnectionPool,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         super().__init__(config)
         self._room = room
@@ -65,11 +74,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the sockets."""
-        listeners = [Listener(s, self._protocol, self._room, self._tls) for s in sockets or ()]
+        listeners = [Listener(s, self._make_protocol, self._room, self._tls) for s in sockets or ()]
         self.servers = [cast(Any, each) for each in listeners]
         self.started = True
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _make_protocol(self) -> asyncio.Protocol:
         make = cast(Any, self.config.http_protocol_class)
         protocol: asyncio.Protocol = make(
             config=self.config, server_state=self.server_state, app_state={}
@@ -77,7 +86,7 @@ class Server(uvicorn.Server):
         return protocol
 
 
-class AtMost:
+class ConcurrencyLimit:
     """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
 
     def __init__(self, app: ASGIApp, most: int, refused: Callable[[str], object]) -> None:
@@ -105,7 +114,7 @@ class AtMost:
             self._now -= 1
 
 
-def bind(host: str, port: int, flag: str) -> socket.socket:
+def bind_port(host: str, port: int, flag: str) -> socket.socket:
     """Open a listening socket.
 
     Raises:
@@ -123,65 +132,65 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise BadSettings(f"{flag} {host}:{port} can't be used: {error.strerror}") from error
+        raise InvalidSettings(f"{flag} {host}:{port} can't be used: {error.strerror}") from error
     return sock
 
 
-def _bind_both(settings: Settings) -> list[socket.socket]:
-    data = bind(settings.data_host, settings.data_port, "--data-port")
+def _bind_both_ports(settings: WorkerSettings) -> list[socket.socket]:
+    data = bind_port(settings.data_host, settings.data_port, "--data-port")
     try:
-        control = bind(settings.control_host, settings.control_port, "--control-port")
-    except BadSettings:
+        control = bind_port(settings.control_host, settings.control_port, "--control-port")
+    except InvalidSettings:
         data.close()
         raise
     return [data, control]
 
 
-class Servers:
+class HttpServers:
     """Both HTTP servers of one worker."""
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerService,
         authorizer: Authorizer,
-        places: Places | None = None,
-        header_seconds: float = HEADER_SECONDS,
+        places: ConnectionQuota | None = None,
+        header_seconds: float = HEADER_TIMEOUT_SECONDS,
     ) -> None:
         settings = worker.settings
-        places = places or connections.places()
-        self._certificate = tls.certificate(settings)
+        places = places or connections.connection_quota()
+        self._certificate = tls.serving_certificate(settings)
         self._authorizer = authorizer
-        app = data_app(worker)  # may refuse its token's file, while no port is taken yet
-        self._sockets = _bind_both(settings)
+        app = make_data_app(worker)  # may refuse its token's file, while no port is taken yet
+        self._sockets = _bind_both_ports(settings)
         try:
             self._weights = WeightsPort(settings, worker.updates.pushes.desk, self._certificate)
         except BaseException:
             for each in self._sockets:  # this process may go on without us
                 each.close()
             raise
-        data = AtMost(app, max(1, places.data - PROBES), worker.count_refusal)
-        control = control_app(worker, authorizer)
+        data = ConcurrencyLimit(app, max(1, places.data - PROBE_ALLOWANCE), worker.count_refusal)
+        control = make_control_app(worker, authorizer)
         held = self._certificate
         self._servers = [
-            Server(config_of(data), Room(places.data, header_seconds)),
-            Server(
-                config_of(control),
-                Room(places.control, header_seconds),
+            UvicornServer(uvicorn_config(data), ConnectionPool(places.data, header_seconds)),
+            UvicornServer(
+                uvicorn_config(control),
+                ConnectionPool(places.control, header_seconds),
                 None if held is None else lambda: held.context,
             ),
         ]
 
     @property
-    def ports(self) -> tuple[int, int]:
+    def bound_ports(self) -> tuple[int, int]:
         """Bound data and control port."""
         data, control = (sock.getsockname()[1] for sock in self._sockets)
         return data, control
 
-    async def run(self) -> None:
+    async def serve_both_ports(self) -> None:
         """Serve both ports until `stop`."""
         renewing = None
         if self._certificate is not None:
-            renewing = asyncio.create_task(self._certificate.keep())
+            renewing = asyncio.create_task(self._certificate.keep_reloading())
         self._weights.start()
         async with asyncio.TaskGroup() as tasks:
             for server, sock in zip(self._servers, self._sockets, strict=True):
@@ -197,7 +206,7 @@ class Servers:
             server.should_exit = True
 
 
-def config_of(app: ASGIApp) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     """How an application is served."""
     return uvicorn.Config(
         app,
@@ -205,28 +214,30 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         log_config=None,
         lifespan="off",
-        timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_graceful_shutdown=ANSWER_FLUSH_SECONDS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
     )
 
 
-async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = None) -> int:
+async def serve_worker(
+    settings: WorkerSettings, make_engine: Callable[[], Engine] | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     Raises:
         BadSettings: a port or the credentials can't be used.
     """
-    raise_descriptors()
-    gang = gang_of(settings)
+    raise_descriptor_limit()
+    gang = make_gang(settings)
     if gang is not None and gang.rank > 0:
         from .member import serve_member
 
         staging = Staging(settings.staging_memory)
-        create = member_factory(settings, gang, staging)
+        create = make_member_factory(settings, gang, staging)
         return await serve_member(settings, gang, create, staging.claim)
-    worker = Worker(settings, make_engine, gang)
-    servers = Servers(worker, make_authorizer(settings))
+    worker = WorkerService(settings, make_engine, gang)
+    servers = HttpServers(worker, make_authorizer(settings))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Until here a signal ends the process at once (`__main__`). The loop hears of one that comes
@@ -234,43 +245,43 @@ async def serve(settings: Settings, make_engine: Callable[[], Engine] | None = N
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     cause = await serve_until(stop, worker, servers)
-    return 0 if stop.is_set() else _broken(cause)
+    return 0 if stop.is_set() else _report_failure(cause)
 
 
 async def serve_until(
-    stop: asyncio.Event, worker: Worker, servers: Servers
+    stop: asyncio.Event, worker: WorkerService, servers: HttpServers
 ) -> BaseException | None:
     """Serve until `stop`, then drain and free everything; returns what ended it before, if so."""
-    data, control = servers.ports
+    data, control = servers.bound_ports
     said = {"data_port": data, "control_port": control, "deltas_by": delta.WAY}
     logger.info("serving", extra=said)
-    serving = asyncio.create_task(servers.run())
-    running = asyncio.create_task(worker.run())
+    serving = asyncio.create_task(servers.serve_both_ports())
+    running = asyncio.create_task(worker.run_until_cancelled())
     asked = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, running, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
-            return _cause(serving, running)
+            return _failure_cause(serving, running)
         await worker.shut_down()
         return None
     finally:
         asked.cancel()
-        await _end(servers, serving, running, worker)
+        await _end_serving(servers, serving, running, worker)
 
 
-def _broken(cause: BaseException | None) -> int:
+def _report_failure(cause: BaseException | None) -> int:
     """Say what ended the worker; returns the exit status."""
     if isinstance(cause, ProcessSpent):
         logger.critical("no engine works in this process any more: %s", cause)
         return EXIT_SPENT
     if isinstance(cause, GangBroken):
         logger.critical("the gang is broken: %s", cause)
-        return EXIT_GANG
+        return EXIT_GANG_BROKEN
     logger.critical("a part of the worker broke", exc_info=cause)
     return 1
 
 
-def _cause(*tasks: asyncio.Task[None]) -> BaseException | None:
+def _failure_cause(*tasks: asyncio.Task[None]) -> BaseException | None:
     for task in tasks:
         if task.done() and not task.cancelled():
             error = task.exception()
@@ -280,16 +291,16 @@ def _cause(*tasks: asyncio.Task[None]) -> BaseException | None:
     return None
 
 
-async def _end(
-    servers: Servers,
+async def _end_serving(
+    servers: HttpServers,
     serving: asyncio.Task[None],
     running: asyncio.Task[None],
-    worker: Worker,
+    worker: WorkerService,
 ) -> None:
     """Flush the last answers, then free the engine."""
     servers.stop()
-    await asyncio.wait({serving}, timeout=FLUSH_SECONDS + 5)
+    await asyncio.wait({serving}, timeout=ANSWER_FLUSH_SECONDS + 5)
     running.cancel()
-    await asyncio.wait({running}, timeout=FLUSH_SECONDS)
-    await worker.supervisor.end()
+    await asyncio.wait({running}, timeout=ANSWER_FLUSH_SECONDS)
+    await worker.supervisor.end_engine()
     logger.info("stopped")

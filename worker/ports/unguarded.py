@@ -15,7 +15,7 @@ from rollout_worker.wire.problems import ProblemError
 from .app import problem_response
 
 
-class Unguarded:
+class BrowserGuard:
     """Refuses what a browser could have sent for a page from elsewhere."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -24,16 +24,16 @@ class Unguarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 403 or 415."""
         if scope["type"] == "http":
-            refusal = _refusal(scope["method"], Headers(scope=scope))
+            refusal = _browser_refusal(scope["method"], Headers(scope=scope))
             if refusal is not None:
                 await problem_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _refusal(method: str, headers: Headers) -> ProblemError | None:
+def _browser_refusal(method: str, headers: Headers) -> ProblemError | None:
     host = headers.get("host", "")
-    if not is_loopback(_name(host)):
+    if not is_loopback(_host_name(host)):
         return ProblemError(
             "forbidden",
             f"Host {host[:80]!r} is not this machine: with --auth none, call 127.0.0.1 or localhost",
@@ -45,8 +45,8 @@ def _refusal(method: str, headers: Headers) -> ProblemError | None:
             f"Origin {origin[:80]!r} is a web page: use --auth token to let one in",
         )
     kind = headers.get("content-type")
-    nothing = kind is None and _empty(headers)  # whose Origin no page can leave out
-    if method == "POST" and not nothing and _essence(kind or "") != "application/json":
+    nothing = kind is None and _has_no_body(headers)  # whose Origin no page can leave out
+    if method == "POST" and not nothing and _media_type(kind or "") != "application/json":
         return ProblemError(
             "not-json",
             "with --auth none every body says that it is JSON: send Content-Type: application/json"
@@ -55,17 +55,17 @@ def _refusal(method: str, headers: Headers) -> ProblemError | None:
     return None
 
 
-def _empty(headers: Headers) -> bool:
+def _has_no_body(headers: Headers) -> bool:
     """Whether no body follows, as `curl -X POST` and most clients without one have it."""
     return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
 
-def _essence(kind: str) -> str:
+def _media_type(kind: str) -> str:
     """`application/json; charset=utf-8` → `application/json`."""
     return kind.partition(";")[0].strip().lower()
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """`[::1]:8001` → `::1`."""
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout_worker.settings import BadSettings
+from rollout_worker.settings import InvalidSettings
 
 logger = logging.getLogger(__name__)
 
-FOLDER_SECONDS = 1.0
+FOLDER_LOCK_SECONDS = 1.0
 """How long another process may be about to make or remove a socket in the same folder."""
 
 
-def listen_at(path: Path, backlog: int) -> socket.socket:
+def listen_at_path(path: Path, backlog: int) -> socket.socket:
     """Listen at a path, in the place of who did before: a worker that is to end may still be there.
 
     Raises:
@@ -28,9 +28,9 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _alone_in(path.parent):
-            if which_socket(path) is not None:
-                if _answers(path):
+        with _lock_folder(path.parent):
+            if socket_identity(path) is not None:
+                if _is_listening(path):
                     logger.warning(
                         "another process listens at --weights-socket %s and gets no shared memory from now on:"
                         " give each worker a path of its own",
@@ -38,22 +38,22 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
                     )
                 path.unlink()
             sock.bind(str(path))
-            _let_all_connect(path)
+            _allow_all_users(path)
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        raise BadSettings(f"--weights-socket {path} can't be used: {error.strerror}") from error
+        raise InvalidSettings(f"--weights-socket {path} can't be used: {error.strerror}") from error
     return sock
 
 
 def remove_socket(path: Path, made: tuple[int, int] | None) -> None:
     """Remove the socket that was made here, unless a successor's has its place."""
-    with contextlib.suppress(OSError), _alone_in(path.parent):
-        if made is not None and which_socket(path) == made:
+    with contextlib.suppress(OSError), _lock_folder(path.parent):
+        if made is not None and socket_identity(path) == made:
             path.unlink()
 
 
-def which_socket(path: Path) -> tuple[int, int] | None:
+def socket_identity(path: Path) -> tuple[int, int] | None:
     """Return which socket is at a path; None: none, or something else."""
     try:
         found = os.lstat(path)
@@ -62,7 +62,7 @@ def which_socket(path: Path) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
 
 
-def _answers(path: Path) -> bool:
+def _is_listening(path: Path) -> bool:
     """Whether somebody listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -75,7 +75,7 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def _let_all_connect(path: Path) -> None:
+def _allow_all_users(path: Path) -> None:
     """Let other users connect, as the trainer's may be one: the ticket says who may use it.
 
     By a descriptor: the path may lead elsewhere by now, where others can write its folder.
@@ -91,11 +91,11 @@ def _let_all_connect(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Keep other workers from looking at a path there and then removing what has come meanwhile; not for long."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        until = time.monotonic() + FOLDER_SECONDS
+        until = time.monotonic() + FOLDER_LOCK_SECONDS
         while time.monotonic() < until:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

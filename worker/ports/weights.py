@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 
-from rollout_worker.settings import BadSettings, Settings
+from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.sources.incoming import Refusal
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
@@ -30,22 +30,22 @@ from rollout_worker.transfer.frames import (
 from rollout_worker.transfer.node import node_of
 from rollout_worker.transfer.tls import HANDSHAKE
 
-from .tls import Certificate
-from .unix import listen_at, remove_socket, which_socket
+from .tls import ServingCertificate
+from .unix import listen_at_path, remove_socket, socket_identity
 
 logger = logging.getLogger(__name__)
 
-STRANGERS = 64
+MAX_STRANGERS = 64
 """Who may be about to show a ticket, over TCP and over the Unix socket each."""
-FROM_ONE = 32
+MAX_STRANGERS_PER_ADDRESS = 32
 """How many of them may come from one address, or one process."""
-GREETING_SECONDS = 10.0
+GREETING_TIMEOUT_SECONDS = 10.0
 """What a connection gets to say what it has come for."""
 BACKLOG = 128
-STOP_SECONDS = 5.0
-LEAVE_SECONDS = 1.0
+THREAD_STOP_SECONDS = 5.0
+FAREWELL_SECONDS = 1.0
 """What who is turned away gets to read why."""
-RETRY_SECONDS = 0.1
+ACCEPT_RETRY_SECONDS = 0.1
 """After which a connection is taken again when there was no descriptor for one."""
 
 
@@ -62,7 +62,7 @@ class WeightsPort:
     """
 
     def __init__(
-        self, settings: Settings, desk: Desk, certificate: Certificate | None = None
+        self, settings: WorkerSettings, desk: Desk, certificate: ServingCertificate | None = None
     ) -> None:
         self._desk, self._certificate = desk, certificate
         self._required = settings.weights_tls == "required"
@@ -76,16 +76,16 @@ class WeightsPort:
         self._stopped = False
         port = node = None
         if settings.weights_port is not None:
-            port = self._listen(_tcp(settings.data_host, settings.weights_port))
+            port = self._listen_on(_listen_tcp(settings.data_host, settings.weights_port))
         if self._path is not None:
-            self._listen(listen_at(self._path, BACKLOG))
-            self._made = which_socket(self._path)
+            self._listen_on(listen_at_path(self._path, BACKLOG))
+            self._made = socket_identity(self._path)
             node = node_of(str(self._path))
         path = None if self._path is None else str(self._path)
         desk.address = Address(port, path, node, self._required)
         desk.outward = Outward.of(settings)
 
-    def _listen(self, sock: socket.socket) -> int:
+    def _listen_on(self, sock: socket.socket) -> int:
         self._listening.append(sock)
         name = sock.getsockname()
         return int(name[1]) if sock.family != socket.AF_UNIX else 0
@@ -94,7 +94,7 @@ class WeightsPort:
         """Take connections, in threads."""
         for sock in self._listening:
             thread = threading.Thread(
-                target=self._accept, args=(sock,), name="weights-port", daemon=True
+                target=self._accept_connections, args=(sock,), name="weights-port", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -113,11 +113,11 @@ class WeightsPort:
         for connection in connections:
             connection.interrupt()
         for thread in threads:
-            thread.join(STOP_SECONDS)
+            thread.join(THREAD_STOP_SECONDS)
         for sock in self._listening:
             sock.close()
 
-    def _accept(self, sock: socket.socket) -> None:
+    def _accept_connections(self, sock: socket.socket) -> None:
         while not self._stopped:
             try:
                 connected, address = sock.accept()
@@ -128,24 +128,24 @@ class WeightsPort:
                 with self._lock:  # there are too many descriptors
                     if self._strangers:
                         first_to_go(list(self._strangers)).interrupt()
-                time.sleep(RETRY_SECONDS)
+                time.sleep(ACCEPT_RETRY_SECONDS)
                 continue
             try:
-                self._take(connected, address)
+                self._take_connection(connected, address)
             except (OSError, RuntimeError) as error:  # gone again, or there is no thread for it
                 logger.warning("a connection for weights could not be taken: %s", error)
                 connected.close()
 
-    def _take(self, connected: socket.socket, address: object) -> None:
-        place, connection = _place(connected, address), Connection(connected)
-        connection.patience(GREETING_SECONDS)
+    def _take_connection(self, connected: socket.socket, address: object) -> None:
+        place, connection = _caller_address(connected, address), Connection(connected)
+        connection.patience(GREETING_TIMEOUT_SECONDS)
         thread = threading.Thread(
-            target=self._serve, args=(connection,), name="weights", daemon=True
+            target=self._serve_connection, args=(connection,), name="weights", daemon=True
         )
         with self._lock:
             if self._stopped:
                 return connection.close()
-            late = self._too_many(connection, place)
+            late = self._stranger_to_drop(connection, place)
             if late is not None:
                 del self._strangers[late]
                 late.interrupt()
@@ -159,17 +159,17 @@ class WeightsPort:
             self._threads.append(thread)
         return None
 
-    def _too_many(self, connection: Connection, place: str) -> Connection | None:
+    def _stranger_to_drop(self, connection: Connection, place: str) -> Connection | None:
         """Return the stranger that has to go for another one."""
         kin = [each for each in self._strangers if each.unix == connection.unix]
         near = [each for each in kin if self._strangers[each] == place]
-        if len(near) >= FROM_ONE:
+        if len(near) >= MAX_STRANGERS_PER_ADDRESS:
             return first_to_go(near)
-        return first_to_go(kin) if len(kin) >= STRANGERS else None
+        return first_to_go(kin) if len(kin) >= MAX_STRANGERS else None
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve_connection(self, connection: Connection) -> None:
         try:
-            work = self._greet(connection)
+            work = self._read_greeting(connection)
             if work is not None:
                 connection.patience(LEASE_SECONDS)
                 work(connection)
@@ -188,31 +188,31 @@ class WeightsPort:
                 self._strangers.pop(connection, None)
                 self._admitted.discard(connection)
 
-    def _greet(self, connection: Connection) -> Work | None:
+    def _read_greeting(self, connection: Connection) -> Work | None:
         """Return what a stranger has come for, which is one no more; None: it was turned away.
 
         Raises:
             TransferError: It is gone, said nothing in time, or TLS fails.
         """
-        if not self._meets(connection):
+        if not self._begin_tls(connection):
             return None
         try:
             if self._desk.idle:
                 raise no_ticket()
             work = self._desk.work_for(connection.receive_first())
         except Refusal as refusal:
-            _tell(connection, refusal.slug, str(refusal))
+            _send_refusal(connection, refusal.slug, str(refusal))
             return None
         except Malformed as error:
             fix = f"use the same release at both ends, this worker speaks protocol {PROTOCOL}"
-            _tell(connection, "malformed", f"{error}: {fix}")
+            _send_refusal(connection, "malformed", f"{error}: {fix}")
             return None
         with self._lock:
             self._strangers.pop(connection, None)
             self._admitted.add(connection)
         return work
 
-    def _meets(self, connection: Connection) -> bool:
+    def _begin_tls(self, connection: Connection) -> bool:
         """Begin TLS if the other end does; False: it had to, and was turned away.
 
         Raises:
@@ -226,13 +226,15 @@ class WeightsPort:
                 detail = (
                     "this port takes weights over TLS alone: call it so, and trust the workers' CA"
                 )
-                self._turn_away(connection, "tls-required", detail, "it spoke no TLS")
+                self._refuse_stranger(connection, "tls-required", detail, "it spoke no TLS")
             return not self._required
         if held is None:
             detail = (
                 "this port speaks no TLS: call it without, or start it with --weights-tls required"
             )
-            self._turn_away(connection, "no-tls", detail, "it spoke TLS, which this port does not")
+            self._refuse_stranger(
+                connection, "no-tls", detail, "it spoke TLS, which this port does not"
+            )
             return False
         try:
             connection.secure(held.context)
@@ -241,18 +243,18 @@ class WeightsPort:
             raise
         return True
 
-    def _turn_away(self, connection: Connection, slug: str, detail: str, why: str) -> None:
+    def _refuse_stranger(self, connection: Connection, slug: str, detail: str, why: str) -> None:
         self._desk.turned_away(why)
-        _tell(connection, slug, detail)
+        _send_refusal(connection, slug, detail)
 
 
-def _tell(connection: Connection, slug: str, detail: str) -> None:
+def _send_refusal(connection: Connection, slug: str, detail: str) -> None:
     """Say why a stranger is turned away."""
     connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
-    connection.leave(LEAVE_SECONDS)
+    connection.leave(FAREWELL_SECONDS)
 
 
-def _place(connected: socket.socket, address: object) -> str:
+def _caller_address(connected: socket.socket, address: object) -> str:
     """Return where a caller is: its address, or its process."""
     if isinstance(address, tuple):
         return str(address[0])
@@ -261,7 +263,7 @@ def _place(connected: socket.socket, address: object) -> str:
     return f"process {pid}"
 
 
-def _tcp(host: str, port: int) -> socket.socket:
+def _listen_tcp(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -270,7 +272,7 @@ def _tcp(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise BadSettings(
+        raise InvalidSettings(
             f"--weights-port {host}:{port} can't be used: {error.strerror}"
         ) from error
     return sock

@@ -17,16 +17,16 @@ _NEUTRAL = frozenset({"max_tokens", "n", "seed", "stop", "stop_token_ids", "igno
 """Fields that leave the distribution a token is sampled from unchanged."""
 
 
-def check_abilities(request: EngineRequest, able: Capabilities) -> None:
+def check_capabilities(request: EngineRequest, able: Capabilities) -> None:
     """Refuse what the engine's capabilities exclude.
 
     Raises:
         InvalidRequest: names the field and the fix.
     """
-    for field in sorted(_changed(request.sampling) - {"max_tokens", "n", "seed", "stop"}):
+    for field in sorted(_changed_fields(request.sampling) - {"max_tokens", "n", "seed", "stop"}):
         if field not in able.sampling:
             default = getattr(_DEFAULTS, field)
-            raise _unable(f"sampling.{field}", f"leave it at its default ({default!r})")
+            raise _unsupported_field(f"sampling.{field}", f"leave it at its default ({default!r})")
     asked = {
         "sampling.stop": (request.sampling.stop, able.stop_strings, "use stop_token_ids"),
         "sampling.seed": (request.sampling.seed is not None, able.seed, "leave the seed out"),
@@ -35,52 +35,52 @@ def check_abilities(request: EngineRequest, able: Capabilities) -> None:
     }
     for field, (wanted, can, fix) in asked.items():
         if wanted and not can:
-            raise _unable(field, fix)
+            raise _unsupported_field(field, fix)
     _check_logprobs(request, able)
 
 
 def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
     """Serve either kind where both have the same values; otherwise it must be declared."""
-    altering = _altering(request.sampling)
+    altering = _altering_fields(request.sampling)
     if request.logprobs is None:
         return
     if not able.logprobs:
-        raise _unable("logprobs", "it records no logprobs, use 'none'")
+        raise _unsupported_field("logprobs", "it records no logprobs, use 'none'")
     if not altering:
         return
     if request.logprobs not in able.logprobs:
         others = " or ".join(able.logprobs)
-        raise _unable(
+        raise _unsupported_field(
             "logprobs",
-            f"with {_names(altering)} set, {request.logprobs!r} logprobs differ from the ones it"
+            f"with {_join_names(altering)} set, {request.logprobs!r} logprobs differ from the ones it"
             f" records ({others}): ask for {others}, or leave those parameters at their defaults",
         )
     beyond = altering.difference(able.sampling_logprobs)
     if request.logprobs == "sampling" and beyond:
         instead = "ask for 'raw'" if "raw" in able.logprobs else "use 'none'"
-        raise _unable(
+        raise _unsupported_field(
             "logprobs",
-            f"it can't record 'sampling' logprobs with {_names(beyond)} set: {instead}, or leave"
+            f"it can't record 'sampling' logprobs with {_join_names(beyond)} set: {instead}, or leave"
             " those parameters at their defaults",
         )
 
 
-def _altering(sampling: SamplingParams) -> frozenset[str]:
+def _altering_fields(sampling: SamplingParams) -> frozenset[str]:
     """Fields that change the distribution from the model's own; T = 0 counts as T = 1."""
-    changed = _changed(sampling) - _NEUTRAL
+    changed = _changed_fields(sampling) - _NEUTRAL
     if sampling.temperature == 0:
         changed -= _TRUNCATION | {"temperature"}
     return changed
 
 
-def _changed(sampling: SamplingParams) -> frozenset[str]:
+def _changed_fields(sampling: SamplingParams) -> frozenset[str]:
     fields = SamplingParams.model_fields
     return frozenset(f for f in fields if getattr(sampling, f) != getattr(_DEFAULTS, f))
 
 
-def _names(fields: Collection[str]) -> str:
+def _join_names(fields: Collection[str]) -> str:
     return ", ".join(sorted(fields))
 
 
-def _unable(field: str, what: str) -> InvalidRequest:
+def _unsupported_field(field: str, what: str) -> InvalidRequest:
     return InvalidRequest(field, f"this engine does not support it: {what}")

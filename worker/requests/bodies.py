@@ -12,24 +12,24 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from rollout_worker.wire.bodies import MIB, Limits, parse
-from rollout_worker.wire.problems import ProblemError, too_large
+from rollout_worker.wire.bodies import MIB, BodyLimits, parse_body
+from rollout_worker.wire.problems import ProblemError, too_large_problem
 
-INLINE_BYTES = 2**15
+INLINE_PARSE_BYTES = 2**15
 """A shorter body is parsed at once: in a few milliseconds at worst, less than a thread's turn takes."""
-BODY_SECONDS = 60.0
+BODY_TIMEOUT_SECONDS = 60.0
 """What a body may take to arrive."""
-BUDGET_BYTES = 512 * MIB
+BODY_BUDGET_BYTES = 512 * MIB
 """Of all bodies that a port has in memory before they are parsed."""
 
 
-class Bodies:
+class BodyReader:
     """Reads the bodies of one port; one long one is parsed at a time, so few are in memory twice."""
 
     def __init__(
         self,
-        limits: Callable[[], Limits],
-        seconds: float = BODY_SECONDS,
+        limits: Callable[[], BodyLimits],
+        seconds: float = BODY_TIMEOUT_SECONDS,
         refused: Callable[[str], None] | None = None,
     ) -> None:
         """`limits` says what a body may hold now, or refuses to read any; `refused` is told of a 429."""
@@ -39,7 +39,7 @@ class Bodies:
         self._held = 0
         self._thread = ThreadPoolExecutor(1, "bodies")
 
-    async def read(self, request: Request, model: type[BaseModel]) -> Request:
+    async def read_body(self, request: Request, model: type[BaseModel]) -> Request:
         """Return the request with its body as a model, if it has a body.
 
         Raises:
@@ -48,16 +48,18 @@ class Bodies:
         limits = self._limits()
         declared = request.headers.get("content-length", "0")
         if declared.isascii() and declared.isdigit() and int(declared) > limits.size:
-            raise too_large(_size(limits))
+            raise too_large_problem(_size_words(limits))
         pieces: list[bytes] = []
         try:
-            body = await self._receive(request, limits, pieces)
-            value = await self._parse(model, body, limits) if body else None
-            return _Parsed(request, value)
+            body = await self._receive_body(request, limits, pieces)
+            value = await self._parse_body(model, body, limits) if body else None
+            return _ParsedRequest(request, value)
         finally:
             self._held -= sum(map(len, pieces))
 
-    async def _receive(self, request: Request, limits: Limits, pieces: list[bytes]) -> bytes:
+    async def _receive_body(
+        self, request: Request, limits: BodyLimits, pieces: list[bytes]
+    ) -> bytes:
         """`pieces` gets what is in memory, however this ends."""
         size = 0
         try:
@@ -67,8 +69,8 @@ class Bodies:
                     size += len(piece)
                     self._held += len(piece)
                     if size > limits.size:
-                        raise too_large(_size(limits))
-                    if self._held > BUDGET_BYTES:
+                        raise too_large_problem(_size_words(limits))
+                    if self._held > BODY_BUDGET_BYTES:
                         if self._refused is not None:
                             self._refused("queue-full")
                         detail = "too many bodies arrive at once: try again"
@@ -80,14 +82,16 @@ class Bodies:
             raise ProblemError("http-error", "the client left before its body ended") from None
         return b"".join(pieces)
 
-    async def _parse(self, model: type[BaseModel], body: bytes, limits: Limits) -> BaseModel:
-        if len(body) <= INLINE_BYTES:
-            return parse(model, body, limits)
+    async def _parse_body(
+        self, model: type[BaseModel], body: bytes, limits: BodyLimits
+    ) -> BaseModel:
+        if len(body) <= INLINE_PARSE_BYTES:
+            return parse_body(model, body, limits)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, parse, model, body, limits)
+        return await loop.run_in_executor(self._thread, parse_body, model, body, limits)
 
 
-class _Parsed(Request):
+class _ParsedRequest(Request):
     """A request whose JSON is a model already, which FastAPI then takes as it is."""
 
     def __init__(self, request: Request, value: BaseModel | None) -> None:
@@ -107,7 +111,7 @@ class _Parsed(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read by the `Bodies` of its application (`app.state.bodies`)."""
+    """A route whose body is read by the `BodyReader` of its application (`app.state.bodies`)."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Wrap the handler."""
@@ -123,5 +127,5 @@ class BodyRoute(APIRoute):
         return handle
 
 
-def _size(limits: Limits) -> str:
+def _size_words(limits: BodyLimits) -> str:
     return f"more than {limits.size // MIB} MiB"

@@ -13,14 +13,14 @@ from starlette.types import Send
 
 from rollout_worker.schemas import AbortReason
 
-from .flights import ANSWER_SECONDS, Flight, Flights
+from .flights import ANSWER_TIMEOUT_SECONDS, InFlightRequest, InFlightRequests
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected: nobody is waiting for the answer."""
 
 
@@ -39,7 +39,7 @@ class EventStream(StreamingResponse):
         headers = {"Cache-Control": "no-store", **(headers or {})}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._events = events
-        self._seconds = deadline_seconds + ANSWER_SECONDS
+        self._seconds = deadline_seconds + ANSWER_TIMEOUT_SECONDS
 
     async def stream_response(self, send: Send) -> None:
         """Send the events; give up on a client that leaves them unread for too long."""
@@ -52,26 +52,28 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def finish(
-    flights: Flights, waited: Sequence[Flight], seconds: float, request: Request
+async def finish_flights(
+    flights: InFlightRequests, waited: Sequence[InFlightRequest], seconds: float, request: Request
 ) -> None:
     """Wait for flights to end; abort them if the client disconnects first."""
-    ends = asyncio.gather(*(flight.finish(seconds) for flight in waited))
+    ends = asyncio.gather(*(flight.wait_finished(seconds) for flight in waited))
     try:
-        await unless_gone(request, ends)
-    except ClientGone:
-        await drop(flights, waited)
+        await await_unless_disconnected(request, ends)
+    except ClientDisconnected:
+        await abort_abandoned(flights, waited)
     finally:
         ends.cancel()
-        await asyncio.shield(drop(flights, waited))
+        await asyncio.shield(abort_abandoned(flights, waited))
 
 
-async def drop(flights: Flights, left: Sequence[Flight]) -> None:
+async def abort_abandoned(flights: InFlightRequests, left: Sequence[InFlightRequest]) -> None:
     """Abort the flights that have not ended, because their client is gone."""
-    await flights.abort([each for each in left if not each.done.is_set()], AbortReason.CLIENT)
+    await flights.abort_requests(
+        [each for each in left if not each.done.is_set()], AbortReason.CLIENT
+    )
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Await some work on behalf of a client.
 
     Raises:
@@ -80,17 +82,17 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     task = asyncio.ensure_future(work)
     # Nobody hears of its end once the client is gone, which is no error to be logged.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    gone = asyncio.create_task(_gone(request))
+    gone = asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnected
         return await task
     finally:
         gone.cancel()
         task.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from functools import partial
 
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.schemas import (
     AbortReason,
@@ -28,19 +28,19 @@ from rollout_worker.schemas import (
     WeightsId,
 )
 
-from .admission import invalid
-from .outputs import Output
+from .admission import invalid_problem
+from .outputs import RunningOutput
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 90.0
+ANSWER_TIMEOUT_SECONDS = 90.0
 """How long a request may outlive its own deadline before the worker gives up on it."""
 
-ABORT_SECONDS = 30.0
+ABORT_TIMEOUT_SECONDS = 30.0
 """How long the engine may take to end an aborted request; then the worker ends it itself."""
 
 
-class Flight:
+class InFlightRequest:
     """An accepted request."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Flight:
     ) -> None:
         self.request_id = request_id
         self.exact = exact
-        self.outputs = [Output(index, request) for index, request in enumerate(requests)]
+        self.outputs = [RunningOutput(index, request) for index, request in enumerate(requests)]
         self.landing = len(self.outputs)
         """Outputs whose pump has not ended."""
         self.created = time.monotonic()
@@ -62,36 +62,36 @@ class Flight:
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
-    def logprobs_of(self) -> LogprobsOf | None:
+    def logprobs_kind(self) -> LogprobsOf | None:
         """Kind of its logprobs; None if it has none."""
         return self.outputs[0].request.logprobs
 
-    def check(self) -> None:
+    def check_answered(self) -> None:
         """Make sure that a finished flight has an answer.
 
         Raises:
             ProblemError: the engine refused it before it generated a token.
         """
         if self.refusal is not None and not any(output.token_ids for output in self.outputs):
-            raise invalid(self.refusal)
+            raise invalid_problem(self.refusal)
 
-    async def finish(self, deadline_seconds: float) -> None:
+    async def wait_finished(self, deadline_seconds: float) -> None:
         """Wait until it ends, by its own deadline at the latest.
 
         Raises:
             ProblemError: see `check`.
         """
-        async with asyncio.timeout(deadline_seconds + ANSWER_SECONDS):
+        async with asyncio.timeout(deadline_seconds + ANSWER_TIMEOUT_SECONDS):
             await self.done.wait()
-        self.check()
+        self.check_answered()
 
-    async def stream(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
+    async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
         """Yield what it has made since the last look, to one reader, until it ends.
 
         Raises:
             ProblemError: see `check`.
         """
-        until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_SECONDS
+        until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_TIMEOUT_SECONDS
         read, ended = [0] * len(self.outputs), False
         while not ended:
             async with asyncio.timeout_at(until):
@@ -99,27 +99,27 @@ class Flight:
             self.fresh.clear()
             ended = self.done.is_set()  # asked first: what comes meanwhile is read once more
             for place, output in enumerate(self.outputs):
-                delta = output.since(read[place])
+                delta = output.delta_since(read[place])
                 if delta is not None:
                     read[place] += len(delta.token_ids)
                     yield delta
-        self.check()
+        self.check_answered()
 
-    def response(self) -> GenerateResponse:
+    def to_response(self) -> GenerateResponse:
         """The answer of a finished flight."""
         return GenerateResponse(
             request_id=self.request_id,
-            logprobs_of=self.logprobs_of,
-            outputs=tuple(output.result() for output in self.outputs),
-            usage=self._usage(),
-            timing=self._timing(),
+            logprobs_of=self.logprobs_kind,
+            outputs=tuple(output.to_result() for output in self.outputs),
+            usage=self._token_usage(),
+            timing=self._measured_timing(),
         )
 
-    def stream_done(self) -> StreamDone:
+    def final_event(self) -> StreamDone:
         """The closing event of a finished flight."""
         return StreamDone(
             request_id=self.request_id,
-            logprobs_of=self.logprobs_of,
+            logprobs_of=self.logprobs_kind,
             outputs=tuple(
                 DoneOutput(
                     index=output.index,
@@ -130,18 +130,18 @@ class Flight:
                 )
                 for output in self.outputs
             ),
-            usage=self._usage(),
-            timing=self._timing(),
+            usage=self._token_usage(),
+            timing=self._measured_timing(),
         )
 
-    def _usage(self) -> Usage:
+    def _token_usage(self) -> Usage:
         return Usage(
             prompt_tokens=len(self.outputs[0].request.token_ids),
             completion_tokens=sum(len(output.token_ids) for output in self.outputs),
             cached_tokens=sum(output.cached_tokens for output in self.outputs),
         )
 
-    def _timing(self) -> Timing:
+    def _measured_timing(self) -> Timing:
         assert self.ended is not None, "only a finished flight is answered"
         first = None if self.first_token is None else self.first_token - self.created
         return Timing(
@@ -152,14 +152,16 @@ class Flight:
         )
 
 
-class Flights:
+class InFlightRequests:
     """All requests in flight on one worker, by request id."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, InFlightRequest] = {}
         self._aborts: set[asyncio.Task[None]] = set()
-        runtime.telemetry.watch_load(lambda: runtime.stats().running, lambda: self.waiting)
+        runtime.telemetry.watch_load(
+            lambda: runtime.engine_stats().running, lambda: self.waiting_count
+        )
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._flights
@@ -168,7 +170,7 @@ class Flights:
         return len(self._flights)
 
     @property
-    def unfinished(self) -> dict[str, Output]:
+    def unfinished_outputs(self) -> dict[str, RunningOutput]:
         """All unfinished outputs, by the engine's request id."""
         return {
             output.request.request_id: output
@@ -178,11 +180,11 @@ class Flights:
         }
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Accepted outputs that the engine has not started."""
-        return max(0, len(self.unfinished) - self._runtime.stats().running)
+        return max(0, len(self.unfinished_outputs) - self._runtime.engine_stats().running)
 
-    def exact_elsewhere(self, active: WeightsId) -> list[Output]:
+    def outputs_pinned_elsewhere(self, active: WeightsId) -> list[RunningOutput]:
         """Unfinished outputs that asked for exactly one identity, other than this one."""
         return [
             output
@@ -192,28 +194,28 @@ class Flights:
             if output.stop_reason is None
         ]
 
-    def launch(self, flight: Flight, deadline_seconds: float) -> None:
+    def launch_request(self, flight: InFlightRequest, deadline_seconds: float) -> None:
         """Register a flight and start its pumps; call it right after the admission check."""
         self._flights[flight.request_id] = flight
         loop = asyncio.get_running_loop()
-        flight.deadline = loop.call_later(deadline_seconds, self._expire, flight)
+        flight.deadline = loop.call_later(deadline_seconds, self._expire_request, flight)
         self._runtime.telemetry.prompt_tokens.inc(len(flight.outputs[0].request.token_ids))
         for output in flight.outputs:
-            output.pump = asyncio.create_task(self._pump(flight, output))
+            output.pump = asyncio.create_task(self._pump_output(flight, output))
             # Not in the pump itself: one that is cancelled before its first step runs nothing.
-            output.pump.add_done_callback(partial(self._land, flight, output))
+            output.pump.add_done_callback(partial(self._finish_output, flight, output))
 
-    def _expire(self, flight: Flight) -> None:
-        abort = asyncio.create_task(self.abort([flight], AbortReason.DEADLINE))
+    def _expire_request(self, flight: InFlightRequest) -> None:
+        abort = asyncio.create_task(self.abort_requests([flight], AbortReason.DEADLINE))
         self._aborts.add(abort)
         abort.add_done_callback(self._aborts.discard)
 
-    async def _pump(self, flight: Flight, output: Output) -> None:
+    async def _pump_output(self, flight: InFlightRequest, output: RunningOutput) -> None:
         try:
-            async for delta in self._generate(output):
-                self._take(flight, output, delta)
+            async for delta in self._generate_deltas(output):
+                self._take_delta(flight, output, delta)
         except EngineCrashed as error:
-            self._runtime.crashed(str(error))
+            self._runtime.report_crash(str(error))
         except InvalidRequest as error:
             flight.refusal = error
         except asyncio.CancelledError:
@@ -224,7 +226,7 @@ class Flights:
                 "the engine failed during a request", extra={"request": flight.request_id}
             )
 
-    async def _generate(self, output: Output) -> AsyncIterator[EngineDelta]:
+    async def _generate_deltas(self, output: RunningOutput) -> AsyncIterator[EngineDelta]:
         engine = self._runtime.engine
         # It may have been aborted since admission: the engine doesn't know about it yet.
         if output.aborting is not None or engine is None:
@@ -232,13 +234,15 @@ class Flights:
         async for delta in engine.generate(output.request):
             yield delta
 
-    def _take(self, flight: Flight, output: Output, delta: EngineDelta) -> None:
-        output.take(delta)
+    def _take_delta(
+        self, flight: InFlightRequest, output: RunningOutput, delta: EngineDelta
+    ) -> None:
+        output.append_delta(delta)
         if delta.token_ids:
             self._count_tokens(flight, output, len(delta.token_ids))
             flight.fresh.set()
 
-    def _count_tokens(self, flight: Flight, output: Output, tokens: int) -> None:
+    def _count_tokens(self, flight: InFlightRequest, output: RunningOutput, tokens: int) -> None:
         now, telemetry = time.monotonic(), self._runtime.telemetry
         if flight.first_token is None:
             flight.first_token = now
@@ -249,9 +253,11 @@ class Flights:
         output.latest = now
         telemetry.generated_tokens.inc(tokens)
 
-    def _land(self, flight: Flight, output: Output, _: asyncio.Task[None]) -> None:
+    def _finish_output(
+        self, flight: InFlightRequest, output: RunningOutput, _: asyncio.Task[None]
+    ) -> None:
         telemetry = self._runtime.telemetry
-        output.end(output.aborting or AbortReason.ENGINE)
+        output.mark_aborted(output.aborting or AbortReason.ENGINE)
         assert output.stop_reason is not None
         telemetry.requests.labels(output.stop_reason.value).inc()
         flight.landing -= 1
@@ -264,14 +270,14 @@ class Flights:
         del self._flights[flight.request_id]
         flight.done.set()
         flight.fresh.set()
-        self._runtime.changed.fire()
+        self._runtime.changed.notify_all()
 
-    async def abort(self, flights: Iterable[Flight], reason: AbortReason) -> None:
+    async def abort_requests(self, flights: Iterable[InFlightRequest], reason: AbortReason) -> None:
         """End these flights with their partial output; return once they have ended."""
         outputs = [o for flight in flights for o in flight.outputs if o.stop_reason is None]
         await self.abort_outputs(outputs, reason)
 
-    async def abort_outputs(self, outputs: Collection[Output], reason: AbortReason) -> None:
+    async def abort_outputs(self, outputs: Collection[RunningOutput], reason: AbortReason) -> None:
         """End single outputs with what they have so far; return once they have ended."""
         if not outputs:
             return
@@ -281,31 +287,33 @@ class Flights:
         if runtime.engine is not None:
             ids = {output.request.request_id for output in outputs}
             try:
-                await runtime.call(runtime.engine.abort(ids, reason), ABORT_SECONDS, "abort")
+                await runtime.call_engine(
+                    runtime.engine.abort(ids, reason), ABORT_TIMEOUT_SECONDS, "abort"
+                )
             except EngineCrashed:
                 logger.warning("the engine died while requests were being aborted")
         pumps = {output.pump for output in outputs if output.pump is not None}
-        _, late = await asyncio.wait(pumps, timeout=ABORT_SECONDS)
+        _, late = await asyncio.wait(pumps, timeout=ABORT_TIMEOUT_SECONDS)
         for pump in late:
             pump.cancel()
 
     async def abort_all(self, reason: AbortReason) -> None:
         """End everything in flight, with partial output."""
-        await self.abort(list(self._flights.values()), reason)
+        await self.abort_requests(list(self._flights.values()), reason)
 
     async def abort_ids(self, ids: Collection[str], reason: AbortReason) -> set[str]:
         """End the named requests; return those that were in flight."""
         known = {request_id for request_id in ids if request_id in self._flights}
-        await self.abort([self._flights[request_id] for request_id in known], reason)
+        await self.abort_requests([self._flights[request_id] for request_id in known], reason)
         return known
 
-    def ids(self) -> list[str]:
+    def request_ids(self) -> list[str]:
         """Ids of all requests in flight."""
         return list(self._flights)
 
-    def fail(self) -> None:
+    def fail_all(self) -> None:
         """End everything as aborted (`engine`), without the engine, which is dead."""
-        for output in self.unfinished.values():
+        for output in self.unfinished_outputs.values():
             output.aborting = output.aborting or AbortReason.ENGINE
             if output.pump is not None:
                 output.pump.cancel()

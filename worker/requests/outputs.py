@@ -19,7 +19,7 @@ from rollout_worker.schemas import (
 
 
 @dataclass(slots=True, eq=False)
-class Output:
+class RunningOutput:
     """One continuation. token_ids: [T], logprobs: [T] if requested."""
 
     index: int
@@ -41,7 +41,7 @@ class Output:
     """Set once someone asks to end it; the engine may not know the output yet."""
     pump: asyncio.Task[None] | None = None
 
-    def take(self, delta: EngineDelta) -> None:
+    def append_delta(self, delta: EngineDelta) -> None:
         """Append a delta from the engine."""
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
@@ -59,12 +59,12 @@ class Output:
 
     def _append_span(self, span: WeightsSpan) -> None:
         last = self.spans[-1] if self.spans else None
-        if last is not None and _kind(last) == _kind(span) and last.end == span.start:
+        if last is not None and _span_kind(last) == _span_kind(span) and last.end == span.start:
             self.spans[-1] = last.model_copy(update={"end": span.end})
         else:
             self.spans.append(span)
 
-    def since(self, start: int) -> StreamDelta | None:
+    def delta_since(self, start: int) -> StreamDelta | None:
         """Return what there is from the `start`-th token on, None if that is nothing."""
         end = len(self.token_ids)
         if start == end:
@@ -81,10 +81,10 @@ class Output:
         for span in reversed(self.spans):  # a reader that keeps up wants the last one only
             if span.end <= start:
                 break
-            found.append(span if span.start >= start else _cut(span, start))
+            found.append(span if span.start >= start else _cut_span(span, start))
         return found[::-1]
 
-    def end(self, reason: AbortReason) -> None:
+    def mark_aborted(self, reason: AbortReason) -> None:
         """Mark it aborted, without the engine."""
         if self.stop_reason is None:
             self.stop_reason, self.abort_reason = StopReason.ABORTED, reason
@@ -100,7 +100,7 @@ class Output:
         )
         return {"abort_slug": NOT_FINITE, "abort_detail": detail}
 
-    def result(self) -> GenerateOutput:
+    def to_result(self) -> GenerateOutput:
         """The finished output, as the client receives it."""
         assert self.stop_reason is not None
         return GenerateOutput(
@@ -115,9 +115,9 @@ class Output:
         )
 
 
-def _cut(span: WeightsSpan, start: int) -> WeightsSpan:
+def _cut_span(span: WeightsSpan, start: int) -> WeightsSpan:
     return span.model_copy(update={"start": start})
 
 
-def _kind(span: WeightsSpan) -> tuple[int, int, bool]:
+def _span_kind(span: WeightsSpan) -> tuple[int, int, bool]:
     return (span.epoch, span.version, span.stale_kv)

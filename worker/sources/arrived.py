@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Arrived:
-    """A version that has arrived, or does, as a source; see `files.Readable`."""
+    """A version that has arrived, or does, as a source; see `files.ReadableSource`."""
 
     def __init__(self, incoming: Incoming, layout: PushLayout, memory: Memory) -> None:
         self.layout, self.memory = layout, memory
@@ -28,30 +28,30 @@ class Arrived:
 
     @property
     def bytes_total(self) -> int:
-        """See `Readable.bytes_total`."""
-        return content_bytes(self.layout, self.left_out)
+        """See `ReadableSource.bytes_total`."""
+        return content_bytes(self.layout, self.skipped_names)
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """See `Readable.left_out`."""
+    def skipped_names(self) -> frozenset[str]:
+        """See `ReadableSource.skipped_names`."""
         return self._incoming.left_out
 
-    def promised(self) -> Mapping[str, str]:
-        """See `Readable.promised`: what the sender says at the end."""
-        if not self.left_out:
+    def promised_hashes(self) -> Mapping[str, str]:
+        """See `ReadableSource.promised_hashes`: what the sender says at the end."""
+        if not self.skipped_names:
             return {}
         said = self._end().digests
-        return {name: said[name] for name in self.left_out}
+        return {name: said[name] for name in self.skipped_names}
 
     def _end(self) -> End:
         self._follow(lambda: self._incoming.end is not None)
         assert self._incoming.end is not None
         return self._incoming.end
 
-    def chunks(
+    def read_chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
-        """See `Readable.chunks`: follows what arrives."""
+        """See `ReadableSource.read_chunks`: follows what arrives."""
         self._cancelled = cancelled
         return chunks_of(self.layout, self.memory, entry, view, self._there)
 
@@ -63,8 +63,8 @@ class Arrived:
         if not until() and not self._incoming.follow(until, self._cancelled):
             raise ReadCancelled
 
-    def check(self, digests: Mapping[str, str], root: str) -> None:
-        """See `Readable.check`: what the sender says at the end."""
+    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+        """See `ReadableSource.check_promise`: what the sender says at the end."""
         end = self._end()
         for name, digest in digests.items():
             if end.digests.get(name) != digest:

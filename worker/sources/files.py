@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import xxhash
 
 from rollout_worker.engine import Entry, TensorSpec, WeightsRejected
-from rollout_worker.weights import HASH, check_ties, root_hash
+from rollout_worker.weights import HASH, check_tied_weights, compute_root_hash
 
 MAX_HEADER_BYTES = 100 << 20
 """Largest safetensors header, as the format's own library has it."""
@@ -39,7 +39,7 @@ Allocate = Callable[[Entry], memoryview | None]
 Report = Callable[[int, int], None]
 """Told (bytes done, bytes in all), in the thread that reads."""
 
-Found = dict[str, tuple[Entry, "Place"]]
+Found = dict[str, tuple[Entry, "TensorOffset"]]
 
 
 class ReadCancelled(Exception):
@@ -47,7 +47,7 @@ class ReadCancelled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorOffset:
     """Where one tensor's bytes begin."""
 
     file: Path
@@ -55,50 +55,50 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class WeightsManifest:
     """Content of a folder's `manifest.json`."""
 
     root_hash: str
     digests: Mapping[str, str]
 
 
-class Whole:
-    """A version all of whose bytes are read here; see `Readable`."""
+class WholeVersion:
+    """A version all of whose bytes are read here; see `ReadableSource`."""
 
     __slots__ = ()
-    left_out: frozenset[str] = frozenset()
+    skipped_names: frozenset[str] = frozenset()
 
-    def promised(self) -> Mapping[str, str]:
-        """See `Readable.promised`: nothing is left out."""
+    def promised_hashes(self) -> Mapping[str, str]:
+        """See `ReadableSource.promised_hashes`: nothing is left out."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
-class Source(Whole):
+class FileSource(WholeVersion):
     """An opened source: its headers were read and are sound, its bytes were not."""
 
     path: Path
     entries: tuple[Entry, ...]
-    places: Mapping[str, Place]
-    manifest: Manifest | None
+    places: Mapping[str, TensorOffset]
+    manifest: WeightsManifest | None
 
     @property
     def bytes_total(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.spec.nbytes for entry in self.entries)
 
-    def chunks(
+    def read_chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
-        """See `Readable.chunks`."""
-        return _chunks(entry, self.places[entry.name], view)
+        """See `ReadableSource.read_chunks`."""
+        return _read_chunks(entry, self.places[entry.name], view)
 
-    def check(self, digests: Mapping[str, str], root: str) -> None:
-        """See `Readable.check`: its manifest, if it has one."""
+    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+        """See `ReadableSource.check_promise`: its manifest, if it has one."""
         _check_manifest(self, digests, root)
 
 
-class Readable(Protocol):
+class ReadableSource(Protocol):
     """A version whose bytes can be read: of files, or of a sender."""
 
     @property
@@ -112,18 +112,18 @@ class Readable(Protocol):
         ...
 
     @property
-    def left_out(self) -> frozenset[str]:
+    def skipped_names(self) -> frozenset[str]:
         """Names of the tensors whose bytes aren't read: nobody needs them here."""
         ...
 
-    def promised(self) -> Mapping[str, str]:
+    def promised_hashes(self) -> Mapping[str, str]:
         """Return the hashes of those, as their sender says; waits for its word.
 
         They go into the root hash, so a wrong one is another root hash than everybody else's.
         """
         ...
 
-    def chunks(
+    def read_chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget.
@@ -132,7 +132,7 @@ class Readable(Protocol):
         """
         ...
 
-    def check(self, digests: Mapping[str, str], root: str) -> None:
+    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
         """Refuse what is not what was promised, once everything is read.
 
         Raises:
@@ -141,7 +141,7 @@ class Readable(Protocol):
         ...
 
 
-def open_source(path: Path, *, roots: Sequence[Path] = (), manifest: bool = True) -> Source:
+def open_source(path: Path, *, roots: Sequence[Path] = (), manifest: bool = True) -> FileSource:
     """Read the headers below `path` and check that every file is whole.
 
     Raises:
@@ -151,24 +151,24 @@ def open_source(path: Path, *, roots: Sequence[Path] = (), manifest: bool = True
         if not path.exists():
             raise WeightsRejected(f"{str(path)!r} does not exist: check path and mounts")
         for file in (path / INDEX, path / MANIFEST):
-            _confine(file, roots)
-        files, listed = _files_of(path)
-        found = _entries(path, [_confine(file, roots) for file in files], listed)
+            _resolve_confined(file, roots)
+        files, listed = _find_files(path)
+        found = _read_entries(path, [_resolve_confined(file, roots) for file in files], listed)
         promised = _read_manifest(path / MANIFEST) if manifest and path.is_dir() else None
     except OSError as error:
         raise WeightsRejected(f"cannot read {str(path)!r}: {error}") from error
     entries = tuple(entry for _, (entry, _) in sorted(found.items()))
-    return Source(path, entries, {name: place for name, (_, place) in found.items()}, promised)
+    return FileSource(path, entries, {name: place for name, (_, place) in found.items()}, promised)
 
 
-def _entries(path: Path, files: Sequence[Path], listed: Sequence[str]) -> Found:
+def _read_entries(path: Path, files: Sequence[Path], listed: Sequence[str]) -> Found:
     found: Found = {}
     for file in files:
         for entry, offset in _read_header(file):
             if entry.name in found:
                 why = f"tensor {entry.name!r} is in two files of {str(path)!r}: keep one"
                 raise WeightsRejected(why, tensor=entry.name)
-            found[entry.name] = (entry, Place(file, offset))
+            found[entry.name] = (entry, TensorOffset(file, offset))
     for name in listed:
         if name not in found:
             why = f"tensor {name!r} is listed in {INDEX!r} of {str(path)!r} but in no file"
@@ -176,7 +176,7 @@ def _entries(path: Path, files: Sequence[Path], listed: Sequence[str]) -> Found:
     return found
 
 
-def _files_of(path: Path) -> tuple[list[Path], Sequence[str]]:
+def _find_files(path: Path) -> tuple[list[Path], Sequence[str]]:
     """Return the safetensors files of a source and the names that its index promises."""
     if not path.is_dir():
         return [path], ()
@@ -211,30 +211,32 @@ def _load_json(file: Path) -> dict[str, Any]:
 def _read_header(file: Path) -> list[tuple[Entry, int]]:
     """Return the tensors of a file and where each begins in it."""
     if not file.is_file():
-        raise _broken(file, "it is no regular file")
+        raise _broken_file(file, "it is no regular file")
     with file.open("rb") as stream:
         size = file.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise _broken(file, "its header is cut off or missing")
+            raise _broken_file(file, "its header is cut off or missing")
         raw = stream.read(length)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        found = [_entry(name, fields, 8 + length) for name, fields in header.items()]
+        found = [_parse_entry(name, fields, 8 + length) for name, fields in header.items()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _broken(file, "its header is not one") from error
+        raise _broken_file(file, "its header is not one") from error
     end = 8 + length
     for entry, offset in sorted(found, key=lambda each: (each[1], each[0].spec.nbytes)):
         if offset != end:
-            raise _broken(file, f"tensor {entry.name!r} does not begin where the previous one ends")
+            raise _broken_file(
+                file, f"tensor {entry.name!r} does not begin where the previous one ends"
+            )
         end += entry.spec.nbytes
     if end != size:
-        raise _broken(file, f"it has {size} bytes, its header promises {end}")
+        raise _broken_file(file, f"it has {size} bytes, its header promises {end}")
     return found
 
 
-def _entry(name: str, fields: Mapping[str, Any], base: int) -> tuple[Entry, int]:
+def _parse_entry(name: str, fields: Mapping[str, Any], base: int) -> tuple[Entry, int]:
     spec = TensorSpec(str(fields["dtype"]), tuple(int(size) for size in fields["shape"]))
     begin, end = (int(offset) for offset in fields["data_offsets"])
     if min((*spec.shape, begin), default=begin) < 0 or end - begin != spec.nbytes:
@@ -242,18 +244,18 @@ def _entry(name: str, fields: Mapping[str, Any], base: int) -> tuple[Entry, int]
     return Entry(name, spec), base + begin
 
 
-def _broken(file: Path, why: str) -> WeightsRejected:
+def _broken_file(file: Path, why: str) -> WeightsRejected:
     wrong = f"{str(file)!r} is truncated or not a safetensors file: {why}"
     return WeightsRejected(f"{wrong}; publish it again under a new path")
 
 
-def _read_manifest(file: Path) -> Manifest | None:
+def _read_manifest(file: Path) -> WeightsManifest | None:
     if not file.exists():
         return None
     value = _load_json(file)
     try:
         digests = {str(name): str(hashes[HASH]) for name, hashes in value["tensors"].items()}
-        return Manifest(str(value["root_hash"]), digests)
+        return WeightsManifest(str(value["root_hash"]), digests)
     except (KeyError, TypeError, AttributeError) as error:
         raise WeightsRejected(
             f"{str(file)!r} must hold root_hash and tensors.<name>.{HASH}: write it with "
@@ -261,7 +263,7 @@ def _read_manifest(file: Path) -> Manifest | None:
         ) from error
 
 
-def _confine(path: Path, roots: Sequence[Path]) -> Path:
+def _resolve_confined(path: Path, roots: Sequence[Path]) -> Path:
     """Follow all links of `path`; refuse one that leads out of every root (none: anything goes)."""
     real = path.resolve()
     if roots and not any(real.is_relative_to(root.resolve()) for root in roots):
@@ -271,8 +273,8 @@ def _confine(path: Path, roots: Sequence[Path]) -> Path:
     return real
 
 
-def read(
-    source: Readable,
+def read_source(
+    source: ReadableSource,
     tied: Mapping[str, str],
     allocate: Allocate,
     report: Report,
@@ -298,16 +300,16 @@ def read(
         done += count
         report(done, total)
 
-    digests = _digest_all(source, allocate, advance, cancelled)
-    digests.update(source.promised())
-    check_ties(tied, digests)
-    root = root_hash(source.entries, digests)
-    source.check(digests, root)
+    digests = _digest_tensors(source, allocate, advance, cancelled)
+    digests.update(source.promised_hashes())
+    check_tied_weights(tied, digests)
+    root = compute_root_hash(source.entries, digests)
+    source.check_promise(digests, root)
     return root
 
 
-def _digest_all(
-    source: Readable,
+def _digest_tensors(
+    source: ReadableSource,
     allocate: Allocate,
     advance: Callable[[int], None],
     cancelled: Callable[[], bool] = lambda: False,
@@ -315,21 +317,23 @@ def _digest_all(
     digests: dict[str, str] = {}
     for entry in source.entries:
         view = allocate(entry)
-        if entry.name in source.left_out:
+        if entry.name in source.skipped_names:
             if view is not None:  # never serve what nobody has written
                 why = f"the bytes of tensor {entry.name!r} are left out, but the engine needs them"
                 raise WeightsRejected(why, tensor=entry.name)
             continue
         digest = xxhash.xxh3_128()
         with memoryview(b"") if view is None else view:  # a traceback would hold on to it
-            for chunk in source.chunks(entry, view, cancelled):
+            for chunk in source.read_chunks(entry, view, cancelled):
                 digest.update(chunk)
                 advance(len(chunk))
         digests[entry.name] = digest.hexdigest()
     return digests
 
 
-def _chunks(entry: Entry, place: Place, view: memoryview | None) -> Iterator[memoryview]:
+def _read_chunks(
+    entry: Entry, place: TensorOffset, view: memoryview | None
+) -> Iterator[memoryview]:
     """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget."""
     size, begin = entry.spec.nbytes, 0
     scratch = memoryview(bytearray(min(size, CHUNK_BYTES) if view is None else 0))
@@ -340,7 +344,7 @@ def _chunks(entry: Entry, place: Place, view: memoryview | None) -> Iterator[mem
                 want = min(CHUNK_BYTES, size - begin)
                 with scratch[:want] if view is None else view[begin : begin + want] as part:
                     if not (count := stream.readinto(part)):
-                        raise _broken(place.file, f"it ends within tensor {entry.name!r}")
+                        raise _broken_file(place.file, f"it ends within tensor {entry.name!r}")
                     with part[:count] as chunk:
                         yield chunk
                 begin += count
@@ -349,7 +353,7 @@ def _chunks(entry: Entry, place: Place, view: memoryview | None) -> Iterator[mem
         raise WeightsRejected(why, tensor=entry.name) from error
 
 
-def _check_manifest(source: Source, digests: Mapping[str, str], root: str) -> None:
+def _check_manifest(source: FileSource, digests: Mapping[str, str], root: str) -> None:
     if source.manifest is None:
         return
     for name, want in source.manifest.digests.items():
@@ -367,8 +371,8 @@ def _check_manifest(source: Source, digests: Mapping[str, str], root: str) -> No
 def write_manifest(folder: Path) -> str:
     """Hash a folder, write its `manifest.json` (atomically, replacing one) and return root_hash."""
     source = open_source(folder, manifest=False)
-    digests = _digest_all(source, lambda _: None, lambda _: None)
-    root = root_hash(source.entries, digests)
+    digests = _digest_tensors(source, lambda _: None, lambda _: None)
+    root = compute_root_hash(source.entries, digests)
     body = {"root_hash": root, "tensors": {name: {HASH: value} for name, value in digests.items()}}
     partial = folder / f".{MANIFEST}.partial"
     partial.write_text(json.dumps(body, indent=1) + "\n")

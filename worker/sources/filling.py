@@ -15,15 +15,15 @@ from typing import Any
 
 from rollout_worker.engine import ContentMismatch, EngineError, Given, Layout, Sink
 from rollout_worker.schemas import WeightsSource
-from rollout_worker.settings import Settings
-from rollout_worker.threads import in_thread
+from rollout_worker.settings import WorkerSettings
+from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 from rollout_worker.wire.problems import ProblemError
 
-from .files import Readable, ReadCancelled, Report, Source, open_source, read
+from .files import FileSource, ReadableSource, ReadCancelled, Report, open_source, read_source
 
 Located = tuple[Path, tuple[Path, ...]]
-"""Where a source lies and its roots, as `locate` says."""
+"""Where a source lies and its roots, as `locate_source` says."""
 
 OpenSlot = Callable[..., Awaitable[Sink]]
 """As `Engine.open_slot`."""
@@ -36,16 +36,16 @@ _THREADS = ThreadPoolExecutor(4, "paths")
 
 
 async def resolve_within(
-    source: WeightsSource, settings: Settings, seconds: float
+    source: WeightsSource, settings: WorkerSettings, seconds: float
 ) -> WeightsSource:
-    """As `resolve`, in a thread: a volume over the network may take long, or never answer.
+    """As `resolve_source`, in a thread: a volume over the network may take long, or never answer.
 
     Raises:
-        ProblemError: 422, as `resolve`; 504.
+        ProblemError: 422, as `resolve_source`; 504.
     """
     if source.path is None:  # there is nothing to look up, and the threads may hang
         return source
-    call = asyncio.get_running_loop().run_in_executor(_THREADS, resolve, source, settings)
+    call = asyncio.get_running_loop().run_in_executor(_THREADS, resolve_source, source, settings)
     try:
         async with asyncio.timeout(seconds):
             return await call
@@ -58,7 +58,7 @@ async def resolve_within(
         ) from None
 
 
-def resolve(source: WeightsSource, settings: Settings) -> WeightsSource:
+def resolve_source(source: WeightsSource, settings: WorkerSettings) -> WeightsSource:
     """Return the source with an absolute, real path that the settings allow.
 
     Relative paths lie below the last of the weights' roots. Links are followed before the check,
@@ -71,25 +71,27 @@ def resolve(source: WeightsSource, settings: Settings) -> WeightsSource:
         return source
     roots = settings.weights_roots
     if "\0" in source.path:
-        raise _refused(source.path, "no path holds a NUL character")
+        raise _refused_path(source.path, "no path holds a NUL character")
     path = Path(source.path)
     if not path.is_absolute():
         if not roots:
-            raise _refused(source.path, "give an absolute path, or start with --weights-roots")
+            raise _refused_path(source.path, "give an absolute path, or start with --weights-roots")
         path = roots[-1] / path
-    path = _real(source.path, path)
+    path = _real_path(source.path, path)
     allowed = [Path(settings.model), *roots]
     if roots and not any(path.is_relative_to(root.resolve()) for root in allowed):
         names = ", ".join(str(root) for root in allowed)
-        raise _refused(source.path, f"it must lie below one of {names}")
+        raise _refused_path(source.path, f"it must lie below one of {names}")
     return WeightsSource(path=str(path))
 
 
-def locate(source: WeightsSource, settings: Settings, model: Path) -> tuple[Path, tuple[Path, ...]]:
+def locate_source(
+    source: WeightsSource, settings: WorkerSettings, model: Path
+) -> tuple[Path, tuple[Path, ...]]:
     """Return where a resolved source lies, and below which roots all its files must lie.
 
     Args:
-        source: What `resolve` returned.
+        source: What `resolve_source` returned.
         settings: The worker's.
         model: The folder of the model, whose own weights are the checkpoint.
     """
@@ -99,7 +101,7 @@ def locate(source: WeightsSource, settings: Settings, model: Path) -> tuple[Path
     return Path(source.path), (model, *roots) if roots else ()
 
 
-def _real(given: str, path: Path) -> Path:
+def _real_path(given: str, path: Path) -> Path:
     """Follow all links. In a circle Python either raises or goes on by the letter of the path."""
     try:
         real = path.resolve()
@@ -107,11 +109,11 @@ def _real(given: str, path: Path) -> Path:
     except (OSError, RuntimeError):
         settled = False
     if not settled:
-        raise _refused(given, "its links can't be followed")
+        raise _refused_path(given, "its links can't be followed")
     return real
 
 
-def _refused(path: str, fix: str) -> ProblemError:
+def _refused_path(path: str, fix: str) -> ProblemError:
     return ProblemError(
         "invalid-request",
         f"source.path {path!r} is not allowed: {fix}",
@@ -119,7 +121,7 @@ def _refused(path: str, fix: str) -> ProblemError:
     )
 
 
-async def fill(
+async def fill_sink(
     open_slot: OpenSlot,
     layout: Layout,
     located: Located,
@@ -142,14 +144,14 @@ async def fill(
         ContentMismatch: the hash is wrong, or another node found other bytes.
         EngineError: the engine has no room, or another node failed.
     """
-    source = await in_thread(lambda _: _open(layout, located), threading.Event())
-    return await pour(open_slot, layout, source, verify, report, elsewhere)
+    source = await run_in_thread(lambda _: _open_located(layout, located), threading.Event())
+    return await fill_from_source(open_slot, layout, source, verify, report, elsewhere)
 
 
-async def pour(
+async def fill_from_source(
     open_slot: OpenSlot,
     layout: Layout,
-    source: Readable,
+    source: ReadableSource,
     verify: Callable[[str], None],
     report: Report = lambda done, total: None,
     elsewhere: Elsewhere | None = None,
@@ -163,15 +165,15 @@ async def pour(
     )
     others = None if elsewhere is None else asyncio.ensure_future(elsewhere(sink.slot))
     if others is not None:
-        others.add_done_callback(lambda done: cancel.set() if _failed(done) else None)
+        others.add_done_callback(lambda done: cancel.set() if _has_failed(done) else None)
     try:
         if sink.memory != "host":
             raise EngineError(f"files can't be read into {sink.memory} memory: use a transport")
-        root_hash = await _bring(source, layout, sink, report, cancel, others)
+        root_hash = await _read_into_sink(source, layout, sink, report, cancel, others)
         verify(root_hash)
         if others is not None:
             _check_votes(root_hash, await others)
-        await in_thread(lambda _: sink.seal(), cancel)
+        await run_in_thread(lambda _: sink.seal(), cancel)
     except BaseException:
         if others is not None:
             others.cancel()
@@ -181,15 +183,15 @@ async def pour(
     return sink
 
 
-def _open(layout: Layout, located: Located) -> Source:
+def _open_located(layout: Layout, located: Located) -> FileSource:
     path, roots = located
     source = open_source(path, roots=roots)
     check_layout(layout, source.entries, str(path))
     return source
 
 
-async def _bring(
-    source: Readable,
+async def _read_into_sink(
+    source: ReadableSource,
     layout: Layout,
     sink: Sink,
     report: Report,
@@ -199,17 +201,17 @@ async def _bring(
     """Read everything; what another node failed of is the reason to give up, not that we did."""
 
     def bring(cancelled: Callable[[], bool]) -> str:
-        return read(source, layout.tied, sink.allocate, report, cancelled)
+        return read_source(source, layout.tied, sink.allocate, report, cancelled)
 
     try:
-        return await in_thread(bring, cancel)
+        return await run_in_thread(bring, cancel)
     except ReadCancelled:
-        if others is not None and _failed(others):
+        if others is not None and _has_failed(others):
             others.result()
         raise
 
 
-def _failed(future: asyncio.Future[Any]) -> bool:
+def _has_failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None)
 
 

@@ -219,7 +219,7 @@ class Forwarding:
         return False
 
     def send_chunk(self, connection: Connection, begin: int, *, others: bool = False) -> None:
-        """Send the chunk that begins there; `others`: who wait behind it."""
+        """Send the chunk that begins there; `other_holders`: who wait behind it."""
         with self._memory.bytes(begin, min(begin + CHUNK_BYTES, self._layout.nbytes)) as view:
             self._outward.wait_for(connection, len(view))
             # As it was verified here: what changes in this memory, the next hop finds.

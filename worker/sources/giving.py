@@ -18,7 +18,7 @@ from rollout_worker.transfer.layout import PushLayout
 
 from .arrived import chunks_of, content_bytes, entries_of
 from .basis import Patch
-from .files import Whole
+from .files import WholeVersion
 from .incoming import End, Incoming
 from .memory import Memory, TransferFailed
 from .outward import Outward
@@ -27,7 +27,7 @@ MAX_RANGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Whole):
+class Kept(WholeVersion):
     """A committed version whose bytes are still here; `release` gives them up."""
 
     identity: WeightsId
@@ -51,22 +51,22 @@ class Kept(Whole):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """See `Readable.entries`."""
+        """See `ReadableSource.entries`."""
         return entries_of(self.layout)
 
     @property
     def bytes_total(self) -> int:
-        """See `Readable.bytes_total`."""
+        """See `ReadableSource.bytes_total`."""
         return content_bytes(self.layout)
 
-    def chunks(
+    def read_chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
-        """See `Readable.chunks`."""
+        """See `ReadableSource.read_chunks`."""
         return chunks_of(self.layout, self.memory, entry, view)
 
-    def check(self, digests: Mapping[str, str], root: str) -> None:
-        """See `Readable.check`: the root hash says it all."""
+    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+        """See `ReadableSource.check_promise`: the root hash says it all."""
 
 
 def kept_of(incoming: Incoming) -> Kept | None:

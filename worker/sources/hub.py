@@ -7,12 +7,19 @@ from pathlib import Path
 
 from rollout_worker.engine import EngineError
 
-REPOSITORY = re.compile(r"[A-Za-z0-9][-\w.]*(/[A-Za-z0-9][-\w.]*)?")
-PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "*.txt")
+REPOSITORY_NAME = re.compile(r"[A-Za-z0-9][-\w.]*(/[A-Za-z0-9][-\w.]*)?")
+DOWNLOAD_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.model",
+    "*.jinja",
+    "*.txt",
+)
 """What an engine reads; other formats of the same weights stay where they are."""
 
 
-def local_model(model: str, revision: str | None) -> Path:
+def local_model_folder(model: str, revision: str | None) -> Path:
     """Return the folder of a model; a repository is downloaded first, or found in the hub's cache.
 
     The token comes from HF_TOKEN, the cache from HF_HOME, a mirror from HF_ENDPOINT.
@@ -25,13 +32,15 @@ def local_model(model: str, revision: str | None) -> Path:
         EngineError: the repository can't be had; the text says why and what to change.
     """
     folder = Path(model)
-    if folder.exists() or not REPOSITORY.fullmatch(model):
+    if folder.exists() or not REPOSITORY_NAME.fullmatch(model):
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise EngineError(
             f"model {model!r} (revision {revision or 'main'}) is neither a folder nor to be had "

@@ -6,7 +6,7 @@ import ssl
 import threading
 from pathlib import Path
 
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.dialing import dial
 from rollout_worker.transfer.frames import HOP_SECONDS, Untrusted
@@ -31,7 +31,7 @@ class Outward:
         self._read: tuple[object, ssl.SSLContext] | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> Outward:
+    def of(cls, settings: WorkerSettings) -> Outward:
         """Return what the settings of a worker say."""
         certificate = settings.control_tls_cert_file if settings.weights_tls == "required" else None
         return cls(certificate, settings.weights_egress)

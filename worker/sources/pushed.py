@@ -18,8 +18,8 @@ from rollout_worker.transfer.frames import Frame, Kind, Malformed
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.transfer.maps import Maps
 
-from .files import Readable, Report
-from .filling import Elsewhere, OpenSlot, pour
+from .files import ReadableSource, Report
+from .filling import Elsewhere, OpenSlot, fill_from_source
 from .giving import Gives, Kept, give
 from .incoming import LOOK_SECONDS, Incoming, Refusal
 from .memory import Memory, TransferFailed
@@ -268,15 +268,17 @@ async def refill(
 async def _pour(
     open_slot: OpenSlot,
     layout: Layout,
-    source: Readable,
+    source: ReadableSource,
     given: Mapped,
     verify: Callable[[str], None],
     report: Report,
     elsewhere: Elsewhere | None,
 ) -> Sink:
-    """As `pour`; the sink has `given` from then on, or nobody."""
+    """As `fill_from_source`; the sink has `given` from then on, or nobody."""
     try:
-        sink = await pour(open_slot, layout, source, verify, report, elsewhere, given=given)
+        sink = await fill_from_source(
+            open_slot, layout, source, verify, report, elsewhere, given=given
+        )
     except BaseException:
         given.release()
         raise

@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollout_worker.engine import Entry, Layout, Sink, Tensors, TensorSpec, WeightsRejected
-from rollout_worker.threads import in_thread
+from rollout_worker.threads import run_in_thread
 from rollout_worker.transfer.layout import TORCH_NAMES
 from rollout_worker.weights import check_layout
 
-from .files import CHUNK_BYTES, Report, Whole, read
-from .filling import OpenSlot, pour
+from .files import CHUNK_BYTES, Report, WholeVersion, read_source
+from .filling import OpenSlot, fill_from_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +28,8 @@ _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class HandedOver(Whole):
-    """Tensors as a source; see `files.Readable`."""
+class HandedOver(WholeVersion):
+    """Tensors as a source; see `files.ReadableSource`."""
 
     tensors: Mapping[str, Tensor]
 
@@ -47,10 +47,10 @@ class HandedOver(Whole):
         """Bytes of all tensors."""
         return sum(entry.spec.nbytes for entry in self.entries)
 
-    def chunks(
+    def read_chunks(
         self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
-        """See `Readable.chunks`."""
+        """See `ReadableSource.read_chunks`."""
         begin = 0
         for chunk in _chunks(self.tensors[entry.name]):
             if view is not None:
@@ -58,8 +58,8 @@ class HandedOver(Whole):
             begin += len(chunk)
             yield chunk
 
-    def check(self, digests: Mapping[str, str], root: str) -> None:
-        """See `Readable.check`: nothing was promised."""
+    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+        """See `ReadableSource.check_promise`: nothing was promised."""
 
 
 def named(given: Any) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ async def fill(
     """
     source = HandedOver(given.tensors)
     check_layout(layout, source.entries, "what was handed over")
-    sink = await pour(open_slot, layout, source, verify, report, given=given)
+    sink = await fill_from_source(open_slot, layout, source, verify, report, given=given)
     if not sink.took:
         given.release()
     return sink
@@ -172,7 +172,9 @@ async def content_of(given: Tensors) -> str:
         WeightsRejected: a dtype that no file has.
     """
     source = HandedOver(given.tensors)
-    return await in_thread(
-        lambda cancelled: read(source, {}, lambda _: None, lambda done, total: None, cancelled),
+    return await run_in_thread(
+        lambda cancelled: read_source(
+            source, {}, lambda _: None, lambda done, total: None, cancelled
+        ),
         threading.Event(),
     )

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import (
     Engine,
     EngineCrashed,
@@ -23,8 +23,8 @@ from rollout_worker.engine import (
     KvPolicy,
     WeightsRejected,
 )
-from rollout_worker.requests.flights import Flights
-from rollout_worker.requests.outputs import Output
+from rollout_worker.requests.flights import InFlightRequests
+from rollout_worker.requests.outputs import RunningOutput
 from rollout_worker.schemas import (
     AbortReason,
     CommitRequest,
@@ -33,31 +33,31 @@ from rollout_worker.schemas import (
     StopReason,
     WeightsId,
 )
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
-from .slot import Slot
-from .state import Updates
+from .slot import StagingSlot
+from .state import WeightUpdates
 
 logger = logging.getLogger(__name__)
 
 LOCK_SLACK_SECONDS = 60.0
-PAUSE_SECONDS = 120.0
+ENGINE_PAUSE_SECONDS = 120.0
 """Longest wait for a step to end: a long prefill on a slow machine."""
-CONFIRM_SECONDS = 60.0
-FLIP_SECONDS = 600.0
-POLL_SECONDS = 0.05
+MEMBERS_CONFIRM_SECONDS = 60.0
+ENGINE_COMMIT_SECONDS = 600.0
+DRAIN_POLL_SECONDS = 0.05
 """How stale the engine's counts may be seen while requests drain."""
 
 
 @dataclass(slots=True)
-class _Section:
+class _CommitSection:
     """One commit under way: the outputs that ran when it began, and its measured pause."""
 
-    running: list[Output] = field(default_factory=list)
+    running: list[RunningOutput] = field(default_factory=list)
     closed_at: float = 0.0
     pause_seconds: float = 0.0
 
-    def count(self, *, stopped: bool, aborted: bool = False) -> int:
+    def count_outputs(self, *, stopped: bool, aborted: bool = False) -> int:
         """How many of the outputs are still under way, aborted, or ended by themselves."""
         return sum(
             (output.stop_reason is not None) is stopped
@@ -66,16 +66,18 @@ class _Section:
         )
 
 
-class Commits:
+class WeightCommits:
     """Commits of one worker, one at a time."""
 
-    def __init__(self, runtime: Runtime, updates: Updates, flights: Flights) -> None:
+    def __init__(
+        self, runtime: WorkerRuntime, updates: WeightUpdates, flights: InFlightRequests
+    ) -> None:
         self._runtime = runtime
         self._updates = updates
         self._flights = flights
         self._last: CommitResponse | None = None
 
-    async def commit(self, caller: str, request: CommitRequest) -> CommitResponse:
+    async def commit_weights(self, caller: str, request: CommitRequest) -> CommitResponse:
         """Make staged weights the active ones; a repeated call gets the same answer.
 
         Runs to its end even if the caller goes away.
@@ -83,25 +85,27 @@ class Commits:
         Raises:
             ProblemError: 409 or 422, nothing changed; 503, the engine died and is being replaced.
         """
-        return await asyncio.shield(asyncio.create_task(self._commit(caller, request)))
+        return await asyncio.shield(asyncio.create_task(self._commit_locked(caller, request)))
 
-    async def _commit(self, caller: str, request: CommitRequest) -> CommitResponse:
+    async def _commit_locked(self, caller: str, request: CommitRequest) -> CommitResponse:
         runtime, updates = self._runtime, self._updates
-        runtime.loaded()
+        runtime.loaded_engine()
         self._check_policy(request)
         wait = request.deadline_seconds + LOCK_SLACK_SECONDS
-        async with runtime.alone(wait), updates.slot_lock:
-            done = self._already(request)
+        async with runtime.exclusive_within(wait), updates.slot_lock:
+            done = self._answer_if_active(request)
             if done is not None:
                 return done
-            slot = self._check(request)
+            slot = self._check_staged(request)
             logger.info("committing weights %s for %r", slot.identity, caller)
             start = time.monotonic()
             try:
-                await self._confirm(slot)
-                answer = await self._flip(request, slot)
+                await self._confirm_members(slot)
+                answer = await self._flip_weights(request, slot)
             except WeightsRejected as error:
-                raise ProblemError("weights-rejected", f"{self._rest}: {error}") from error
+                raise ProblemError(
+                    "weights-rejected", f"{self._state_without_commit}: {error}"
+                ) from error
             except EngineCrashed as error:
                 raise ProblemError(
                     "failed",
@@ -110,7 +114,7 @@ class Commits:
                 ) from error
             except EngineError as error:
                 raise ProblemError(
-                    "engine-refused", f"{self._rest}: {error}", retry_after=5
+                    "engine-refused", f"{self._state_without_commit}: {error}", retry_after=5
                 ) from error
             finally:
                 seconds = time.monotonic() - start
@@ -119,15 +123,15 @@ class Commits:
         return answer
 
     @property
-    def _rest(self) -> str:
+    def _state_without_commit(self) -> str:
         """What a commit leaves behind that didn't happen."""
         return "no weights are loaded yet" if self._updates.empty else "the old weights serve on"
 
     def _check_policy(self, request: CommitRequest) -> None:
-        engine, info = self._runtime.loaded()
+        engine, info = self._runtime.loaded_engine()
         able = engine.capabilities.in_flight
         asked: dict[str, str] = {"in_flight": request.in_flight}
-        if _may_keep(request):
+        if _keeps_kv_at_deadline(request):
             asked["on_deadline"] = "Keep"
         for name, policy in asked.items():
             if policy not in able:
@@ -136,47 +140,49 @@ class Commits:
                 errors = [{"field": name, "message": fix}]
                 raise ProblemError("unsupported", fix, errors=errors)
 
-    def _already(self, request: CommitRequest) -> CommitResponse | None:
+    def _answer_if_active(self, request: CommitRequest) -> CommitResponse | None:
         """The answer if these weights are active already."""
-        self._runtime.loaded()
+        self._runtime.loaded_engine()
         active = self._updates.active
-        if active is None or self._updates.empty or active.identity != _identity(request):
+        if active is None or self._updates.empty or active.identity != _request_identity(request):
             return None
         self._check_hash(request, active.root_hash)
         last = self._last
         if last is not None and last.active == active:
             return last
-        return self._answer(_Section())
+        return self._commit_answer(_CommitSection())
 
-    def _check(self, request: CommitRequest) -> Slot:
-        runtime, updates, identity = self._runtime, self._updates, _identity(request)
+    def _check_staged(self, request: CommitRequest) -> StagingSlot:
+        runtime, updates, identity = self._runtime, self._updates, _request_identity(request)
         if runtime.shutting_down:
-            raise conflict("shutting-down", "the worker shuts down: commit on another replica")
+            raise conflict_problem(
+                "shutting-down", "the worker shuts down: commit on another replica"
+            )
         updates.check_order(identity)
         updates.check_resident()
         slot = updates.slot
-        if slot is None or slot.identity != identity or not slot.staged:
-            there = "nothing" if slot is None else f"{slot.identity} is {slot.view().phase}"
-            raise conflict(
+        if slot is None or slot.identity != identity or not slot.is_staged:
+            there = "nothing" if slot is None else f"{slot.identity} is {slot.to_view().phase}"
+            raise conflict_problem(
                 "not-staged",
                 f"weights {identity} are not staged (in the slot: {there}): POST /v1/weights/stage"
                 " and wait for phase Staged",
-                **updates.facts,
+                **updates.refusal_facts,
             )
         self._check_hash(request, slot.root_hash)
         return slot
 
     def _check_hash(self, request: CommitRequest, root_hash: str | None) -> None:
         if request.root_hash not in (None, root_hash):
-            raise conflict(
+            raise conflict_problem(
                 "content-mismatch",
-                f"weights {_identity(request)} have root_hash {root_hash}, the call says"
+                f"weights {_request_identity(request)} have root_hash {root_hash}, the call says"
                 f" {request.root_hash}: publish new bytes under a higher version",
                 root_hash=root_hash,
-                **self._updates.facts,
+                **self._updates.refusal_facts,
             )
 
-    async def _confirm(self, slot: Slot) -> None:
+    async def _confirm_members(self, slot: StagingSlot) -> None:
         """See that all nodes of a gang still hold it, while everything goes on.
 
         Raises:
@@ -186,39 +192,42 @@ class Commits:
         if gang is None:
             return
         try:
-            await self._runtime.call(
-                gang.confirm(slot.shared, slot.root_hash), CONFIRM_SECONDS, "confirm", fatal=False
+            await self._runtime.call_engine(
+                gang.confirm_slots(slot.shared_sink_id, slot.root_hash),
+                MEMBERS_CONFIRM_SECONDS,
+                "confirm",
+                fatal=False,
             )
         except EngineError as error:
             slot.error = str(error)
             raise
 
-    async def _flip(self, request: CommitRequest, slot: Slot) -> CommitResponse:
+    async def _flip_weights(self, request: CommitRequest, slot: StagingSlot) -> CommitResponse:
         runtime, updates = self._runtime, self._updates
-        engine, _ = runtime.loaded()
+        engine, _ = runtime.loaded_engine()
         if request.in_flight == "Pin":
             await self._await_unpinned(request)
-        section = _Section(running=self._running())
-        async with self._closed(engine, request, slot.identity, section):
-            kv = _kv(request)
+        section = _CommitSection(running=self._running_outputs())
+        async with self._engine_paused(engine, request, slot.identity, section):
+            kv = _kv_policy(request)
             if kv == "pin" and updates.empty:
                 kv = "recompute"  # the former weights are no more
-            flip = engine.commit(slot.identity, slot.take(), kv)
+            flip = engine.commit(slot.identity, slot.take_sink(), kv)
             try:
-                await runtime.call(flip, FLIP_SECONDS, "commit")
+                await runtime.call_engine(flip, ENGINE_COMMIT_SECONDS, "commit")
             except EngineError as error:
                 slot.error = str(error)
-                slot.give_up(slot.error)
+                slot.give_up_push(slot.error)
                 raise
-            updates.activate(slot)
-            runtime.holds.committed()
-            await self._end_exact(slot.identity, section)
+            updates.activate_slot(slot)
+            runtime.holds.note_committed()
+            await self._abort_pinned_elsewhere(slot.identity, section)
         runtime.telemetry.pause_seconds.observe(section.pause_seconds)
-        answer = self._answer(section)
-        _log(answer)
+        answer = self._commit_answer(section)
+        _log_commit(answer)
         return answer
 
-    def _answer(self, section: _Section) -> CommitResponse:
+    def _commit_answer(self, section: _CommitSection) -> CommitResponse:
         updates = self._updates
         assert updates.active is not None
         return CommitResponse(
@@ -226,37 +235,37 @@ class Commits:
             previous=updates.previous,
             commit_seq=updates.commit_seq,
             pause_seconds=section.pause_seconds,
-            finished=section.count(stopped=True),
-            aborted=section.count(stopped=True, aborted=True),
-            kept=section.count(stopped=False),
+            finished=section.count_outputs(stopped=True),
+            aborted=section.count_outputs(stopped=True, aborted=True),
+            kept=section.count_outputs(stopped=False),
         )
 
     @asynccontextmanager
-    async def _closed(
-        self, engine: Engine, request: CommitRequest, identity: WeightsId, section: _Section
+    async def _engine_paused(
+        self, engine: Engine, request: CommitRequest, identity: WeightsId, section: _CommitSection
     ) -> AsyncIterator[None]:
         """Settle what runs and keep the engine from stepping inside the block."""
         runtime = self._runtime
-        ours = runtime.lifecycle.state is Lifecycle.ACTIVE
+        ours = runtime.lifecycle.current_state is Lifecycle.ACTIVE
         runtime.holds.committing = identity
-        runtime.changed.fire()
-        with self._updates.freeing.later():
+        runtime.changed.notify_all()
+        with self._updates.freeing.postpone_freeing():
             try:
-                await self._settle(engine, request, section, ours)
+                await self._settle_requests(engine, request, section, ours)
                 if ours:
-                    await runtime.call(engine.pause(), PAUSE_SECONDS, "pause")
+                    await runtime.call_engine(engine.pause(), ENGINE_PAUSE_SECONDS, "pause")
                 section.closed_at = time.monotonic()
                 yield
             finally:
                 try:
-                    if ours and runtime.alive:
-                        await self._resume(engine)
+                    if ours and runtime.is_alive:
+                        await self._resume_engine(engine)
                 finally:  # also if the engine dies just now: its successor commits nothing
                     section.pause_seconds = time.monotonic() - section.closed_at
                     runtime.holds.committing = None
-                    runtime.changed.fire()
+                    runtime.changed.notify_all()
 
-    async def _resume(self, engine: Engine) -> None:
+    async def _resume_engine(self, engine: Engine) -> None:
         """Let it step again; one that refuses would stand still for ever, so it is replaced.
 
         Raises:
@@ -264,22 +273,24 @@ class Commits:
         """
         runtime = self._runtime
         try:
-            await runtime.call(engine.resume(), PAUSE_SECONDS, "resume")
+            await runtime.call_engine(engine.resume(), ENGINE_PAUSE_SECONDS, "resume")
         except EngineCrashed:
             raise
         except EngineError as error:
-            runtime.crashed(f"resume failed: {error}")
+            runtime.report_crash(f"resume failed: {error}")
             raise EngineCrashed(f"resume failed: {error}") from error
 
-    async def _settle(
-        self, engine: Engine, request: CommitRequest, section: _Section, ours: bool
+    async def _settle_requests(
+        self, engine: Engine, request: CommitRequest, section: _CommitSection, ours: bool
     ) -> None:
         """Let running requests end, or end them, as the policy says; the queue stays."""
         if request.in_flight not in ("Drain", "Abort"):
             return
-        await self._runtime.call(engine.hold_admission(), PAUSE_SECONDS, "hold_admission")
+        await self._runtime.call_engine(
+            engine.hold_admission(), ENGINE_PAUSE_SECONDS, "hold_admission"
+        )
         # Who was started between the first look and the hold counts as running, too.
-        section.running.extend(o for o in self._running() if o not in section.running)
+        section.running.extend(o for o in self._running_outputs() if o not in section.running)
         if request.in_flight == "Drain":
             # What another's hold has frozen can't end by itself.
             if ours:
@@ -287,13 +298,13 @@ class Commits:
                 self._runtime.check_alive()
             if request.on_deadline == "Keep":
                 return
-        await self._flights.abort_outputs(self._running(), AbortReason.WEIGHTS)
+        await self._flights.abort_outputs(self._running_outputs(), AbortReason.WEIGHTS)
 
     async def _wait_while(self, still: Callable[[EngineStats], object], seconds: float) -> None:
         runtime, until = self._runtime, time.monotonic() + seconds
-        while runtime.alive and still(runtime.stats()) and time.monotonic() < until:
+        while runtime.is_alive and still(runtime.engine_stats()) and time.monotonic() < until:
             left = max(0.0, until - time.monotonic())
-            await runtime.changed.wait(min(POLL_SECONDS, left))
+            await runtime.changed.wait_for_change(min(DRAIN_POLL_SECONDS, left))
 
     async def _await_unpinned(self, request: CommitRequest) -> None:
         """Wait until no output runs on weights before the active ones: an engine holds two sets.
@@ -303,53 +314,55 @@ class Commits:
         """
         runtime = self._runtime
         # What another's hold has frozen can't end by itself.
-        seconds = request.deadline_seconds if runtime.lifecycle.state is Lifecycle.ACTIVE else 0
+        seconds = (
+            request.deadline_seconds if runtime.lifecycle.current_state is Lifecycle.ACTIVE else 0
+        )
         await self._wait_while(lambda now: now.pinned_ids, seconds)
         runtime.check_alive()
         if request.on_deadline == "Abort":
-            pinned = self._outputs(runtime.stats().pinned_ids)
+            pinned = self._outputs_of(runtime.engine_stats().pinned_ids)
             await self._flights.abort_outputs(pinned, AbortReason.WEIGHTS)
 
-    def _running(self) -> list[Output]:
-        return self._outputs(self._runtime.stats().running_ids)
+    def _running_outputs(self) -> list[RunningOutput]:
+        return self._outputs_of(self._runtime.engine_stats().running_ids)
 
-    def _outputs(self, ids: Collection[str]) -> list[Output]:
-        unfinished = self._flights.unfinished
+    def _outputs_of(self, ids: Collection[str]) -> list[RunningOutput]:
+        unfinished = self._flights.unfinished_outputs
         return [unfinished[i] for i in ids if i in unfinished]
 
-    async def _end_exact(self, active: WeightsId, section: _Section) -> None:
+    async def _abort_pinned_elsewhere(self, active: WeightsId, section: _CommitSection) -> None:
         """End those who asked for exactly other weights; nothing steps meanwhile.
 
         Who is pinned goes on: only the weights before the active ones are, and they asked for them.
         """
-        pinned = self._runtime.stats().pinned_ids
+        pinned = self._runtime.engine_stats().pinned_ids
         outputs = [
             output
-            for output in self._flights.exact_elsewhere(active)
+            for output in self._flights.outputs_pinned_elsewhere(active)
             if output.request.request_id not in pinned
         ]
         section.running.extend(o for o in outputs if o not in section.running)
         await self._flights.abort_outputs(outputs, AbortReason.WEIGHTS)
 
 
-def _identity(request: CommitRequest) -> WeightsId:
+def _request_identity(request: CommitRequest) -> WeightsId:
     return WeightsId(epoch=request.epoch, version=request.version)
 
 
-def _may_keep(request: CommitRequest) -> bool:
+def _keeps_kv_at_deadline(request: CommitRequest) -> bool:
     """Whether those that still run at the deadline go on with their KV."""
     return request.in_flight in ("Drain", "Pin") and request.on_deadline == "Keep"
 
 
-def _kv(request: CommitRequest) -> KvPolicy:
+def _kv_policy(request: CommitRequest) -> KvPolicy:
     """Only who asked to keep KV keeps it; requests that have none yet are prefilled anyway."""
     if request.in_flight == "Pin":
         return "pin"
-    keep = request.in_flight == "Keep" or _may_keep(request)
+    keep = request.in_flight == "Keep" or _keeps_kv_at_deadline(request)
     return "keep" if keep else "recompute"
 
 
-def _log(answer: CommitResponse) -> None:
+def _log_commit(answer: CommitResponse) -> None:
     was = None if answer.previous is None else answer.previous.identity
     figures = {name: getattr(answer, name) for name in ("finished", "aborted", "kept")}
     figures["pause_seconds"] = round(answer.pause_seconds, 6)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rollout_worker.core.runtime import Runtime
+from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging import Staging
 from rollout_worker.schemas import (
@@ -30,14 +30,14 @@ from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.pushed import Desk
 from rollout_worker.transfer.spare import Used
 from rollout_worker.weights import check_layout
-from rollout_worker.wire.problems import ProblemError, conflict
+from rollout_worker.wire.problems import ProblemError, conflict_problem
 
-from .slot import Slot
+from .slot import StagingSlot
 
 logger = logging.getLogger(__name__)
 
 
-class Pushes:
+class PushedWeights:
     """See the module.
 
     Args:
@@ -45,7 +45,7 @@ class Pushes:
         staging: What memory of staged weights is charged to.
     """
 
-    def __init__(self, runtime: Runtime, staging: Staging) -> None:
+    def __init__(self, runtime: WorkerRuntime, staging: Staging) -> None:
         self._runtime = runtime
         self._claim, self._freeing = staging.claim, staging.freeing
         self.spare = staging.spare
@@ -53,11 +53,11 @@ class Pushes:
         self.kept: Kept | None = None
         """The pushed bytes of the active weights, for joiners and for our own refills."""
 
-    def view(self) -> KeptWeights | None:
+    def to_view(self) -> KeptWeights | None:
         """What is kept, as clients see it."""
         return None if self.kept is None else self.kept.view()
 
-    def check(self, pushed: PushedBytes) -> None:
+    def check_pushed(self, pushed: PushedBytes) -> None:
         """Refuse pushed bytes where nobody could bring them.
 
         Raises:
@@ -72,31 +72,31 @@ class Pushes:
         errors = [{"field": "source.pushed", "message": fix}]
         raise ProblemError("unsupported", fix, errors=errors)
 
-    def incoming(self, identity: WeightsId, request: StageRequest) -> Incoming | None:
+    def begin_incoming(self, identity: WeightsId, request: StageRequest) -> Incoming | None:
         """Return what is going to arrive, if bytes are pushed; peers are asked at once."""
         pushed = request.source.pushed
         if pushed is None:
             return None
-        _, info = self._runtime.loaded()
+        _, info = self._runtime.loaded_engine()
         check = partial(check_layout, info.layout, where="what was pushed")
-        basis = None if pushed.base is None else self._basis(pushed.base)
+        basis = None if pushed.base is None else self._hold_delta_base(pushed.base)
         # A delta is applied in place, which a page that can't be had later would end.
         # Nor does any process map what a gang receives: all nodes copy it.
         private = not info.by_path or self._runtime.gang is not None
-        room = partial(self._room_for, hollow=basis is None, private=private)
+        room = partial(self._allocate_memory, hollow=basis is None, private=private)
         incoming = Incoming(identity, pushed, check, room, basis)
         if pushed.peers:
             Fetching(incoming, pushed.peers, self.desk.outward, request.root_hash).start()
         return incoming
 
-    def ticketed(self, caller: str, slot: Slot) -> StagedWeights:
+    def view_with_ticket(self, caller: str, slot: StagingSlot) -> StagedWeights:
         """Return the slot's view, with a ticket if the caller is to bring the bytes."""
-        view, incoming = slot.view(), slot.incoming
+        view, incoming = slot.to_view(), slot.incoming
         if incoming is None or incoming.fetched or slot.caller != caller or view.phase != "Staging":
             return view
         return view.model_copy(update={"transfer": self.desk.expect(incoming)})
 
-    def elsewhere(
+    def fill_other_nodes(
         self,
         source: Gives,
         root_hash: str | None,
@@ -110,7 +110,7 @@ class Pushes:
             return None
         assert host is not None, "checked by the settings"
         return partial(
-            gang.fill,
+            gang.fill_slots,
             source=lambda: self.desk.for_member(source, host),
             root_hash=root_hash,
             on_disk=on_disk,
@@ -118,7 +118,7 @@ class Pushes:
         )
 
     def check_base(
-        self, request: StageRequest, active: ActiveWeights | None, slot: Slot | None
+        self, request: StageRequest, active: ActiveWeights | None, slot: StagingSlot | None
     ) -> None:
         """Refuse a delta of anything but what serves here, with its bytes and room beside them.
 
@@ -128,22 +128,26 @@ class Pushes:
         pushed = request.source.pushed
         if pushed is None or (base := pushed.base) is None:
             return
-        if active is None or (active.epoch, active.version, active.root_hash) != _key(base):
-            raise self._wrong(base, "it does not serve here")
-        kept = self._basis(base)
+        if active is None or (active.epoch, active.version, active.root_hash) != _base_key(base):
+            raise self._wrong_base_problem(base, "it does not serve here")
+        kept = self._hold_delta_base(base)
         kept.release()
         if pushed.layout_id not in (None, kept.layout_id):
-            raise self._wrong(base, f"it has the layout {kept.layout_id}")
+            raise self._wrong_base_problem(base, f"it has the layout {kept.layout_id}")
         begun = None if slot is None or slot.incoming is None else slot.incoming
-        if begun is not None and begun.identity == _identity(request) and begun.basis is None:
-            raise self._wrong(base, "these weights are being staged without one")
+        if (
+            begun is not None
+            and begun.identity == _request_identity(request)
+            and begun.basis is None
+        ):
+            raise self._wrong_base_problem(base, "these weights are being staged without one")
         if pushed.bytes is not None:
             try:
                 self._claim(pushed.bytes, self.spare.nbytes)()
             except EngineError as error:
-                raise self._wrong(base, str(error)) from error
+                raise self._wrong_base_problem(base, str(error)) from error
 
-    def _basis(self, base: Base) -> Basis:
+    def _hold_delta_base(self, base: Base) -> Basis:
         """Hold what is kept of the base.
 
         Raises:
@@ -152,19 +156,19 @@ class Pushes:
         kept = self.kept
         identity = WeightsId(epoch=base.epoch, version=base.version)
         if kept is None or kept.identity != identity or kept.end.root_hash != base.root_hash:
-            raise self._wrong(base, "this worker does not keep its bytes")
+            raise self._wrong_base_problem(base, "this worker does not keep its bytes")
         memory = kept.memory
         return Basis(base, kept.layout.layout_id, memory, memory.hold(), kept.patch)
 
-    def _wrong(self, base: Base, why: str) -> ProblemError:
+    def _wrong_base_problem(self, base: Base, why: str) -> ProblemError:
         named = WeightsId(epoch=base.epoch, version=base.version)
-        return conflict(
+        return conflict_problem(
             "wrong-base",
             f"no delta of weights {named} (root_hash {base.root_hash}) can come: {why}; stage"
             " without source.pushed.base, and send all bytes",
         )
 
-    def _room_for(
+    def _allocate_memory(
         self, nbytes: int, *, hollow: bool, private: bool
     ) -> tuple[Memory, Callable[[], None]]:
         """Take memory for pushed bytes, as `Memory` does; what is kept goes first if there is no room else.
@@ -176,36 +180,38 @@ class Pushes:
         size = max(nbytes, 1)
         used = self.spare.take(size)
         try:
-            give_back = self._charge(nbytes, 0 if used is None else size)
+            give_back = self._charge_memory(nbytes, 0 if used is None else size)
         except EngineError:
             if used is not None:
                 used.slot.close()
             raise
         try:
-            memory = Memory(size, used=used, recycle=self._recycle, hollow=hollow, private=private)
+            memory = Memory(
+                size, used=used, recycle=self._recycle_memory, hollow=hollow, private=private
+            )
             return memory, give_back
         except BaseException:
             give_back()
             raise
 
-    def _charge(self, nbytes: int, there: int) -> Callable[[], None]:
+    def _charge_memory(self, nbytes: int, there: int) -> Callable[[], None]:
         try:
             return self._claim(nbytes, there)
         except EngineError:
             if self.kept is None:
                 raise
-            self.drop()
+            self.drop_kept()
             return self._claim(nbytes, there)
 
-    def keep(self, slot: Slot) -> None:
+    def keep_slot(self, slot: StagingSlot) -> None:
         """Keep the pushed bytes of a slot that serves now, and none from before."""
         former = self.kept
         self.kept = None if slot.incoming is None else kept_of(slot.incoming)
         if self.kept is None:
-            self._freeing.add(self.spare.drop)
-        self._let_go(former)
+            self._freeing.free_soon(self.spare.drop)
+        self._free_former(former)
 
-    def _recycle(self, used: Used) -> None:
+    def _recycle_memory(self, used: Used) -> None:
         """Have memory used again, as long as this worker's weights are pushed ones."""
         if self.kept is None:
             used.slot.close()
@@ -214,21 +220,23 @@ class Pushes:
 
     def close(self) -> None:
         """Keep nothing, and no memory for what might come."""
-        self.drop()
+        self.drop_kept()
         self.spare.drop()
 
-    def drop(self) -> None:
+    def drop_kept(self) -> None:
         """Keep nothing; may be called from any thread."""
         former, self.kept = self.kept, None
-        self._let_go(former)
+        self._free_former(former)
 
-    def _let_go(self, former: Kept | None) -> None:
+    def _free_former(self, former: Kept | None) -> None:
         """Offer what was kept no more, and free it."""
         if former is not None:
             self.desk.withdraw()
-            self._freeing.add(former.release)
+            self._freeing.free_soon(former.release)
 
-    def offer(self, caller: str, request: OfferRequest, facts: Mapping[str, Any]) -> OfferResponse:
+    def offer_kept(
+        self, caller: str, request: OfferRequest, facts: Mapping[str, Any]
+    ) -> OfferResponse:
         """Return what another worker has to know to fetch what is kept here.
 
         Raises:
@@ -242,7 +250,7 @@ class Pushes:
         why = "nothing" if kept is None else str(kept.identity)
         if kept is not None and self.desk.address.port is None:
             why += ", but has no --weights-port"
-        raise conflict(
+        raise conflict_problem(
             "no-copy",
             f"weights {identity} can't be fetched here: this worker keeps {why}; ask another"
             " member, or publish again",
@@ -250,9 +258,9 @@ class Pushes:
         )
 
 
-def _identity(request: StageRequest) -> WeightsId:
+def _request_identity(request: StageRequest) -> WeightsId:
     return WeightsId(epoch=request.epoch, version=request.version)
 
 
-def _key(base: Base) -> tuple[int, int, str]:
+def _base_key(base: Base) -> tuple[int, int, str]:
     return base.epoch, base.version, base.root_hash

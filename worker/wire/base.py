@@ -25,7 +25,7 @@ MAX_UNKNOWN = 64
 """Unknown fields that are told or ignored one by one; a body with more of them is refused whole."""
 
 
-def few_fields(model: type[BaseModel], given: Any) -> Any:
+def refuse_many_unknown(model: type[BaseModel], given: Any) -> Any:
     """Refuse many unknown fields at once: each would become an error of its own."""
     if isinstance(given, dict) and len(given) > len(model.model_fields) + MAX_UNKNOWN:
         known = len(model.model_fields)
@@ -39,7 +39,7 @@ class Body(Wire):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, given: Any) -> Any:
-        return few_fields(cls, given)
+        return refuse_many_unknown(cls, given)
 
 
 # JSON tells numbers, booleans and strings apart; a client that mixes them up has a bug to find.
@@ -61,7 +61,7 @@ TokenId = Annotated[Int, Field(ge=0, le=MAX_TOKEN_ID)]
 Seconds = Annotated[Float, Field(ge=0)]
 
 
-def _absent(value: object) -> bool:
+def _is_absent(value: object) -> bool:
     """Whether to omit a field from JSON: an unset field is left out, not written as null."""
     return value is None
 

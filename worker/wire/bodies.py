@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from .problems import ProblemError, too_large
-from .validation import invalid_request
+from .problems import ProblemError, too_large_problem
+from .validation import invalid_request_problem
 
 MIB = 2**20
 STEPWISE_BYTES = MIB // 2
@@ -30,7 +30,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BodyLimits:
     """What a body may be at most: bytes, and JSON values, each of which takes up to 64 bytes.
 
     Those that the garbage collector looks at are dearer: it holds the lock for all of the process.
@@ -42,12 +42,12 @@ class Limits:
     """Lists and objects, and fields of objects: each of the two."""
 
 
-CONTROL_LIMITS = Limits(MIB, 2**17, 2**14)
+CONTROL_LIMITS = BodyLimits(MIB, 2**17, 2**14)
 
 
-def data_limits(max_length: int) -> Limits:
+def data_body_limits(max_length: int) -> BodyLimits:
     """What a prompt of `max_length` tokens needs, and a fixed part for text and several prompts."""
-    return Limits(
+    return BodyLimits(
         size=8 * MIB + 16 * max_length,
         values=2**19 + 2 * max_length,
         # JSON as text of a message has about as many braces and colons.
@@ -64,7 +64,7 @@ _bounded_scanner = FunctionType(
 """The scanner of the standard library; its own pattern matches millions of digits in one call of C."""
 
 
-class _Stepwise(json.JSONDecoder):
+class _StepwiseDecoder(json.JSONDecoder):
     """The standard library's own parser without its accelerator."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Stepwise(json.JSONDecoder):
         self.scan_once = _bounded_scanner(self)
 
 
-def parse(model: type[M], body: bytes, limits: Limits) -> M:
+def parse_body(model: type[M], body: bytes, limits: BodyLimits) -> M:
     """Return a body as a model.
 
     Raises:
@@ -81,24 +81,26 @@ def parse(model: type[M], body: bytes, limits: Limits) -> M:
     opened = _check_values(body, limits)
     try:
         long = len(body) > STEPWISE_BYTES
-        value = json.loads(body, cls=_Stepwise) if long else json.loads(body)
+        value = json.loads(body, cls=_StepwiseDecoder) if long else json.loads(body)
     except json.JSONDecodeError as error:
-        raise _bad(f"invalid JSON at character {error.pos}: {error.msg}") from None
+        raise _bad_body(f"invalid JSON at character {error.pos}: {error.msg}") from None
     except UnicodeDecodeError:
-        raise _bad("not valid UTF-8 JSON") from None
+        raise _bad_body("not valid UTF-8 JSON") from None
     except ValueError:
-        raise _bad("a number has too many digits") from None
+        raise _bad_body("a number has too many digits") from None
     except RecursionError:
-        raise _too_deep() from None
-    if opened > MAX_DEPTH and _deeper([value], MAX_DEPTH):
-        raise _too_deep()
+        raise _too_deep_problem() from None
+    if opened > MAX_DEPTH and _fits_level([value], MAX_DEPTH):
+        raise _too_deep_problem()
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise invalid_request(error.errors(include_url=False, include_input=False)) from None
+        raise invalid_request_problem(
+            error.errors(include_url=False, include_input=False)
+        ) from None
 
 
-def _check_values(body: bytes, limits: Limits) -> int:
+def _check_values(body: bytes, limits: BodyLimits) -> int:
     """Refuse too many values before any of them exists; returns how many lists and objects begin.
 
     A value begins a list or an object, or follows a comma; a field has two quotes and a colon. What a
@@ -112,29 +114,29 @@ def _check_values(body: bytes, limits: Limits) -> int:
         quotes += piece.count(b'"')
         colons += piece.count(b":")
         if commas + opened > limits.values:
-            raise too_large(f"more than {limits.values} values")
+            raise too_large_problem(f"more than {limits.values} values")
         if max(opened, min(quotes // 2, colons)) > limits.parts:
-            raise too_large(f"more than {limits.parts} lists and objects, or fields")
+            raise too_large_problem(f"more than {limits.parts} lists and objects, or fields")
     return opened
 
 
-def _deeper(level: Iterable[Any], most: int) -> bool:
+def _fits_level(level: Iterable[Any], most: int) -> bool:
     for _ in range(most):
-        level = [value for each in level for value in _inside(each)]
+        level = [value for each in level for value in _nested_values(each)]
         if not level:
             return False
     return True
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _nested_values(value: Any) -> Iterable[Any]:
     values = value.values() if isinstance(value, dict) else value
     return [each for each in values if isinstance(each, list | dict)]
 
 
-def _too_deep() -> ProblemError:
-    return _bad(f"nested more than {MAX_DEPTH} levels deep")
+def _too_deep_problem() -> ProblemError:
+    return _bad_body(f"nested more than {MAX_DEPTH} levels deep")
 
 
-def _bad(detail: str) -> ProblemError:
+def _bad_body(detail: str) -> ProblemError:
     said = f"body: {detail}"
     return ProblemError("invalid-request", said, errors=[{"field": "", "message": detail}])

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import InitErrorDetails, PydanticKnownError
 
-STEP = 2**14
+SLICE_LENGTH = 2**14
 """Elements of a list that are validated at once, which takes about a millisecond."""
 
 
-def bounded(most: int) -> WrapValidator:
+def bounded_length(most: int) -> WrapValidator:
     """For a list or a mapping of at most so many elements."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -25,32 +25,34 @@ def bounded(most: int) -> WrapValidator:
             sizes = {"field_type": kind, "max_length": most, "actual_length": len(value)}
             raise PydanticKnownError("too_long", sizes)
         if isinstance(value, dict):
-            return _by_entry(value, handler)
-        return handler(value) if len(value) <= STEP else _by_slice(value, handler)
+            return _validate_mapping(value, handler)
+        return handler(value) if len(value) <= SLICE_LENGTH else _validate_slices(value, handler)
 
     return WrapValidator(check)
 
 
-def _by_entry(value: dict[Any, Any], handler: ValidatorFunctionWrapHandler) -> dict[Any, Any]:
+def _validate_mapping(
+    value: dict[Any, Any], handler: ValidatorFunctionWrapHandler
+) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for key, each in value.items():
         found.update(handler({key: each}))
     return found
 
 
-def _by_slice(value: list[Any], handler: ValidatorFunctionWrapHandler) -> Any:
+def _validate_slices(value: list[Any], handler: ValidatorFunctionWrapHandler) -> Any:
     found: list[Any] = []
-    for start in range(0, len(value), STEP):
+    for start in range(0, len(value), SLICE_LENGTH):
         try:
-            found += (part := handler(value[start : start + STEP]))
+            found += (part := handler(value[start : start + SLICE_LENGTH]))
         except ValidationError as error:
             raise ValidationError.from_exception_data(
-                error.title, [_moved(each, start) for each in error.errors()]
+                error.title, [_shift_error(each, start) for each in error.errors()]
             ) from None
     return type(part)(found)
 
 
-def _moved(error: Any, start: int) -> InitErrorDetails:
+def _shift_error(error: Any, start: int) -> InitErrorDetails:
     """An error of a slice, at the place that its element has in the whole."""
     index, *rest = error["loc"]
     return InitErrorDetails(

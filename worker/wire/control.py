@@ -22,7 +22,7 @@ from .base import (
     Seconds,
     Wire,
 )
-from .bounds import bounded
+from .bounds import bounded_length
 from .weights import CommitResponse, WeightsState
 
 
@@ -124,7 +124,7 @@ class ReleaseRequest(Body):
     generation: Int | None = Field(default=None, ge=0)
 
 
-def _whole(level: object) -> object:
+def _check_whole_number(level: object) -> object:
     if type(level) is not int:  # True and 1.0 equal 1
         raise ValueError("must be 1 or 2")
     return level
@@ -136,7 +136,7 @@ Tags = Annotated[tuple[MemoryTag, ...], Field(min_length=1, max_length=16, fail_
 class SleepRequest(Body):
     """Body of `POST /v1/sleep`."""
 
-    level: Annotated[Literal[1, 2], BeforeValidator(_whole)] = 1
+    level: Annotated[Literal[1, 2], BeforeValidator(_check_whole_number)] = 1
     tags: Tags = ("weights", "kv_cache")
     mode: Literal["drain", "abort", "keep"] = "drain"
     deadline_seconds: Float = Field(default=30, ge=0, le=86400)
@@ -166,7 +166,7 @@ MAX_ABORTED = 2**16
 RequestIds = Annotated[
     tuple[Annotated[str, Field(max_length=256)], ...],
     Field(max_length=MAX_ABORTED, fail_fast=True),
-    bounded(MAX_ABORTED),
+    bounded_length(MAX_ABORTED),
 ]
 
 

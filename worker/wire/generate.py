@@ -27,9 +27,9 @@ from .base import (
     StopReason,
     TokenId,
     Wire,
-    _absent,
+    _is_absent,
 )
-from .bounds import bounded
+from .bounds import bounded_length
 
 MAX_BATCH_N = 128
 """Largest `n` of one request."""
@@ -50,13 +50,15 @@ def _token_key(key: object) -> object:
 TokenKey = Annotated[TokenId, BeforeValidator(_token_key)]
 
 
-Biases = Annotated[Mapping[TokenKey, Float], Field(max_length=MAX_BIASES), bounded(MAX_BIASES)]
+Biases = Annotated[
+    Mapping[TokenKey, Float], Field(max_length=MAX_BIASES), bounded_length(MAX_BIASES)
+]
 
 
 AllowedIds = Annotated[
     tuple[TokenId, ...],
     Field(min_length=1, max_length=MAX_VOCABULARY, fail_fast=True),
-    bounded(MAX_VOCABULARY),
+    bounded_length(MAX_VOCABULARY),
 ]
 
 
@@ -107,7 +109,7 @@ class GenerateRequest(Body):
     token_ids: Annotated[
         tuple[TokenId, ...],
         Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True),
-        bounded(MAX_PROMPT),
+        bounded_length(MAX_PROMPT),
     ]
     sampling: SamplingParams = SamplingParams()
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
@@ -129,8 +131,8 @@ class GenerateRequest(Body):
 class StopMatch(Wire):
     """What caused a `stop`: a token id (EOS or stop id) or a stop string; the other is omitted."""
 
-    token_id: TokenId | None = Field(default=None, exclude_if=_absent)
-    text: str | None = Field(default=None, exclude_if=_absent)
+    token_id: TokenId | None = Field(default=None, exclude_if=_is_absent)
+    text: str | None = Field(default=None, exclude_if=_is_absent)
 
 
 class WeightsSpan(Wire):
@@ -148,13 +150,13 @@ class WeightsSpan(Wire):
 AbortSlug = Annotated[
     str | None,
     Field(
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="What aborted it, where trying again can't help: `not-finite`.",
     ),
 ]
 AbortDetail = Annotated[
     str | None,
-    Field(exclude_if=_absent, description="The same in a sentence, with the fix."),
+    Field(exclude_if=_is_absent, description="The same in a sentence, with the fix."),
 ]
 
 
@@ -166,7 +168,7 @@ class GenerateOutput(Wire):
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_absent)
+    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
@@ -207,7 +209,7 @@ class StreamDelta(Wire):
 
     index: int
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_absent)
+    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
     weights: tuple[WeightsSpan, ...]
 
 

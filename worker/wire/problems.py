@@ -91,11 +91,11 @@ class ProblemError(Exception):
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
-def conflict(slug: str, detail: str, **facts: Any) -> ProblemError:
+def conflict_problem(slug: str, detail: str, **facts: Any) -> ProblemError:
     """A verb that is out of order: always 409, even for slugs that name a state."""
     return ProblemError(slug, detail, status=409, **facts)
 
 
-def too_large(limit: str) -> ProblemError:
+def too_large_problem(limit: str) -> ProblemError:
     """The problem of a body above a limit, such as "more than 9 MiB"."""
     return ProblemError("body-too-large", f"the body has {limit}: send less at once")

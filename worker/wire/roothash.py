@@ -11,7 +11,7 @@ HASH = "xxh3_128"
 OUTPUT_HEAD = "lm_head.weight"
 
 
-class Hashed(NamedTuple):
+class HashedTensor(NamedTuple):
     """One tensor: dtype (safetensors' name, such as `BF16`), shape, and hex digest of its bytes."""
 
     dtype: str
@@ -19,7 +19,7 @@ class Hashed(NamedTuple):
     digest: str
 
 
-def root_hash_of(tensors: Mapping[str, Hashed]) -> str:
+def root_hash_of(tensors: Mapping[str, HashedTensor]) -> str:
     """Return the hash over the ordered (name, dtype, shape, content hash).
 
     It is independent of sharding and order. An output head that equals another tensor (the embedding

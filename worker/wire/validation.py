@@ -12,19 +12,20 @@ MAX_NAME = 80
 """Characters of a field's name, which a caller chose, that a message repeats."""
 
 
-def invalid_request(found_errors: Sequence[Mapping[str, Any]]) -> ProblemError:
+def invalid_request_problem(found_errors: Sequence[Mapping[str, Any]]) -> ProblemError:
     """Turn pydantic's errors about a body or a header into a problem."""
     # What follows from a mistake further inside is not told: that one is what to fix.
     outer = {each["loc"][:size] for each in found_errors for size in range(len(each["loc"]))}
     inner = [each for each in found_errors if each["loc"] not in outer]
     errors = [
-        {"field": field_path(each["loc"]), "message": _message(each)} for each in inner[:MAX_ERRORS]
+        {"field": field_path(each["loc"]), "message": _error_message(each)}
+        for each in inner[:MAX_ERRORS]
     ]
     said = "; ".join(f"{each['field'] or 'body'}: {each['message']}" for each in errors)
     return ProblemError("invalid-request", said, errors=errors)
 
 
-def _message(error: Mapping[str, Any]) -> str:
+def _error_message(error: Mapping[str, Any]) -> str:
     """What is wrong, in JSON's terms."""
     context = error.get("ctx", {})
     match error["type"]:

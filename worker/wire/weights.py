@@ -19,9 +19,9 @@ from .base import (
     Seconds,
     WeightsId,
     Wire,
-    _absent,
+    _is_absent,
 )
-from .bounds import bounded
+from .bounds import bounded_length
 
 
 class Checkpoint(Body):
@@ -39,15 +39,15 @@ class WeightsSource(Body):
         default=None,
         min_length=1,
         max_length=1024,
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
     )
     checkpoint: Checkpoint | None = Field(
-        default=None, exclude_if=_absent, description="The model's own checkpoint."
+        default=None, exclude_if=_is_absent, description="The model's own checkpoint."
     )
     pushed: Pushed | None = Field(
         default=None,
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="What the trainer pushes to each worker, and who has it passes on.",
     )
 
@@ -94,10 +94,10 @@ class PushedBytes(Body):
     bytes: int | None = Field(
         default=None, ge=0, le=1 << 48, description="How many must come, gaps included; null: any."
     )
-    peers: Annotated[tuple[Peer, ...], Field(max_length=8), bounded(8)] = ()
+    peers: Annotated[tuple[Peer, ...], Field(max_length=8), bounded_length(8)] = ()
     base: Base | None = Field(
         default=None,
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="Over TCP, what differs from this version may come instead of all bytes.",
     )
 
@@ -115,14 +115,14 @@ class StageSource(Body):
         default=None,
         min_length=1,
         max_length=1024,
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
     )
     checkpoint: Checkpoint | None = Field(
-        default=None, exclude_if=_absent, description="The model's own checkpoint."
+        default=None, exclude_if=_is_absent, description="The model's own checkpoint."
     )
     pushed: PushedBytes | None = Field(
-        default=None, exclude_if=_absent, description="What a sender or peers bring."
+        default=None, exclude_if=_is_absent, description="What a sender or peers bring."
     )
 
     @model_validator(mode="before")
@@ -143,7 +143,7 @@ class StageSource(Body):
         return cls(path=source.path, checkpoint=source.checkpoint, pushed=pushed)
 
     @property
-    def named(self) -> WeightsSource:
+    def without_bytes(self) -> WeightsSource:
         """The source by its name alone, as the state and a pool's spec have it."""
         if self.pushed is not None:
             return WeightsSource(pushed=Pushed())
@@ -181,7 +181,7 @@ class StagedWeights(Wire):
     )
     slug: str | None = Field(
         default=None,
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="The problem's kind, such as `content-mismatch`, where `error` has one.",
     )
     chunks: int = Field(
@@ -190,7 +190,7 @@ class StagedWeights(Wire):
     )
     transfer: Transfer | None = Field(
         default=None,
-        exclude_if=_absent,
+        exclude_if=_is_absent,
         description="How to bring pushed bytes; only in the answer to the call that asked for them.",
     )
 
@@ -252,7 +252,7 @@ class WeightsDtypes(Wire):
 Labels = Annotated[
     Mapping[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]],
     Field(max_length=32),
-    bounded(32),
+    bounded_length(32),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_worker.transfer.arena import Arena, Release, Slot
 from rollout_worker.transfer.layout import LayoutError, Placed, PushLayout
-from rollout_worker.wire.roothash import Hashed, root_hash_of
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
 
 from .copying import Copier
 from .tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
@@ -177,7 +177,7 @@ class Filling:
         if self._given_up:
             return
         root = root_hash_of(
-            {t.name: Hashed(t.dtype, t.shape, digests[t.name]) for t in self._layout.tensors}
+            {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in self._layout.tensors}
         )
         with self._news:
             self._root_hash = root

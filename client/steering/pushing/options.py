@@ -11,8 +11,8 @@ from pathlib import PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from rollout_client.spelling import check_names
-from rollout_client.steering.versions import KEEP, Versions
+from rollout_client.spelling import check_option_names
+from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS, VersionFolder
 
 from .door import ANYHOW, Reach
 from .routes import TRANSPORTS, Transport
@@ -76,7 +76,7 @@ class PushPlan:
     """
 
     transport: Transport
-    versions: Versions | None
+    versions: VersionFolder | None
     ranks: ProcessGroup | None = None
     rate: float | None = None
     delta: bool = True
@@ -115,14 +115,14 @@ class PushPlan:
                     "mounted_at and keep are about the folder of spool: give spool, too"
                 )
             return cls(transport, None, ranks, rate, base is not None, reach, cast)
-        mounted_at, keep = options.get("mounted_at"), options.get("keep", KEEP)
-        versions = Versions.at(spool, mounted_at, keep)
+        mounted_at, keep = options.get("mounted_at"), options.get("keep", DEFAULT_KEPT_VERSIONS)
+        versions = VersionFolder.in_folder(spool, mounted_at, keep)
         return cls(transport, versions, ranks, rate, base is not None, reach, cast)
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
     known = (*PushOptions.__annotations__, "path", "tensors", "seconds", "progress")
-    check_names("publish_weights", options, known)
+    check_option_names("publish_weights", options, known)
 
 
 def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:

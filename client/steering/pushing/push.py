@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.protocol import Published, PublishReport, PushedTo
-from rollout_client.steering.spool import each, spool_here, to_its_end
+from rollout_client.steering.spool import iterate_tensors, run_to_end, spool_blocking
 from rollout_worker.schemas import PushedBytes, StageSource, WeightsId
 from rollout_worker.transfer.pace import Pace
 from rollout_worker.transfer.tls import Trust
@@ -107,13 +107,13 @@ class Push:
         """Do what `fill_here` does beside everything else that the loop does."""
         if self._given.at_rest:
             items: Any = self._given.items
-            return await to_its_end(self._fill, items)
-        source, filling = each(self._given.items), self.filling
+            return await run_to_end(self._fill, items)
+        source, filling = iterate_tensors(self._given.items), self.filling
         try:
-            await to_its_end(filling.plan, self._given.specs)
+            await run_to_end(filling.plan, self._given.specs)
             async for name, tensor in source:
-                await to_its_end(filling.take, name, tensor)
-            await to_its_end(filling.end)
+                await run_to_end(filling.take, name, tensor)
+            await run_to_end(filling.end)
         except BaseException as error:
             filling.fail(error)
             async for _ in source:
@@ -222,7 +222,7 @@ class Push:
             OSError: It can't be written.
         """
         if self.spool is not None:
-            await to_its_end(spool_here, self._in_memory(), self.spool)
+            await run_to_end(spool_blocking, self._in_memory(), self.spool)
 
     def _in_memory(self) -> Mapping[str, Any]:
         """Return what was filled as tensors, without a copy."""

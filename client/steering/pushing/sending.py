@@ -285,7 +285,7 @@ class Sender:
             self.send_chunk(connection, begin, others=others)
 
     def send_chunk(self, connection: Connection, begin: int, *, others: bool = False) -> None:
-        """Send the chunk that begins there; `others`: who wait behind that replica."""
+        """Send the chunk that begins there; `other_holders`: who wait behind that replica."""
         import xxhash
 
         total = self._filling.layout.nbytes

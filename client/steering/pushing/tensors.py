@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.checkpoint_form import described, held, is_sharded, state_of
-from rollout_client.steering.spool import items_of
+from rollout_client.steering.spool import named_tensors
 from rollout_worker.schemas import CASTABLE
 from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
 
@@ -50,10 +50,10 @@ def given(tensors: Tensors) -> Given:
     if isinstance(state, AsyncIterable):
         return Given(state, None, at_rest=False)
     if not isinstance(state, Mapping):
-        return Given(items_of(state), None, at_rest=False)
+        return Given(named_tensors(state), None, at_rest=False)
     specs = tuple(spec_of(name, tensor) for name, tensor in described(state).items())
     if any(map(is_sharded, held(state).values())):
-        return Given(items_of(state), specs, at_rest=False)
+        return Given(named_tensors(state), specs, at_rest=False)
     # In the order in which they lie, so that receivers can follow.
     return Given(((name, state[name]) for name in sorted(state)), specs, at_rest=True)
 
@@ -65,7 +65,7 @@ def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     ever holds more than one whole tensor on its device. Every rank must take all of them, in the same
     order; one of them gives them to `publish_weights`, the others just iterate.
     """
-    return iter(items_of(tensors))
+    return iter(named_tensors(tensors))
 
 
 def spec_of(name: object, tensor: Any) -> Spec:

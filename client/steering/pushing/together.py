@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rollout_client.steering.protocol import Published
-from rollout_client.steering.spool import to_its_end
+from rollout_client.steering.spool import run_to_end
 
 from .door import ANYHOW, Reach
 from .following import Following
@@ -91,15 +91,15 @@ class Together:
 
     async def publish(self, work: Work, push: Callable[[Begin], Awaitable[Published]]) -> Published:
         """Do the same in a loop: what blocks does it in threads."""
-        ranks = await to_its_end(self.ranks, work.group, work.reach)
+        ranks = await run_to_end(self.ranks, work.group, work.reach)
         if isinstance(ranks, Following):
-            return await to_its_end(ranks.take_part, work.version, work.tensors, work.seconds)
+            return await run_to_end(ranks.take_part, work.version, work.tensors, work.seconds)
         try:
             done = await push(partial(self._begin, ranks, work))
         except BaseException as error:
-            await to_its_end(self._tell, ranks, error)
+            await run_to_end(self._tell, ranks, error)
             raise
-        await to_its_end(self._tell, ranks, done)
+        await run_to_end(self._tell, ranks, done)
         return done
 
     def _tell(self, ranks: Leading, outcome: Published | BaseException) -> None:

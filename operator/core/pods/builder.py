@@ -7,20 +7,20 @@ from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.revision import revision
+from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
-from rollout_operator.core.placement import Place
+from rollout_operator.core.placement import PodPlacement
 
 from . import devices, gang
-from .environment import pools_own, settings
-from .overlay import joined_by, merged
-from .volumes import mounts, volumes
+from .environment import spec_environment, worker_environment
+from .overlay import join_by_key, merge_templates
+from .volumes import pod_volumes, volume_mounts
 
 NODE_TOLERATION_SECONDS = 30
 """A pod on a lost node is given up this soon (Kubernetes' default is 300 s)."""
 
-USER = 65532
+WORKER_USER_ID = 65532
 """The unprivileged user of our images."""
 
 
@@ -54,7 +54,7 @@ class PodBuilder:
         self.spec = spec
         self.defaults = defaults
         self.turn_claim = turn_claim
-        self.overlay = merged(
+        self.overlay = merge_templates(
             defaults.pod_template,
             spec.pod_template.model_dump(mode="json", by_alias=True, exclude_defaults=True),
         )
@@ -65,7 +65,7 @@ class PodBuilder:
         return self.spec.engine.image or self.defaults.image
 
     @property
-    def lacking(self) -> tuple[str, str] | None:
+    def missing_setting(self) -> tuple[str, str] | None:
         """What pods can't be made without: what it is about, and what to set. None: nothing."""
         engine = self.spec.engine.type.value
         if not self.image:
@@ -80,27 +80,29 @@ class PodBuilder:
             "workers.controlTLS in the operator's chart, or tls to Off"
         )
 
-    def build(self, replica: int, rank: int, restarts: int, place: Place | None = None) -> Obj:
+    def build_pod(
+        self, replica: int, rank: int, restarts: int, place: PodPlacement | None = None
+    ) -> Obj:
         """Return the pod of `(replica, rank)`; a colocated one has a place."""
         made = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": self._metadata(replica, rank, restarts),
-            "spec": self._spec(replica, rank),
+            "metadata": self._pod_metadata(replica, rank, restarts),
+            "spec": self._pod_spec(replica, rank),
         }
         if place is not None:
-            self._seat(made, rank, place)
+            self._apply_placement(made, rank, place)
         return made
 
-    def _seat(self, pod: Obj, rank: int, place: Place) -> None:
+    def _apply_placement(self, pod: Obj, rank: int, place: PodPlacement) -> None:
         """Put a pod in its place: beside the trainer's, on the same claim."""
         meta, spec = pod["metadata"], pod["spec"]
         worker = spec["containers"][0]
-        meta["annotations"] |= devices.notes(place)
+        meta["annotations"] |= devices.placement_annotations(place)
         spec["resourceClaims"] = [*spec.get("resourceClaims", ()), devices.pod_claim(place)]
         claims = [*worker["resources"].get("claims", ()), devices.container_claim(place)]
         worker["resources"] = {**worker["resources"], "claims": claims}
-        told = devices.environment(
+        told = devices.device_environment(
             self.spec, place, rank, meta["name"], meta["namespace"], self.turn_claim
         )
         worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in told.items())]
@@ -108,7 +110,7 @@ class PodBuilder:
             spec["volumes"] = [*spec["volumes"], devices.turn_volume(self.turn_claim)]
             worker["volumeMounts"] = [*worker["volumeMounts"], devices.turn_mount()]
 
-    def _metadata(self, replica: int, rank: int, restarts: int) -> Obj:
+    def _pod_metadata(self, replica: int, rank: int, restarts: int) -> Obj:
         annotations = gang.without_scraping(self.overlay.get("annotations", {}), rank)
         annotations[names.ANNOTATION_RESTARTS] = str(restarts)
         if self.retry:
@@ -119,13 +121,13 @@ class PodBuilder:
             "labels": {
                 **self.overlay.get("labels", {}),
                 **names.worker_labels(self.name, replica, rank),
-                names.LABEL_REVISION: revision(self.spec),
+                names.LABEL_REVISION: pod_revision(self.spec),
             },
             "annotations": annotations,
             "ownerReferences": [names.controller_reference(self.name, self.uid)],
         }
 
-    def _spec(self, replica: int, rank: int) -> Obj:
+    def _pod_spec(self, replica: int, rank: int) -> Obj:
         overlay = self.overlay
         out: Obj = {
             "hostname": names.pod_name(self.name, replica, rank),
@@ -137,20 +139,20 @@ class PodBuilder:
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
+                "runAsUser": WORKER_USER_ID,
+                "runAsGroup": WORKER_USER_ID,
+                "fsGroup": WORKER_USER_ID,
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
                 **overlay.get("securityContext", {}),
             },
             "tolerations": [*overlay.get("tolerations", ()), *_node_tolerations(overlay)],
-            "volumes": [*self._volumes(), *overlay.get("volumes", ())],
-            "containers": [self._container(replica, rank)],
+            "volumes": [*self._pod_volumes(), *overlay.get("volumes", ())],
+            "containers": [self._worker_container(replica, rank)],
         }
         if rank == 0:
             out["readinessGates"] = [{"conditionType": names.GATE_SERVING}]
-        if beside := _beside(overlay):
+        if beside := _init_containers(overlay):
             out["initContainers"] = beside
         if overlay.get("hostNetwork"):
             # Else names of the cluster, such as the leader's of a gang, could not be looked up.
@@ -172,23 +174,23 @@ class PodBuilder:
                 out[field] = overlay[field]
         return out
 
-    def _container(self, replica: int, rank: int) -> Obj:
+    def _worker_container(self, replica: int, rank: int) -> Obj:
         engine, own = self.spec.engine, self.overlay.get("container", {})
         out: Obj = {
             "name": names.WORKER_CONTAINER,
             "image": self.image,
             "args": ["serve", *(f"--engine-arg={a}" for a in engine.args)],
-            "env": self._env(replica, rank),
-            "ports": gang.ports(self.spec, rank),
-            "resources": self._resources(),
+            "env": self._worker_env(replica, rank),
+            "ports": gang.container_ports(self.spec, rank),
+            "resources": self._container_resources(),
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
                 **own.get("securityContext", {}),
             },
-            "volumeMounts": joined_by(
-                "mountPath", self._mounts(), self.overlay.get("volumeMounts", ())
+            "volumeMounts": join_by_key(
+                "mountPath", self._volume_mounts(), self.overlay.get("volumeMounts", ())
             ),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
@@ -197,17 +199,17 @@ class PodBuilder:
             out["imagePullPolicy"] = policy
         if own.get("lifecycle"):
             out["lifecycle"] = own["lifecycle"]
-        probes = gang.probes(rank, tls=self._control_speaks_tls)
+        probes = gang.worker_probes(rank, tls=self._control_speaks_tls)
         return out | {name: {**probe, **own.get(name, {})} for name, probe in probes.items()}
 
-    def _volumes(self) -> list[Obj]:
-        ours = volumes(self.spec)
+    def _pod_volumes(self) -> list[Obj]:
+        ours = pod_volumes(self.spec)
         if self.spec.parallelism.nodes > 1:
             ours.append(gang.token_volume(self.name, self.namespace))
         return ours
 
-    def _mounts(self) -> list[Obj]:
-        ours = mounts(self.spec)
+    def _volume_mounts(self) -> list[Obj]:
+        ours = volume_mounts(self.spec)
         return [*ours, gang.token_mount()] if self.spec.parallelism.nodes > 1 else ours
 
     @property
@@ -216,14 +218,14 @@ class PodBuilder:
 
     @property
     def _has_certificate(self) -> bool:
-        return any(entry["name"] == names.CONTROL_TLS_CERT for entry in self._env(0, 0))
+        return any(entry["name"] == names.CONTROL_TLS_CERT for entry in self._worker_env(0, 0))
 
-    def _env(self, replica: int, rank: int) -> list[Obj]:
-        ours = settings(self.name, self.namespace, self.spec, self.overlay, replica, rank)
+    def _worker_env(self, replica: int, rank: int) -> list[Obj]:
+        ours = worker_environment(self.name, self.namespace, self.spec, self.overlay, replica, rank)
         defaults = (dict(entry) for entry in self.defaults.env)
-        return joined_by("name", ours, defaults, pools_own(self.spec))
+        return join_by_key("name", ours, defaults, spec_environment(self.spec))
 
-    def _resources(self) -> Obj:
+    def _container_resources(self) -> Obj:
         out: Obj = self.spec.resources.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         if self.spec.accelerator is not None:
             amount = {self.spec.accelerator.resource: str(self.spec.accelerators_per_pod)}
@@ -247,7 +249,7 @@ def _node_tolerations(overlay: Mapping[str, Any]) -> list[Obj]:
     ]
 
 
-def _beside(overlay: Mapping[str, Any]) -> list[Obj]:
+def _init_containers(overlay: Mapping[str, Any]) -> list[Obj]:
     """Init containers and sidecars; a sidecar is one that is kept running (Kubernetes' own words).
 
     In `containers`, a sidecar that runs on would keep the pod of a dead worker from ending.

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.api.spec_colocation import DEVICES_CLAIM
-from rollout_operator.core.placement import Place
+from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
+from rollout_operator.core.placement import PodPlacement
 
 CUDA_VENDORS = (".nvidia.com", ".amd.com")
 """Domains of resources and DRA drivers whose devices PyTorch calls `cuda`."""
 
-_VOLUME = "rollout-turn"
+_TURN_VOLUME = "rollout-turn"
 
 
-def notes(place: Place) -> dict[str, str]:
+def placement_annotations(place: PodPlacement) -> dict[str, str]:
     """Return what a pod says of its place; the operator finds by it what has to be replaced."""
     return {
         names.ANNOTATION_TRAINER: place.trainer,
@@ -26,18 +26,23 @@ def notes(place: Place) -> dict[str, str]:
     }
 
 
-def pod_claim(place: Place) -> Obj:
+def pod_claim(place: PodPlacement) -> Obj:
     """Return the entry of the pod's `resourceClaims`: the scheduler puts it where the claim is."""
-    return {"name": DEVICES_CLAIM, "resourceClaimName": place.claim}
+    return {"name": DEVICES_CLAIM_NAME, "resourceClaimName": place.claim}
 
 
-def container_claim(place: Place) -> Obj:
+def container_claim(place: PodPlacement) -> Obj:
     """Return the entry of the worker container's `resources.claims`."""
-    return {"name": DEVICES_CLAIM, "request": place.request}
+    return {"name": DEVICES_CLAIM_NAME, "request": place.request}
 
 
-def environment(
-    spec: RolloutReplicaSpec, place: Place, rank: int, pod: str, namespace: str, turn_claim: str
+def device_environment(
+    spec: RolloutReplicaSpec,
+    place: PodPlacement,
+    rank: int,
+    pod: str,
+    namespace: str,
+    turn_claim: str,
 ) -> dict[str, str]:
     """Return which devices the worker sees, which locks it takes, and where its trainer reaches it.
 
@@ -75,9 +80,9 @@ def torch_device(of: Iterable[str]) -> dict[str, str]:
 
 def turn_volume(turn_claim: str) -> Obj:
     """Return the volume with the node's lock directory."""
-    return {"name": _VOLUME, "persistentVolumeClaim": {"claimName": turn_claim}}
+    return {"name": _TURN_VOLUME, "persistentVolumeClaim": {"claimName": turn_claim}}
 
 
 def turn_mount() -> Obj:
     """Return where it is mounted, to be written to: who holds a lock says so in its file."""
-    return {"name": _VOLUME, "mountPath": names.TURN_MOUNT}
+    return {"name": _TURN_VOLUME, "mountPath": names.TURN_MOUNT}

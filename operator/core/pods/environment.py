@@ -9,7 +9,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 from . import devices, gang
 from .volumes import weights_roots
 
-CACHES = {
+COMPILE_CACHE_VARIABLES = {
     "XDG_CACHE_HOME": "",
     "VLLM_CACHE_ROOT": "/vllm",
     "SGLANG_CACHE_DIR": "/sglang",
@@ -24,13 +24,13 @@ CACHES = {
 """Where engines and the compilers below them put what they compile, in the volume for it."""
 
 
-def settings(
+def worker_environment(
     pool: str, namespace: str, spec: RolloutReplicaSpec, overlay: Obj, replica: int, rank: int
 ) -> list[Obj]:
     """Return what the operator tells the worker of `(replica, rank)`."""
     values = {
         "ROLLOUT_ENGINE": spec.engine.type.value,
-        "ROLLOUT_MODEL": _model(spec),
+        "ROLLOUT_MODEL": _model_location(spec),
         "ROLLOUT_SERVED_NAME": spec.model.served_name or pool,
         "ROLLOUT_DTYPE": spec.model.dtype,
         "ROLLOUT_LOGPROBS": spec.engine.logprobs_of,
@@ -53,7 +53,9 @@ def settings(
     if spec.accelerator is not None:
         values |= devices.torch_device([spec.accelerator.resource])
     if spec.engine.cache is not None:
-        values |= {name: f"{names.CACHE_MOUNT}{folder}" for name, folder in CACHES.items()}
+        values |= {
+            name: f"{names.CACHE_MOUNT}{folder}" for name, folder in COMPILE_CACHE_VARIABLES.items()
+        }
         values["HF_HOME"] = "/tmp/.cache/huggingface"  # else models would fill the cache's volume
     if rank == 0:  # the other ranks of a gang fetch from it
         values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
@@ -69,16 +71,16 @@ def settings(
         values["ROLLOUT_STAGING_MEMORY"] = str(spec.weights.staging_memory)
     if spec.model.source.hub and spec.model.source.hub.revision:
         values["ROLLOUT_MODEL_REVISION"] = spec.model.source.hub.revision
-    values |= gang.environment(pool, spec, replica, rank)
-    return [*({"name": k, "value": v} for k, v in values.items()), *_hub_token(spec)]
+    values |= gang.gang_environment(pool, spec, replica, rank)
+    return [*({"name": k, "value": v} for k, v in values.items()), *_hub_token_entries(spec)]
 
 
-def pools_own(spec: RolloutReplicaSpec) -> list[Obj]:
+def spec_environment(spec: RolloutReplicaSpec) -> list[Obj]:
     """Return `spec.engine.env` as a container has it."""
     return [e.model_dump(mode="json", by_alias=True, exclude_none=True) for e in spec.engine.env]
 
 
-def _hub_token(spec: RolloutReplicaSpec) -> list[Obj]:
+def _hub_token_entries(spec: RolloutReplicaSpec) -> list[Obj]:
     hub = spec.model.source.hub
     if hub is None or hub.token_secret is None:
         return []
@@ -86,7 +88,7 @@ def _hub_token(spec: RolloutReplicaSpec) -> list[Obj]:
     return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}}]
 
 
-def _model(spec: RolloutReplicaSpec) -> str:
+def _model_location(spec: RolloutReplicaSpec) -> str:
     source = spec.model.source
     if source.hub is not None:
         return source.hub.repo

@@ -6,19 +6,21 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-TOKEN_SECONDS = 3600
+GANG_TOKEN_SECONDS = 3600
 """The kubelet renews the token when four fifths of this have passed."""
 
-SCRAPERS = "prometheus.io/"
+SCRAPE_ANNOTATION_PREFIX = "prometheus.io/"
 """Annotations that tell scrapers where a pod's metrics are."""
 
-_VOLUME = "rollout-gang"
+_TOKEN_VOLUME = "rollout-gang"
 
 
-def environment(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) -> dict[str, str]:
+def gang_environment(
+    pool: str, spec: RolloutReplicaSpec, replica: int, rank: int
+) -> dict[str, str]:
     """Return what the worker of `(replica, rank)` is told of the ranks beside it."""
     parallel = spec.parallelism
-    if parallel.world == 1:
+    if parallel.world_size == 1:
         return {}
     leader = names.pod_name(pool, replica, 0)
     values = {
@@ -35,7 +37,7 @@ def environment(pool: str, spec: RolloutReplicaSpec, replica: int, rank: int) ->
     return values
 
 
-def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
+def container_ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
     """Return the container's ports: only a head takes requests and pushed weights."""
     control = {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"}
     data = {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"}
@@ -51,9 +53,9 @@ def ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
 
 def without_scraping(given: Obj, rank: int) -> Obj:
     """Return the template's annotations for one rank: a member has no data port to scrape."""
-    if rank == 0 or given.get(f"{SCRAPERS}port") != str(names.DATA_PORT):
+    if rank == 0 or given.get(f"{SCRAPE_ANNOTATION_PREFIX}port") != str(names.DATA_PORT):
         return {**given}
-    return {k: v for k, v in given.items() if not k.startswith(SCRAPERS)}
+    return {k: v for k, v in given.items() if not k.startswith(SCRAPE_ANNOTATION_PREFIX)}
 
 
 def token_volume(pool: str, namespace: str) -> Obj:
@@ -62,19 +64,19 @@ def token_volume(pool: str, namespace: str) -> Obj:
     It is bound to the pod, and good for the control ports of this pool alone.
     """
     token = {
-        "audience": names.audience(namespace, pool),
-        "expirationSeconds": TOKEN_SECONDS,
+        "audience": names.token_audience(namespace, pool),
+        "expirationSeconds": GANG_TOKEN_SECONDS,
         "path": "token",
     }
-    return {"name": _VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
+    return {"name": _TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
 def token_mount() -> Obj:
     """Return where that volume is mounted in the worker container."""
-    return {"name": _VOLUME, "mountPath": names.GANG_MOUNT, "readOnly": True}
+    return {"name": _TOKEN_VOLUME, "mountPath": names.GANG_MOUNT, "readOnly": True}
 
 
-def probes(rank: int, *, tls: bool) -> dict[str, Obj]:
+def worker_probes(rank: int, *, tls: bool) -> dict[str, Obj]:
     """Return the worker's probes; a member answers on its control port, which may speak TLS."""
     where: Obj = {"port": "control" if rank else "data"}
     if rank and tls:

@@ -8,18 +8,18 @@ from typing import Any
 from rollout_operator.api.objects import Obj
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Obj:
+def merge_templates(base: Mapping[str, Any], over: Mapping[str, Any]) -> Obj:
     """Overlay the pool's template on the operator's: maps merge, named lists merge by name."""
     out: Obj = dict(base)
     for key, value in over.items():
         if key in ("labels", "annotations", "nodeSelector"):
             out[key] = {**base.get(key, {}), **value}
         elif key in ("volumes", "initContainers", "sidecars", "resourceClaims"):
-            out[key] = joined_by("name", base.get(key, ()), value)
+            out[key] = join_by_key("name", base.get(key, ()), value)
         elif key == "container":
             out[key] = {**base.get(key, {}), **value}
         elif key == "volumeMounts":
-            out[key] = joined_by("mountPath", base.get(key, ()), value)
+            out[key] = join_by_key("mountPath", base.get(key, ()), value)
         elif key == "tolerations":
             out[key] = [*base.get(key, ()), *value]
         else:
@@ -27,6 +27,6 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Obj:
     return out
 
 
-def joined_by(key: str, *parts: Iterable[Obj]) -> list[Obj]:
+def join_by_key(key: str, *parts: Iterable[Obj]) -> list[Obj]:
     """Join lists of entries; a later one replaces an earlier one of the same key in its place."""
     return list({entry[key]: entry for part in parts for entry in part}.values())

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.api.spec_weights import InFlight
-from rollout_operator.core.heads import Head, Version
+from rollout_operator.api.spec_weights import InFlightSpec
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion
 
 
-def bound(version: Version, heads: Mapping[str, Head]) -> Version:
+def bind_root_hash(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> WeightsVersion:
     """Return the version with the root hash that its identity has in this pool.
 
     That is the known one; else of who serves it; else what most have staged, where the lowest
@@ -31,7 +31,7 @@ def bound(version: Version, heads: Mapping[str, Head]) -> Version:
     return replace(version, root_hash=found)
 
 
-def serving_hash(version: Version, heads: Mapping[str, Head]) -> str | None:
+def serving_hash(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> str | None:
     """Root hash of these weights as the lowest replica that has them active computed it."""
     for head in sorted(heads.values(), key=lambda h: h.pod.replica):
         state = head.worker.state
@@ -41,16 +41,16 @@ def serving_hash(version: Version, heads: Mapping[str, Head]) -> str | None:
     return None
 
 
-def unsupported(
-    spec: RolloutReplicaSpec, heads: Mapping[str, Head], version: Version
+def unsupported_by_pool(
+    spec: RolloutReplicaSpec, heads: Mapping[str, ReplicaHead], version: WeightsVersion
 ) -> str | None:
     """What `spec.weights.inFlight` asks that some head's engine can't do; None if all can."""
-    behind = (h for h in heads.values() if not h.at_least(version.identity))
-    found = (unsupported_by(h, spec.weights.in_flight) for h in behind)
+    behind = (h for h in heads.values() if not h.has_at_least(version.identity))
+    found = (unsupported_by_head(h, spec.weights.in_flight) for h in behind)
     return min((text for text in found if text), default=None)
 
 
-def unsupported_by(head: Head, wanted: InFlight) -> str | None:
+def unsupported_by_head(head: ReplicaHead, wanted: InFlightSpec) -> str | None:
     """What of this a head's engine can't do, with the fix; None if all, or if it is not known."""
     state = head.worker.state
     if state is None or not state.in_flight_policies:

@@ -11,27 +11,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from rollout_operator.api.spec import RolloutReplicaSpec, Strategy
+from rollout_operator.api.spec import RolloutReplicaSpec, WeightsStrategy
 from rollout_operator.api.status import LastUpdate, WeightsStatus
-from rollout_operator.core.heads import Head
-from rollout_operator.core.plan import Wait
-from rollout_operator.core.world import Observed
+from rollout_operator.core.heads import ReplicaHead
+from rollout_operator.core.plan import RequeueAfter
+from rollout_operator.core.world import ObservedPool
 
 from .committing import advance_commit
-from .copies import share_copies
-from .joining import assign_joiners, learn_hash
-from .lifecycle import settle
+from .copies import assign_peers
+from .joining import assign_joiners, learn_root_hash
+from .lifecycle import settle_update
 from .staging import advance_barrier, advance_singly
-from .weights_plan import WeightsPlan, committed_of, seconds_left, target_of, unpolled
+from .weights_plan import (
+    WeightsPlan,
+    committed_weights,
+    deadline_seconds_left,
+    has_unpolled_head,
+    target_version,
+)
 
 
 def plan_weights(
     spec: RolloutReplicaSpec,
-    seen: Observed,
+    seen: ObservedPool,
     stored: WeightsStatus,
-    heads: Mapping[str, Head],
+    heads: Mapping[str, ReplicaHead],
     now: float,
-    wait: Wait,
+    wait: RequeueAfter,
 ) -> WeightsPlan:
     """Decide the update's next phase and what each head must do.
 
@@ -43,53 +49,53 @@ def plan_weights(
         now: wall clock, seconds.
         wait: told when to look again.
     """
-    plan = WeightsPlan(committed_of(stored), stored.last_update, seen.barrier)
-    target = target_of(spec)
+    plan = WeightsPlan(committed_weights(stored), stored.last_update, seen.barrier)
+    target = target_version(spec)
     plan.fence_epoch = max(target.identity.epoch, plan.committed.epoch)
-    if unpolled(heads):
+    if has_unpolled_head(heads):
         wait.at_most(1.0)
-        if plan.running is None:
+        if plan.running_identity is None:
             return plan
-    settle(spec, plan, target, heads, now)
-    begun = plan.begun
-    if plan.update is not None and plan.running is not None:
-        _advance(spec, plan, plan.update, heads, now, wait)
+    settle_update(spec, plan, target, heads, now)
+    begun = plan.has_commit_begun
+    if plan.update is not None and plan.running_identity is not None:
+        _advance_update(spec, plan, plan.update, heads, now, wait)
     else:
         plan.barrier = None
-    ended = plan.running is None and stored.last_update != plan.update
+    ended = plan.running_identity is None and stored.last_update != plan.update
     if ended and target.identity > plan.committed.identity:
         wait.at_most(0.0)  # nothing else may happen that would begin the next one
-    learn_hash(plan, heads)
+    learn_root_hash(plan, heads)
     assign_joiners(spec, plan, heads, begun=begun)
-    share_copies(plan, heads)
+    assign_peers(plan, heads)
     return plan
 
 
-def _advance(
+def _advance_update(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
     update: LastUpdate,
-    heads: Mapping[str, Head],
+    heads: Mapping[str, ReplicaHead],
     now: float,
-    wait: Wait,
+    wait: RequeueAfter,
 ) -> None:
     """Take the update under way one step further."""
-    update = _with_start(plan, update, now)
-    left = seconds_left(spec, plan, update, now)
+    update = _with_phase_start(plan, update, now)
+    left = deadline_seconds_left(spec, plan, update, now)
     plan.overdue = left <= 0
     if not plan.overdue:
         wait.at_most(left)
-    if plan.begun:
+    if plan.has_commit_begun:
         advance_commit(spec, plan, update, heads, now)
-    elif spec.weights.strategy is Strategy.ALL_AT_ONCE:
+    elif spec.weights.strategy is WeightsStrategy.ALL_AT_ONCE:
         advance_barrier(spec, plan, update, heads, now)
     else:
         advance_singly(spec, plan, update, heads, now)
 
 
-def _with_start(plan: WeightsPlan, update: LastUpdate, now: float) -> LastUpdate:
+def _with_phase_start(plan: WeightsPlan, update: LastUpdate, now: float) -> LastUpdate:
     """Note when the phase began where status doesn't say: its deadline must count from something."""
-    began = "commit_started_at" if plan.begun else "started_at"
+    began = "commit_started_at" if plan.has_commit_begun else "started_at"
     if getattr(update, began) is not None:
         return update
     return update.model_copy(update={began: datetime.fromtimestamp(now, UTC)})

@@ -5,44 +5,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from rollout_operator.api.spec import RolloutReplicaSpec, State, Strategy
+from rollout_operator.api.spec import DesiredState, RolloutReplicaSpec, WeightsStrategy
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
-from rollout_operator.core.heads import Head, Version, stage_failures
-from rollout_operator.core.plan import Note, Verb
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion, stage_failures
+from rollout_operator.core.plan import ControlVerb, EventNote
 from rollout_worker.schemas import WeightsId
 
-from .content import bound, serving_hash, unsupported
-from .copies import gone, is_given, lacks, stranded, unseen
-from .weights_plan import WeightsPlan, seconds_left, version_of
+from .content import bind_root_hash, serving_hash, unsupported_by_pool
+from .copies import (
+    is_copy_available,
+    is_lost_everywhere,
+    is_staged_nowhere,
+    is_stranded,
+    lacks_bytes,
+)
+from .weights_plan import WeightsPlan, deadline_seconds_left, update_version
 
-WEIGHTS_VERBS = (Verb.STAGE, Verb.COMMIT)
+WEIGHTS_VERBS = (ControlVerb.STAGE, ControlVerb.COMMIT)
 
 
-def settle(
+def settle_update(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
-    target: Version,
-    heads: Mapping[str, Head],
+    target: WeightsVersion,
+    heads: Mapping[str, ReplicaHead],
     now: float,
 ) -> None:
     """Finish, supersede or begin an update."""
-    running = plan.running
-    if running is not None and not plan.committing and is_served(running, heads):
+    running = plan.running_identity
+    if running is not None and not plan.is_committing and is_served(running, heads):
         # Some worker serves it already: there is no way back.
         enter_committing(plan, _served_hash(plan, heads), now)
-    resting = spec.suspend or spec.state is State.ASLEEP
-    if running is not None and not plan.committing:
+    resting = spec.suspend or spec.state is DesiredState.ASLEEP
+    if running is not None and not plan.is_committing:
         _maybe_supersede(spec, plan, target, heads, now, resting)
-    elif plan.committing and spec.weights.strategy is not Strategy.ALL_AT_ONCE:
+    elif plan.is_committing and spec.weights.strategy is not WeightsStrategy.ALL_AT_ONCE:
         _maybe_retarget(spec, plan, target, heads, now)
-    if plan.committing and spec.suspend:
-        finish(plan, now, "committed while the pool is suspended; loaded before it serves again")
-    if plan.running is None and target.identity > plan.committed.identity:
-        _begin(spec, plan, target, heads, now, resting)
+    if plan.is_committing and spec.suspend:
+        finish_update(
+            plan, now, "committed while the pool is suspended; loaded before it serves again"
+        )
+    if plan.running_identity is None and target.identity > plan.committed.identity:
+        _begin_update(spec, plan, target, heads, now, resting)
     _complete_after_rest(spec, plan, heads, now)
 
 
-def finish(plan: WeightsPlan, now: float, message: str) -> None:
+def finish_update(plan: WeightsPlan, now: float, message: str) -> None:
     """Complete the update under way: its weights are now the committed ones."""
     update = plan.update
     if update is None:
@@ -59,7 +67,9 @@ def finish(plan: WeightsPlan, now: float, message: str) -> None:
     )
     plan.barrier = None
     plan.overdue = False
-    plan.notes.append(Note("Normal", "WeightsCommitted", f"weights {update.identity}: {message}"))
+    plan.notes.append(
+        EventNote("Normal", "WeightsCommitted", f"weights {update.identity}: {message}")
+    )
 
 
 def enter_committing(
@@ -77,22 +87,22 @@ def enter_committing(
     plan.update = plan.update.model_copy(update=change)
 
 
-def is_served(identity: WeightsId, heads: Mapping[str, Head]) -> bool:
+def is_served(identity: WeightsId, heads: Mapping[str, ReplicaHead]) -> bool:
     """Some worker has exactly these weights, as it last said."""
-    return any(h.has == identity for h in heads.values())
+    return any(h.last_active == identity for h in heads.values())
 
 
-def _served_hash(plan: WeightsPlan, heads: Mapping[str, Head]) -> str | None:
+def _served_hash(plan: WeightsPlan, heads: Mapping[str, ReplicaHead]) -> str | None:
     if plan.update is None:
         return None
-    return serving_hash(version_of(plan.update, plan.committed.source), heads)
+    return serving_hash(update_version(plan.update, plan.committed.source), heads)
 
 
 def _maybe_supersede(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
-    target: Version,
-    heads: Mapping[str, Head],
+    target: WeightsVersion,
+    heads: Mapping[str, ReplicaHead],
     now: float,
     resting: bool,
 ) -> None:
@@ -104,41 +114,45 @@ def _maybe_supersede(
         why = "the pool is suspended" if spec.suspend else "the pool is going to sleep"
     elif newer and target.identity.epoch > update.epoch:
         why = f"a trainer with epoch {target.identity.epoch} took over"
-    elif newer and _has_failed(spec, plan, update, heads, now):
+    elif newer and _has_staging_failed(spec, plan, update, heads, now):
         why = f"{target.identity} is newer"
     else:
         return
-    _supersede(plan, why)
+    _supersede_update(plan, why)
 
 
-def _has_failed(
+def _has_staging_failed(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
     update: LastUpdate,
-    heads: Mapping[str, Head],
+    heads: Mapping[str, ReplicaHead],
     now: float,
 ) -> bool:
     """Staging has failed for good enough to turn to a newer target."""
     if update.phase is UpdatePhase.FAILED:
         return True
-    if spec.weights.strategy is not Strategy.ALL_AT_ONCE:
+    if spec.weights.strategy is not WeightsStrategy.ALL_AT_ONCE:
         return _is_stuck(spec, plan, update, heads, now)
-    version = bound(version_of(update, plan.committed.source), heads)
-    if gone(version, heads) or update.attempts > 1 or stage_failures(heads.values(), version):
+    version = bind_root_hash(update_version(update, plan.committed.source), heads)
+    if (
+        is_lost_everywhere(version, heads)
+        or update.attempts > 1
+        or stage_failures(heads.values(), version)
+    ):
         return True
-    serving = (h for h in heads.values() if h.in_service(plan.committed.identity))
-    return any(lacks(h, version) or _given_later(h, version) for h in serving)
+    serving = (h for h in heads.values() if h.is_in_service(plan.committed.identity))
+    return any(lacks_bytes(h, version) or _has_newer_push(h, version) for h in serving)
 
 
-def _given_later(head: Head, version: Version) -> bool:
-    return head.given_later(version) is not None and not head.has_staged(version)
+def _has_newer_push(head: ReplicaHead, version: WeightsVersion) -> bool:
+    return head.newer_push_message(version) is not None and not head.has_staged(version)
 
 
 def _maybe_retarget(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
-    target: Version,
-    heads: Mapping[str, Head],
+    target: WeightsVersion,
+    heads: Mapping[str, ReplicaHead],
     now: float,
 ) -> None:
     """Rolling, Eager: turn to a newer target once no replica can finish what it has begun.
@@ -149,19 +163,19 @@ def _maybe_retarget(
     update = plan.update
     if update is None:
         return
-    falling = spec.state is State.ASLEEP and not spec.suspend
+    falling = spec.state is DesiredState.ASLEEP and not spec.suspend
     if not falling and target.identity <= update.identity:
         return
     if _is_stuck(spec, plan, update, heads, now):
         why = "the pool is going to sleep" if falling else f"{target.identity} is newer"
-        _supersede(plan, why)
+        _supersede_update(plan, why)
 
 
 def _is_stuck(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
     update: LastUpdate,
-    heads: Mapping[str, Head],
+    heads: Mapping[str, ReplicaHead],
     now: float,
 ) -> bool:
     """Rolling stops at the first failure, Eager goes on as long as any replica may.
@@ -169,40 +183,44 @@ def _is_stuck(
     Neither waits for who is silent alone: the others would lag behind with it.
     """
     floor = plan.committed.identity
-    serving = (h for h in heads.values() if h.in_service(floor))
-    behind = [h for h in serving if not h.at_least(update.identity)]
-    if not behind or any(Verb.COMMIT in h.worker.running for h in behind):
+    serving = (h for h in heads.values() if h.is_in_service(floor))
+    behind = [h for h in serving if not h.has_at_least(update.identity)]
+    if not behind or any(ControlVerb.COMMIT in h.worker.running for h in behind):
         return False
-    if seconds_left(spec, plan, update, now) <= 0:
+    if deadline_seconds_left(spec, plan, update, now) <= 0:
         return True
-    version = bound(version_of(update, plan.committed.source), heads)
-    given = is_given(version, heads)
+    version = bind_root_hash(update_version(update, plan.committed.source), heads)
+    given = is_copy_available(version, heads)
 
-    def failed(head: Head) -> bool:
-        told = head.mismatch(version) or head.failure(version.identity, *WEIGHTS_VERBS)
-        return bool(told) or _given_later(head, version) or stranded(head, version, given=given)
+    def failed(head: ReplicaHead) -> bool:
+        told = head.mismatch_message(version) or head.failure_message(
+            version.identity, *WEIGHTS_VERBS
+        )
+        return (
+            bool(told) or _has_newer_push(head, version) or is_stranded(head, version, given=given)
+        )
 
-    if spec.weights.strategy is Strategy.ROLLING and any(failed(h) for h in behind):
+    if spec.weights.strategy is WeightsStrategy.ROLLING and any(failed(h) for h in behind):
         return True
-    return all(failed(h) or (h.silent and not h.worker.running) for h in behind)
+    return all(failed(h) or (h.is_silent and not h.worker.running) for h in behind)
 
 
-def _supersede(plan: WeightsPlan, why: str) -> None:
+def _supersede_update(plan: WeightsPlan, why: str) -> None:
     if plan.update is None:
         return
     message = f"gave up weights {plan.update.identity}: {why}"
     plan.update = plan.update.model_copy(
         update={"phase": UpdatePhase.SUPERSEDED, "message": message}
     )
-    plan.notes.append(Note("Normal", "WeightsSuperseded", message))
+    plan.notes.append(EventNote("Normal", "WeightsSuperseded", message))
     plan.barrier = None
 
 
-def _begin(
+def _begin_update(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
-    target: Version,
-    heads: Mapping[str, Head],
+    target: WeightsVersion,
+    heads: Mapping[str, ReplicaHead],
     now: float,
     resting: bool,
 ) -> None:
@@ -211,8 +229,8 @@ def _begin(
     Pushed bytes that wait in a slot end with sleep and suspension, and what nobody has is never
     committed: until the trainer publishes again, the old weights are the pool's.
     """
-    if resting and target.pushed and not is_served(target.identity, heads):
-        plan.withheld = unseen(target, heads)
+    if resting and target.is_pushed and not is_served(target.identity, heads):
+        plan.withheld = is_staged_nowhere(target, heads)
         return
     if resting and plan.update is not None and plan.update.identity == target.identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
@@ -229,23 +247,25 @@ def _begin(
     )
     plan.barrier = None
     floor = plan.committed.identity
-    serving = {uid: h for uid, h in heads.items() if h.in_service(floor)}
-    if (resting or not serving) and not unseen(target, heads):
-        finish(plan, now, "committed while no replica served; each loads it before it serves")
+    serving = {uid: h for uid, h in heads.items() if h.is_in_service(floor)}
+    if (resting or not serving) and not is_staged_nowhere(target, heads):
+        finish_update(
+            plan, now, "committed while no replica served; each loads it before it serves"
+        )
     elif is_served(target.identity, heads):
         enter_committing(plan, serving_hash(target, heads), now)
-    elif unsupported(spec, serving, target) is None:
+    elif unsupported_by_pool(spec, serving, target) is None:
         note = f"staging weights {target.identity} on {len(serving)} replicas"
-        plan.notes.append(Note("Normal", "WeightsStaging", note))
+        plan.notes.append(EventNote("Normal", "WeightsStaging", note))
 
 
 def _complete_after_rest(
-    spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, Head], now: float
+    spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, ReplicaHead], now: float
 ) -> None:
     """Complete an update that was given up for sleep or suspension once all have loaded it."""
     update = plan.update
     if update is None or update.phase is not UpdatePhase.SUPERSEDED:
         return
-    there = sum(h.at_least(update.identity) for h in heads.values())
+    there = sum(h.has_at_least(update.identity) for h in heads.values())
     if update.identity == plan.committed.identity and there >= max(spec.replicas, 1):
-        finish(plan, now, f"{there} of {len(heads)} replicas serve it")
+        finish_update(plan, now, f"{there} of {len(heads)} replicas serve it")

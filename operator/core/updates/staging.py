@@ -13,92 +13,96 @@ from collections.abc import Iterable, Mapping
 
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, UpdatePhase
-from rollout_operator.core.heads import Head, Version, stage_failures
-from rollout_operator.core.plan import Note
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion, stage_failures
+from rollout_operator.core.plan import EventNote
 
-from .content import bound, unsupported
-from .copies import unseen, waiting_for_bytes
-from .lifecycle import enter_committing, finish
-from .weights_plan import WeightsPlan, unpolled, version_of
+from .content import bind_root_hash, unsupported_by_pool
+from .copies import is_staged_nowhere, waiting_for_bytes_message
+from .lifecycle import enter_committing, finish_update
+from .weights_plan import WeightsPlan, has_unpolled_head, update_version
 
 
 def advance_barrier(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
     update: LastUpdate,
-    heads: Mapping[str, Head],
+    heads: Mapping[str, ReplicaHead],
     now: float,
 ) -> None:
     """Stage on every member of the barrier; once the last one has staged, commits begin."""
     floor = plan.committed.identity
-    serving = [h for h in heads.values() if h.in_service(floor)]
-    boots = frozenset(h.boot for h in serving if h.boot)
+    serving = [h for h in heads.values() if h.is_in_service(floor)]
+    boots = frozenset(h.boot_id for h in serving if h.boot_id)
     plan.barrier = boots if plan.barrier is None else plan.barrier & boots
-    members = {h.pod.uid: h for h in serving if h.boot in plan.barrier}
+    members = {h.pod.uid: h for h in serving if h.boot_id in plan.barrier}
     if not members:
-        _without_members(plan, update, heads, now)
+        _commit_without_members(plan, update, heads, now)
         return
-    version = bound(version_of(update, plan.committed.source), members)
-    if _refused(spec, plan, update, members, version):
+    version = bind_root_hash(update_version(update, plan.committed.source), members)
+    if _fail_if_unsupported(spec, plan, update, members, version):
         return
-    waiting = _stage(plan, members.values(), version)
+    waiting = _stage_members(plan, members.values(), version)
     if waiting:
         staged = f"{len(members) - len(waiting)} of {len(members)} replicas have staged"
-        _report(plan, update, staged, waiting, waiting_for_bytes(version, waiting, heads))
+        _report_progress(
+            plan, update, staged, waiting, waiting_for_bytes_message(version, waiting, heads)
+        )
         return
     note = f"all {len(members)} replicas of the barrier have staged {version.identity}"
     enter_committing(plan, version.root_hash, now, f"committing: {note}")
-    plan.notes.append(Note("Normal", "WeightsCommitting", note))
+    plan.notes.append(EventNote("Normal", "WeightsCommitting", note))
 
 
-def _without_members(
-    plan: WeightsPlan, update: LastUpdate, heads: Mapping[str, Head], now: float
+def _commit_without_members(
+    plan: WeightsPlan, update: LastUpdate, heads: Mapping[str, ReplicaHead], now: float
 ) -> None:
     """Commit at once if nobody serves; but not bytes that nobody has: the old ones may come back."""
-    if unpolled(heads):
+    if has_unpolled_head(heads):
         return
-    version = version_of(update, plan.committed.source)
-    if unseen(version, heads):
+    version = update_version(update, plan.committed.source)
+    if is_staged_nowhere(version, heads):
         plan.barrier = None
-        _report(plan, update, "no replica has staged", (), waiting_for_bytes(version, (), heads))
+        _report_progress(
+            plan, update, "no replica has staged", (), waiting_for_bytes_message(version, (), heads)
+        )
         return
-    finish(plan, now, "committed at once: no member of the barrier was left")
+    finish_update(plan, now, "committed at once: no member of the barrier was left")
 
 
 def advance_singly(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
     update: LastUpdate,
-    heads: Mapping[str, Head],
+    heads: Mapping[str, ReplicaHead],
     now: float,
 ) -> None:
     """Rolling, Eager: stage everywhere; the first one that has staged lets commits begin."""
     floor = plan.committed.identity
-    serving = {uid: h for uid, h in heads.items() if h.in_service(floor)}
-    version = bound(version_of(update, plan.committed.source), heads)
-    if _refused(spec, plan, update, serving, version):
+    serving = {uid: h for uid, h in heads.items() if h.is_in_service(floor)}
+    version = bind_root_hash(update_version(update, plan.committed.source), heads)
+    if _fail_if_unsupported(spec, plan, update, serving, version):
         return
-    waiting = _stage(plan, serving.values(), version)
+    waiting = _stage_members(plan, serving.values(), version)
     # One that waits to join may be the first: it commits when the decision stands in status, too.
-    behind = [h for h in heads.values() if not h.at_least(version.identity)]
+    behind = [h for h in heads.values() if not h.has_at_least(version.identity)]
     staged = sum(h.has_staged(version) for h in behind)
-    if staged or not (waiting or unseen(version, heads)):
+    if staged or not (waiting or is_staged_nowhere(version, heads)):
         text = f"committing one by one: {staged} of {len(heads)} replicas have staged"
         enter_committing(plan, version.root_hash, now, text)
         return
-    missing = waiting_for_bytes(version, waiting, heads)
-    _report(plan, update, f"0 of {len(serving)} replicas have staged", waiting, missing)
+    missing = waiting_for_bytes_message(version, waiting, heads)
+    _report_progress(plan, update, f"0 of {len(serving)} replicas have staged", waiting, missing)
 
 
-def _refused(
+def _fail_if_unsupported(
     spec: RolloutReplicaSpec,
     plan: WeightsPlan,
     update: LastUpdate,
-    members: Mapping[str, Head],
-    version: Version,
+    members: Mapping[str, ReplicaHead],
+    version: WeightsVersion,
 ) -> bool:
     """Fail the update before anything is staged if an engine can't commit as the spec asks."""
-    text = unsupported(spec, members, version)
+    text = unsupported_by_pool(spec, members, version)
     if text is None:
         return False
     plan.unsupported = True
@@ -111,7 +115,9 @@ def _refused(
     return True
 
 
-def _stage(plan: WeightsPlan, members: Iterable[Head], version: Version) -> list[Head]:
+def _stage_members(
+    plan: WeightsPlan, members: Iterable[ReplicaHead], version: WeightsVersion
+) -> list[ReplicaHead]:
     """Have the members stage it; return those that have not yet."""
     waiting = [h for h in members if not h.has_staged(version)]
     for head in waiting:
@@ -120,12 +126,12 @@ def _stage(plan: WeightsPlan, members: Iterable[Head], version: Version) -> list
     return waiting
 
 
-def _report(
-    plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterable[Head], missing: str
+def _report_progress(
+    plan: WeightsPlan, update: LastUpdate, staged: str, waiting: Iterable[ReplicaHead], missing: str
 ) -> None:
     phase = UpdatePhase.FAILED if plan.overdue else UpdatePhase.STAGING
     text = f"{staged} {update.identity}"
-    silent = [h.pod.name for h in waiting if h.silent]
+    silent = [h.pod.name for h in waiting if h.is_silent]
     if plan.failures:
         text += f"; {plan.failures[0]}"
     elif silent:
@@ -133,17 +139,17 @@ def _report(
     elif missing:
         text += f"; {missing}"
     if plan.overdue and update.phase is not UpdatePhase.FAILED:
-        plan.notes.append(Note("Warning", "WeightsDeadlineExceeded", text))
+        plan.notes.append(EventNote("Warning", "WeightsDeadlineExceeded", text))
     plan.update = update.model_copy(
         update={
             "phase": phase,
-            "attempts": max(update.attempts, attempts(waiting, update, "stage")),
+            "attempts": max(update.attempts, count_attempts(waiting, update, "stage")),
             "message": text,
         }
     )
 
 
-def attempts(waiting: Iterable[Head], update: LastUpdate, verb: str) -> int:
+def count_attempts(waiting: Iterable[ReplicaHead], update: LastUpdate, verb: str) -> int:
     """The first attempt, plus the retries of the head that failed most."""
     failures = (h.worker.failures.get(verb) for h in waiting)
     return 1 + max((f.count for f in failures if f and f.about == update.identity), default=0)

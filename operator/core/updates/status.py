@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollout_operator.api.status import ActiveRange, LastUpdate, StatusId, WeightsStatus
-from rollout_operator.core.heads import Head
+from rollout_operator.core.heads import ReplicaHead
 
-from .weights_plan import WeightsPlan, version_of
+from .weights_plan import WeightsPlan, update_version
 
 
-def weights_status(plan: WeightsPlan, heads: Mapping[str, Head]) -> WeightsStatus:
+def weights_status(plan: WeightsPlan, heads: Mapping[str, ReplicaHead]) -> WeightsStatus:
     """Return `status.weights` for this plan and what was observed."""
     serving = sorted(
         h.worker.active.as_tuple() for h in heads.values() if h.pod.ready and h.worker.active
     )
-    update = plan.update if plan.running else None
-    running = version_of(update, plan.committed.source) if update else None
+    update = plan.update if plan.running_identity else None
+    running = update_version(update, plan.committed.source) if update else None
     return WeightsStatus(
         committed=plan.committed,
         active=ActiveRange(
@@ -26,10 +26,10 @@ def weights_status(plan: WeightsPlan, heads: Mapping[str, Head]) -> WeightsStatu
         if serving
         else None,
         staged_replicas=sum(h.has_staged(running) for h in heads.values()) if running else 0,
-        last_update=_valid(plan.update),
+        last_update=_revalidate_update(plan.update),
     )
 
 
-def _valid(update: LastUpdate | None) -> LastUpdate | None:
+def _revalidate_update(update: LastUpdate | None) -> LastUpdate | None:
     """Cut its texts to their bounds: copies with changes are not validated."""
     return None if update is None else LastUpdate.model_validate(update.model_dump())

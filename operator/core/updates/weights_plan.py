@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase, WeightsStatus
-from rollout_operator.core.heads import Head, Version
-from rollout_operator.core.plan import Note
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.plan import EventNote
 from rollout_worker.schemas import CHECKPOINT, Checkpoint, WeightsId, WeightsSource
 
-UNDER_WAY = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
+UNDER_WAY_PHASES = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class WeightsPlan:
     committed: CommittedWeights
     update: LastUpdate | None
     barrier: frozenset[str] | None = None
-    version_for: dict[str, Version] = field(default_factory=dict)
+    version_for: dict[str, WeightsVersion] = field(default_factory=dict)
     """The version that each of these heads must move to."""
     may_commit: set[str] = field(default_factory=set)
     """Of those, heads that may commit now."""
@@ -39,58 +39,58 @@ class WeightsPlan:
     """The phase under way has taken longer than its deadline."""
     unsupported: bool = False
     """The engine can't do what the spec asks of a commit: nothing is staged."""
-    notes: list[Note] = field(default_factory=list)
+    notes: list[EventNote] = field(default_factory=list)
 
     @property
-    def running(self) -> WeightsId | None:
+    def running_identity(self) -> WeightsId | None:
         """Identity of the update under way."""
-        if self.update is None or self.update.phase not in UNDER_WAY:
+        if self.update is None or self.update.phase not in UNDER_WAY_PHASES:
             return None
         return self.update.identity
 
     @property
-    def committing(self) -> bool:
+    def is_committing(self) -> bool:
         """A commit has begun and is not finished."""
         return self.update is not None and self.update.phase is UpdatePhase.COMMITTING
 
     @property
-    def begun(self) -> bool:
+    def has_commit_begun(self) -> bool:
         """Workers were told to commit the update under way: some may have it without our knowing."""
-        running, update = self.running, self.update
+        running, update = self.running_identity, self.update
         begun = update is not None and update.commit_started_at is not None
-        return self.committing or (running is not None and begun)
+        return self.is_committing or (running is not None and begun)
 
 
-def target_of(spec: RolloutReplicaSpec) -> Version:
+def target_version(spec: RolloutReplicaSpec) -> WeightsVersion:
     """The target, or the checkpoint where a trainer has set none."""
     if spec.target is None:
-        return Version(CHECKPOINT, WeightsSource(checkpoint=Checkpoint()))
-    return Version(spec.target.identity, spec.target.source)
+        return WeightsVersion(CHECKPOINT, WeightsSource(checkpoint=Checkpoint()))
+    return WeightsVersion(spec.target.identity, spec.target.source)
 
 
-def committed_of(weights: WeightsStatus) -> CommittedWeights:
+def committed_weights(weights: WeightsStatus) -> CommittedWeights:
     """The stored committed weights; a new pool begins with the checkpoint."""
     if weights.committed is not None:
         return weights.committed
     return CommittedWeights(epoch=0, version=0, source=WeightsSource(checkpoint=Checkpoint()))
 
 
-def version_of(update: LastUpdate, fallback: WeightsSource) -> Version:
+def update_version(update: LastUpdate, fallback: WeightsSource) -> WeightsVersion:
     """The version that an update moves to, bound to its content once commits have begun."""
-    return Version(update.identity, update.source or fallback, update.root_hash)
+    return WeightsVersion(update.identity, update.source or fallback, update.root_hash)
 
 
-def seconds_left(
+def deadline_seconds_left(
     spec: RolloutReplicaSpec, plan: WeightsPlan, update: LastUpdate, now: float
 ) -> float:
     """What is left of the deadline; staging and committing have one each."""
-    began = update.commit_started_at if plan.begun else update.started_at
+    began = update.commit_started_at if plan.has_commit_begun else update.started_at
     return (began.timestamp() if began else now) + spec.weights.deadline_seconds - now
 
 
-def unpolled(heads: Mapping[str, Head]) -> bool:
+def has_unpolled_head(heads: Mapping[str, ReplicaHead]) -> bool:
     """Some running worker has not been polled yet: its silence proves nothing."""
     return any(
-        h.pod.started and not h.finished and h.worker.state is None and h.worker.error is None
+        h.pod.started and not h.is_finished and h.worker.state is None and h.worker.error is None
         for h in heads.values()
     )

@@ -26,12 +26,12 @@ from apiclient import PODS, POOLS, Api, ApiError, Obj
 from localkube import Cluster
 from manifests import pool as manifest
 from rollout_client.control import WorkerControl
-from rollout_operator.api.objects import Key
-from rollout_operator.config import Config, EngineDefaults
-from rollout_operator.passes.context import Context, Reconcile
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.config import EngineDefaults, OperatorConfig
+from rollout_operator.passes.context import PassContext, ReconcileFunction
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.runtime import Operator
-from rollout_operator.wiring import Parts
+from rollout_operator.wiring import OperatorParts
 from scalelab import WRITES, holds
 
 ACCOUNT, WORKERS = "operator", "rollout-worker"
@@ -107,17 +107,19 @@ class Workers:
     port: int
 
 
-class LabParts(Parts):
+class LabParts(OperatorParts):
     """The operator's parts; a pod's control port is the lab's one port at the pod's address."""
 
-    def __init__(self, port: int, config: Config, make: Any, spawned: Callable[[], None]) -> None:
+    def __init__(
+        self, port: int, config: OperatorConfig, make: Any, spawned: Callable[[], None]
+    ) -> None:
         self._port = port
         super().__init__(config, make, spawned)
 
-    def control(self, key: Key, address: str) -> WorkerControl:
+    def worker_control(self, key: PoolKey, address: str) -> WorkerControl:
         """Call 127.x.y.z for any address: EndpointSlices take none of loopback."""
         host = address.rpartition(":")[0].partition(".")[2]
-        return super().control(key, f"127.{host}:{self._port}")
+        return super().worker_control(key, f"127.{host}:{self._port}")
 
 
 class LabOperator(Operator):
@@ -130,7 +132,7 @@ class LabOperator(Operator):
 class PoolLab:
     """See the module; made by `pool_lab`."""
 
-    context: Context
+    context: PassContext
     operator: Operator
     running: asyncio.Task[int]
     """The operator's, until it is stopped."""
@@ -167,9 +169,9 @@ class PoolLab:
         found = self.api.get(self.path("pods"), labelSelector=f"rollout.dev/pool={name}")
         return {p["metadata"]["name"]: p for p in found["items"]}
 
-    def context_of(self, name: str) -> tuple[Context, Key, str]:
+    def context_of(self, name: str) -> tuple[PassContext, PoolKey, str]:
         """What a pass over this pool is given, its key and its uid."""
-        return self.context, Key(self.namespace, name), self.get(name)["metadata"]["uid"]
+        return self.context, PoolKey(self.namespace, name), self.get(name)["metadata"]["uid"]
 
     async def until_refused(self, pool: str, what: str) -> None:
         """Wait until the API server admits no pods of a pool."""
@@ -366,7 +368,7 @@ async def pool_lab(
             server = processless.Server()
             workers = Workers(server.pods, await stack.enter_async_context(_answering(server, lab)))
 
-        def make(context: Context) -> Reconcile:
+        def make(context: PassContext) -> ReconcileFunction:
             lab.context = context
             return Reconciler(context).reconcile
 
@@ -383,8 +385,8 @@ async def pool_lab(
             kubelet.stop()
 
 
-def _config(namespace: str) -> Config:
-    return Config(
+def _config(namespace: str) -> OperatorConfig:
+    return OperatorConfig(
         watch_namespaces=(namespace,),
         leader_elect=False,
         lease_namespace=namespace,

@@ -16,16 +16,16 @@ from pathlib import Path
 
 from rollout_operator import logs
 from rollout_operator.api.names import API_VERSION, KIND, PLURAL
-from rollout_operator.api.objects import Key
-from rollout_operator.config import Config, parse
-from rollout_operator.passes.context import Context, Reconcile
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.config import OperatorConfig, parse_config
+from rollout_operator.passes.context import PassContext, ReconcileFunction
 from rollout_operator.runtime import Operator
 
 
-def make_pass(context: Context, folder: Path) -> Reconcile:
+def make_pass(context: PassContext, folder: Path) -> ReconcileFunction:
     log = folder / f"{context.config.pod_name}.passes"
 
-    async def reconcile(key: Key) -> float | None:
+    async def reconcile(key: PoolKey) -> float | None:
         pool = context.store.pool(key)
         with log.open("a") as file:
             file.write(f"{key} {len(context.store.pods(key))} {pool is not None}\n")
@@ -52,7 +52,7 @@ def make_pass(context: Context, folder: Path) -> Reconcile:
     return reconcile
 
 
-async def run(config: Config, folder: Path) -> int:
+async def run(config: OperatorConfig, folder: Path) -> int:
     operator = Operator(config, lambda context: make_pass(context, folder))
     operator.handle_signals()
     running = asyncio.create_task(operator.run())
@@ -63,8 +63,8 @@ async def run(config: Config, folder: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    config = parse(["run", *argv[1:]])
-    logs.configure(config.log_level, config.log_format)
+    config = parse_config(["run", *argv[1:]])
+    logs.configure_logging(config.log_level, config.log_format)
     code = asyncio.run(run(config, Path(argv[0])))
     if code:
         os._exit(code)

@@ -14,7 +14,7 @@ from random import Random
 
 from apiclient import PODS, Obj
 from localkube.fakedevices import DRIVER, device_class
-from rollout_worker.claims import claims_of
+from rollout_worker.claims import pod_claims
 from scalelab import NAMESPACE, Lab, processless_pool
 from waiting import eventually
 
@@ -222,7 +222,7 @@ class Job:
                 continue
             theirs = trainers[f"{JOB}-{beside}"]
             node = theirs["spec"].get("nodeName")
-            (own,), _ = claims_of(theirs)
+            (own,), _ = pod_claims(theirs)
             first = share * EACH
             devices = tuple(f"{DRIVER}/{node}/gpu-{i}" for i in range(first, first + EACH))
             right = Seat(f"{JOB}-{beside}", node, claims[own]["metadata"]["uid"], devices)

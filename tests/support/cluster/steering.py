@@ -41,7 +41,7 @@ def steering_token(pool: Pool) -> str:
     }
     documents = {"apiVersion": "v1", "kind": "List", "items": [account, role, binding]}
     pool.kubectl("apply", "-f", "-", input=json.dumps(documents))
-    audience = names.audience(pool.namespace, pool.name)
+    audience = names.token_audience(pool.namespace, pool.name)
     return pool.kubectl(
         "create", "token", ACCOUNT, "--audience", audience, "--duration", "1h"
     ).strip()

@@ -31,7 +31,7 @@ from rollout_worker.schemas import (
     WeightsSpan,
 )
 from rollout_worker.sources.files import Report, open_source
-from rollout_worker.sources.filling import fill
+from rollout_worker.sources.filling import fill_sink
 
 PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)
 V1, V2 = WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
@@ -135,7 +135,7 @@ async def staged(engine: Engine, folder: Path, report: Report = lambda done, tot
         nonlocal root
         root = found
 
-    sink = await fill(
+    sink = await fill_sink(
         engine.open_slot, layout_of(open_source(folder).entries), (folder, ()), verify, report
     )
     return Staged(sink, root)
@@ -170,7 +170,7 @@ def refilling(engine: Engine, folder: Path) -> Refill:
         source = open_source(folder)
         layout = layout_of(source.entries)
         open_slot = partial(engine.open_slot, on_disk=on_disk)
-        return await fill(open_slot, layout, (folder, ()), lambda _: None)
+        return await fill_sink(open_slot, layout, (folder, ()), lambda _: None)
 
     return refill
 

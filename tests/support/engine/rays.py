@@ -83,13 +83,13 @@ class Ray:
 
     def close(self) -> None:
         """End it and all that it started."""
-        family = processes.descendants(self.process.pid)
+        family = processes.find_descendants(self.process.pid)
         self.process.terminate()
         try:
             self.process.wait(30)
         finally:
             self.process.kill()
-            processes.end(family, 10)
+            processes.kill_processes(family, 10)
 
 
 @contextmanager

@@ -44,9 +44,9 @@ class Shared(InProcess):
 
     def _let_go(self) -> None:
         runtime = self.worker.runtime
-        for hold in self.worker.state().holds:
-            runtime.holds.release(hold.holder)
-        runtime.changed.fire()
+        for hold in self.worker.worker_state().holds:
+            runtime.holds.release_hold(hold.holder)
+        runtime.changed.notify_all()
 
     def _at_rest(self) -> bool:
         state = self.state()

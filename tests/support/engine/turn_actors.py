@@ -24,10 +24,10 @@ from typing import Literal, cast
 from rollout_client.turn import local_turn
 from rollout_worker.engine import Engine, EngineCrashed, EngineInfo, Refill
 from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import Servers
+from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import MemoryTag, Progress
-from rollout_worker.service import Worker
-from rollout_worker.settings import add_flags, parse
+from rollout_worker.service import WorkerService
+from rollout_worker.settings import add_flags, parse_settings
 from tiny_engine import TinyEngine
 from turn_child import have, opened
 
@@ -125,16 +125,18 @@ async def work(log: Log, memory: str, flags: list[str]) -> None:
     """Serve until a signal."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    settings = parse(parser.parse_args(flags), {})
-    worker = Worker(settings, lambda: cast(Engine, ChildEngine(Path(settings.model), log, memory)))
-    servers = Servers(worker, make_authorizer(settings))
-    running = asyncio.create_task(worker.run())
+    settings = parse_settings(parser.parse_args(flags), {})
+    worker = WorkerService(
+        settings, lambda: cast(Engine, ChildEngine(Path(settings.model), log, memory))
+    )
+    servers = HttpServers(worker, make_authorizer(settings))
+    running = asyncio.create_task(worker.run_until_cancelled())
     try:
-        await servers.run()
+        await servers.serve_both_ports()
     finally:
         running.cancel()
         await asyncio.wait({running}, timeout=10)
-        await worker.supervisor.end()
+        await worker.supervisor.end_engine()
 
 
 def train(log: Log, memory: str, directory: str, device: str) -> None:

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import httpx
 
 from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import Servers
-from rollout_worker.service import Worker
-from rollout_worker.settings import add_flags, parse
+from rollout_worker.ports.server import HttpServers
+from rollout_worker.service import WorkerService
+from rollout_worker.settings import add_flags, parse_settings
 from waiting import until_sync
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class InProcess(Client):
         add_flags(parser)
         auth = [] if "--auth" in flags else ["--auth", "none"]
         arguments = ["--model", str(model), *LOOPBACK, *FREE_PORTS, *auth, *flags]
-        self._settings = parse(parser.parse_args(arguments), {})
+        self._settings = parse_settings(parser.parse_args(arguments), {})
         self._started = threading.Event()
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -168,7 +168,7 @@ class InProcess(Client):
         assert self._started.wait(START_SECONDS)
         if self._failed is not None:
             raise self._failed
-        data_port, control_port = self.servers.ports
+        data_port, control_port = self.servers.bound_ports
         super().__init__(data_port, control_port, token)
 
     def _main(self) -> None:
@@ -182,16 +182,16 @@ class InProcess(Client):
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.worker = Worker(self._settings)
-        self.servers = Servers(self.worker, make_authorizer(self._settings))
-        running = asyncio.create_task(self.worker.run())
+        self.worker = WorkerService(self._settings)
+        self.servers = HttpServers(self.worker, make_authorizer(self._settings))
+        running = asyncio.create_task(self.worker.run_until_cancelled())
         self._started.set()
         try:
-            await self.servers.run()
+            await self.servers.serve_both_ports()
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=10)
-            await self.worker.supervisor.end()
+            await self.worker.supervisor.end_engine()
 
     def call(self, function: Callable[[], T], seconds: float = 10) -> T:
         """Run a function in the worker's loop."""
@@ -203,7 +203,7 @@ class InProcess(Client):
 
     def crash(self, reason: str = "the test ended it") -> None:
         """Let the engine count as dead."""
-        self.call(lambda: self.worker.runtime.crashed(reason))
+        self.call(lambda: self.worker.runtime.report_crash(reason))
 
     def stop(self) -> None:
         self.call(self.servers.stop)

@@ -38,7 +38,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
     monkeypatch.setattr(incoming, "RESUME_SECONDS", 0.2)
     monkeypatch.setattr(port, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(port, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(port, "GREETING_TIMEOUT_SECONDS", 0.5)
     monkeypatch.setattr(outward, "HOP_SECONDS", 0.5)
     monkeypatch.setattr(receiving, "LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
@@ -82,7 +82,7 @@ async def serves(worker: TinyWorker, number: int, since: float | None = None) ->
 
 async def not_ready_or_serves(worker: TinyWorker, number: int) -> None:
     """See that a worker whose engine died serves nothing, and then these weights."""
-    not_ready = worker.worker.readiness
+    not_ready = worker.worker.readiness_problem
     await until(lambda: not_ready() or len(worker.engines) > 1, SECONDS, what="it to be NotReady")
     await until(lambda: len(worker.engines) > 1, what="another engine")
     await worker.reaches(Lifecycle.ACTIVE)
@@ -92,7 +92,7 @@ async def not_ready_or_serves(worker: TinyWorker, number: int) -> None:
 async def left(worker: TinyWorker) -> tuple[int, int]:
     """Return how many descriptors and mappings of pushed weights there are, with no thread at them."""
     await quiet()
-    await worker.updates.settle()
+    await worker.updates.wait_until_freed()
     worker.updates.pushes.spare.drop()
     return len(held()), _mapped()
 

@@ -27,7 +27,7 @@ from rollout_worker.engine import EngineCrashed, MemberInfo
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import line, silence, turning
 from rollout_worker.gang import member as members
-from rollout_worker.gang.places import EXIT_GANG
+from rollout_worker.gang.places import EXIT_GANG_BROKEN
 from rollout_worker.schemas import Progress
 from rollout_worker.turn import Turn
 from tiny_engine import LAYOUT, TinyEngine, write_weights
@@ -233,11 +233,11 @@ class RankedMember(TinyMember):
 
 def _hurry() -> None:
     """A second of a gang is less here, but more than a busy machine takes."""
-    heads.POLL_SECONDS = 0.1
-    heads.SILENCE_SECONDS = members.SILENCE_SECONDS = turning.SILENCE_SECONDS = 2.0
-    members.WATCH_SECONDS = 0.05
-    silence.GAP_SECONDS = 1.0
-    line.ANSWER_SECONDS, turning.WAIT_SECONDS = 1.5, 0.3
+    heads.MEMBER_POLL_SECONDS = 0.1
+    heads.MEMBER_SILENCE_SECONDS = members.HEAD_SILENCE_SECONDS = turning.SILENCE_SECONDS = 2.0
+    members.GANG_WATCH_SECONDS = 0.05
+    silence.MAX_GAP_SECONDS = 1.0
+    line.MEMBER_ANSWER_SECONDS, turning.WAIT_SECONDS = 1.5, 0.3
     whole_turn.PATIENCE_SECONDS = 0.5
     whole_turn.PAUSE_SECONDS = 0.1
 
@@ -282,8 +282,10 @@ async def _be_head(folder: Path, member: str, orders: IO[str], answers: IO[str])
         obeying = asyncio.create_task(_obey(gang, orders, answers))
         await asyncio.wait([obeying, gang.running], return_when=asyncio.FIRST_COMPLETED)
         _say(answers, f"broken: {await gang.why()}")
-        await gang.worker.supervisor.end()
-        os._exit(EXIT_GANG)  # as a worker does: the thread that reads orders is not waited for
+        await gang.worker.supervisor.end_engine()
+        os._exit(
+            EXIT_GANG_BROKEN
+        )  # as a worker does: the thread that reads orders is not waited for
 
 
 async def _obey(gang: Any, orders: IO[str], answers: IO[str]) -> None:
@@ -336,7 +338,7 @@ def _fork(role: str, folder: Path, member: str) -> int:
     try:
         gang_rank.die_with_parent(parent)
         _work(role, folder, member)
-        code = EXIT_GANG
+        code = EXIT_GANG_BROKEN
     finally:
         os._exit(code)
 

@@ -23,7 +23,7 @@ async def main(folder: Path) -> None:
         await asyncio.to_thread(sys.stdin.read)
         slot = worker.updates.slot
         assert slot is not None
-        _say({"root_hash": slot.view().root_hash})
+        _say({"root_hash": slot.to_view().root_hash})
 
 
 def _say(told: dict[str, object]) -> None:

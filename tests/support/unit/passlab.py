@@ -18,23 +18,23 @@ from loopback import Loopback, kubeconfig, loopback
 from poolspecs import NOW
 from rollout_client.control import WorkerControl
 from rollout_operator.api import names
-from rollout_operator.api.objects import Key, Obj
-from rollout_operator.api.revision import revision
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.cache.neighbours import Neighbourhood
 from rollout_operator.cache.store import Store
-from rollout_operator.config import Config, EngineDefaults
+from rollout_operator.config import EngineDefaults, OperatorConfig
 from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.services import pool_services
-from rollout_operator.core.trainers import parse_claim, parse_slice, parse_trainer
+from rollout_operator.core.trainers import parse_resource_claim, parse_resource_slice, parse_trainer
 from rollout_operator.kube.client import Kube
 from rollout_operator.kube.events import Recorder
-from rollout_operator.passes.context import Context
+from rollout_operator.passes.context import PassContext
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.telemetry import Telemetry
-from rollout_operator.workers.calls import Calls
-from rollout_operator.workers.poller import Ask, Poller
-from rollout_operator.workers.talk import Workers
+from rollout_operator.telemetry import OperatorTelemetry
+from rollout_operator.workers.calls import WorkerCalls
+from rollout_operator.workers.poller import AskState, HeadPoller
+from rollout_operator.workers.talk import WorkerClients
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,
@@ -47,7 +47,7 @@ from rollout_worker.schemas import (
 from simworker import SimWorker
 from waiting import until
 
-KEY = Key("rl", "math")
+KEY = PoolKey("rl", "math")
 PODS = "/api/v1/namespaces/rl/pods"
 POOL = "/apis/rollout.dev/v1alpha1/namespaces/rl/rolloutreplicas/math"
 
@@ -73,22 +73,22 @@ class Told(Recorder):
         self.events.append((type, reason, message))
 
 
-class Watched(Poller):
+class Watched(HeadPoller):
     """Knows whom it polls, and whether often."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: AskState) -> None:
         super().__init__(ask, lambda key: None)
         self.fast: dict[str, bool] = {}
 
-    def watch(self, key: Key, pod_uid: str, address: str, fast: bool) -> None:
+    def watch_head(self, key: PoolKey, pod_uid: str, address: str, fast: bool) -> None:
         """See the base class."""
         self.fast[pod_uid] = fast
-        super().watch(key, pod_uid, address, fast)
+        super().watch_head(key, pod_uid, address, fast)
 
-    def unwatch(self, pod_uid: str) -> None:
+    def unwatch_head(self, pod_uid: str) -> None:
         """See the base class."""
         self.fast.pop(pod_uid, None)
-        super().unwatch(pod_uid)
+        super().unwatch_head(pod_uid)
 
 
 class PassLab:
@@ -109,24 +109,24 @@ class PassLab:
         """Statuses as they were written."""
         self.poller = Watched(lambda key, address: self.control(key, address).state())
         self.told = Told(kube)
-        self.calls = Calls(lambda key: None, clock=lambda: self.clock.steady)
-        self.ctx = Context(
-            config=Config(engines={"hf": EngineDefaults(image="localhost/none")}),
+        self.calls = WorkerCalls(lambda key: None, clock=lambda: self.clock.steady)
+        self.ctx = PassContext(
+            config=OperatorConfig(engines={"hf": EngineDefaults(image="localhost/none")}),
             store=Store(),
             neighbours=Neighbourhood(
                 kube,
                 {
                     "pods": parse_trainer,
-                    "resourceclaims": parse_claim,
-                    "resourceslices": parse_slice,
+                    "resourceclaims": parse_resource_claim,
+                    "resourceslices": parse_resource_slice,
                     "members": parse_candidate,
                 },
                 lambda key: None,
             ),
             kube=kube,
-            workers=Workers(self.poller, self.calls, self.control),
+            workers=WorkerClients(self.poller, self.calls, self.control),
             recorder=self.told,
-            telemetry=Telemetry(),
+            telemetry=OperatorTelemetry(),
             clock=lambda: self.clock.wall,
             monotonic=lambda: self.clock.steady,
         )
@@ -214,7 +214,7 @@ class PassLab:
     async def polled(self) -> None:
         """Let each head that is polled answer, or fail to."""
         running = asyncio.create_task(self.poller.run())
-        await asyncio.gather(*(self.poller.refresh(uid) for uid in self.poller.fast))
+        await asyncio.gather(*(self.poller.refresh_state(uid) for uid in self.poller.fast))
         running.cancel()
         await asyncio.wait({running})
 
@@ -231,14 +231,15 @@ class PassLab:
         lanes = [lane for uid in self.poller.fast for lane in (uid, f"{uid}/stage")]
         running = asyncio.create_task(self.poller.run())
         await until(
-            lambda: not any(self.calls.running(lane) for lane in lanes), what="the end of all calls"
+            lambda: not any(self.calls.running_call(lane) for lane in lanes),
+            what="the end of all calls",
         )
         running.cancel()
         await asyncio.wait({running})
 
     # The workers.
 
-    def control(self, key: Key, address: str) -> WorkerControl:
+    def control(self, key: PoolKey, address: str) -> WorkerControl:
         """A client whose worker is in memory."""
         assert key == KEY
         return WorkerControl(f"http://{address}", _no_token, self._send)
@@ -338,7 +339,7 @@ def pod(replica: int = 0, owner: str = "ours", **meta: Any) -> Obj:
             "resourceVersion": "5",
             "labels": {
                 **names.worker_labels("math", replica, 0),
-                names.LABEL_REVISION: revision(parse_spec(pool())),
+                names.LABEL_REVISION: pod_revision(parse_spec(pool())),
             },
             "ownerReferences": [names.controller_reference("math", owner)],
             **meta,
@@ -384,7 +385,7 @@ def worker_of(**fields: Any) -> SimWorker:
     return made
 
 
-def settled_services(ctx: Context, *, selecting: bool = True) -> None:
+def settled_services(ctx: PassContext, *, selecting: bool = True) -> None:
     """Put the pool's Services into the store."""
     for service in pool_services("math", "rl", "ours", selecting=selecting):
         service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"

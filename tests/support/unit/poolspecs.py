@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rollout_operator.api.revision import revision
+from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.world import Pod
 
@@ -31,7 +31,7 @@ def a_pod(spec: RolloutReplicaSpec, replica: int = 0, rank: int = 0, **fields: A
         uid=f"uid of {name}",
         replica=replica,
         rank=rank,
-        revision=revision(spec),
+        revision=pod_revision(spec),
         phase="Running",
         owned=True,
         started=True,

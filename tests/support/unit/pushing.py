@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from rollout_worker.ports.tls import certificate
+from rollout_worker.ports.tls import serving_certificate
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import StagedWeights, Transfer
 from rollout_worker.transfer.arena import Slot
@@ -22,7 +22,7 @@ from rollout_worker.transfer.delta import encode
 from rollout_worker.transfer.dialing import dial, dial_unix
 from rollout_worker.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
 from rollout_worker.transfer.layout import PushLayout
-from rollout_worker.wire.roothash import Hashed, root_hash_of
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
 from tiny_worker import TinyWorker, tiny_worker
 from waiting import until
 
@@ -61,7 +61,7 @@ class Version:
     def root_hash(self) -> str:
         placed = self.layout.tensors
         return root_hash_of(
-            {p.name: Hashed(p.dtype, p.shape, self.digests[p.name]) for p in placed}
+            {p.name: HashedTensor(p.dtype, p.shape, self.digests[p.name]) for p in placed}
         )
 
     @property
@@ -185,7 +185,7 @@ async def push(worker: TinyWorker, version: int, given: Version, kind: str) -> S
     await asyncio.to_thread(send)
     slot = worker.updates.slot
     assert slot is not None
-    return slot.view()
+    return slot.to_view()
 
 
 async def stage(worker: TinyWorker, version: int, **fields: Any) -> StagedWeights:
@@ -199,7 +199,7 @@ async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
     ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
     async with tiny_worker(home, *ways, "--data-host", "127.0.0.1", *flags) as worker:
         asked = worker.worker.settings
-        port = WeightsPort(asked, worker.updates.pushes.desk, certificate(asked))
+        port = WeightsPort(asked, worker.updates.pushes.desk, serving_certificate(asked))
         port.start()
         try:
             yield worker

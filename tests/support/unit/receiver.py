@@ -19,7 +19,7 @@ from rollout_worker.transfer.dialing import dial
 from rollout_worker.transfer.frames import Frame, Kind, TransferError
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.transfer.node import node_of
-from rollout_worker.wire.roothash import Hashed, root_hash_of
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
 
 Fault = Callable[["Receiver", Connection, Frame], None]
 
@@ -188,7 +188,7 @@ class Receiver:
         self.content = {t.name: bytes(view[t.start : t.end]) for t in layout.tensors}
         digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in self.content.items()}
         assert digests == end["digests"]
-        hashed = {t.name: Hashed(t.dtype, t.shape, digests[t.name]) for t in layout.tensors}
+        hashed = {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in layout.tensors}
         self.root_hash = root_hash_of(hashed)
         assert self.root_hash == end["root_hash"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollout_operator.api.revision import is_current
-from rollout_operator.api.spec import Mode, RolloutReplicaSpec, State, Strategy
+from rollout_operator.api.revision import is_current_revision
+from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec, WeightsStrategy
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.placement import Placement
-from rollout_operator.core.plan import CallWorker, Plan, Verb
-from rollout_operator.core.world import Observed, Pod
+from rollout_operator.core.placement import PlacementPlanner
+from rollout_operator.core.plan import CallWorker, ControlVerb, PassPlan
+from rollout_operator.core.world import ObservedPool, Pod
 from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,
@@ -34,15 +34,15 @@ class Pass:
     """
 
     spec: RolloutReplicaSpec
-    seen: Observed
+    seen: ObservedPool
     stored: RolloutReplicaStatus
-    plan: Plan
+    plan: PassPlan
     terminating: frozenset[str]
 
     @property
     def ours(self) -> dict[str, Pod]:
         """Pods of ours that were seen, by uid; a Hybrid pool's are the trainer's."""
-        theirs = self.spec.mode is Mode.HYBRID
+        theirs = self.spec.mode is PoolMode.HYBRID
         return {p.uid: p for p in self.seen.pods if p.owned or theirs}
 
     @property
@@ -59,7 +59,7 @@ class Pass:
     def lost(self, head: Pod | None) -> bool:
         """Another rank of this head's gang has ended."""
         return head is not None and any(
-            p.finished and not p.deleting
+            p.is_finished and not p.is_deleting
             for p in self.ours.values()
             if p.replica == head.replica and p.rank > 0
         )
@@ -89,7 +89,7 @@ def check(one: Pass) -> None:
 
 def _leaves_the_trainer_alone(one: Pass) -> None:
     """No pod is made, looked for, deleted or replaced in a Hybrid pool."""
-    if one.spec.mode is not Mode.HYBRID:
+    if one.spec.mode is not PoolMode.HYBRID:
         return
     plan = one.plan
     assert not any((plan.create, plan.delete, plan.seek, plan.restarts))
@@ -105,10 +105,12 @@ def _keeps_its_places(one: Pass) -> None:
         pod = pods[deletion.uid]
         assert not pod.colocated or deletion.grace != 0, "its engine may have the devices still"
     for index in one.plan.restarts:
-        assert any(p.finished for p in one.ours.values() if p.replica == index), "it has not failed"
+        assert any(p.is_finished for p in one.ours.values() if p.replica == index), (
+            "it has not failed"
+        )
     if one.spec.colocation is None:
         return
-    held = [d for p in pods.values() if p.taken and not p.finished for d in p.taken.devices]
+    held = [d for p in pods.values() if p.taken and not p.is_finished for d in p.taken.devices]
     for made in one.plan.create:
         assert made.place is not None, "a colocated pod without a place"
         claim = (one.seen.beside.claims or {})[made.place.claim]
@@ -136,8 +138,8 @@ def _deletes(one: Pass) -> None:
         pod = one.ours.get(deletion.uid) or old.get(deletion.uid)
         assert pod is not None, f"{deletion.name} is not ours, or another uid"
         assert pod.name == deletion.name
-        assert pod.deleting == deletion.forced
-        if pod.deleting:
+        assert pod.is_deleting == deletion.forced
+        if pod.is_deleting:
             assert deletion.grace == 0, "it is going already; only force helps"
             continue
         assert not pod.gate or pod.uid in off, f"{pod.name} is deleted with its gate on"
@@ -147,8 +149,8 @@ def _deletes(one: Pass) -> None:
 def _members_go_last(one: Pass, pod: Pod) -> None:
     """No member of a whole gang is deleted while its head drains."""
     ranks = [p for p in one.ours.values() if p.replica == pod.replica]
-    head = next((p for p in ranks if p.rank == 0 and not p.finished), None)
-    members = [p for p in ranks if p.rank > 0 and not p.deleting and not p.finished]
+    head = next((p for p in ranks if p.rank == 0 and not p.is_finished), None)
+    members = [p for p in ranks if p.rank > 0 and not p.is_deleting and not p.is_finished]
     whole = len(members) == one.spec.parallelism.nodes - 1
     assert pod.rank == 0 or head is None or not whole, f"{pod.name} goes before its head"
 
@@ -172,13 +174,15 @@ def _gates(one: Pass) -> None:
         gates[change.uid] = (change.serving, change.boot)
     for uid, (on, boot) in gates.items():
         pod, state = one.ours[uid], one.state(uid)
-        leaves = pod.deleting or pod.finished
+        leaves = pod.is_deleting or pod.is_finished
         assert not on or leaves or not one.lost(pod), f"{pod.name} has its gate on, its gang ended"
-        if not on or pod.deleting or pod.finished or state is None:
+        if not on or pod.is_deleting or pod.is_finished or state is None:
             continue
-        assert one.spec.state is State.ACTIVE, f"{pod.name} has its gate on in a pool at rest"
+        assert one.spec.state is DesiredState.ACTIVE, (
+            f"{pod.name} has its gate on in a pool at rest"
+        )
         assert not one.spec.suspend
-        if Verb.COMMIT not in one.running(uid):
+        if ControlVerb.COMMIT not in one.running(uid):
             assert state.serving, f"{pod.name} does not serve and has its gate on"
             assert state.boot_id == boot, f"the gate of {pod.name} speaks of another process"
         assert state.weights.active is not None
@@ -192,13 +196,17 @@ def _calls(one: Pass) -> None:
         assert pod is not None, f"{call.pod} is not ours"
         assert pod.name == call.pod
         assert pod.rank == 0
-        assert not pod.deleting
+        assert not pod.is_deleting
         assert pod.uid not in leaving
         assert one.state(call.uid) is not None, f"{call.pod} has never answered"
         busy = one.running(call.uid)
         assert call.verb not in busy
-        assert call.verb is Verb.STAGE or not busy - {Verb.STAGE} - call.instead_of, "one at a time"
-        assert not call.instead_of or one.spec.state is State.ASLEEP, "only sleep is that urgent"
+        assert call.verb is ControlVerb.STAGE or not busy - {ControlVerb.STAGE} - call.instead_of, (
+            "one at a time"
+        )
+        assert not call.instead_of or one.spec.state is DesiredState.ASLEEP, (
+            "only sleep is that urgent"
+        )
         generation = getattr(call.body, "generation", one.seen.generation)
         assert generation == one.seen.generation
         _only_our_hold(one, call)
@@ -207,14 +215,21 @@ def _calls(one: Pass) -> None:
 
 
 def _only_our_hold(one: Pass, call: CallWorker) -> None:
-    if call.verb not in (Verb.RESUME, Verb.WAKE):
+    if call.verb not in (ControlVerb.RESUME, ControlVerb.WAKE):
         return
     state = one.state(call.uid)
     assert state is not None
     assert any(h.holder == state.caller for h in state.holds), "there is no hold of ours to drop"
     empty = isinstance(call.body, WakeRequest) and call.body.load is False
-    assert one.spec.state is State.ACTIVE or (empty and one.spec.state is State.PAUSED)
-    if call.verb is Verb.WAKE and not empty and state.wakes_empty and not state.held_by_others:
+    assert one.spec.state is DesiredState.ACTIVE or (
+        empty and one.spec.state is DesiredState.PAUSED
+    )
+    if (
+        call.verb is ControlVerb.WAKE
+        and not empty
+        and state.wakes_empty
+        and not state.held_by_others
+    ):
         active, committed = state.weights.active, one.plan.status.weights.committed
         if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
             return  # what it is to have can't be had now: it keeps what it has
@@ -251,15 +266,15 @@ def _commits(one: Pass) -> None:
         assert decided or identity <= one.committed, "not decided, or not persisted"
         busy += state.serving and one.ours[call.uid].gate
     busy += sum(_commits_while_it_serves(one, uid) for uid in one.ours)
-    if one.spec.weights.strategy is Strategy.ROLLING and busy:
+    if one.spec.weights.strategy is WeightsStrategy.ROLLING and busy:
         assert busy <= one.spec.weights.max_unavailable, "too many commit at once"
 
 
 def _commits_while_it_serves(one: Pass, uid: str) -> bool:
     """It commits in service: a joiner, and a pod that is being deleted, are in none."""
     state, pod = one.state(uid), one.ours[uid]
-    in_service = state is not None and state.serving and pod.gate and not pod.deleting
-    return in_service and Verb.COMMIT in one.running(uid)
+    in_service = state is not None and state.serving and pod.gate and not pod.is_deleting
+    return in_service and ControlVerb.COMMIT in one.running(uid)
 
 
 def _stages_the_known_bytes(one: Pass, body: StageRequest) -> None:
@@ -283,7 +298,11 @@ def _stages_the_known_bytes(one: Pass, body: StageRequest) -> None:
 def _barrier(one: Pass) -> None:
     """AllAtOnce commits once all of the barrier have staged, or where one serves it already."""
     before, after = one.stored.weights.last_update, one.plan.status.weights.last_update
-    if one.spec.weights.strategy is not Strategy.ALL_AT_ONCE or before is None or after is None:
+    if (
+        one.spec.weights.strategy is not WeightsStrategy.ALL_AT_ONCE
+        or before is None
+        or after is None
+    ):
         return
     waited = before.phase in (UpdatePhase.STAGING, UpdatePhase.FAILED)
     if not waited or before.identity != after.identity or one.seen.barrier is None:
@@ -300,13 +319,13 @@ def _barrier(one: Pass) -> None:
                 other = slot is not None and slot.root_hash != after.root_hash
                 assert _is_there(state, wanted) or not other, f"{pod.name} staged other bytes"
             silent = one.seen.barrier and state is None and _boot(one, uid) in one.seen.barrier
-            gone = pod.deleting or pod.finished or one.lost(pod)
+            gone = pod.is_deleting or pod.is_finished or one.lost(pod)
             gone = gone or pod.replica >= one.spec.replicas
             assert not silent or gone, f"{pod.name} is silent, not gone"
     if after.phase is UpdatePhase.COMPLETE:
         for uid, pod in one.ours.items():
             silent = one.state(uid) is None and _boot(one, uid) in one.seen.barrier
-            gone = pod.deleting or pod.finished or one.lost(pod)
+            gone = pod.is_deleting or pod.is_finished or one.lost(pod)
             gone = gone or pod.replica >= one.spec.replicas
             assert not silent or gone or one.spec.suspend, f"{pod.name} is silent, not gone"
 
@@ -331,7 +350,9 @@ def _pushed_bytes(one: Pass) -> None:
             update = one.plan.status.weights.last_update
             bound = {one.plan.status.weights.committed, update}
             odd = any(b and b.root_hash not in (None, slot.root_hash) for b in bound)
-            assert odd or one.spec.state is State.ASLEEP, f"{call.pod} loses what the target needs"
+            assert odd or one.spec.state is DesiredState.ASLEEP, (
+                f"{call.pod} loses what the target needs"
+            )
 
 
 def _keeps(one: Pass, uid: str, wanted: tuple[int, int]) -> bool:
@@ -383,7 +404,7 @@ def _stays_in_service(one: Pass) -> None:
         return
     failed = update.phase is UpdatePhase.FAILED and update.commit_started_at is not None
     committing = failed or update.phase is UpdatePhase.COMMITTING
-    if committing and one.spec.state is State.ACTIVE:
+    if committing and one.spec.state is DesiredState.ACTIVE:
         lasts = (one.seen.workers[u].last for u in one.ours if u in one.seen.workers)
         newer = any(
             s and s.weights.active and s.weights.active.identity >= update.identity for s in lasts
@@ -399,9 +420,9 @@ def _lost_its_place(one: Pass, replica: int) -> bool:
     """Whether one of a replica's pods has, which takes the others along."""
     if one.spec.colocation is None:
         return False
-    placement = Placement(one.spec, one.seen.beside)
+    placement = PlacementPlanner(one.spec, one.seen.beside)
     mine = [pod for pod in one.ours.values() if pod.replica == replica]
-    return any(placement.lost(pod) or placement.drift(pod) for pod in mine)
+    return any(placement.lost_reason(pod) or placement.move_reason(pod) for pod in mine)
 
 
 def _rolls_within_its_budget(one: Pass) -> None:
@@ -415,26 +436,28 @@ def _rolls_within_its_budget(one: Pass) -> None:
         elif head.uid in leaving:
             if _lost_its_place(one, replica):
                 continue  # the devices are the trainer's: it can't stay for anybody's budget
-            assert not is_current(head.revision, one.spec), "it serves, and nothing of it is old"
+            assert not is_current_revision(head.revision, one.spec), (
+                "it serves, and nothing of it is old"
+            )
             gone += 1
     budget = one.spec.update_strategy.max_unavailable
     assert not gone or gone + down <= budget, f"{gone} of those that work, {down} are down already"
 
 
 def _head(ours: Mapping[str, Pod], replica: int) -> Pod | None:
-    found = [p for p in ours.values() if (p.replica, p.rank) == (replica, 0) and not p.deleting]
+    found = [p for p in ours.values() if (p.replica, p.rank) == (replica, 0) and not p.is_deleting]
     return found[0] if found else None
 
 
 def _works(one: Pass, head: Pod) -> bool:
     """The replica is whole and does what is wanted of it."""
-    ranks = [p for p in one.ours.values() if p.replica == head.replica and not p.deleting]
-    if len(ranks) < one.spec.parallelism.nodes or any(p.finished for p in ranks):
+    ranks = [p for p in one.ours.values() if p.replica == head.replica and not p.is_deleting]
+    if len(ranks) < one.spec.parallelism.nodes or any(p.is_finished for p in ranks):
         return False
     worker = one.seen.workers.get(head.uid)
     state = worker.last if worker else None  # of who is silent nothing else is known
     if state is not None and any(h.holder != state.caller for h in state.holds):
         return True  # it is as others want it
-    if one.spec.state is State.ACTIVE:
+    if one.spec.state is DesiredState.ACTIVE:
         return head.ready
     return state is not None and state.lifecycle == one.spec.state.value

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from loopback import Loopback, loopback
-from rollout_client.control import STATE_SECONDS
+from rollout_client.control import STATE_TIMEOUT_SECONDS
 from rollout_client.discovery.members import Member
 
 
@@ -68,7 +68,7 @@ class ScriptedControl:
         self.bodies.append((verb, json.loads(text) if text else {}))
         if self.slow.get(verb):
             self.slow[verb] -= 1
-            await asyncio.sleep(STATE_SECONDS + 0.5)
+            await asyncio.sleep(STATE_TIMEOUT_SECONDS + 0.5)
         busy = self.busy.get(verb)
         if busy or verb in self.refuse:
             status, slug = busy.pop(0) if busy else self.refuse[verb]

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.server import Servers
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.server import HttpServers
 from tiny_worker import tiny_worker
 
 
@@ -17,10 +17,10 @@ async def served(home: Path, *flags: str) -> AsyncIterator[tuple[int, int]]:
     """The data and the control port of a worker."""
     ports = ["--data-host", "127.0.0.1", "--data-port", "0", "--control-port", "0"]
     async with tiny_worker(home, *ports, *flags) as tiny:
-        servers = Servers(tiny.worker, Anyone())
-        running = asyncio.create_task(servers.run())
+        servers = HttpServers(tiny.worker, AllowAnyone())
+        running = asyncio.create_task(servers.serve_both_ports())
         try:
-            yield servers.ports
+            yield servers.bound_ports
         finally:
             servers.stop()
             await asyncio.wait_for(running, 20)

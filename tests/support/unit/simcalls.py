@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from poolspecs import NOW
-from rollout_operator.core.plan import CallWorker, Verb
-from rollout_operator.core.world import CallError, Pod, Worker
+from rollout_operator.core.plan import CallWorker, ControlVerb
+from rollout_operator.core.world import FailedCall, ObservedWorker, Pod
 from rollout_worker.schemas import StageRequest, WorkerState
 from simworker import SimWorker
 
@@ -31,7 +31,7 @@ class SimCalls:
         self.silent_error = "no answer within 3 s"
         """What a poll of a silent worker ends with."""
         self.workers: dict[str, SimWorker] = {}
-        self.failures: dict[tuple[str, str], CallError] = {}
+        self.failures: dict[tuple[str, str], FailedCall] = {}
         """By pod uid and verb; `retry_in` is kept as the moment when it is over."""
         self.flights: dict[tuple[str, str], Flight] = {}
         self.log: list[str] = []
@@ -43,7 +43,7 @@ class SimCalls:
         """Calls under way of such verbs, by pod uid."""
         self.backoff = 1.0
         """Seconds until a failed call may be repeated."""
-        self.seconds_of: dict[Verb, float] = {}
+        self.seconds_of: dict[ControlVerb, float] = {}
         """How long calls take; the others end at once."""
 
     @property
@@ -51,7 +51,7 @@ class SimCalls:
         """What the operator's wall clock says."""
         return self.tick + self.skew
 
-    def known(self, pod: Pod) -> Worker:
+    def known(self, pod: Pod) -> ObservedWorker:
         """What the operator knows of a head."""
         worker = self.workers[pod.uid]
         slot = worker.staged and (worker.staged.epoch, worker.staged.version, worker.staged.phase)
@@ -71,13 +71,13 @@ class SimCalls:
             since = None
             if error is not None:
                 since = worker.silent_since = worker.silent_since or self.tick
-            return Worker(
+            return ObservedWorker(
                 None, error, frozenset(running), failures, last, slot_seconds,
                 since, self.tick - (since or self.tick),
             )  # fmt: skip
         worker.silent_since = None
         state = self.answers[pod.uid] = worker.state()
-        return Worker(state, None, frozenset(running), failures, slot_seconds=slot_seconds)
+        return ObservedWorker(state, None, frozenset(running), failures, slot_seconds=slot_seconds)
 
     def call(self, call: CallWorker) -> None:
         """Make a planned call."""
@@ -93,7 +93,7 @@ class SimCalls:
         if problem := self._fetched(call):
             self._ended(call, problem)
             return
-        if call.verb is Verb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
+        if call.verb is ControlVerb.STAGE and (problem := worker.begin_stage(call.body)):  # type: ignore[arg-type]
             self._ended(call, problem)
             return
         flight = Flight(call, self.tick + self.seconds_of.get(call.verb, 0.0))
@@ -113,21 +113,21 @@ class SimCalls:
         worker, call = self.workers[flight.call.uid], flight.call
         problem: str | None = None
         match call.verb:
-            case Verb.STAGE:
+            case ControlVerb.STAGE:
                 problem = self._fetched(call) or worker.end_stage(call.body)  # type: ignore[arg-type]
-            case Verb.COMMIT:
+            case ControlVerb.COMMIT:
                 problem = worker.commit(call.body)  # type: ignore[arg-type]
-            case Verb.REQUIRE:
+            case ControlVerb.REQUIRE:
                 worker.require(call.body)  # type: ignore[arg-type]
-            case Verb.DISCARD:
+            case ControlVerb.DISCARD:
                 worker.discard(call.body)  # type: ignore[arg-type]
-            case Verb.PAUSE:
+            case ControlVerb.PAUSE:
                 worker.hold_with("Paused")
-            case Verb.SLEEP:
+            case ControlVerb.SLEEP:
                 worker.sleep()
-            case Verb.RESUME:
+            case ControlVerb.RESUME:
                 worker.hold = None
-            case Verb.WAKE:
+            case ControlVerb.WAKE:
                 problem = worker.wake(call.body)  # type: ignore[arg-type]
         if flight.ours:
             self._ended(call, problem)
@@ -155,6 +155,6 @@ class SimCalls:
         before = self.failures.pop(slot, None)
         if problem is not None:
             count = before.count + 1 if before and before.about == call.about else 1
-            self.failures[slot] = CallError(
+            self.failures[slot] = FailedCall(
                 problem, count, self.tick + self.backoff, problem.partition(":")[0], call.about
             )

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from poolspecs import a_pod
 from rollout_operator.api.objects import Obj
-from rollout_operator.core.endpoints import differs, pool_slices, read_gates, repair, with_gates
-from rollout_operator.core.hybrid import Candidate, members, strangers
-from rollout_operator.core.plan import Plan
-from rollout_operator.core.world import Observed, Pod
+from rollout_operator.core.endpoints import (
+    pool_slices,
+    read_gates,
+    slice_difference,
+    slice_patch,
+    with_gates,
+)
+from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
+from rollout_operator.core.plan import PassPlan
+from rollout_operator.core.world import ObservedPool, Pod
 from simworker import SimWorker
 
 if TYPE_CHECKING:
@@ -41,15 +47,15 @@ class SimHybrid:
     def members(self) -> list[Pod]:
         """The trainer's pods as a pass sees them."""
         gates = read_gates(self.slices.values(), "pool", "owner")
-        return list(members(self.world.spec, self._selected(), gates))
+        return list(select_members(self.world.spec, self._selected(), gates))
 
     def strangers(self) -> tuple[str, ...]:
         """What is told of selected pods that are no members."""
-        return strangers(self.world.spec, self._selected())
+        return foreign_pod_messages(self.world.spec, self._selected())
 
-    def _selected(self) -> list[Candidate]:
+    def _selected(self) -> list[MemberCandidate]:
         shown = (p for p in self.world.pods.values() if p.uid not in self.world.unlabelled)
-        return [Candidate(pod, self.account(pod)) for pod in shown]
+        return [MemberCandidate(pod, self.account(pod)) for pod in shown]
 
     def account(self, pod: Pod) -> str:
         """The service account of a pod."""
@@ -68,7 +74,7 @@ class SimHybrid:
             if due <= self.world.tick:
                 self._start(name)
         for name in list(self.world.pods):
-            if name not in self.wanted and not self.world.pods[name].deleting:
+            if name not in self.wanted and not self.world.pods[name].is_deleting:
                 self.world.ask_to_go(name)
         listed, self.listed = self.listed, True  # the next look finds the list
         return listed
@@ -100,7 +106,7 @@ class SimHybrid:
         """It ends and starts again before anybody has looked."""
         self._start(name)
 
-    def carry_out(self, seen: Observed, plan: Plan) -> None:
+    def carry_out(self, seen: ObservedPool, plan: PassPlan) -> None:
         """What a pass does, in its order; where a write fails the others go on."""
         world = self.world
         decided = world.write_status(plan)
@@ -108,15 +114,15 @@ class SimHybrid:
             self._write(seen, plan)
         world.call_all(plan, decided=decided)
 
-    def _write(self, seen: Observed, plan: Plan) -> None:
+    def _write(self, seen: ObservedPool, plan: PassPlan) -> None:
         shown = with_gates(seen.pods, plan.gates, self.world.now)
         for want in pool_slices("pool", "ns", "owner", shown, self.slices.values()):
             name = want["metadata"]["name"]
             have = self.slices.get(name)
             if have is None:
                 self.slices[name] = _stored(want)
-            elif differs(want, have):
-                patch = repair(want, have)
+            elif slice_difference(want, have):
+                patch = slice_patch(want, have)
                 meta = {**have["metadata"], **patch.pop("metadata")}
                 self.slices[name] = _stored({**have, **patch, "metadata": meta})
             else:
@@ -124,14 +130,14 @@ class SimHybrid:
             self.writes += 1
         self._check(seen)
 
-    def _check(self, seen: Observed) -> None:
+    def _check(self, seen: ObservedPool) -> None:
         """Whoever gets requests serves, as far as anybody knows."""
         ready = {pod["targetRef"]["uid"] for pod in self.endpoints() if pod["conditions"]["ready"]}
         there = {pod.uid: pod for pod in seen.pods}
         for uid in ready:
             assert uid in there, "an endpoint of nobody"
-            assert not there[uid].deleting
-            assert not there[uid].finished
+            assert not there[uid].is_deleting
+            assert not there[uid].is_finished
         by_name = [e["hostname"] for e in self.endpoints("pool-heads")]
         assert by_name == [f"pool-{p.replica}-0" for p in seen.pods]
 

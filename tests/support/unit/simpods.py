@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from poolspecs import a_pod
-from rollout_operator.api.spec import Mode, RolloutReplicaSpec
-from rollout_operator.core.placement import Place
+from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
+from rollout_operator.core.placement import PodPlacement
 from rollout_operator.core.plan import DeletePod, SetGate
-from rollout_operator.core.trainers import Taken
+from rollout_operator.core.trainers import RecordedPlacement
 from rollout_operator.core.world import Pod
 from simcalls import SimCalls
 from simworker import SimWorker
@@ -67,7 +67,9 @@ class SimPods(SimCalls):
             )
             self.log.append(f"gate {gate.name} {gate.serving}")
 
-    def make(self, replica: int, rank: int, restarts: int = 0, place: Place | None = None) -> None:
+    def make(
+        self, replica: int, rank: int, restarts: int = 0, place: PodPlacement | None = None
+    ) -> None:
         """Create a pod; a name that is taken stays with whoever has it."""
         name = f"pool-{replica}-{rank}"
         assert name not in self.predecessors, "it is known that the name is taken"
@@ -146,7 +148,7 @@ class SimPods(SimCalls):
     def _form_gangs(self) -> None:
         by_replica: dict[int, list[Pod]] = {}
         for pod in self.pods.values():
-            if not pod.deleting and not pod.finished:
+            if not pod.is_deleting and not pod.is_finished:
                 by_replica.setdefault(pod.replica, []).append(pod)
         for replica, pods in by_replica.items():
             if len(pods) == self.spec.parallelism.nodes > 1:
@@ -155,12 +157,12 @@ class SimPods(SimCalls):
     def _break_gangs(self) -> None:
         """Ranks end some time after one of them did: an engine can't be joined again."""
         for name, pod in list(self.pods.items()):
-            if self.frozen_ranks.get(pod.uid, self.tick + 1) <= self.tick and not pod.finished:
+            if self.frozen_ranks.get(pod.uid, self.tick + 1) <= self.tick and not pod.is_finished:
                 self._end_rank(name)
         runs = {
             p.uid: name
             for name, p in self.pods.items()
-            if not p.finished and p.uid not in self.frozen_ranks
+            if not p.is_finished and p.uid not in self.frozen_ranks
         }
         for replica, uids in list(self.gangs.items()):
             if uids <= runs.keys():
@@ -172,7 +174,7 @@ class SimPods(SimCalls):
                     self._end_rank(runs[uid])
 
     def _end_rank(self, name: str) -> None:
-        if self.pods[name].deleting:
+        if self.pods[name].is_deleting:
             self.kill(name)
         else:
             self.fail(name)
@@ -208,7 +210,7 @@ class SimPods(SimCalls):
             self.ghosts.update(
                 {n: (replace(g, deletion_at=self.tick), d) for n, (g, d) in self.ghosts.items()}
             )
-        elif not pod.deleting:
+        elif not pod.is_deleting:
             ends = self.tick + self.grace
             self.pods[deletion.name] = replace(pod, deletion_at=ends, grace=self.grace)
 
@@ -237,15 +239,17 @@ class SimPods(SimCalls):
             if worker is not None and self.autoload and joined:
                 worker.loading = False
             serving = worker.serving if worker else pod.rank > 0 and joined
-            ready = not pod.finished and serving and (pod.gate or pod.rank > 0)
-            if self.spec.mode is Mode.HYBRID:
-                ready = not pod.finished  # the trainer's pods have no gate of ours, nor our probes
+            ready = not pod.is_finished and serving and (pod.gate or pod.rank > 0)
+            if self.spec.mode is PoolMode.HYBRID:
+                ready = (
+                    not pod.is_finished
+                )  # the trainer's pods have no gate of ours, nor our probes
             self.pods[name] = replace(pod, ready=ready)
 
 
-def _seated(pod: Pod, place: Place | None) -> Pod:
+def _seated(pod: Pod, place: PodPlacement | None) -> Pod:
     """The pod in its place, if it is a colocated one."""
     if place is None:
         return pod
-    taken = Taken(place.trainer, place.claim_uid, place.devices)
+    taken = RecordedPlacement(place.trainer, place.claim_uid, place.devices)
     return replace(pod, colocated=True, taken=taken, node=place.node)

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.trainers import (
-    SETTLED_SECONDS,
-    Beside,
-    Device,
+    TRAINERS_SETTLED_SECONDS,
+    AllocatedDevice,
     DeviceClaim,
-    Trainer,
+    ObservedTrainers,
+    TrainerPod,
     TrainerWatch,
 )
 from rollout_operator.core.world import Pod
-from rollout_worker.claims import natural
+from rollout_worker.claims import natural_sort_key
 
 GONE_SECONDS = 2.0
 """How long a pod of the trainer's terminates."""
@@ -33,8 +33,8 @@ class SimTrainers:
         assert spec.colocation is not None
         self.generated = generated
         self.slots, self.nodes = spec.colocation.slots, spec.parallelism.nodes
-        self.count = spec.colocation.slots * spec.world // spec.parallelism.nodes
-        self.pods: dict[str, Trainer] = {}
+        self.count = spec.colocation.slots * spec.world_size // spec.parallelism.nodes
+        self.pods: dict[str, TrainerPod] = {}
         self.claims: dict[str, DeviceClaim] = {}
         self.wanted = ["t-0", "t-1"]
         self.listed = True
@@ -45,14 +45,14 @@ class SimTrainers:
         """Claims that stay are allocated on a node of this number from now on."""
         self._gone_at: dict[str, float] = {}
 
-    def beside(self) -> Beside:
+    def beside(self) -> ObservedTrainers:
         """What a pass sees."""
         if not self.listed:
             self.listed = True  # the next list brings it
-            return Beside(unknown="list pods: no answer")
-        stable = self.watch.stable_seconds(self.pods.values(), self.tick)
+            return ObservedTrainers(unknown="list pods: no answer")
+        stable = self.watch.note_trainers(self.pods.values(), self.tick)
         devices = [device.name for claim in self.claims.values() for device in claim.devices]
-        return Beside(
+        return ObservedTrainers(
             tuple(reversed(self.pods.values())),
             dict(self.claims),
             stable_seconds=stable,
@@ -62,9 +62,9 @@ class SimTrainers:
 
     def settles(self, pods: Iterable[Pod]) -> bool:
         """Whether one of the pool's pods may have to move once the trainer has not changed for a while."""
-        if self.watch.has_shrunk and self.watch.changed_at > self.tick - SETTLED_SECONDS:
+        if self.watch.has_shrunk and self.watch.changed_at > self.tick - TRAINERS_SETTLED_SECONDS:
             return True
-        order = [self.pods[name] for name in sorted(self.pods, key=natural)]
+        order = [self.pods[name] for name in sorted(self.pods, key=natural_sort_key)]
         claims = [self.claims[name].uid for pod in order for name in pod.claims]
         return any(
             claims[(pod.replica * self.nodes + pod.rank) // self.slots :][:1]
@@ -110,7 +110,7 @@ class SimTrainers:
     def _has_user(self, claim: str) -> bool:
         return any(claim in pod.claims and pod.node is not None for pod in self.pods.values())
 
-    def _end_claim(self, pod: Trainer) -> None:
+    def _end_claim(self, pod: TrainerPod) -> None:
         for name in pod.claims:
             if self.claims[name].pod_uid == pod.uid:
                 self.claims[name] = replace(self.claims[name], deleting=True)
@@ -120,7 +120,7 @@ class SimTrainers:
         pod = self.pods.get(name)
         if pod is None:
             self.uids += 1
-            self.pods[name] = Trainer(name, f"trainer{self.uids}", unmade=("gpus",))
+            self.pods[name] = TrainerPod(name, f"trainer{self.uids}", unmade=("gpus",))
         elif pod.unmade:
             claim = f"{name}-{pod.uid}" if self.generated else f"{name}-gpus"
             if claim not in self.claims:
@@ -135,11 +135,14 @@ class SimTrainers:
         elif pod.node is None and not pod.deleting:
             self._schedule(name, pod)
 
-    def _schedule(self, name: str, pod: Trainer) -> None:
+    def _schedule(self, name: str, pod: TrainerPod) -> None:
         claim = self.claims[pod.claims[0]]
         if not claim.allocated:
             node = f"node-{name}-{self.sites}"
-            found = [Device("gpus", "gpu.example.com", node, f"gpu-{i}") for i in range(self.count)]
+            found = [
+                AllocatedDevice("gpus", "gpu.example.com", node, f"gpu-{i}")
+                for i in range(self.count)
+            ]
             taken = {d.name for c in self.claims.values() for d in c.devices}
             if taken & {d.name for d in found}:
                 return  # the claim that goes has them still

@@ -1,4 +1,4 @@
-"""A worker as `decide` sees it: what it would answer, and what it makes of the calls that it gets."""
+"""A worker as `plan_pass` sees it: what it would answer, and what it makes of the calls that it gets."""
 
 from __future__ import annotations
 
@@ -149,14 +149,17 @@ class SimWorker:
         if slot and (slot.epoch, slot.version) == body_id(body) and slot.phase != "Failed":
             return _other(body, slot.root_hash)  # it is there already, or on its way
         self.staged = StagedWeights(
-            epoch=body.epoch, version=body.version, source=body.source.named, phase="Staging"
+            epoch=body.epoch,
+            version=body.version,
+            source=body.source.without_bytes,
+            phase="Staging",
         )
         return None
 
     def end_stage(self, body: StageRequest) -> str | None:
         """The bytes are there; discarded meanwhile counts as an end, too."""
         slot = self.staged
-        if slot is None or slot.phase != "Staging" or slot.source != body.source.named:
+        if slot is None or slot.phase != "Staging" or slot.source != body.source.without_bytes:
             return None
         if (slot.epoch, slot.version) != body_id(body):
             return None

@@ -48,7 +48,7 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSpan,
 )
-from rollout_worker.sources.files import open_source, read
+from rollout_worker.sources.files import open_source, read_source
 
 MAX_LENGTH = 64
 SPEC = TensorSpec("U8", (1,))
@@ -224,7 +224,7 @@ class TinyEngine:
         source = open_source(self._model)
         sink = TinySink(self, source.entries)
         self.sinks.append(sink)
-        root = read(source, LAYOUT.tied, sink.allocate, lambda *_: None, lambda: False)
+        root = read_source(source, LAYOUT.tied, sink.allocate, lambda *_: None, lambda: False)
         sink.close()
         self.active = Version(sink.number, CHECKPOINT)
         self._stepping = asyncio.create_task(self._step_freely())

@@ -25,12 +25,12 @@ from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence
 from rollout_worker.gang.member import MemberWorker
-from rollout_worker.gang.places import GangBroken, gang_of
-from rollout_worker.ports.connections import Room
-from rollout_worker.ports.member import leader_authorizer, member_app
-from rollout_worker.ports.server import Server, bind, config_of
+from rollout_worker.gang.places import GangBroken, make_gang
+from rollout_worker.ports.connections import ConnectionPool
+from rollout_worker.ports.member import make_head_authorizer, make_member_app
+from rollout_worker.ports.server import UvicornServer, bind_port, uvicorn_config
 from rollout_worker.schemas import Progress
-from rollout_worker.settings import Settings
+from rollout_worker.settings import WorkerSettings
 from tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights
 from tiny_worker import TinyWorker, settings, tiny_worker
 from waiting import until
@@ -43,12 +43,12 @@ NODES = ("--nodes", "2", "--leader-address", "127.0.0.1")
 
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a second of a gang take a fiftieth."""
-    monkeypatch.setattr(heads, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(heads, "MEMBER_POLL_SECONDS", 0.02)
     # So a stall of this whole process, head and member, is nobody's silence.
-    monkeypatch.setattr(silence, "GAP_SECONDS", 0.1)
-    monkeypatch.setattr(members, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(members, "TELL_SECONDS", 0.5)
+    monkeypatch.setattr(silence, "MAX_GAP_SECONDS", 0.1)
+    monkeypatch.setattr(members, "GANG_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(members, "HEAD_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(members, "FAILURE_REPORT_SECONDS", 0.5)
 
 
 async def hash_of_checkpoint(home: Path) -> str:
@@ -139,19 +139,21 @@ class TinyMember:
 class Node:
     """One member behind its port."""
 
-    def __init__(self, settings: Settings, info: MemberInfo) -> None:
-        gang = gang_of(settings)
+    def __init__(self, settings: WorkerSettings, info: MemberInfo) -> None:
+        gang = make_gang(settings)
         assert gang is not None
         self.member = TinyMember(gang, info)
         claim = Staging(settings.staging_memory).claim
         self.locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
         self.worker = MemberWorker(settings, gang, lambda: self.member, claim, self.locks)
-        self._authorizer = leader_authorizer(settings)
-        self._socket = bind("127.0.0.1", settings.control_port, "--control-port")
+        self._authorizer = make_head_authorizer(settings)
+        self._socket = bind_port("127.0.0.1", settings.control_port, "--control-port")
         self.port = int(self._socket.getsockname()[1])
-        self._server = Server(config_of(member_app(self.worker, self._authorizer)), Room(64))
+        self._server = UvicornServer(
+            uvicorn_config(make_member_app(self.worker, self._authorizer)), ConnectionPool(64)
+        )
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
-        self.running = asyncio.create_task(self.worker.run())
+        self.running = asyncio.create_task(self.worker.run_until_broken())
 
     async def why(self, seconds: float = 10.0) -> str:
         """Wait until it ends by itself; says why it did."""
@@ -168,7 +170,7 @@ class Node:
     async def stop(self) -> None:
         self.running.cancel()
         await asyncio.wait([self.running])
-        await self.worker.stop()
+        await self.worker.stop_worker()
         await self.silence()
         await self._authorizer.close()
 
@@ -181,7 +183,7 @@ class TinyGang(TinyWorker):
     def __init__(self, home: Path, members: str, flags: Sequence[str] = ()) -> None:
         nodes = nodes_of(1 + len(members.split(",")))
         super().__init__(home, [*nodes, "--member-addresses", members, *flags])
-        gang = gang_of(self.worker.settings)
+        gang = make_gang(self.worker.settings)
         assert gang is not None
         self.slots = gang.slots
         self.worker = type(self.worker)(self.worker.settings, self._make, gang)
@@ -206,7 +208,7 @@ class TinyGang(TinyWorker):
         return str(error)
 
 
-def member_settings(*flags: str, rank: int = 1) -> Settings:
+def member_settings(*flags: str, rank: int = 1) -> WorkerSettings:
     """Settings of a rank above 0."""
     return settings("--control-port", "0", *nodes_of(1 + rank), "--rank", str(rank), *flags)
 
@@ -227,7 +229,7 @@ async def node(home: Path, root_hash: str, *flags: str, rank: int = 1) -> AsyncI
 async def head(home: Path, address: str, *flags: str, wait: bool = True) -> AsyncIterator[TinyGang]:
     """Run a head whose member is there."""
     gang = TinyGang(home, address, flags)
-    gang.running = asyncio.create_task(gang.worker.run())
+    gang.running = asyncio.create_task(gang.worker.run_until_cancelled())
     try:
         if wait:
             await until(
@@ -237,6 +239,6 @@ async def head(home: Path, address: str, *flags: str, wait: bool = True) -> Asyn
     finally:
         gang.running.cancel()
         await asyncio.wait({gang.running})
-        await gang.worker.supervisor.end()
+        await gang.worker.supervisor.end_engine()
     broken = [rule for engine in gang.engines for rule in engine.broken]
     assert not broken, f"the worker treated its engine badly: {broken}"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import cast
 
 from rollout_worker.engine import Engine
-from rollout_worker.ports.access import Authorizer, Right
-from rollout_worker.ports.auth import Anyone
-from rollout_worker.ports.server import Servers
-from rollout_worker.service import Worker
+from rollout_worker.ports.access import AccessRight, Authorizer
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.server import HttpServers
+from rollout_worker.service import WorkerService
 from tiny_engine import TinyEngine
 from tiny_worker import settings
 
@@ -27,12 +27,14 @@ class Counting:
     """Lets everybody in, and takes note."""
 
     def __init__(self, counts: str) -> None:
-        self._inner: Authorizer = Anyone()
+        self._inner: Authorizer = AllowAnyone()
         self._file = os.open(counts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    async def check(self, authorization: str | None, right: Right, address: str = "") -> str:
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         os.write(self._file, f"{right.verb}\n".encode())
-        return await self._inner.check(authorization, right, address)
+        return await self._inner.check_caller(authorization, right, address)
 
     async def close(self) -> None:
         os.close(self._file)
@@ -40,15 +42,15 @@ class Counting:
 
 async def work(counts: str, flags: list[str]) -> None:
     known = settings(*flags)
-    worker = Worker(known, lambda: cast(Engine, TinyEngine(Path(known.model))))
-    servers = Servers(worker, Counting(counts))
-    running = asyncio.create_task(worker.run())
+    worker = WorkerService(known, lambda: cast(Engine, TinyEngine(Path(known.model))))
+    servers = HttpServers(worker, Counting(counts))
+    running = asyncio.create_task(worker.run_until_cancelled())
     try:
-        await servers.run()
+        await servers.serve_both_ports()
     finally:
         running.cancel()
         await asyncio.wait({running}, timeout=10)
-        await worker.supervisor.end()
+        await worker.supervisor.end_engine()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from rollout_worker.engine import Engine
-from rollout_worker.requests.flights import Flight
-from rollout_worker.requests.outputs import Output
+from rollout_worker.requests.flights import InFlightRequest
+from rollout_worker.requests.outputs import RunningOutput
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,
@@ -27,8 +27,8 @@ from rollout_worker.schemas import (
     WakeRequest,
     WeightsId,
 )
-from rollout_worker.service import Worker
-from rollout_worker.settings import Settings, add_flags, parse
+from rollout_worker.service import WorkerService
+from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
 from rollout_worker.wire.problems import ProblemError
 from tiny_engine import ABLE, TinyEngine, write_weights
 from waiting import until
@@ -37,12 +37,12 @@ LONG = 40
 """Tokens of a request that lasts until a test lets the engine step freely."""
 
 
-def settings(*flags: str) -> Settings:
+def settings(*flags: str) -> WorkerSettings:
     """Settings of a worker by itself."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     alone = ["--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
-    return parse(parser.parse_args([*alone, "--restart-delays", "0", *flags]), {})
+    return parse_settings(parser.parse_args([*alone, "--restart-delays", "0", *flags]), {})
 
 
 class TinyWorker:
@@ -57,7 +57,7 @@ class TinyWorker:
         """Capabilities of the next engine."""
         self.before_start: dict[str, Any] = {}
         """`before` of the next engine."""
-        self.worker = Worker(settings(*flags), self._make)
+        self.worker = WorkerService(settings(*flags), self._make)
         self.runtime = self.worker.runtime
         self.updates, self.commits = self.worker.updates, self.worker.commits
         self.verbs, self.flights = self.worker.verbs, self.worker.flights
@@ -77,7 +77,7 @@ class TinyWorker:
     @property
     def state(self) -> Lifecycle:
         """The worker's lifecycle."""
-        return self.runtime.lifecycle.state
+        return self.runtime.lifecycle.current_state
 
     async def reaches(self, state: Lifecycle) -> None:
         """Wait for a state."""
@@ -97,7 +97,7 @@ class TinyWorker:
             "source": {"path": str(self.weights(number))},
             **fields,
         }
-        return await self.updates.stage("me", StageRequest.model_validate(body))
+        return await self.updates.stage_weights("me", StageRequest.model_validate(body))
 
     async def stage(self, version: int, number: int, **fields: Any) -> StagedWeights:
         """Stage (1, version) to the end, good or bad, or until the slot is given up."""
@@ -107,15 +107,15 @@ class TinyWorker:
             return begun
 
         def ended() -> bool:
-            return slot.view().phase != "Staging" or self.updates.slot is not slot
+            return slot.to_view().phase != "Staging" or self.updates.slot is not slot
 
         await until(ended, what="the end of staging")
-        return slot.view()
+        return slot.to_view()
 
     async def commit(self, version: int, **fields: Any) -> CommitResponse:
         """Commit (1, version)."""
         body = {"epoch": 1, "version": version, **fields}
-        return await self.commits.commit("me", CommitRequest.model_validate(body))
+        return await self.commits.commit_weights("me", CommitRequest.model_validate(body))
 
     async def update(self, version: int, number: int, **fields: Any) -> CommitResponse:
         """Stage and commit."""
@@ -126,11 +126,11 @@ class TinyWorker:
     @property
     def active(self) -> WeightsId | None:
         """Identity of the active weights."""
-        return self.updates.identity
+        return self.updates.active_identity
 
     # Requests.
 
-    async def begin(self, name: str, tokens: int = LONG, **fields: Any) -> Flight:
+    async def begin(self, name: str, tokens: int = LONG, **fields: Any) -> InFlightRequest:
         """Submit a request and wait until the engine has it."""
         body = {
             "request_id": name,
@@ -138,19 +138,21 @@ class TinyWorker:
             "sampling": {"max_tokens": tokens, **fields.pop("sampling", {})},
             **fields,
         }
-        flight = self.worker.submit(GenerateRequest.model_validate(body))
+        flight = self.worker.submit_request(GenerateRequest.model_validate(body))
         known = {output.request.request_id for output in flight.outputs}
         await until(lambda: known <= self.engine.known or flight.done.is_set(), what=name)
         return flight
 
-    async def runs(self, name: str, made: int = 2, tokens: int = LONG, **fields: Any) -> Flight:
+    async def runs(
+        self, name: str, made: int = 2, tokens: int = LONG, **fields: Any
+    ) -> InFlightRequest:
         """Submit a request and wait until it has made so many tokens."""
         flight = await self.begin(name, tokens, **fields)
         self.engine.step(made)
         await until(lambda: len(flight.outputs[0].token_ids) >= made, what=f"tokens of {name}")
         return flight
 
-    async def ends(self, flight: Flight) -> Output:
+    async def ends(self, flight: InFlightRequest) -> RunningOutput:
         """Let the engine run until a request has ended; returns its first output."""
         self.engine.free = True
         await asyncio.wait_for(flight.done.wait(), 10)
@@ -159,16 +161,16 @@ class TinyWorker:
     # Holds.
 
     async def pause(self, holder: str = "me", **fields: Any) -> None:
-        await self.verbs.pause(holder, PauseRequest(**fields))
+        await self.verbs.pause_worker(holder, PauseRequest(**fields))
 
     async def resume(self, holder: str = "me") -> None:
-        await self.verbs.resume(holder, ReleaseRequest())
+        await self.verbs.resume_worker(holder, ReleaseRequest())
 
     async def sleep(self, holder: str = "me", **fields: Any) -> None:
-        await self.verbs.sleep(holder, SleepRequest(**fields))
+        await self.verbs.put_to_sleep(holder, SleepRequest(**fields))
 
     async def wake(self, holder: str = "me", **fields: Any) -> None:
-        await self.verbs.wake(holder, WakeRequest(**fields))
+        await self.verbs.wake_worker(holder, WakeRequest(**fields))
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +187,7 @@ async def tiny_worker(
     """
     worker = TinyWorker(home, flags)
     worker.rows = rows
-    running = asyncio.create_task(worker.worker.run())
+    running = asyncio.create_task(worker.worker.run_until_cancelled())
     try:
         if loads:
             await until(lambda: worker.runtime.lifecycle.has_engine, what="the engine")
@@ -194,12 +196,12 @@ async def tiny_worker(
     finally:
         running.cancel()
         await asyncio.wait({running})
-        await worker.worker.supervisor.end()
+        await worker.worker.supervisor.end_engine()
     broken = [rule for engine in worker.engines for rule in engine.broken]
     assert not broken, f"the worker treated its engine badly: {broken}"
 
 
-def made_by(output: Output) -> list[tuple[int, int, bool]]:
+def made_by(output: RunningOutput) -> list[tuple[int, int, bool]]:
     """(number, version, stale_kv) of each stretch of an output: what made it, and its label."""
     found: list[tuple[int, int, bool]] = []
     for span in output.spans:

@@ -1,4 +1,4 @@
-"""A small world for `decide`: pods and workers that do what a plan says, one step at a time.
+"""A small world for `plan_pass`: pods and workers that do what a plan says, one step at a time.
 
 Not a stand-in for the API server or the worker (the api and cluster tests have the real ones): it
 lets unit tests and hypothesis walk thousands of histories through the pure core. It can be slow (a
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_operator.api.spec import Mode, RolloutReplicaSpec
+from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.decide import decide
-from rollout_operator.core.hybrid import with_members
-from rollout_operator.core.plan import Plan
-from rollout_operator.core.status_changes import same_decision
-from rollout_operator.core.stuck import STUCK_SECONDS
-from rollout_operator.core.trainers import Beside, TrainerWatch
-from rollout_operator.core.world import Observed, Pod
-from rollout_operator.passes.witness import Witness
+from rollout_operator.core.decide import plan_pass
+from rollout_operator.core.hybrid import with_member_count
+from rollout_operator.core.plan import PassPlan
+from rollout_operator.core.status_changes import is_same_decision
+from rollout_operator.core.stuck import FORCED_DELETION_SECONDS
+from rollout_operator.core.trainers import ObservedTrainers, TrainerWatch
+from rollout_operator.core.world import ObservedPool, Pod
+from rollout_operator.passes.witness import EndedPodClock
 from rollout_worker.schemas import WeightsId
 from safety import Pass, check
 from simhybrid import SimHybrid
@@ -39,13 +39,13 @@ class World(SimPods):
         super().__init__(spec)
         self.generation = 1
         self.status = RolloutReplicaStatus()
-        self.witness = Witness()
+        self.witness = EndedPodClock()
         self.refuses: Callable[[str], bool] = lambda kind: False
         """Whether the API server refuses a write: of status, a gate, a deletion, a creation."""
         self.barrier: frozenset[str] | None = None
         self.trainers: SimTrainers | None = None
         """Of a colocated pool; whoever makes the world gives it one."""
-        self.hybrid = SimHybrid(self) if spec.mode is Mode.HYBRID else None
+        self.hybrid = SimHybrid(self) if spec.mode is PoolMode.HYBRID else None
         """The trainer whose pods are a Hybrid pool's."""
         self._forced_at: dict[str, float] = {}
         self._counted: set[str] = set()
@@ -62,15 +62,15 @@ class World(SimPods):
         self.spec = RolloutReplicaSpec.model_validate({**document, **changes, "weights": weights})
         self.generation += 1
 
-    def observed(self) -> Observed:
+    def observed(self) -> ObservedPool:
         """What a pass sees now."""
         shown = {name: ghost for name, (ghost, _) in self.ghosts.items()} | self.strangers
         shown |= self.pods
         pods = [shown[n] for n in sorted(shown) if shown[n].uid not in self.unlabelled]
         if self.hybrid is not None:
             pods = self.hybrid.members()
-        told = self.witness.testify((*pods, *self.predecessors.values()), self.tick)
-        return Observed(
+        told = self.witness.with_seen_seconds((*pods, *self.predecessors.values()), self.tick)
+        return ObservedPool(
             name="pool",
             namespace="ns",
             uid="owner",
@@ -84,19 +84,19 @@ class World(SimPods):
             paused=False,
             retry=self.retry,
             predecessors=told[len(pods) :],
-            beside=self.trainers.beside() if self.trainers else Beside(),
+            beside=self.trainers.beside() if self.trainers else ObservedTrainers(),
             strangers=self.hybrid.strangers() if self.hybrid is not None else (),
         )
 
     def _is_polled(self, pod: Pod) -> bool:
         seen = pod.uid not in self.unlabelled
-        return seen and pod.rank == 0 and not pod.finished and pod.uid in self.workers
+        return seen and pod.rank == 0 and not pod.is_finished and pod.uid in self.workers
 
     def forget(self) -> None:
         """The operator restarts: what it only remembered is gone."""
         self.barrier = None
         self._unwritten, self._counted = None, set(self._written)
-        self.witness, self._forced_at = Witness(), {}
+        self.witness, self._forced_at = EndedPodClock(), {}
         if self.trainers is not None:
             self.trainers.watch = TrainerWatch()
         self.conflicts = {}
@@ -106,17 +106,17 @@ class World(SimPods):
         for flight in self.flights.values():
             flight.ours = False
 
-    def step(self) -> Plan:
+    def step(self) -> PassPlan:
         """One pass and its effects; the clock moves a second."""
         self.catch_up()
         if self.hybrid is not None and not self.hybrid.catch_up():
-            return Plan(self.status)  # its pods are not listed, and nothing is decided
+            return PassPlan(self.status)  # its pods are not listed, and nothing is decided
         if self.trainers is not None:
             self.trainers.catch_up(self.tick, (*self.pods.values(), *self.predecessors.values()))
         seen, stored = self.observed(), self.believed
-        plan = decide(self.spec, seen, stored, self.now)
-        going = frozenset(p.uid for p in self.pods.values() if p.deleting)
-        check(Pass(with_members(self.spec, seen), seen, stored, plan, going))
+        plan = plan_pass(self.spec, seen, stored, self.now)
+        going = frozenset(p.uid for p in self.pods.values() if p.is_deleting)
+        check(Pass(with_member_count(self.spec, seen), seen, stored, plan, going))
         if self.hybrid is not None:
             self.hybrid.carry_out(seen, plan)
         else:
@@ -126,7 +126,7 @@ class World(SimPods):
         self.tick += 1.0
         return plan
 
-    def _carry_out(self, seen: Observed, plan: Plan) -> None:
+    def _carry_out(self, seen: ObservedPool, plan: PassPlan) -> None:
         """What a pass does, in its order; where a write fails the others go on."""
         self._count_restarts(seen, plan)
         decided = self.write_status(plan)
@@ -146,10 +146,10 @@ class World(SimPods):
         self._each("gate", gates[len(off) :], self.set_gate)
         self.call_all(plan, decided=decided)
 
-    def call_all(self, plan: Plan, *, decided: bool) -> None:
+    def call_all(self, plan: PassPlan, *, decided: bool) -> None:
         """Call the workers; what changes weights for good only if that stands in status."""
         for call in plan.calls:
-            if decided or not call.is_final:
+            if decided or not call.is_irreversible:
                 self.call(call)
 
     @property
@@ -159,26 +159,26 @@ class World(SimPods):
             return self.status
         return self._unwritten.model_copy(update={"weights": self.status.weights})
 
-    def write_status(self, plan: Plan) -> bool:
+    def write_status(self, plan: PassPlan) -> bool:
         """Write it, or keep it; whether what was decided about weights stands written."""
         if not self.refuses("status"):
             self.status, self._unwritten, self._written = plan.status, None, set(self._counted)
             self.barrier = plan.barrier
             return True
         self._unwritten = plan.status
-        decided = same_decision(self.status.weights, plan.status.weights)
+        decided = is_same_decision(self.status.weights, plan.status.weights)
         if decided:
             self.barrier = plan.barrier
         return decided
 
-    def _found(self, plan: Plan) -> bool:
+    def _found(self, plan: PassPlan) -> bool:
         """Whether some that were missing are there, without their labels: they get them back."""
         sought = (self.pods.get(f"pool-{each.replica}-{each.rank}") for each in plan.seek)
         found = {pod.uid for pod in sought if pod is not None} & self.unlabelled
         self.unlabelled -= found
         return bool(found)
 
-    def _count_restarts(self, seen: Observed, plan: Plan) -> None:
+    def _count_restarts(self, seen: ObservedPool, plan: PassPlan) -> None:
         """However many pods of a replica end, and in whatever order: it has failed once."""
         fresh = {i for i, count in plan.restarts.items() if seen.restarts_of.get(i) != count}
         assert plan.status.restarts == self.believed.restarts + len(fresh)
@@ -194,9 +194,11 @@ class World(SimPods):
 
     def _forced(self, uid: str) -> None:
         last = self._forced_at.get(uid)
-        assert last is None or self.tick - last >= STUCK_SECONDS, "it was forced a moment ago"
+        assert last is None or self.tick - last >= FORCED_DELETION_SECONDS, (
+            "it was forced a moment ago"
+        )
         self._forced_at[uid] = self.tick
-        self.witness.forced(uid, self.tick)
+        self.witness.note_forced(uid, self.tick)
 
     def run(self, steps: int = 40) -> RolloutReplicaStatus:
         """Passes until nothing changes."""
@@ -207,7 +209,7 @@ class World(SimPods):
             acted = bool(
                 plan.calls or plan.create or plan.delete or plan.gates or self.flights
             ) or (self.trainers is not None and self.trainers.settles(self.pods.values()))
-            if after == before and not acted and not any(p.deleting for p in self.pods.values()):
+            if after == before and not acted and not any(p.is_deleting for p in self.pods.values()):
                 break
             before = after
         return self.status

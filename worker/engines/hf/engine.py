@@ -34,7 +34,7 @@ from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.request_checks import check_fits, check_unused
 from rollout_worker.schemas import AbortReason, Progress, StopReason
 from rollout_worker.sources.files import ReadCancelled
-from rollout_worker.threads import in_thread
+from rollout_worker.threads import run_in_thread
 
 from . import metrics, settings
 from .core import Core, Delivery
@@ -88,7 +88,7 @@ class HfEngine(EngineAdapter[Parts]):
             return loaded
 
         try:
-            loaded = await in_thread(work, self._give_up)
+            loaded = await run_in_thread(work, self._give_up)
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
         except RuntimeError as error:

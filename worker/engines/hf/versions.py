@@ -17,7 +17,7 @@ from typing_extensions import override
 from rollout_worker.engine import EngineError, Entry, Given, KvPolicy, Refill, Sink
 from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
-from rollout_worker.threads import in_thread, opened_in_thread
+from rollout_worker.threads import open_in_thread, run_in_thread
 
 from .core import Core
 from .thread import StepThread
@@ -42,7 +42,7 @@ class HfVersions(WeightVersions[Buffers]):
     async def open_slot(
         self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
     ) -> Sink:
-        return await opened_in_thread(lambda: self._memory.buffers(entries, given))
+        return await open_in_thread(lambda: self._memory.buffers(entries, given))
 
     @override
     async def _switch(self, identity: WeightsId, sink: Buffers, kv: KvPolicy) -> None:
@@ -70,7 +70,7 @@ class HfVersions(WeightVersions[Buffers]):
             await self._command(self._core.lose_kv)
         if "weights" in tags:
             await self._release_weights(level)
-        await in_thread(lambda _: self._memory.give_back(), threading.Event())
+        await run_in_thread(lambda _: self._memory.give_back(), threading.Event())
 
     async def _release_weights(self, level: Literal[1, 2]) -> None:
         await self._command(lambda: self._set_asleep("weights"))
@@ -78,7 +78,7 @@ class HfVersions(WeightVersions[Buffers]):
         try:
             # Else there is nothing worth keeping.
             if level == 1 and self._memory.resident and self._memory.intact:
-                await in_thread(lambda _: self._memory.spill(), threading.Event())
+                await run_in_thread(lambda _: self._memory.spill(), threading.Event())
         except BaseException:
             self._memory.forget_spill()
             await self._command(lambda: self._set_awake("weights"))
@@ -92,7 +92,7 @@ class HfVersions(WeightVersions[Buffers]):
             return None
         if self._memory.spilled:
             try:
-                await in_thread(lambda _: self._memory.restore(), threading.Event())
+                await run_in_thread(lambda _: self._memory.restore(), threading.Event())
             except EngineError as error:
                 logger.warning("%s; reading the active weights from their source", error)
                 self._memory.forget_spill()

@@ -19,7 +19,7 @@ from rollout_worker.engines.model_folder import hash_of
 from rollout_worker.engines.network import address_of
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import ReadCancelled
-from rollout_worker.threads import in_thread
+from rollout_worker.threads import run_in_thread
 
 from . import settings
 from .connection import Connection
@@ -77,10 +77,10 @@ class Node:
         """
         report(Progress(message="reading the model's configuration"))
         try:
-            model = await in_thread(lambda _: read_model(self._options), self._give_up)
+            model = await run_in_thread(lambda _: read_model(self._options), self._give_up)
             if self._given.self_update_check:
                 _check_kind(model)
-            options = await in_thread(self._located, self._give_up)
+            options = await run_in_thread(self._located, self._give_up)
             connection, process = self._launch(options, model, report)
             hashing = asyncio.create_task(self._hash())
             try:
@@ -137,7 +137,7 @@ class Node:
         def work(cancelled: Callable[[], bool]) -> str:
             return hash_of(self._options.model, lambda *_: None, cancelled)
 
-        return await in_thread(work, self._give_up)
+        return await run_in_thread(work, self._give_up)
 
     def die(self, why: str) -> None:
         """Take note that the child is dead or in an unknown state."""

@@ -21,7 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.processes import STOPPED_SECONDS, Standing, find, title_of
+from rollout_worker.observe.processes import (
+    STANDSTILL_SECONDS,
+    StandstillDetector,
+    command_line_of,
+    find_process,
+)
 
 logger = logging.getLogger("rollout_worker.sglang")
 
@@ -44,7 +49,7 @@ class Process:
         self._folder: Path | None = None
         self._watched: dict[int, int] = {}  # descriptor of a process -> its id
         self._reader: asyncio.Task[None] | None = None
-        self._standing = Standing()
+        self._standing = StandstillDetector()
         self._last: deque[str] = deque(maxlen=LINES)
 
     def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
@@ -121,7 +126,7 @@ class Process:
         Others may: torch's compile workers do after a minute without work.
         """
         for pid in self.pids():
-            if title_of(pid).startswith(TITLE):
+            if command_line_of(pid).startswith(TITLE):
                 self._watch(pid)
 
     def pids(self) -> list[int]:
@@ -147,10 +152,10 @@ class Process:
     def _main(self) -> int | None:
         return None if self._popen is None else self._popen.pid
 
-    def stopped(self, seconds: float = STOPPED_SECONDS) -> str | None:
+    def stopped(self, seconds: float = STANDSTILL_SECONDS) -> str | None:
         """Return which watched process has been stopped (SIGSTOP) for so long; None: none has."""
-        there = (find(pid) for pid in self._watched.values())
-        still = self._standing.still((each for each in there if each is not None), seconds)
+        there = (find_process(pid) for pid in self._watched.values())
+        still = self._standing.find_stopped((each for each in there if each is not None), seconds)
         return None if still is None else f"{self._name(still.pid)} is stopped"
 
     def _name(self, pid: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from rollout_worker.engine import EngineError, Entry, Given, Mapped, Sink
-from rollout_worker.threads import opened_in_thread
+from rollout_worker.threads import open_in_thread
 
 from .ranks import Ranks
 from .staging import Staging
@@ -250,7 +250,7 @@ async def open_mapped(
     if isinstance(given, Mapped) and given.handle is not None and folder is None and slots is None:
         sink: MappedSink = BorrowedSink(entries, given, skip=skip)
     else:
-        sink = await opened_in_thread(
+        sink = await open_in_thread(
             lambda: MappedSink(
                 entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
             )

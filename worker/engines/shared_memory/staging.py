@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.threads import Freeing
+from rollout_worker.threads import BackgroundFreeing
 from rollout_worker.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
 from rollout_worker.transfer.spare import Spare
 
@@ -38,12 +38,12 @@ class Staging:
         self.spare = Spare()
         """Counts as taken, and is given up when its room is needed."""
         self._lock = threading.Lock()
-        self.freeing = Freeing()
+        self.freeing = BackgroundFreeing()
         """Frees memory of former weights; `claim` waits for it."""
 
     def settle(self) -> None:
         """Wait until what is given back is free, for `SETTLE_SECONDS` at most."""
-        self.freeing.settle(SETTLE_SECONDS)
+        self.freeing.wait_until_freed(SETTLE_SECONDS)
 
     def claim(self, nbytes: int, there: int = 0) -> Callable[[], None]:
         """Charge memory that is taken next; returns what gives it back, once however often called.

@@ -64,8 +64,8 @@ class VllmEngine(EngineAdapter[_Parts]):
         environment.prepare_environment()
         shutdown.prepare_folder()
         self._settings = settings.parse(options.args, options.gang)
-        self._before = processes.descendants(os.getpid())
-        self._standing = processes.Standing()
+        self._before = processes.find_descendants(os.getpid())
+        self._standing = processes.StandstillDetector()
         self.capabilities = _capabilities(options.logprobs, seed=True, strings=True, cache=True)
 
     @override
@@ -186,10 +186,10 @@ class VllmEngine(EngineAdapter[_Parts]):
         parts = self._parts
         if self._ended is not None or parts is None:
             return self._ended
-        if parts.launched.llm.errored or not all(p.alive() for p in parts.launched.vital):
+        if parts.launched.llm.errored or not all(p.is_alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
             return self._ended
-        if self._options.gang is not None and self._standing.still(parts.launched.vital):
+        if self._options.gang is not None and self._standing.find_stopped(parts.launched.vital):
             self._ended = "one of vLLM's processes was stopped"
             return self._ended
         since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds

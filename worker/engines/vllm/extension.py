@@ -27,7 +27,7 @@ from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.read_watch import ReadWatch
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.unread import note_unread
-from rollout_worker.observe.processes import find
+from rollout_worker.observe.processes import find_process
 from rollout_worker.turn.sharing import join
 
 from . import backups
@@ -56,7 +56,7 @@ def _die_together() -> None:
         return
     if CORE not in _command_line(core):
         head, _, started = os.environ.get(HEAD_VARIABLE, "").partition(".")
-        found = find(int(head)) if head else None
+        found = find_process(int(head)) if head else None
         if found is not None and str(found.started) == started:
             _end_after(found.pid, os.getpid())
         return

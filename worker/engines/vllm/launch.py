@@ -24,7 +24,7 @@ from rollout_worker.engines.model_folder import (
     load_tokenizer,
     read_config,
 )
-from rollout_worker.observe.processes import Process, descendants
+from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
 from rollout_worker.turn.sharing import SOCKET
@@ -80,11 +80,11 @@ class Launched:
     root_hash: str
     version: str
     cpu: bool
-    processes: set[Process]
+    processes: set[ProcessHandle]
     segments: set[str]
-    vital: set[Process]
+    vital: set[ProcessHandle]
 
-    def adopt(self, ranks: set[Process]) -> None:
+    def adopt(self, ranks: set[ProcessHandle]) -> None:
         """Watch over ranks that something else started."""
         self.processes |= ranks
         self.segments |= find_segments(ranks)
@@ -111,7 +111,7 @@ def launch(
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
     layout = layout_of(open_source(options.model).entries, tied=tied)
 
-    before = descendants(os.getpid())
+    before = find_descendants(os.getpid())
     steps = Steps()
     llm, root_hash = hash_meanwhile(
         options.model,
@@ -146,14 +146,14 @@ def launch(
         cpu=cpu,
         processes=processes,
         segments=find_segments(processes),
-        vital={process for process in processes if process.title().startswith(TITLE)},
+        vital={process for process in processes if process.command_line().startswith(TITLE)},
     )
 
 
-def _ours(before: set[Process]) -> set[Process]:
+def _ours(before: set[ProcessHandle]) -> set[ProcessHandle]:
     """Return the processes that came since, without Python's own helper of this one."""
     helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
-    return {p for p in descendants(os.getpid()) - before if p.pid != helper}
+    return {p for p in find_descendants(os.getpid()) - before if p.pid != helper}
 
 
 def configure(

@@ -32,7 +32,7 @@ class MemberRanks:
 
     executor: Any
     info: MemberInfo
-    processes: set[processes.Process]
+    processes: set[processes.ProcessHandle]
     ids: set[int]
     """Process ids of all."""
 
@@ -48,8 +48,8 @@ class VllmMember(Member):
         self._gang = options.gang
         self._settings = settings.parse(options.args, options.gang)
         self._give_up = threading.Event()
-        self._before = processes.descendants(os.getpid())
-        self._standing = processes.Standing()
+        self._before = processes.find_descendants(os.getpid())
+        self._standing = processes.StandstillDetector()
         self._ranks: MemberRanks | None = None
 
     @override
@@ -89,9 +89,9 @@ class VllmMember(Member):
     @override
     def alive(self) -> str | None:
         ranks = set() if self._ranks is None else self._ranks.processes
-        if not all(rank.alive() for rank in ranks):
+        if not all(rank.is_alive() for rank in ranks):
             return "one of vLLM's ranks died"
-        if self._standing.still(ranks):
+        if self._standing.find_stopped(ranks):
             return "one of vLLM's ranks was stopped"
         return None
 
@@ -124,12 +124,14 @@ def launch_ranks(
     if options.gang.in_part:
         os.environ[settings.WATCH_VARIABLE] = "1"
 
-    before = processes.descendants(os.getpid())
+    before = processes.find_descendants(os.getpid())
     executor, root_hash = hash_meanwhile(
         options.model, report, cancelled, lambda: _executor(config), lambda it: it.shutdown()
     )
     ranks = {worker.proc.pid for worker in executor.workers}
-    running = {each for each in processes.descendants(os.getpid()) - before if each.pid in ranks}
+    running = {
+        each for each in processes.find_descendants(os.getpid()) - before if each.pid in ranks
+    }
     return MemberRanks(executor, MemberInfo(str(options.model), root_hash, layout), running, ranks)
 
 

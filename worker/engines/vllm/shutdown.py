@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollout_worker.engine import EngineError
 from rollout_worker.observe import processes
-from rollout_worker.observe.processes import PROC, Process
+from rollout_worker.observe.processes import PROC, ProcessHandle
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import ReadCancelled
 
@@ -47,7 +47,7 @@ async def run_start(
     work: Callable[[Report, Callable[[], bool]], T],
     report: Report,
     give_up: threading.Event,
-    before: Collection[Process],
+    before: Collection[ProcessHandle],
 ) -> T:
     """Start vLLM in a thread, by `work(report, cancelled)`; a cancelled caller leaves no process behind.
 
@@ -101,7 +101,7 @@ def temporary_files() -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
-def find_segments(processes: Iterable[Process]) -> set[str]:
+def find_segments(processes: Iterable[ProcessHandle]) -> set[str]:
     """Return the paths of the shared memory that these processes map."""
     found: set[str] = set()
     for process in processes:
@@ -128,24 +128,24 @@ def _folder() -> Path:
     return Path(tempfile.gettempdir()) / f"{FOLDER}{os.getpid()}"
 
 
-def end_start(before: Collection[processes.Process]) -> None:
+def end_start(before: Collection[processes.ProcessHandle]) -> None:
     """End what began since `before`; without its processes a start fails at once."""
-    began = processes.descendants(os.getpid()) - set(before)
+    began = processes.find_descendants(os.getpid()) - set(before)
     shared = find_segments(began)
-    processes.end(began, float(STOP_SECONDS))
+    processes.kill_processes(began, float(STOP_SECONDS))
     remove_leftovers(shared)
 
 
 def shut_down(launched: Launched) -> None:
     """End vLLM and whatever it left."""
     mine = launched.processes
-    mine |= {p for known in mine for p in processes.descendants(known.pid)}
+    mine |= {p for known in mine for p in processes.find_descendants(known.pid)}
     shared = launched.segments | find_segments(mine)
     try:
         launched.llm.shutdown(timeout=STOP_SECONDS)
     except Exception:  # whatever it was, its processes are ended below
         logger.exception("vLLM did not shut down in order")
-    left = processes.end(mine, float(STOP_SECONDS))
+    left = processes.kill_processes(mine, float(STOP_SECONDS))
     if left:
         logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
     remove_leftovers(shared)

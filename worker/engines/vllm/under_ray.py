@@ -12,7 +12,7 @@ import secrets
 from typing import Any
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.processes import Process, find
+from rollout_worker.observe.processes import ProcessHandle, find_process
 from rollout_worker.turn.sharing import SOCKET
 
 FLAG = "engine.args: --distributed-executor-backend ray"
@@ -63,12 +63,12 @@ def check_platform(platform: Any) -> None:
 
 def announce() -> None:
     """Let ranks that are started from now on know whom to end with."""
-    own = find(os.getpid())
+    own = find_process(os.getpid())
     assert own is not None, "this process is there"
     os.environ[HEAD_VARIABLE] = f"{own.pid}.{own.started}"
 
 
-async def ranks(llm: Any) -> set[Process]:
+async def ranks(llm: Any) -> set[ProcessHandle]:
     """Return the processes of all ranks, once each has read this process's memory.
 
     Raises:
@@ -82,7 +82,7 @@ async def ranks(llm: Any) -> set[Process]:
         pids: list[int | None] = await llm.collective_rpc("rollout_reach", args=(path, secret))
     finally:
         os.close(handle)
-    found = [None if pid is None else find(pid) for pid in pids]
+    found = [None if pid is None else find_process(pid) for pid in pids]
     for rank, process in enumerate(found):
         if process is None:
             raise EngineError(

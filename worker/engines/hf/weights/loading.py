@@ -24,7 +24,7 @@ from rollout_worker.engines.model_folder import (
     read_config,
 )
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import Source, open_source, read
+from rollout_worker.sources.files import FileSource, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 from .buffers import Buffers
@@ -99,7 +99,7 @@ def load(
 
 
 def _read(
-    source: Source,
+    source: FileSource,
     dtype: torch.dtype,
     model_class: Any,
     report: Callable[[Progress], None],
@@ -117,7 +117,7 @@ def _read(
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
     buffers = Buffers(None if precise else dtype, torch.device("cpu"))
-    root = read(source, {}, buffers.allocate, advance, cancelled)
+    root = read_source(source, {}, buffers.allocate, advance, cancelled)
     buffers.seal()
     return buffers.tensors, root
 
@@ -142,7 +142,7 @@ def _config(options: EngineOptions) -> Any:
     return config
 
 
-def _dtype(options: EngineOptions, config: Any, source: Source) -> torch.dtype:
+def _dtype(options: EngineOptions, config: Any, source: FileSource) -> torch.dtype:
     if options.dtype != "auto":
         return _as_dtype(options.dtype)
     named = getattr(config, "dtype", None)
@@ -191,7 +191,7 @@ def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings
     return model.eval().requires_grad_(False)
 
 
-def _layout(model: Any, source: Source) -> tuple[Layout, dict[str, Tensor], dict[str, Part]]:
+def _layout(model: Any, source: FileSource) -> tuple[Layout, dict[str, Tensor], dict[str, Part]]:
     """Return what a version of this model must hold, and where it goes: to a tensor, or a part of one."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}

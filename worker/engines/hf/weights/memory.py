@@ -162,7 +162,7 @@ class Memory:
 
     def free(self, free: Callable[[], object]) -> None:
         """Call this in a thread, once the engine steps again; who takes memory next waits for it."""
-        self._staging.freeing.add(free)
+        self._staging.freeing.free_soon(free)
 
     def give_back(self) -> None:
         """Return once what was let go of is the system's again, also what a thread still frees; not for ever."""
