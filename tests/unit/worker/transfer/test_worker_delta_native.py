@@ -184,7 +184,7 @@ def test_a_library_of_older_code_is_left_alone(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_plain_checkout_finds_and_applies_by_numpy(tmp_path: Path) -> None:
-    package = Path(native.__file__).parents[3]
+    package = Path(native.__file__).parents[1]
     ignored = shutil.ignore_patterns("libdelta.so", "__pycache__")
     shutil.copytree(package, tmp_path / "rollout_worker", ignore=ignored)
     program = (
