@@ -299,12 +299,12 @@ async def _obey(gang: Any, orders: IO[str], answers: IO[str]) -> None:
                 await until(lambda: gang.runtime.lifecycle.has_engine, 60, what="the engine")
             case "wait":
                 await until(lambda: "held by" in _message(gang), 60, what="whom it waits for")
-        turn = gang.worker.state().turn
+        turn = gang.worker.worker_state().turn
         _say(answers, f"{gang.state.value} {turn.state} {_message(gang)}".strip())
 
 
 def _message(gang: Any) -> str:
-    progress = gang.worker.state().progress
+    progress = gang.worker.worker_state().progress
     return "" if progress is None else str(progress.message)
 
 
