@@ -190,10 +190,10 @@ def test_beyond_some_members_two_are_compared() -> None:
 
 def test_the_stable_hash_is_the_same_in_every_process() -> None:
     program = (
-        "from rollout_client.routing.balancer import Balancer; from rollout_client.discovery.members import Member\n"
-        "b = Balancer(deterministic=True)\n"
+        "from rollout_client.routing.balancer import LoadBalancer; from rollout_client.discovery.members import Member\n"
+        "b = LoadBalancer(deterministic=True)\n"
         "b.set_members([Member(f'http://w{i}:8000', f'w{i}') for i in range(5)], 0.0)\n"
-        "print([b.choose(str(k), 0.0).name for k in range(50)])"
+        "print([b.choose_member(str(k), 0.0).name for k in range(50)])"
     )
     runs = {
         subprocess.run(

@@ -131,7 +131,7 @@ async def test_an_unread_stream_takes_no_more_than_its_output(
 async def test_who_never_reads_on_is_dropped_after_the_deadline(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disconnects, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(disconnects, "ANSWER_TIMEOUT_SECONDS", 0.2)
     client = Deaf(
         make_data_app(worker.worker), "/v1/generate", {**GENERATE, "deadline_seconds": 0.1}
     )

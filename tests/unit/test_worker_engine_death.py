@@ -54,7 +54,11 @@ ROUTES = (
 async def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
     """A worker whose engine is dead, and that does not know it."""
     monkeypatch.setattr(supervisor, "WATCH_INTERVAL_SECONDS", 60)
-    for name, value in (("decoder", str), ("render", [5, 6]), ("template", "")):
+    for name, value in (
+        ("make_decoder", str),
+        ("render_conversation", [5, 6]),
+        ("chat_template", ""),
+    ):
         monkeypatch.setattr(ModelText, name, _giving(value))  # this model has no tokenizer
     async with tiny_worker(tmp_path, "--restart-delays", "60") as worker:
         await asyncio.sleep(0.05)  # the supervisor watches

@@ -69,7 +69,7 @@ def test_a_floor_that_stands_goes_along_with_what_is_committed() -> None:
     fence.raise_to("me", RequireRequest(epoch=1, min_version=1))
     fence.follow_commit(second)
     assert fence.floor == second
-    fence.follow(first)
+    fence.follow_commit(first)
     assert fence.floor == second
 
 

@@ -36,7 +36,7 @@ class Cluster:
         )
         self.hangs = False
 
-    async def authenticate(self, authorization: str | None, address: str) -> TokenUser:
+    async def authenticate_caller(self, authorization: str | None, address: str) -> TokenUser:
         if self.hangs:
             await asyncio.Event().wait()
         if isinstance(self.user, Exception):

@@ -245,9 +245,9 @@ def test_an_engine_with_room_for_what_is_left_out_is_refused() -> None:
     """Else it would serve what nobody has written."""
 
     class Lacking(HandedOver):
-        left_out = frozenset({"a"})
+        skipped_names = frozenset({"a"})
 
-        def promised(self) -> dict[str, str]:
+        def promised_hashes(self) -> dict[str, str]:
             return {"a": "0" * 32}
 
     sink = MappedSink([Entry("a", TensorSpec("F32", (1,)))])

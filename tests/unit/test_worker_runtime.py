@@ -137,10 +137,10 @@ async def test_one_at_a_time_and_nobody_waits_for_ever(runtime: WorkerRuntime) -
             async with runtime.exclusive_within(0.05):
                 raise AssertionError("two at once")
         assert caught.value.retry_after == 1
-    async with runtime.alone(0.05):
+    async with runtime.exclusive_within(0.05):
         pass
     with pytest.raises(RuntimeError):
-        async with runtime.alone(0.05):
+        async with runtime.exclusive_within(0.05):
             raise RuntimeError
     assert not runtime.exclusive.locked()
 

@@ -49,13 +49,13 @@ async def test_a_start_tells_its_progress_and_what_it_loaded(tmp_path: Path) -> 
         gate.open()
         await restarted(worker)
         assert worker.runtime.progress is None
-        info = worker.worker.info(chat=True, tool_parser="x")
+        info = worker.worker.worker_info(chat=True, tool_parser="x")
         assert (info.engine, info.max_length, info.capabilities.chat) == ("tiny", 64, True)
         [labels] = re.findall(r"^rollout_worker_info\{(.*)\} 1", page(worker), re.MULTILINE)
         assert {'engine="tiny"', 'engine_version="1.0"', 'model="model"'} <= set(labels.split(","))
-        assert worker.worker.state().in_flight_policies == info.capabilities.in_flight != ()
+        assert worker.worker.worker_state().in_flight_policies == info.capabilities.in_flight != ()
         assert worker.updates.active is not None
-        assert worker.updates.active.root_hash == worker.runtime.loaded()[1].root_hash
+        assert worker.updates.active.root_hash == worker.runtime.loaded_engine()[1].root_hash
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             for model in models:
                 assert isinstance(model, type)
-                request = await request.app.state.bodies.read(request, model)
+                request = await request.app.state.bodies.read_body(request, model)
             return await original(request)
 
         return handle

@@ -21,16 +21,18 @@ def reasons(folder: Path) -> set[str]:
                 found |= set(_of_function(node))
     # WeightsSynced says the phase of the update, Ready the state that keeps it from serving.
     found |= _values(status, "UpdatePhase") & {"Staging", "Committing"}
-    found |= _values(ast.parse((folder / "api" / "spec.py").read_text()), "State") - {"Active"}
+    found |= _values(ast.parse((folder / "api" / "spec.py").read_text()), "DesiredState") - {
+        "Active"
+    }
     return found - NO_REASON
 
 
 def _of_function(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         match node:
-            case ast.Call(func=ast.Name(id="Finding" | "Note"), args=[_, reason, *_]):
+            case ast.Call(func=ast.Name(id="Finding" | "EventNote"), args=[_, reason, *_]):
                 yield from _texts(reason, function)
-            case ast.Call(func=ast.Name(id="Misplaced"), args=[reason, *_]):
+            case ast.Call(func=ast.Name(id="PlacementProblem"), args=[reason, *_]):
                 yield from _texts(reason, function)
             case ast.Return(value=ast.Tuple(elts=[_, reason, _])):
                 yield from _texts(reason, function)
