@@ -15,8 +15,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUPPORT = [
-    "tests/support",
-    *(f"tests/support/{tier}" for tier in ("api", "cluster", "engine", "unit")),
-]
-sys.path[:0] = [str(ROOT / folder) for folder in (*SUPPORT, "hack", "hack/cluster")]
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "hack", "hack/cluster")]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,14 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from localkube import Cluster
 
-TIERS = ("unit", "api", "chart", "engine", "gpu", "cluster", "scale")
+TIERS = ("unit", "process", "api", "chart", "engine", "gpu", "cluster", "scale")
 MARKERS = dict(zip(TIERS, TIERS, strict=True)) | {"contract": "engine"}
 """Marker of the tests in each folder."""
 HERE = Path(__file__).parent
+UNIT_SECONDS = 0.5
+"""Processor time that a unit test may take. They take 0.2 s at most; a busy machine makes that more."""
+UNIT_CLOCK_SECONDS = 3.0
+"""The same by the clock: a test that sleeps belongs into tests/process."""
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 # Every day the same examples, so that a failure is the change's; `--soak` looks for new ones.
@@ -65,20 +70,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if runs(item)]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a unit test that is too slow for its tier; a property, which is hundreds of tests, may be."""
+    if item.get_closest_marker("unit") is None or _is_property(item):
+        return (yield)
+    clock, processor = time.monotonic(), time.process_time()
+    result = yield
+    clock, processor = time.monotonic() - clock, time.process_time() - processor
+    if clock > UNIT_CLOCK_SECONDS or processor > UNIT_SECONDS:
+        pytest.fail(
+            f"it took {clock:.2f} s, {processor:.2f} s of the processor: make it quicker, or move it to tests/process"
+        )
+    return result
+
+
 def _is_daily(item: pytest.Item) -> bool:
     return item.get_closest_marker("soak") is None
 
 
 def _is_soak(item: pytest.Item) -> bool:
     """Whether `make soak` runs a test: marked, or one of hypothesis, then with more examples."""
-    is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-    return is_property or not _is_daily(item)
+    return _is_property(item) or not _is_daily(item)
+
+
+def _is_property(item: pytest.Item) -> bool:
+    """Whether hypothesis makes the examples of a test."""
+    made = getattr(item, "obj", None)
+    return bool(
+        getattr(made, "is_hypothesis_test", False)
+        or hasattr(getattr(item, "cls", None), "_hypothesis_internal_use_settings")
+        or hasattr(getattr(item, "cls", None), "settings")
+    )
 
 
 @pytest.fixture(scope="session")
 def api_server() -> Iterator[Cluster]:
     """A control plane of this session; each test keeps to a namespace of its own."""
-    from clusters import control_plane
+    from tests.support.clusters import control_plane
 
     with control_plane("api") as cluster:
         yield cluster
@@ -87,7 +116,7 @@ def api_server() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def crd(api_server: Cluster) -> Cluster:
     """The control plane with the CustomResourceDefinition."""
-    from clusters import await_crd
+    from tests.support.clusters import await_crd
 
     api_server.kubectl("apply", "--server-side", "-f", HERE.parent / "operator" / "crd.yaml")
     await_crd(api_server)

@@ -21,7 +21,7 @@ from bench.reporting.figures import Figure, Result, figure
 from bench.rigs.models import TINY, half_billion
 from bench.rigs.wake import describe_wake, measure_wake
 from bench.rigs.worker import Observed
-from engine_kinds import EngineKind, kinds, left_out
+from tests.support.engine.engine_kinds import EngineKind, kinds, left_out
 
 RUNNING = 8
 LONG, SHORT, SPREAD = 900, 16, 4

@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from apiclient import POOLS, Api, Seen, Watch, watching
 from bench.options import Options
 from bench.reporting.figures import Goal, Result, figure
-from clusters import await_crd, control_plane
 from localkube import Cluster
 from localkube.home import REPOSITORY
-from pushlab import POOL, push_lab
 from rollout_client import PublishProgress
+from tests.support.api.apiclient import POOLS, Api, Seen, Watch, watching
+from tests.support.api.pushlab import POOL, push_lab
+from tests.support.clusters import await_crd, control_plane
 
 NAMESPACE = "bench-fleet"
 REPLICAS, WARM_UP = 8, 3

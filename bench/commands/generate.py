@@ -14,7 +14,7 @@ from bench.options import Options
 from bench.reporting.figures import Result
 from bench.rigs import transformers_ways
 from bench.rigs.two_servers import compare, describe_conditions
-from engine_kinds import KINDS, left_out
+from tests.support.engine.engine_kinds import KINDS, left_out
 
 SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
 

@@ -23,9 +23,9 @@ from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs import vllm_weights
 from bench.rigs.models import TINY, half_billion
 from bench.rigs.pushing import Trainer, copied, loaded, newest, over_loopback, trainer
-from engine_kinds import KINDS, left_out
 from rollout_client import Published
 from rollout_client.steering.pushing.routes import Transport
+from tests.support.engine.engine_kinds import KINDS, left_out
 
 SHARE_OF_A_COPY = 0.6
 """Of the rate of a plain copy, which hashes nothing."""

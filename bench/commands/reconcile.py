@@ -12,12 +12,19 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from apiclient import PODS, POOLS, Obj
 from bench.options import Options
 from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, Seen, figure
 from bench.rigs.phases import Phase, ended, kinds, phase
 from localkube import processes
-from scalelab import NAMESPACE, Lab, Usage, processless_pool, scale_lab, usage_of
+from tests.support.api.apiclient import PODS, POOLS, Obj
+from tests.support.cluster.scalelab import (
+    NAMESPACE,
+    Lab,
+    Usage,
+    processless_pool,
+    scale_lab,
+    usage_of,
+)
 
 REPLICAS = 4
 READY_SECONDS = 420.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tinymodels
-from engine_kinds import CACHE
-from tinymodels import TinyModels
+from tests.support.engine import tinymodels
+from tests.support.engine.engine_kinds import CACHE
+from tests.support.engine.tinymodels import TinyModels
 
 TINY = TinyModels(CACHE / "models")
 

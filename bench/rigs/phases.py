@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scalelab import Call, Lab, Usage
+from tests.support.cluster.scalelab import Call, Lab, Usage
 
 Histogram = Mapping[str, Mapping[tuple[str, ...], float]]
 """The operator's samples: name, then label values, then value."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from engine_kinds import KINDS, EngineKind
 from rollout_client import DirectOptions, Published, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
+from tests.support.engine.engine_kinds import KINDS, EngineKind
 
 from .worker import Observed
 

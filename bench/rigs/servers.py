@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_kinds import KINDS, ROOT
 from rollout_worker.observe.processes import find_descendants, kill_processes
+from tests.support.engine.engine_kinds import KINDS, ROOT
 
 from .ports import answers, free_port
 

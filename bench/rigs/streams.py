@@ -6,7 +6,7 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
-from waiting import until_sync
+from tests.support.waiting import until_sync
 
 CALL_SECONDS = 300.0
 

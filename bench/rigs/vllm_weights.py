@@ -25,8 +25,8 @@ from bench import ROOT
 from bench.baselines import vllm_server
 from bench.baselines.our_worker import MAX_LENGTH
 from bench.reporting.figures import Figure, Goal, figure
-from engine_kinds import KINDS, engine_args
 from rollout_client import Published
+from tests.support.engine.engine_kinds import KINDS, engine_args
 
 from .pushing import Trainer, copied, trainer
 from .servers import Live, Side, started

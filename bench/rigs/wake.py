@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bench.reporting.figures import Figure, figure
-from engine_kinds import KINDS
 from rollout_worker.turn import Turn
-from waiting import until_sync
-from workers import PROMPT
+from tests.support.engine.engine_kinds import KINDS
+from tests.support.engine.workers import PROMPT
+from tests.support.waiting import until_sync
 
 from .streams import CALL_SECONDS
 from .worker import Observed

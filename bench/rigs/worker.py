@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from engine_kinds import ROOT, EngineKind
 from rollout_worker.observe.processes import find_descendants, kill_processes
 from rollout_worker.observe.telemetry import resident_bytes
-from waiting import until_sync
-from workers import PROMPT, Command, events
+from tests.support.engine.engine_kinds import ROOT, EngineKind
+from tests.support.engine.workers import PROMPT, Command, events
+from tests.support.waiting import until_sync
 
 from .streams import CALL_SECONDS, Streams
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from judging import greedy
 from rollout_worker.engines.selfcheck import difference
 from rollout_worker.schemas import SamplingParams
-from waiting import until_sync
-from workers import PROMPT
+from tests.support.engine.judging import greedy
+from tests.support.engine.workers import PROMPT
+from tests.support.waiting import until_sync
 
 from .latency import latency_while_staging
 from .scene import CALL_SECONDS, NotHere, Scene, Wrong

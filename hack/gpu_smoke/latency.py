@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from waiting import until_sync
-from workers import PROMPT, events
+from tests.support.engine.workers import PROMPT, events
+from tests.support.waiting import until_sync
 
 from .scene import CALL_SECONDS, Scene, Wrong
 

@@ -14,14 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from engine_kinds import CACHE, KINDS, ROOT, EngineKind
-from reference import Reference
 from rollout_worker.observe.processes import ProcessHandle, find_descendants, kill_processes
 from rollout_worker.observe.telemetry import resident_bytes
 from rollout_worker.sources.files import open_source
-from tinymodels import TinyModels, half_billion, many_experts
-from waiting import until_sync
-from workers import Command
+from tests.support.engine.engine_kinds import CACHE, KINDS, ROOT, EngineKind
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels, half_billion, many_experts
+from tests.support.engine.workers import Command
+from tests.support.waiting import until_sync
 
 Device = Literal["cuda", "cpu"]
 

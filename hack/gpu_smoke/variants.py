@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine_kinds import engine_args
+from tests.support.engine.engine_kinds import engine_args
 
 from .scene import MOE, Models, NotHere, Plan
 

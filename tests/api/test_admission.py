@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import pool, text
-from people import Person, policed
+from tests.support.api.people import Person, policed
+from tests.support.manifests import pool, text
 
 NAMESPACE = "admission"
 TRAINER, VIEWER, EDITOR, WORKER = "trainer", "viewer", "editor", "rollout-worker"

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from apiclient import MERGE, POOLS, connect
 from localkube import Cluster
-from manifests import COLOCATED, FULL, pool, text
-from people import policed
 from rollout_operator.api.crd import custom_resource_definition
+from tests.support.api.apiclient import MERGE, POOLS, connect
+from tests.support.api.people import policed
+from tests.support.manifests import COLOCATED, FULL, pool, text
 
 NAMESPACE = "admission-walk"
 SPEC: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][

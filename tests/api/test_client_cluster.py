@@ -17,11 +17,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from apiclient import POOLS, Obj, api_of
-from charts import rendered
 from localkube import Cluster
-from manifests import pool as manifest
-from manifests import text
 from rollout_client import (
     AsyncRolloutPool,
     ClusterError,
@@ -34,7 +30,11 @@ from rollout_client import (
     Superseded,
     TurnFailed,
 )
-from waiting import until
+from tests.support.api.apiclient import POOLS, Obj, api_of
+from tests.support.charts import rendered
+from tests.support.manifests import pool as manifest
+from tests.support.manifests import text
+from tests.support.waiting import until
 
 NAMESPACE = "client"
 NAME = "math"

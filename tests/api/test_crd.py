@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import COLOCATED, FULL, GPU, HYBRID, pool, pushed, source, target
-from namespaced import Namespace
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
+from tests.support.api.namespaced import Namespace
+from tests.support.manifests import COLOCATED, FULL, GPU, HYBRID, pool, pushed, source, target
 
 
 @pytest.fixture(scope="module")

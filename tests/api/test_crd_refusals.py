@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import COLOCATED, GPU, HYBRID, merged, pool, source, target
-from namespaced import Namespace
+from tests.support.api.namespaced import Namespace
+from tests.support.manifests import COLOCATED, GPU, HYBRID, merged, pool, source, target
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from apiclient import Obj
 from localkube import Cluster
-from poollab import PoolLab, pool_lab
+from tests.support.api.apiclient import Obj
+from tests.support.api.poollab import PoolLab, pool_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from apiclient import SLICES, ApiError, Obj
 from localkube import Cluster
-from manifests import target
-from poollab import STRATEGIC, PoolLab, pool_lab
+from tests.support.api.apiclient import SLICES, ApiError, Obj
+from tests.support.api.poollab import STRATEGIC, PoolLab, pool_lab
+from tests.support.manifests import target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

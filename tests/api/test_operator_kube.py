@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from manifests import pool, text
 from rollout_operator.api.names import (
     API_VERSION,
     KIND,
@@ -38,6 +37,7 @@ from rollout_operator.kube.errors import (
 from rollout_operator.kube.events import Recorder
 from rollout_operator.kube.installed import InstalledSchema
 from rollout_operator.telemetry import OperatorTelemetry
+from tests.support.manifests import pool, text
 
 NAMESPACE = "kube"
 KEY = PoolKey(NAMESPACE, "math")

@@ -17,7 +17,7 @@ from rollout_operator.kube.lease import (
     LeadershipLost,
     SoleLeader,
 )
-from waiting import until
+from tests.support.waiting import until
 
 NAMESPACE = "leadership"
 _numbers = itertools.count()

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from localkube import Cluster
-from manifests import FULL, Document, pool, text
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.pods.builder import PodBuilder
+from tests.support.manifests import FULL, Document, pool, text
 
 NAMESPACE = "pods-admitted"
 CLASSES: tuple[Document, ...] = (

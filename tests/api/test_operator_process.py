@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from apiclient import POOLS, ApiError, api_of
-from clusters import await_crd
 from localkube import Cluster
 from localkube.processes import recorded
-from manifests import pool, text
 from rollout_operator.kube.lease import LEASE_SECONDS, RENEW_SECONDS, STANDBY_SECONDS
-from waiting import until_sync
+from tests.support.api.apiclient import POOLS, ApiError, api_of
+from tests.support.clusters import await_crd
+from tests.support.manifests import pool, text
+from tests.support.waiting import until_sync
 
 NAMESPACE = "process"
 PROGRAM = Path(__file__).parents[1] / "support" / "api" / "tiny_operator.py"

@@ -6,7 +6,7 @@ import logging
 from statistics import median
 
 from localkube import Cluster
-from pushlab import push_lab
+from tests.support.api.pushlab import push_lab
 
 logger = logging.getLogger(__name__)
 

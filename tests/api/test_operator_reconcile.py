@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from apiclient import Obj
 from localkube import Cluster
-from manifests import target
-from poollab import GATE, PoolLab, Write, pool_lab
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.cache.store import Store
@@ -22,6 +19,9 @@ from rollout_operator.core.services import pool_services
 from rollout_operator.kube.errors import Conflict
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.passes.writes import PoolWriter
+from tests.support.api.apiclient import Obj
+from tests.support.api.poollab import GATE, PoolLab, Write, pool_lab
+from tests.support.manifests import target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

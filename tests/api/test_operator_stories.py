@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from apiclient import Obj
 from localkube import Cluster
-from manifests import target
-from poollab import NO_NODE, STRATEGIC, PoolLab, pool_lab
 from rollout_operator.core import ailments
 from rollout_operator.workers import poller
+from tests.support.api.apiclient import Obj
+from tests.support.api.poollab import NO_NODE, STRATEGIC, PoolLab, pool_lab
+from tests.support.manifests import target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

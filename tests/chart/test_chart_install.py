@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
-from clusters import await_crd, control_plane
-from helmlines import PAGES, files_of, helm_lines
 from localkube import Cluster
-from manifests import pool, text
-from waiting import until_sync
+from tests.support.charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
+from tests.support.clusters import await_crd, control_plane
+from tests.support.helmlines import PAGES, files_of, helm_lines
+from tests.support.manifests import pool, text
+from tests.support.waiting import until_sync
 
 NOT_THERE = ("PodMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which this API server does not have."""

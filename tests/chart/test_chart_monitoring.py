@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import CHART, ROOT, case, every, helm, one, rendered
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.telemetry import OperatorTelemetry as OperatorTelemetry
 from rollout_operator.telemetry import PoolMetrics
 from rollout_worker.observe.telemetry import WorkerTelemetry as WorkerTelemetry
+from tests.support.charts import CHART, ROOT, case, every, helm, one, rendered
 
 RULES = CHART / "rules.yaml"
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))

@@ -20,14 +20,14 @@ from typing import Any
 
 from aiohttp import web
 
-from charts import CHART, case, every
 from demo.monitoring import run_prometheus
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.telemetry import OperatorTelemetry, PoolMetrics
 from rollout_worker.schemas import GenerateRequest, RequireRequest
-from tiny_worker import TinyWorker, refused, tiny_worker
+from tests.support.charts import CHART, case, every
+from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 
 POOL = PoolKey("rl", "math")
 SECONDS = 60

@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import CHART, NAMESPACE, VALUES, Document, case, every, helm, one, rendered
 from rollout_operator.api.crd import custom_resource_definition
 from rollout_operator.api.spec_pod import PodTemplate
 from rollout_operator.config import ConfigFile
+from tests.support.charts import (
+    CHART,
+    NAMESPACE,
+    VALUES,
+    Document,
+    case,
+    every,
+    helm,
+    one,
+    rendered,
+)
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(path.stem for path in VALUES.glob("*.yaml"))

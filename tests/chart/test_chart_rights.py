@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charts import CHART, Document, case, every, helm, one, rendered
+from tests.support.charts import CHART, Document, case, every, helm, one, rendered
 
 NAME = "rollout-rollout-operator"
 Rights = dict[str, set[str]]

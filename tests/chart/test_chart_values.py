@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import CHART, NAMESPACE, Document, case, every, helm, one, rendered, template
 from rollout_operator.api.names import (
     CONTROL_PORT,
     DATA_PORT,
@@ -21,6 +20,17 @@ from rollout_operator.api.names import (
 )
 from rollout_operator.config import ConfigFile
 from rollout_worker.settings import FLAGS
+from tests.support.charts import (
+    CHART,
+    NAMESPACE,
+    Document,
+    case,
+    every,
+    helm,
+    one,
+    rendered,
+    template,
+)
 
 NAME = "rollout-rollout-operator"
 CLAIM = "PersistentVolumeClaim"

@@ -13,11 +13,11 @@ import pytest
 
 import images
 import rollout_local
-from clusters import run_cluster
 from demo import train
-from fleets import Fleet
 from localkube import Cluster
-from pools import Pool
+from tests.support.cluster.fleets import Fleet
+from tests.support.cluster.pools import Pool
+from tests.support.clusters import run_cluster
 
 NAMESPACES = ("pools", "weights", "trainers")
 COLOCATED = "colocated"

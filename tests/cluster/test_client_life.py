@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from pools import PROMPT, START_SECONDS, Pool
 from rollout_client import GenerateResult, RolloutError, RolloutPool
-from versions import Volume
-from waiting import eventually
+from tests.support.cluster.pools import PROMPT, START_SECONDS, Pool
+from tests.support.cluster.versions import Volume
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(540)
 """Minutes on a busy machine: six workers start, two of them one after the other."""

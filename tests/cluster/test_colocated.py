@@ -16,14 +16,14 @@ from contextlib import suppress
 import pytest
 
 import rollout_local
-from apiclient import ApiError
 from demo.judge import Judge
 from demo.scene import SHAPE
 from localkube import Cluster, fakedevices
 from localkube.home import cache
-from operators import operator_pids
-from pools import Pool
-from sharing import (
+from tests.support.api.apiclient import ApiError
+from tests.support.cluster.operators import operator_pids
+from tests.support.cluster.pools import Pool
+from tests.support.cluster.sharing import (
     CLAIMS,
     DEVICES,
     LABELS,

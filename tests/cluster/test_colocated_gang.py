@@ -15,15 +15,15 @@ import httpx
 import pytest
 
 import rollout_local
-from apiclient import ApiError
 from demo.judge import Judge
 from localkube import Cluster
 from localkube.home import cache
 from localkube.pods import process_in
-from pools import PROMPT, Pool
-from reference import Reference
-from sharing import DONE, Sharing, claim_template, surroundings, trainer
-from waiting import eventually
+from tests.support.api.apiclient import ApiError
+from tests.support.cluster.pools import PROMPT, Pool
+from tests.support.cluster.sharing import DONE, Sharing, claim_template, surroundings, trainer
+from tests.support.engine.reference import Reference
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 

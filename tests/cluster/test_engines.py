@@ -19,8 +19,8 @@ import yaml
 import rollout_local
 from localkube import Cluster
 from localkube.home import REPOSITORY
-from pools import PROMPT, Pool
-from reference import Reference
+from tests.support.cluster.pools import PROMPT, Pool
+from tests.support.engine.reference import Reference
 
 pytestmark = pytest.mark.timeout(600)
 TOKENS = 8

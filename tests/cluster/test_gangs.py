@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import rollout_local
-from apiclient import PODS, Obj
-from fleets import Fleet
 from localkube import Cluster
 from localkube.pods import process_in
-from pools import PROMPT
-from reference import Reference
+from tests.support.api.apiclient import PODS, Obj
+from tests.support.cluster.fleets import Fleet
+from tests.support.cluster.pools import PROMPT
+from tests.support.engine.reference import Reference
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from inside import REPLICAS, Inside
 from localkube import Cluster
-from pools import START_SECONDS
+from tests.support.cluster.inside import REPLICAS, Inside
+from tests.support.cluster.pools import START_SECONDS
 
 NAMESPACE = "pools"
 

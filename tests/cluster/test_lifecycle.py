@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 import rollout_local
-from fleets import Fleet
 from localkube import Cluster
-from operators import operator_pids
-from pools import START_SECONDS, Pool, manifest
-from waiting import eventually
+from tests.support.cluster.fleets import Fleet
+from tests.support.cluster.operators import operator_pids
+from tests.support.cluster.pools import START_SECONDS, Pool, manifest
+from tests.support.waiting import eventually
 
 MakePool = Callable[..., Pool]
 CONFLICT = ("True", "NameConflict")

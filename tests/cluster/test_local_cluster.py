@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from clusters import control_plane, nodes_cluster
 from localkube import Cluster, ClusterError, fakedevices, network
 from localkube.home import SOURCES, cache
 from localkube.settings import DNS_ADDRESS
-from waiting import eventually
+from tests.support.clusters import control_plane, nodes_cluster
+from tests.support.waiting import eventually
 
 logger = logging.getLogger(__name__)
 

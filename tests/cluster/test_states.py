@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleets import Fleet
+from tests.support.cluster.fleets import Fleet
 
 
 def rest(fleet: Fleet, state: str, **spec: object) -> None:

@@ -1,7 +1,7 @@
 """A policy learns to ask a calculator while its pool grows and loses a worker.
 
 `TASK=tools make demo-train` with fewer steps. The trainer itself checks every token that it learned
-from (examples/grpo/check.py, whose own test is tests/unit/test_training_check.py).
+from (examples/grpo/check.py, whose own test is tests/unit/tools/test_training_check.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleets import Fleet, phases_of
+from tests.support.cluster.fleets import Fleet, phases_of
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:

@@ -10,10 +10,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from fleets import Fleet
-from leaders import kill_leader, taken_over
 from localkube import Cluster
-from replies import Identity, Reply
+from tests.support.api.leaders import kill_leader, taken_over
+from tests.support.cluster.fleets import Fleet
+from tests.support.cluster.replies import Identity, Reply
 
 LONG = 500
 """Tokens of a request that is to end by itself, while a commit waits for it."""

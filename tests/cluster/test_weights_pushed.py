@@ -6,11 +6,11 @@ import pytest
 from safetensors.torch import load_file
 
 import rollout_local
-from fleets import Fleet
 from localkube import Cluster
-from pools import START_SECONDS
 from rollout_client import RolloutPool
-from steering import steering_token
+from tests.support.cluster.fleets import Fleet
+from tests.support.cluster.pools import START_SECONDS
+from tests.support.cluster.steering import steering_token
 
 ACCOUNT = "push-trainer"
 

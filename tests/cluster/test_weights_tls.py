@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 import images
 import rollout_local
-from clusters import nodes_cluster
 from localkube import Cluster
 from localkube.pki import Authority
-from pools import START_SECONDS, Pool
 from rollout_client import RolloutPool, SteeringFailed
 from rollout_worker.transfer.tls import TLS_NAME
-from steering import steering_token
+from tests.support.cluster.pools import START_SECONDS, Pool
+from tests.support.cluster.steering import steering_token
+from tests.support.clusters import nodes_cluster
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 """An operator has TLS for all pools or for none, so this needs a cluster of its own."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from inside import Inside
 from localkube import Cluster
-from pools import Pool
+from tests.support.cluster.inside import Inside
+from tests.support.cluster.pools import Pool
 
 
 class Right(NamedTuple):

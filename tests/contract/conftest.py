@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from contracts import Fleet, Served
-from engine_kinds import EMBEDDED, EngineKind, kinds, left_out
-from reference import Reference
-from reviews import reviews
-from tinymodels import TinyModels
-from tinymodels import tiny_models as tiny_models
-from waiting import until_sync
+from tests.support.api.reviews import reviews
+from tests.support.engine.contracts import Fleet, Served
+from tests.support.engine.engine_kinds import EMBEDDED, EngineKind, kinds, left_out
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.tinymodels import tiny_models as tiny_models
+from tests.support.waiting import until_sync
 
 EMBEDDED_DAILY = (
     "test_contract_holds",

@@ -7,10 +7,10 @@ import time
 import httpx
 import pytest
 
-from contracts import Output, Served, sound
-from reference import Reference
-from waiting import until_sync
-from workers import PROMPT, slug
+from tests.support.engine.contracts import Output, Served, sound
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import PROMPT, slug
+from tests.support.waiting import until_sync
 
 LONG = {"max_tokens": 1800, "ignore_eos": True}
 

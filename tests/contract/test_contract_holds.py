@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from contracts import Served, made_by, sound
-from judging import greedy as is_greedy
-from processes import unnamed_files
-from reference import Reference
-from waiting import until_sync
-from workers import PROMPT, slug
+from tests.support.engine.contracts import Served, made_by, sound
+from tests.support.engine.judging import greedy as is_greedy
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import PROMPT, slug
+from tests.support.processes import unnamed_files
+from tests.support.waiting import until_sync
 
 TOKENS = 500
 """Enough to be met by what a test does once a few of them were made."""

@@ -7,9 +7,6 @@ from typing import Any, get_args
 
 import pytest
 
-from contracts import EOS, Served
-from judging import CLOSE, greedy
-from reference import Reference, distribution
 from rollout_worker.schemas import (
     SAMPLING_FIELDS,
     Capabilities,
@@ -18,7 +15,10 @@ from rollout_worker.schemas import (
     WorkerInfo,
     WorkerState,
 )
-from workers import PROMPT, slug
+from tests.support.engine.contracts import EOS, Served
+from tests.support.engine.judging import CLOSE, greedy
+from tests.support.engine.reference import Reference, distribution
+from tests.support.engine.workers import PROMPT, slug
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 FEW = list(range(60, 68))

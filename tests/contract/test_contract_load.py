@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts import Served, pieces, sound
-from engine_kinds import QUEUE
-from reference import Reference
-from workers import events
+from tests.support.engine.contracts import Served, pieces, sound
+from tests.support.engine.engine_kinds import QUEUE
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import events
 
 AT_ONCE = QUEUE
 

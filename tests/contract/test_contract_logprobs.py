@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from contracts import Served
-from judging import CLOSE, SHAPES, TEMPERATURES, check
-from reference import Reference
-from workers import PROMPT
+from tests.support.engine.contracts import Served
+from tests.support.engine.judging import CLOSE, SHAPES, TEMPERATURES, check
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import PROMPT
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

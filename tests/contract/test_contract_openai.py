@@ -10,12 +10,12 @@ import pytest
 import requests
 import transformers
 
-from contracts import Served
-from judging import greedy
-from reference import Reference
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT
+from tests.support.engine.contracts import Served
+from tests.support.engine.judging import greedy
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT
+from tests.support.waiting import until_sync
 
 CHAT: Any = [
     {"role": "system", "content": "be brief"},

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from contracts import Served, sound
-from engine_kinds import QUEUE, ROWS
-from waiting import until_sync
-from workers import slug
+from tests.support.engine.contracts import Served, sound
+from tests.support.engine.engine_kinds import QUEUE, ROWS
+from tests.support.engine.workers import slug
+from tests.support.waiting import until_sync
 
 TOKENS = 450
 """So many for each that runs fit the smallest KV cache, also where an engine sets them aside."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from contracts import Served
-from pushing import Version, trainer
-from reference import Reference
 from rollout_worker.schemas import StagedWeights
 from rollout_worker.sources.files import open_source
 from rollout_worker.transfer.frames import Kind
-from waiting import until_sync
-from workers import PROMPT
+from tests.support.engine.contracts import Served
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import PROMPT
+from tests.support.unit.pushing import Version, trainer
+from tests.support.waiting import until_sync
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 

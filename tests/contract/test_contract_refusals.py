@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from contracts import VOCAB, Served, sound
-from workers import slug
+from tests.support.engine.contracts import VOCAB, Served, sound
+from tests.support.engine.workers import slug
 
 VALUES: list[dict[str, Any]] = [
     {"temperature": -1},

@@ -14,13 +14,13 @@ from functools import partial
 
 import pytest
 
-from contracts import Served, made_by, sound
-from engine_kinds import HANG_SECONDS, kinds
-from judging import greedy
-from processes import Process, held, shared_descriptors, traces
-from reference import Reference
-from waiting import until_sync
-from workers import PROMPT, slug
+from tests.support.engine.contracts import Served, made_by, sound
+from tests.support.engine.engine_kinds import HANG_SECONDS, kinds
+from tests.support.engine.judging import greedy
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import PROMPT, slug
+from tests.support.processes import Process, held, shared_descriptors, traces
+from tests.support.waiting import until_sync
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ STOPPED = [
     pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "vllm" else []) for kind in kinds()
 ]
 """Each engine falls once a day, in one way: a start of vLLM is most of a minute of a processor. How its adapter
-sees that a process stands still or that a step is due is in tests/unit/test_worker_vllm_parts.py."""
+sees that a process stands still or that a step is due is in tests/unit/worker/engines/test_worker_vllm_parts.py."""
 NOTICED_SECONDS = {signal.SIGKILL: 2.0, signal.SIGSTOP: HANG_SECONDS + 3.0}
 
 

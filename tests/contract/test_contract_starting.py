@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from broken_models import DAMAGE, damage
-from engine_kinds import ROOT, EngineKind, kinds
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import Command
+from tests.support.broken_models import DAMAGE, damage
+from tests.support.engine.engine_kinds import ROOT, EngineKind, kinds
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import Command
+from tests.support.waiting import until_sync
 
 DAILY = [
     pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "sglang" else [])
     for kind in kinds()
 ]
-"""SGLang's adapter reads the folder before it starts anything, which tests/unit/test_worker_sglang_parts.py shows."""
+"""SGLang's adapter reads the folder before it starts anything, which tests/unit/worker/engines/test_worker_sglang_parts.py shows."""
 
 
 @pytest.mark.timeout(400)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from contracts import EOS, VOCAB, Output, Served, pieces, sound
-from reference import Reference
-from tinymodels import TinyModels
-from workers import PROMPT, slug
+from tests.support.engine.contracts import EOS, VOCAB, Output, Served, pieces, sound
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, slug
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from contracts import Output, Served, made_by, sound
-from reference import Reference
-from waiting import until_sync
-from workers import PROMPT, slug
+from tests.support.engine.contracts import Output, Served, made_by, sound
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import PROMPT, slug
+from tests.support.waiting import until_sync
 
 LOAD = 16
 TOKENS = 320

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from contracts import Served, sound
-from engine_kinds import EMBEDDED, kinds
-from processes import traces
-from waiting import until_sync
+from tests.support.engine.contracts import Served, sound
+from tests.support.engine.engine_kinds import EMBEDDED, kinds
+from tests.support.processes import traces
+from tests.support.waiting import until_sync
 
 
 def daily(*names: str) -> list[Any]:

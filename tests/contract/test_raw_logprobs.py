@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from contracts import Fleet, Served
-from judging import TEMPERATURES, check
-from reference import Reference
+from tests.support.engine.contracts import Fleet, Served
+from tests.support.engine.judging import TEMPERATURES, check
+from tests.support.engine.reference import Reference
 
 pytestmark = pytest.mark.soak
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from reference import Reference
-from shared import Lender, Shared
-from tinymodels import TinyModels
-from tinymodels import tiny_models as tiny_models
+from tests.support.engine.reference import Reference
+from tests.support.engine.shared import Lender, Shared
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.tinymodels import tiny_models as tiny_models
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,9 @@ from rollout_client import (
     SteeringFailed,
     WeightsId,
 )
-from tinymodels import TinyModels
-from waiting import until
-from workers import PROMPT, InProcess, in_process
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.waiting import until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 TOKEN = "secret-of-the-tests"

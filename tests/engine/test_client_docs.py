@@ -21,8 +21,8 @@ import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool, TurnFailed
 from rollout_worker.turn import Turn
 from rollout_worker.turn.files import holders
-from tinymodels import TinyModels
-from workers import InProcess, in_process
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import InProcess, in_process
 
 DOCS = Path(__file__).parents[2] / "docs"
 DEVICES = ("gpu-0", "gpu-1")

@@ -23,9 +23,9 @@ from rollout_client import (
     RolloutPool,
     VersionChanged,
 )
-from tinymodels import TinyModels
-from waiting import until, until_sync
-from workers import PROMPT, Command, InProcess, command, in_process
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, Command, InProcess, command, in_process
+from tests.support.waiting import until, until_sync
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 

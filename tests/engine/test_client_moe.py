@@ -13,15 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import moe_rank
-from ranks import ranks
-from reference import Reference
 from rollout_client import PublishFailed, RolloutPool, whole_tensors
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, state_of
 from rollout_worker.sources.files import write_manifest
 from rollout_worker.transfer.layout import LayoutError
-from workers import InProcess, in_process
+from tests.support.engine import moe_rank
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import InProcess, in_process
+from tests.support.unit.ranks import ranks
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,

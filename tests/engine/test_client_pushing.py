@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
 from rollout_client.steering import keeper
-from tinymodels import TinyModels
-from waiting import eventually
-from workers import InProcess, in_process
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import InProcess, in_process
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tinymodels import TinyModels
-from workers import in_process
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import in_process
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-ray", "bin", "python")

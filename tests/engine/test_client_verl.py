@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from rollout_client.errors import PublishFailed
 from rollout_client.integrations.verl import PoolSettings, VerlClient
 from rollout_client.integrations.verl_rollout import VerlRollout
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, InProcess, in_process
 from tinymodel import Shape, make_model
-from tinymodels import TinyModels
-from workers import PROMPT, InProcess, in_process
 
 ROOT = Path(__file__).parents[2]
 VERL = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-verl")

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from reference import Reference
 from rollout_worker.embedded import HandOverFailed, ProblemError, Worker
 from rollout_worker.sources.files import write_manifest
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT, Client, slug
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, Client, slug
+from tests.support.waiting import until_sync
 
 ALONE: dict[str, Any] = {
     "auth": "none",

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engines import (
+from rollout_worker.engine import EngineRequest
+from tests.support.engine.engines import (
     PROMPT,
     Output,
     figure,
@@ -20,9 +21,8 @@ from engines import (
     serving,
     waiting,
 )
-from reference import Reference
-from rollout_worker.engine import EngineRequest
-from tinymodels import TinyModels
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
 
 
 def mixed(rng: random.Random, count: int, tag: str = "m") -> list[EngineRequest]:

@@ -12,14 +12,24 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engines import PROMPT, Output, follow, reaches, request, run, run_all, serving, waiting
-from reference import Reference
 from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines import EngineOptions, create
 from rollout_worker.engines.hf.engine import HfEngine
 from rollout_worker.schemas import AbortReason, Progress, StopReason
-from tinymodels import TinyModels
-from waiting import until
+from tests.support.engine.engines import (
+    PROMPT,
+    Output,
+    follow,
+    reaches,
+    request,
+    run,
+    run_all,
+    serving,
+    waiting,
+)
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.waiting import until
 
 LONG = 1500
 """Tokens that take longer than a test looks at."""

@@ -14,8 +14,8 @@ import torch
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.hf.thread import find_lasting_fault
 from rollout_worker.ports.server import EXIT_SPENT
-from tinymodels import TinyModels
-from waiting import until_sync
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.waiting import until_sync
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 SERVE = f"""

@@ -14,7 +14,9 @@ from typing import Any, cast
 
 import pytest
 
-from engines import (
+from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.engines.hf.engine import HfEngine
+from tests.support.engine.engines import (
     PROMPT,
     V1,
     V2,
@@ -31,10 +33,8 @@ from engines import (
     staged,
     update,
 )
-from reference import Reference
-from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.engines.hf.engine import HfEngine
-from tinymodels import TinyModels
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
@@ -164,7 +164,7 @@ async def test_no_spill_folder_leaves_the_weights_serving(
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
     """A model of 100 MB: large enough to be seen in the process's memory."""
-    from tinymodels import script
+    from tests.support.engine.tinymodels import script
 
     folder = tmp_path_factory.mktemp("larger") / "m"
     tiny: Any = script()

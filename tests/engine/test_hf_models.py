@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from engines import request, run_all, serving, update
-from reference import Reference
 from rollout_worker.engine import EngineError
+from tests.support.engine.engines import request, run_all, serving, update
+from tests.support.engine.reference import Reference
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from engines import (
+from rollout_worker.engine import Engine
+from rollout_worker.schemas import AbortReason
+from tests.support.engine.engines import (
     PROMPT,
     V1,
     V2,
@@ -23,12 +25,10 @@ from engines import (
     serving,
     update,
 )
-from reference import Reference
-from rollout_worker.engine import Engine
-from rollout_worker.schemas import AbortReason
-from tinymodels import TinyModels
-from waiting import until, until_sync
-from workers import InProcess, in_process
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import InProcess, in_process
+from tests.support.waiting import until, until_sync
 
 PROMPTS = (PROMPT, PROMPT[:2], PROMPT * 4)
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from engines import PROMPT, request, run, run_all, serving
-from reference import Reference, distribution
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.hf.sampling import Sampler
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import Row
 from rollout_worker.engines.sampling.token_draw import uniform
 from rollout_worker.schemas import LogprobsOf, SamplingParams, StopReason
-from tinymodels import TinyModels
+from tests.support.engine.engines import PROMPT, request, run, run_all, serving
+from tests.support.engine.reference import Reference, distribution
+from tests.support.engine.tinymodels import TinyModels
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},

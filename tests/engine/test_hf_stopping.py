@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import PROMPT, request, run, serving
-from reference import Reference
 from rollout_worker.engine import InvalidRequest
 from rollout_worker.engines.model_folder import decode, load_tokenizer
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
-from tinymodels import TinyModels
+from tests.support.engine.engines import PROMPT, request, run, serving
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
 
 
 def edited(folder: Path, tmp_path: Path, **generation: Any) -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from engines import request, run, serving
 from rollout_worker.sources.files import open_source
-from tinymodels import SCRIPT, TinyModels, script
+from tests.support.engine.engines import request, run, serving
+from tests.support.engine.tinymodels import SCRIPT, TinyModels, script
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 

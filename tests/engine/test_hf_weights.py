@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import (
+from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
+from rollout_worker.sources.files import open_source
+from rollout_worker.sources.filling import fill_sink
+from tests.support.engine.engines import (
     PROMPT,
     V1,
     V2,
@@ -24,11 +27,8 @@ from engines import (
     staged,
     update,
 )
-from reference import Reference
-from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
-from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import fill_sink
-from tinymodels import TinyModels
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
 
 NORM = "model.layers.1.input_layernorm.weight"
 

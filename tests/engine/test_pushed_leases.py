@@ -19,11 +19,11 @@ import httpx
 import pytest
 
 from localkube.settings import free_ports
-from push_rig import CLOSE, Nursery
-from reference import Reference
-from tinymodels import TinyModels
-from waiting import eventually
-from workers import LOOPBACK, PROMPT
+from tests.support.engine.push_rig import CLOSE, Nursery
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import LOOPBACK, PROMPT
+from tests.support.waiting import eventually
 
 LEASE = 1.5
 STANDS = 3.0

@@ -12,12 +12,12 @@ from typing import Literal
 import pytest
 from safetensors.torch import load_file
 
-import delta_rank
-from ranks import ranks
 from rollout_client import AsyncRolloutPool, DirectOptions
-from tinymodels import TinyModels
-from waiting import until
-from workers import PROMPT, InProcess, in_process
+from tests.support.engine import delta_rank
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.unit.ranks import ranks
+from tests.support.waiting import until
 
 TOKEN = "secret-of-the-tests"
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}

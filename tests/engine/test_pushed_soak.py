@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from push_rig import Rig, Stream, Victim, accidents, push_rig, settled, wrong_answers
-from tinymodels import TinyModels
+from tests.support.engine.push_rig import (
+    Rig,
+    Stream,
+    Victim,
+    accidents,
+    push_rig,
+    settled,
+    wrong_answers,
+)
+from tests.support.engine.tinymodels import TinyModels
 
 logger = logging.getLogger(__name__)
 

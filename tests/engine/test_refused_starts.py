@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from engine_kinds import KINDS, ROOT
 from rollout_worker.engines.sglang import settings as of_sglang
 from rollout_worker.engines.vllm import settings as of_vllm
 from rollout_worker.engines.vllm.launch import LEFT_TO_OTHERS
-from tinymodels import script
+from tests.support.engine.engine_kinds import KINDS, ROOT
+from tests.support.engine.tinymodels import script
 
 ASKED = {
     "vllm": """

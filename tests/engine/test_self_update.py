@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_kinds import KINDS, left_out
-from engines import request, run
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.sources.files import open_source
-from tinymodels import TinyModels
+from tests.support.engine.engine_kinds import KINDS, left_out
+from tests.support.engine.engines import request, run
+from tests.support.engine.tinymodels import TinyModels
 
 KIND = KINDS["sglang"]
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -92,7 +92,7 @@ async def test_an_update_that_sglang_refuses_is_refused_before_it_is_staged_and_
         await engine.stop()
 
 
-# A start each: what is made of it is tried every day by tests/unit/test_worker_selfcheck.py.
+# A start each: what is made of it is tried every day by tests/unit/worker/engines/test_worker_selfcheck.py.
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines import request
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.request_checks import stop_ids
 from rollout_worker.engines.sampling import token_draw, truncation
@@ -20,6 +19,7 @@ from rollout_worker.engines.sampling.batch_rows import Row, Rows
 from rollout_worker.engines.sampling.token_draw import draw, pick, uniform
 from rollout_worker.engines.sglang.streams import child_request
 from rollout_worker.schemas import WeightsId
+from tests.support.engine.engines import request
 
 VOCAB = 320
 EOS = frozenset({2})

@@ -13,8 +13,18 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine_kinds import KINDS
-from engines import (
+from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.sglang.engine import SglangEngine
+from rollout_worker.engines.sglang.process import session
+from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
+from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
+from rollout_worker.sources.files import open_source
+from rollout_worker.sources.filling import fill_sink
+from rollout_worker.turn import Turn
+from rollout_worker.turn.sharing import SOCKET, Sharing
+from tests.support.engine.engine_kinds import KINDS
+from tests.support.engine.engines import (
     PROMPT,
     V1,
     V2,
@@ -30,19 +40,9 @@ from engines import (
     staged,
     update,
 )
-from processes import look, shares_lock
-from reference import Reference
-from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.sglang.engine import SglangEngine
-from rollout_worker.engines.sglang.process import session
-from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
-from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
-from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import fill_sink
-from rollout_worker.turn import Turn
-from rollout_worker.turn.sharing import SOCKET, Sharing
-from tinymodels import TinyModels
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.processes import look, shares_lock
 
 PYTHON = KINDS["sglang"].python
 STEP_DEADLINE = 3

@@ -17,14 +17,14 @@ from typing import Any, cast
 
 import pytest
 
-from engine_kinds import KINDS
-from engines import PROMPT, V1, V2, Staged, nothing, request, run, staged
-from reference import Reference
 from rollout_worker.engine import Engine, Entry, Gang, Member, Refill, Sink
 from rollout_worker.engines import EngineOptions, create, create_member
 from rollout_worker.observe.processes import command_line_of, find_descendants
 from rollout_worker.schemas import MemoryTag
-from tinymodels import TinyModels
+from tests.support.engine.engine_kinds import KINDS
+from tests.support.engine.engines import PROMPT, V1, V2, Staged, nothing, request, run, staged
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from engine_kinds import KINDS
-from engines import PROMPT, V1, Output, flip, follow, reaches, request, staged
-from reference import Reference
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
-from tinymodels import TinyModels
+from tests.support.engine.engine_kinds import KINDS
+from tests.support.engine.engines import PROMPT, V1, Output, flip, follow, reaches, request, staged
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
 
 PYTHON = KINDS["sglang"].python
 OVERLAPPING = """#!/bin/bash

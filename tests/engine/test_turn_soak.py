@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tiny_engine import write_weights
-from turn_node import Node, turn_node
+from tests.support.engine.turn_node import Node, turn_node
+from tests.support.unit.tiny_engine import write_weights
 
 logger = logging.getLogger(__name__)
 

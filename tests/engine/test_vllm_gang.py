@@ -1,6 +1,6 @@
 """vLLM over two nodes: the same tokens as on one, updates that all ranks take, and deaths seen by both.
 
-Both nodes are this machine; tests/unit/test_worker_gang.py has everything that needs no engine.
+Both nodes are this machine; tests/process/worker/gang/test_worker_gang.py has everything that needs no engine.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from engine_kinds import KINDS, left_out
-from gangs import PP2, Gang, device, gang
-from reference import Reference
 from rollout_client import DirectOptions, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
 from rollout_worker.turn import Turn
 from rollout_worker.turn.files import holders
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT
+from tests.support.engine.engine_kinds import KINDS, left_out
+from tests.support.engine.gangs import PP2, Gang, device, gang
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT
+from tests.support.waiting import until_sync
 
 KIND = KINDS["vllm"]
 EXIT_GANG = 3

@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_kinds import KINDS, ROOT, left_out
-from judging import TEMPERATURES, check
-from processes import Process, descendants, shares_lock
-from reference import Reference
 from rollout_worker.turn import Turn, TurnTimeout
-from tinymodels import many_experts, script
-from waiting import until_sync
-from workers import PROMPT, Command, slug
+from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
+from tests.support.engine.judging import TEMPERATURES, check
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import many_experts, script
+from tests.support.engine.workers import PROMPT, Command, slug
+from tests.support.processes import Process, descendants, shares_lock
+from tests.support.waiting import until_sync
 
 KIND = KINDS["vllm"]
 SHAPE = {"hidden": 512, "intermediate": 1024, "layers": 4, "heads": 8, "vocab": 32768}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_kinds import KINDS, engine_args, left_out
-from processes import descendants, look
-from rays import ENVIRONMENT, Ray, ray_node
-from reference import Reference
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT, Command
+from tests.support.engine.engine_kinds import KINDS, engine_args, left_out
+from tests.support.engine.rays import ENVIRONMENT, Ray, ray_node
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, Command
+from tests.support.processes import descendants, look
+from tests.support.waiting import until_sync
 
 KIND = KINDS["vllm"]
 FLAGS = ("--engine", "vllm", "--max-length", "512", "--shutdown-grace", "0")

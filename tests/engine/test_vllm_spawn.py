@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_kinds import KINDS, ROOT, left_out
+from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
 
 KIND = KINDS["vllm"]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_kinds import ROOT
-from processes import Process, descendants
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import COMMAND, LOOPBACK, Command, command, in_process, slug
+from tests.support.engine.engine_kinds import ROOT
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import COMMAND, LOOPBACK, Command, command, in_process, slug
+from tests.support.processes import Process, descendants
+from tests.support.waiting import until_sync
 
 SOURCES = ROOT / "src"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tinymodels import TinyModels
-from workers import PROMPT, InProcess, in_process, slug
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
 
 CALL = [{"role": "assistant", "tool_calls": 5}]
 HALF = "\ud800"

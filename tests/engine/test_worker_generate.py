@@ -13,9 +13,9 @@ import pytest
 
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.schemas import Lifecycle
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT, InProcess, in_process, slug
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
+from tests.support.waiting import until_sync
 
 
 @pytest.fixture(scope="module")

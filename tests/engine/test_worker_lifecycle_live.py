@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shared import Shared
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import slug
+from tests.support.engine.shared import Shared
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import slug
+from tests.support.waiting import until_sync
 
 
 def lifecycle(worker: Shared) -> str:

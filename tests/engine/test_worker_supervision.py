@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from processes import held
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import InProcess, in_process, slug
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import InProcess, in_process, slug
+from tests.support.processes import held
+from tests.support.waiting import until_sync
 
 CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "8"))
 """Deaths in a row."""

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from rollout_worker.sources.files import write_manifest
-from tinymodels import script
-from workers import InProcess, in_process
+from tests.support.engine.tinymodels import script
+from tests.support.engine.workers import InProcess, in_process
 
 SAID = [
     "Well.",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import Command, command
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import Command, command
+from tests.support.waiting import until_sync
 
 GPU = "gpu.example.com/node-1/gpu-0"
 

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from reference import Reference
-from shared import Lender, Shared
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT, in_process, slug
+from tests.support.engine.reference import Reference
+from tests.support.engine.shared import Lender, Shared
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, in_process, slug
+from tests.support.waiting import until_sync
 
 
 @pytest.fixture

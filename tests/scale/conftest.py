@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from clusters import remove_left_behind
-from gpujob import TRAINERS, Job, LostNode
-from scalelab import Lab, scale_lab
-from stuck import StuckPod, make_stuck
+from tests.support.cluster.gpujob import TRAINERS, Job, LostNode
+from tests.support.cluster.scalelab import Lab, scale_lab
+from tests.support.cluster.stuck import StuckPod, make_stuck
+from tests.support.clusters import remove_left_behind
 
 
 @pytest.fixture(scope="session")

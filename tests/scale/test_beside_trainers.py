@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpujob import DEVICES, POOL, SLOTS, TRAINERS, Job, LostNode, rollout_pods
-from scalelab import Lab
-from waiting import eventually
+from tests.support.cluster.gpujob import DEVICES, POOL, SLOTS, TRAINERS, Job, LostNode, rollout_pods
+from tests.support.cluster.scalelab import Lab
+from tests.support.waiting import eventually
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from apiclient import PODS, POOLS, Obj
-from scalelab import NAMESPACE, Call, Lab, processless_pool
-from stuck import GRACE_SECONDS, OTHER, POOL, StuckPod
-from waiting import eventually
+from tests.support.api.apiclient import PODS, POOLS, Obj
+from tests.support.cluster.scalelab import NAMESPACE, Call, Lab, processless_pool
+from tests.support.cluster.stuck import GRACE_SECONDS, OTHER, POOL, StuckPod
+from tests.support.waiting import eventually
 
 POOLS_COUNT, REPLICAS = 30, 4
 """About twice as many pools as are reconciled at once."""

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import time
 
-from apiclient import POOLS
-from gpujob import LOST, POOL, SLOTS, SPARE, TRAINERS, Job, LostNode, rollout_pods
-from scalelab import NAMESPACE, Lab
-from stuck import GRACE_SECONDS
-from waiting import eventually
+from tests.support.api.apiclient import POOLS
+from tests.support.cluster.gpujob import (
+    LOST,
+    POOL,
+    SLOTS,
+    SPARE,
+    TRAINERS,
+    Job,
+    LostNode,
+    rollout_pods,
+)
+from tests.support.cluster.scalelab import NAMESPACE, Lab
+from tests.support.cluster.stuck import GRACE_SECONDS
+from tests.support.waiting import eventually
 
 STUCK_SECONDS = 30.0
 """After its grace period another pool's pod is removed by force."""

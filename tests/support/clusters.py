@@ -16,7 +16,7 @@ from pathlib import Path
 
 from localkube import Cluster
 from localkube.home import exclusive
-from waiting import until_sync
+from tests.support.waiting import until_sync
 
 _OURS = re.compile(r"test-[a-z0-9-]+-(?P<pid>\d+)")
 

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import rollout_local
-from apiclient import PODS, api_of
 from localkube import Cluster
-from waiting import eventually
+from tests.support.api.apiclient import PODS, api_of
+from tests.support.waiting import eventually
 
 LEASE = (
     f"/apis/coordination.k8s.io/v1/namespaces/{rollout_local.SYSTEM}/leases/{rollout_local.RELEASE}"

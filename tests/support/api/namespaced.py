@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from apiclient import MERGE, POOLS, api_of
 from localkube import Cluster, ClusterError
-from manifests import text
+from tests.support.api.apiclient import MERGE, POOLS, api_of
+from tests.support.manifests import text
 
 STRICT = {"fieldValidation": "Strict"}
 """As kubectl asks: a field that nobody knows is refused."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from charts import rendered
 from localkube import Cluster, ClusterError
-from manifests import pool, text
+from tests.support.charts import rendered
+from tests.support.manifests import pool, text
 
 PROBE = "probe"
 """A pool that is there from the start; nothing of it but `replicas` has changed."""

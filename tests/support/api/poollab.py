@@ -22,9 +22,7 @@ import pytest
 from aiohttp import web
 
 import processless
-from apiclient import PODS, POOLS, Api, ApiError, Obj
 from localkube import Cluster
-from manifests import pool as manifest
 from rollout_client.control import WorkerControl
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.config import EngineDefaults, OperatorConfig
@@ -32,7 +30,9 @@ from rollout_operator.passes.context import PassContext, ReconcileFunction
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.runtime import Operator
 from rollout_operator.wiring import OperatorParts
-from scalelab import WRITES, holds
+from tests.support.api.apiclient import PODS, POOLS, Api, ApiError, Obj
+from tests.support.cluster.scalelab import WRITES, holds
+from tests.support.manifests import pool as manifest
 
 ACCOUNT, WORKERS = "operator", "rollout-worker"
 GATE = "rollout.dev/serving"

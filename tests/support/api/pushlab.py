@@ -21,7 +21,6 @@ import torch
 
 from localkube import Cluster
 from localkube.settings import free_ports
-from poollab import PoolLab, Workers, pool_lab
 from rollout_client import Hook, Published
 from rollout_client.discovery.members import Member
 from rollout_client.kube.access import access
@@ -30,8 +29,9 @@ from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.steering.protocol import OnProgress
 from rollout_client.steering.verbs import SteeringVerbs
-from tiny_engine import write_weights
-from waiting import until
+from tests.support.api.poollab import PoolLab, Workers, pool_lab
+from tests.support.unit.tiny_engine import write_weights
+from tests.support.waiting import until
 
 PROGRAM = Path(__file__).parents[1] / "unit" / "tiny_serve.py"
 POOL = "pushed"

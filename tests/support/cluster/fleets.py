@@ -18,12 +18,12 @@ from typing import Any
 
 import httpx
 
-from apiclient import POOLS, ApiError, Obj
 from localkube import Cluster, ClusterError
-from pools import PROMPT, Pool
-from replies import Identity, Reply, Traffic
-from steering import steering_token
-from versions import Volume
+from tests.support.api.apiclient import POOLS, ApiError, Obj
+from tests.support.cluster.pools import PROMPT, Pool
+from tests.support.cluster.replies import Identity, Reply, Traffic
+from tests.support.cluster.steering import steering_token
+from tests.support.cluster.versions import Volume
 
 GATE = "rollout.dev/serving"
 WEIGHTS = {"volume": {"claim": {"name": "weights"}}}

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from apiclient import PODS, Obj
 from localkube.fakedevices import DRIVER, device_class
 from rollout_worker.claims import pod_claims
-from scalelab import NAMESPACE, Lab, processless_pool
-from waiting import eventually
+from tests.support.api.apiclient import PODS, Obj
+from tests.support.cluster.scalelab import NAMESPACE, Lab, processless_pool
+from tests.support.waiting import eventually
 
 JOB, POOL, DEVICES, TRAINERS = "grpo", "beside", 8, 8
 SLOTS, EACH = 4, 2

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import rollout_local
-from apiclient import PODS, ApiError, Obj
 from localkube import Cluster
-from pools import Pool
+from tests.support.api.apiclient import PODS, ApiError, Obj
+from tests.support.cluster.pools import Pool
 
 LABELS = {"app": "hybrid-trainer"}
 REPLICAS = 2

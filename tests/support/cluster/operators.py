@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import rollout_local
-from apiclient import PODS, api_of
 from localkube import Cluster
+from tests.support.api.apiclient import PODS, api_of
 
 
 def operator_pids(cluster: Cluster) -> list[int]:

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from apiclient import PODS, POOLS, SERVICES, SLICES, Obj, api_of
 from localkube import Cluster
 from localkube.pods import process_in
-from waiting import eventually
+from tests.support.api.apiclient import PODS, POOLS, SERVICES, SLICES, Obj, api_of
+from tests.support.waiting import eventually
 
 PROMPT = [5, 6, 7, 8, 9, 100, 200, 300]
 START_SECONDS = 180.0

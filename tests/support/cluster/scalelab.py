@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from apiclient import PODS, POOLS, Api, Obj
-from clusters import await_crd
 from localkube import Cluster, network, processes
 from localkube.settings import free_ports
-from waiting import eventually
+from tests.support.api.apiclient import PODS, POOLS, Api, Obj
+from tests.support.clusters import await_crd
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
 SYSTEM, ACCOUNT = "rollout-system", "rollout-operator"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import rollout_local
-from apiclient import PODS, Obj, api_of
 from demo.judge import Judge, Report
 from localkube import Cluster, fakedevices
 from localkube.pods import process_in
 from localkube.processes import recorded
-from waiting import eventually
+from tests.support.api.apiclient import PODS, Obj, api_of
+from tests.support.waiting import eventually
 
 SCRIPT = Path(__file__).with_name("turn_trainer.py")
 DONE = "INFO:trainer:trained"

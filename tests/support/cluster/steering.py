@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from pools import Pool
 from rollout_operator.api import names
+from tests.support.cluster.pools import Pool
 
 ACCOUNT = "w-trainer"
 

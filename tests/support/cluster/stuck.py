@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from apiclient import PODS, Api, Obj
-from scalelab import NAMESPACE, Lab, processless_pool
-from waiting import eventually
+from tests.support.api.apiclient import PODS, Api, Obj
+from tests.support.cluster.scalelab import NAMESPACE, Lab, processless_pool
+from tests.support.waiting import eventually
 
 POOL, NODE, OTHER = "stuck", "dead", "fake-1"
 LABEL = "example.org/stuck"

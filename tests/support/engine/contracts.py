@@ -18,11 +18,11 @@ from typing import Any
 import certifi
 import httpx
 
-from engine_kinds import QUEUE, ROOT, EngineKind
-from processes import Process, descendants
-from tinymodels import TinyModels
-from waiting import until_sync
-from workers import PROMPT, TLS, Command
+from tests.support.engine.engine_kinds import QUEUE, ROOT, EngineKind
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, TLS, Command
+from tests.support.processes import Process, descendants
+from tests.support.waiting import until_sync
 
 VOCAB = 4096
 EOS = (2, 0)

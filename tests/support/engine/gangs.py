@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine_kinds import ROOT, EngineKind
-from processes import Process, descendants
-from waiting import until_sync
-from workers import LOOPBACK, SERVE, Command
+from tests.support.engine.engine_kinds import ROOT, EngineKind
+from tests.support.engine.workers import LOOPBACK, SERVE, Command
+from tests.support.processes import Process, descendants
+from tests.support.waiting import until_sync
 
 FLAGS = ("--nodes", "2", "--leader-address", "127.0.0.1", "--auth", "none")
 TP2 = {"ROLLOUT_TENSOR": "2"}

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import torch
 
-from contracts import sound
-from reference import Reference, distribution
 from rollout_worker.schemas import LogprobsOf, SamplingParams
-from workers import PROMPT, Client, slug
+from tests.support.engine.contracts import sound
+from tests.support.engine.reference import Reference, distribution
+from tests.support.engine.workers import PROMPT, Client, slug
 
 TOKENS = 24
 CLOSE = 1e-4

@@ -24,7 +24,6 @@ import safetensors.torch  # noqa: F401
 import torch  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-import push_trainer
 import rollout_worker.engines.hf
 import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
@@ -32,6 +31,7 @@ from rollout_client.steering.pushing import sending
 from rollout_worker.__main__ import main as serve
 from rollout_worker.ports import weights
 from rollout_worker.transfer import connection
+from tests.support.engine import push_trainer
 
 PR_SET_PDEATHSIG = 1
 ROLES: dict[str, Callable[[Sequence[str]], int]] = {

@@ -26,12 +26,12 @@ from typing import Any, Literal
 import httpx
 
 from localkube.settings import free_ports
-from processes import PROC, held, traces
-from processes import look as process
-from reference import Reference
 from rollout_client import GenerateResult, RolloutError, RolloutPool
-from waiting import eventually
-from workers import LOOPBACK, PROMPT
+from tests.support.engine.reference import Reference
+from tests.support.engine.workers import LOOPBACK, PROMPT
+from tests.support.processes import PROC, held, traces
+from tests.support.processes import look as process
+from tests.support.waiting import eventually
 
 NURSERY = Path(__file__).with_name("push_nursery.py")
 HEAL_SECONDS = 90.0

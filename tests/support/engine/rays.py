@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine_kinds import CACHE, ROOT, EngineKind
-from gangs import free_port
-from processes import descendants
 from rollout_worker.observe import processes
-from waiting import until_sync
+from tests.support.engine.engine_kinds import CACHE, ROOT, EngineKind
+from tests.support.engine.gangs import free_port
+from tests.support.processes import descendants
+from tests.support.waiting import until_sync
 
 ENVIRONMENT = CACHE / "env-ray"
 PLUGIN = Path(__file__).parent / "rayable"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from waiting import until_sync
-from workers import START_SECONDS, InProcess
+from tests.support.engine.workers import START_SECONDS, InProcess
+from tests.support.waiting import until_sync
 
 HEAL_SECONDS = 30.0
 

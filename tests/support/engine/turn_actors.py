@@ -28,8 +28,8 @@ from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import MemoryTag, Progress
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings
-from tiny_engine import TinyEngine
-from turn_child import have, opened
+from tests.support.engine.turn_child import have, opened
+from tests.support.unit.tiny_engine import TinyEngine
 
 CHILD = Path(__file__).with_name("turn_child.py")
 TRAINING_SECONDS = 0.005

@@ -25,8 +25,8 @@ import httpx
 
 from demo.judge import Judge, Report
 from localkube.settings import free_ports
-from waiting import until_sync
-from workers import LOOPBACK
+from tests.support.engine.workers import LOOPBACK
+from tests.support.waiting import until_sync
 
 ROOT = Path(__file__).parents[3]
 ACTORS = Path(__file__).with_name("turn_actors.py")

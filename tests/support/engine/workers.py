@@ -25,7 +25,7 @@ from rollout_worker.ports.auth import make_authorizer
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings
-from waiting import until_sync
+from tests.support.waiting import until_sync
 
 T = TypeVar("T")
 

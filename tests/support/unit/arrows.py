@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pushing import Trainer, Version, held, push, quiet
 from rollout_worker.ports import weights as port
 from rollout_worker.schemas import Lifecycle, Transfer
 from rollout_worker.sources import incoming, outward, receiving
 from rollout_worker.transfer import connection
-from tiny_worker import TinyWorker, made_by
-from waiting import until
+from tests.support.unit.pushing import Trainer, Version, held, push, quiet
+from tests.support.unit.tiny_worker import TinyWorker, made_by
+from tests.support.waiting import until
 
 STEPS = {
     "shared memory": ("HELLO", "LAYOUT", "MEMORY", "FILLED", "END"),

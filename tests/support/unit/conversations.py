@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from chatstyles import STYLES, tokenizer
 from rollout_client.conversation.codec import Codec
 from rollout_worker.schemas import RolloutRequest, WeightsSpan
+from tests.support.unit.chatstyles import STYLES, tokenizer
 
 ADD = {
     "type": "function",

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 from rollout_worker.transfer.frames import Kind
-from waiting import eventually
+from tests.support.waiting import eventually
 
 LOOPBACK = "127.0.0.1"
 

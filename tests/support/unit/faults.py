@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from loopback import Answer
+from tests.support.loopback import Answer
 
 ROUTINE = (404, 409)
 """What is gone or was changed meanwhile, which the watch will show; if not, a webhook says so."""

@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import gang_rank
 from rollout_worker.core import whole_turn
 from rollout_worker.engine import EngineCrashed, MemberInfo
 from rollout_worker.gang import head as heads
@@ -30,9 +29,10 @@ from rollout_worker.gang import member as members
 from rollout_worker.gang.places import EXIT_GANG_BROKEN
 from rollout_worker.schemas import Progress
 from rollout_worker.turn import Turn
-from tiny_engine import LAYOUT, TinyEngine, write_weights
-from tiny_gang import Node, TinyMember, head, member_settings
-from waiting import until
+from tests.support.unit import gang_rank
+from tests.support.unit.tiny_engine import LAYOUT, TinyEngine, write_weights
+from tests.support.unit.tiny_gang import Node, TinyMember, head, member_settings
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +53,7 @@ class Nursery:
     """The process that forks workers, from outside."""
 
     def __init__(self) -> None:
-        paths = [ROOT / "src", ROOT / "tests/support/unit", ROOT / "tests/support"]
+        paths = [ROOT / "src", ROOT]
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from pushing import pushed_worker, stage
 from rollout_worker.updates import pushes
+from tests.support.unit.pushing import pushed_worker, stage
 
 
 async def main(folder: Path) -> None:

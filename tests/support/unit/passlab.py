@@ -14,8 +14,6 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel
 
-from loopback import Loopback, kubeconfig, loopback
-from poolspecs import NOW
 from rollout_client.control import WorkerControl
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
@@ -44,8 +42,10 @@ from rollout_worker.schemas import (
     StageRequest,
     WeightsId,
 )
-from simworker import SimWorker
-from waiting import until
+from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.unit.poolspecs import NOW
+from tests.support.unit.simworker import SimWorker
+from tests.support.waiting import until
 
 KEY = PoolKey("rl", "math")
 PODS = "/api/v1/namespaces/rl/pods"

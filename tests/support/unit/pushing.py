@@ -23,8 +23,8 @@ from rollout_worker.transfer.dialing import dial, dial_unix
 from rollout_worker.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.wire.roothash import HashedTensor, root_hash_of
-from tiny_worker import TinyWorker, tiny_worker
-from waiting import until
+from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from tests.support.waiting import until
 
 OWN: list[Slot] = []
 """Memory of the trainers of this process."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from loopback import Loopback
+from tests.support.loopback import Loopback
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PROMPT = [1, 2, 3]

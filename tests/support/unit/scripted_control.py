@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from loopback import Loopback, loopback
 from rollout_client.control import STATE_TIMEOUT_SECONDS
 from rollout_client.discovery.members import Member
+from tests.support.loopback import Loopback, loopback
 
 
 class ScriptedControl:

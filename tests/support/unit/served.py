@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.server import HttpServers
-from tiny_worker import tiny_worker
+from tests.support.unit.tiny_worker import tiny_worker
 
 
 @contextlib.asynccontextmanager

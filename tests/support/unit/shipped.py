@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from chatstyles import trained
+from tests.support.unit.chatstyles import trained
 
 SPECIAL = re.compile(
     r"<[|\uff5c]?[A-Za-z_/][^<>{}\s'\"\\]*>|\[[A-Z_/]+\]|\[\|[a-z]+\|\]|\[e~\[|\]~!?b[\]\[]"

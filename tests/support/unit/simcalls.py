@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from poolspecs import NOW
 from rollout_operator.core.plan import CallWorker, ControlVerb
 from rollout_operator.core.world import FailedCall, ObservedWorker, Pod
 from rollout_worker.schemas import StageRequest, WorkerState
-from simworker import SimWorker
+from tests.support.unit.poolspecs import NOW
+from tests.support.unit.simworker import SimWorker
 
 
 @dataclass

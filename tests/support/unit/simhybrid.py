@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from poolspecs import a_pod
 from rollout_operator.api.objects import Obj
 from rollout_operator.core.endpoints import (
     pool_slices,
@@ -20,10 +19,11 @@ from rollout_operator.core.endpoints import (
 from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
 from rollout_operator.core.plan import PassPlan
 from rollout_operator.core.world import ObservedPool, Pod
-from simworker import SimWorker
+from tests.support.unit.poolspecs import a_pod
+from tests.support.unit.simworker import SimWorker
 
 if TYPE_CHECKING:
-    from world import World
+    from tests.support.unit.world import World
 
 
 STRANGER = "t-10"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poolspecs import a_pod
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.core.placement import PodPlacement
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.trainers import RecordedPlacement
 from rollout_operator.core.world import Pod
-from simcalls import SimCalls
-from simworker import SimWorker
+from tests.support.unit.poolspecs import a_pod
+from tests.support.unit.simcalls import SimCalls
+from tests.support.unit.simworker import SimWorker
 
 LIVENESS_SECONDS = 60.0
 """How long a process may stand still."""

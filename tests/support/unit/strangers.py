@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from far_ranks import first
 from rollout_worker.transfer.frames import Kind
+from tests.support.unit.far_ranks import first
 
 Connect = Callable[[], socket.socket]
 MANY = 150

@@ -6,12 +6,12 @@ from functools import cache
 from itertools import count
 from typing import Any, Literal
 
-from conversations import ADD, Counting
 from rollout_client.conversation.boundaries import common_length
 from rollout_client.conversation.codec import Codec
 from rollout_client.conversation.messages import STAND_IN
 from rollout_worker.schemas import RolloutRequest
-from shipped import SPECIAL, Oracle, tokenizer
+from tests.support.unit.conversations import ADD, Counting
+from tests.support.unit.shipped import SPECIAL, Oracle, tokenizer
 
 End = Literal["cut", "ended", "gone on"]
 """How a policy ends: with nothing, with the token behind what it says, or, after a call, with that of

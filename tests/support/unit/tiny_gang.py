@@ -31,9 +31,9 @@ from rollout_worker.ports.member import make_head_authorizer, make_member_app
 from rollout_worker.ports.server import UvicornServer, bind_port, uvicorn_config
 from rollout_worker.schemas import Progress
 from rollout_worker.settings import WorkerSettings
-from tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights
-from tiny_worker import TinyWorker, settings, tiny_worker
-from waiting import until
+from tests.support.unit.tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights
+from tests.support.unit.tiny_worker import TinyWorker, settings, tiny_worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import pytest

@@ -19,8 +19,8 @@ from rollout_worker.ports.access import AccessRight, Authorizer
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.service import WorkerService
-from tiny_engine import TinyEngine
-from tiny_worker import settings
+from tests.support.unit.tiny_engine import TinyEngine
+from tests.support.unit.tiny_worker import settings
 
 
 class Counting:

@@ -30,8 +30,8 @@ from rollout_worker.schemas import (
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
 from rollout_worker.wire.problems import ProblemError
-from tiny_engine import ABLE, TinyEngine, write_weights
-from waiting import until
+from tests.support.unit.tiny_engine import ABLE, TinyEngine, write_weights
+from tests.support.waiting import until
 
 LONG = 40
 """Tokens of a request that lasts until a test lets the engine step freely."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chatstyles import tokenizer
+from tests.support.unit.chatstyles import tokenizer
 
 PATCH, MERGE = 4, 2
 

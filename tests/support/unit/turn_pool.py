@@ -10,8 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from loopback import Loopback, loopback
 from rollout_worker.turn import Turn
+from tests.support.loopback import Loopback, loopback
 
 PODS = "/api/v1/namespaces/default/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"

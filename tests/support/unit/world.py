@@ -24,10 +24,10 @@ from rollout_operator.core.trainers import ObservedTrainers, TrainerWatch
 from rollout_operator.core.world import ObservedPool, Pod
 from rollout_operator.passes.witness import EndedPodClock
 from rollout_worker.schemas import WeightsId
-from safety import Pass, check
-from simhybrid import SimHybrid
-from simpods import SimPods
-from simtrainers import SimTrainers
+from tests.support.unit.safety import Pass, check
+from tests.support.unit.simhybrid import SimHybrid
+from tests.support.unit.simpods import SimPods
+from tests.support.unit.simtrainers import SimTrainers
 
 T = TypeVar("T")
 

@@ -1,0 +1,401 @@
+"""One output over several attempts: where the next one goes, what it asks for, what is noted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any, Literal
+
+import pytest
+from aiohttp import web
+
+from rollout_client import (
+    AsyncRolloutPool,
+    AttemptReport,
+    DeadlineExceeded,
+    Hook,
+    NoReplica,
+    RequestFailed,
+    RequestRefused,
+    VersionChanged,
+    WeightsId,
+)
+from rollout_client.routing.records import MemberRecord
+from tests.support.loopback import loopback
+from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    async with loopback() as server:
+        yield ScriptedWorker(server)
+
+
+@pytest.fixture
+async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        yield pool
+
+
+def record(pool: AsyncRolloutPool, worker: ScriptedWorker) -> MemberRecord:
+    return pool._router.balancer.records[worker.url]
+
+
+# Where the next attempt goes.
+
+
+async def test_after_a_failure_the_next_attempt_goes_elsewhere() -> None:
+    """Also where the same key would choose the same replica again, once that answers."""
+    async with AsyncExitStack() as stack:
+        workers = [ScriptedWorker(await stack.enter_async_context(loopback())) for _ in range(2)]
+        for each in workers:
+            each.steps = [tokens([], None)]
+        pool = AsyncRolloutPool.from_urls(
+            [each.url for each in workers], deterministic=True, max_failures=5
+        )
+        await stack.enter_async_context(pool)
+        with pytest.raises(RequestFailed, match="6 attempts broke") as error:
+            await pool.generate(PROMPT, session_id="c")
+    kept = error.value.kept
+    assert kept is None
+    assert [len(each.bodies) for each in workers] == [3, 3]
+
+
+async def test_an_abort_is_no_reason_to_go_elsewhere() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [ScriptedWorker(await stack.enter_async_context(loopback())) for _ in range(2)]
+        for each in workers:
+            each.steps = [tokens([1], "aborted", abort="weights"), tokens([2], "stop")]
+        urls = [each.url for each in workers]
+        pool = await stack.enter_async_context(AsyncRolloutPool.from_urls(urls))
+        await pool.generate(PROMPT, sampling=END, session_id="c")
+    assert sorted(len(each.bodies) for each in workers) == [0, 2], "its prefix is cached there"
+
+
+async def test_a_request_id_that_is_in_use_is_not_used_again(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [problem(409, "duplicate-request"), tokens([1], "stop")]
+    result = await pool.generate(PROMPT, request_id="r")
+    assert [body["request_id"] for body in worker.bodies] == ["r.a0", "r.a1"]
+    assert [(a.outcome, a.cause) for a in result.attempts] == [
+        ("refused", "duplicate-request"),
+        ("finished", ""),
+    ]
+    assert [a.request_id for a in result.attempts] == ["r.a0", "r.a1"]
+
+
+# Weights that change.
+
+
+@pytest.mark.parametrize("policy", ["continue", "restart", "fail"])
+async def test_weights_that_change_in_mid_stream(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, policy: Literal["continue", "restart", "fail"]
+) -> None:
+    """A worker that keeps running requests through a commit goes on with the new weights."""
+    worker.steps = [tokens([1, 2, 3, 4], "stop", version=[4, 4, 5, 5]), tokens([7, 8], "stop", 5)]
+    request = pool.generate(PROMPT, sampling=END, on_version_change=policy)
+    if policy == "fail":
+        with pytest.raises(VersionChanged, match=r"from \(0, 4\) to \(0, 5\)") as error:
+            await request
+        assert error.value.kept is not None
+        assert error.value.kept.attempts[0].outcome == "moved"
+        return
+    result = await request
+    if policy == "continue":
+        assert result.token_ids == (1, 2, 3, 4)
+        assert len(worker.bodies) == 1
+        return
+    assert result.token_ids == (7, 8)
+    assert [(s.version, s.start, s.end) for s in result.output.weights] == [(5, 0, 2)]
+    assert [(a.outcome, a.cause) for a in result.attempts] == [
+        ("moved", "the weights changed"),
+        ("finished", ""),
+    ]
+    assert worker.bodies[1]["token_ids"] == PROMPT
+    assert "exact_version" not in worker.bodies[1]
+    assert worker.bodies[1]["sampling"]["max_tokens"] == 6
+
+
+@pytest.mark.parametrize("policy", ["restart", "fail"])
+async def test_tokens_of_weights_that_are_gone_are_dropped_or_handed_over(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, policy: Literal["restart", "fail"]
+) -> None:
+    async def commit(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        pool._saw_weights(worker.url, WeightsId(epoch=0, version=5))
+        return await tokens([], "aborted", abort="weights")(request, body)
+
+    worker.steps = [tokens([1], "aborted", 4, abort="weights"), commit, tokens([2], "stop", 5)]
+    request = pool.generate(PROMPT, sampling=END, on_version_change=policy)
+    if policy == "restart":
+        result = await request
+        assert result.token_ids == (2,)
+        assert worker.bodies[1]["exact_version"] == 4
+        assert "exact_version" not in worker.bodies[2]
+    else:
+        with pytest.raises(VersionChanged) as error:
+            await request
+        assert error.value.replica is None
+        assert error.value.kept is not None
+        assert error.value.kept.token_ids == (1,)
+
+
+async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    async with asyncio.timeout(5):
+        await pool.wait_serving()
+    pool._saw_weights(worker.url, WeightsId(epoch=0, version=5))
+    for policy in ("continue", "restart"):
+        with pytest.raises(RequestRefused, match="beyond the exact version 4"):
+            await pool.generate(PROMPT, exact_version=4, on_version_change=policy)
+    assert worker.bodies == []
+
+
+async def test_who_restarts_is_streamed_nothing_before_the_end(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    ended = False
+
+    async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal ended
+        ended = True
+        return await tokens([7, 8], "stop", 5)(request, body)
+
+    worker.steps = [tokens([1, 2], None, 4), tokens([1], "aborted", [5], abort="weights"), last]
+    seen: list[int] = []
+    async with pool.stream(PROMPT, sampling=END, on_version_change="restart") as stream:
+        async for delta in stream:
+            assert ended
+            seen += delta.token_ids
+    assert seen == [7, 8]
+
+
+# What is known of ends.
+
+
+async def test_a_stop_id_of_the_caller_is_nobody_elses_end(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([5, 7], "stop", match=7), tokens([5, 7], None), tokens([8], "stop")]
+    own = {"max_tokens": 6, "stop_token_ids": [7]}
+    await pool.generate(PROMPT, sampling=own)
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert len(result.attempts) == 2, "7 ends nothing here: the output goes on"
+    assert result.token_ids[-1] == 8
+
+
+async def test_an_abort_names_no_end(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
+    worker.steps = [tokens([5, 7], "aborted", abort="weights", match=7), tokens([7, 8], "stop")]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert worker.bodies[1]["token_ids"] == [*PROMPT, 5]
+    assert result.token_ids == (5, 7, 8)
+
+
+# Time.
+
+
+async def test_the_worker_has_time_to_say_that_the_deadline_is_over(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    async def late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(body["deadline_seconds"] + 0.2)
+        return await tokens([1, 2], "aborted", abort="deadline")(request, body)
+
+    worker.steps = [late]
+    with pytest.raises(DeadlineExceeded, match="its deadline passed") as error:
+        await pool.generate(PROMPT, sampling=END, deadline_seconds=0.5)
+    assert 0 < worker.bodies[0]["deadline_seconds"] <= 0.5
+    kept = error.value.kept
+    assert kept is not None
+    assert kept.token_ids == (1, 2)
+    assert [(a.outcome, a.cause) for a in kept.attempts] == [("aborted", "deadline")]
+
+
+async def test_a_worker_that_only_refuses_until_the_deadline_took_nothing(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [problem(409, "duplicate-request")]
+    began = time.monotonic()
+    with pytest.raises(NoReplica, match=f"in time .{worker.server.address}: serves"):
+        await pool.generate(PROMPT, deadline_seconds=1.2)
+    assert time.monotonic() - began >= 1.2
+    assert 1 < len(worker.bodies) < 9, "not one after the other without a pause"
+
+
+# What is noted of a replica.
+
+
+async def test_the_weights_that_made_the_last_token_are_noted(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1, 2], "stop", version=[4, 5]), tokens([1], "stop", version=6)]
+    for version in (5, 6):
+        await pool.generate(PROMPT, sampling=END)
+        assert record(pool, worker).active == WeightsId(epoch=0, version=version)
+
+
+async def test_an_output_that_has_ended_is_streamed_whole_though_another_goes_on(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    go = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go.wait()
+        return await tokens([3], "stop")(request, body)
+
+    worker.steps = [tokens([1, 2], "stop"), slow]
+    sampling = {**END, "n": 2}
+    got: list[int] = []
+    async with pool.stream(PROMPT, sampling=sampling, on_version_change="restart") as stream:
+        async for delta in stream:
+            got += delta.token_ids
+            if got == [1, 2]:
+                go.set()
+    assert got == [1, 2, 3]
+
+
+async def test_a_replica_that_is_behind_is_known_by_its_weights(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    await pool.wait_serving()
+    active = {"epoch": 0, "version": 3, "root_hash": "h", "labels": {}}
+    worker.server.answer("GET", "/v1/weights", {"active": active, "commit_seq": 1})
+    worker.steps = [problem(409, "version-not-met", active=active)]
+    with pytest.raises(NoReplica, match=r"has weights \(0, 3\)"):
+        await pool.generate(PROMPT, min_version=4, deadline_seconds=0.4)
+    assert len(worker.bodies) == 1, "it is not asked again for what it does not have"
+    assert record(pool, worker).active == WeightsId(epoch=0, version=3)
+
+
+async def test_a_full_queue_is_left_alone_no_shorter_than_it_said(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [problem(429, "queue-full", retry=50)]
+    began = time.monotonic()
+    with pytest.raises(NoReplica, match="its queue is full"):
+        await pool.generate(PROMPT, deadline_seconds=0.3)
+    ends = record(pool, worker).excluded_until
+    assert ends is not None
+    assert 50 <= ends - began <= 65 + (time.monotonic() - began)
+
+
+async def test_only_an_answer_of_its_own_brings_a_broken_replica_back(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    await pool.wait_serving()
+    worker.ready(503)
+    worker.steps = [tokens([1], None), tokens([2], "stop")]
+    with pytest.raises(DeadlineExceeded):
+        await pool.generate(PROMPT, sampling=END, deadline_seconds=0.5)
+    await until(lambda: record(pool, worker).excluded == "asleep", what="what the probe is told")
+    assert record(pool, worker).excluded_until is None
+
+
+async def test_a_paces_worth_of_tokens_tells_how_fast_a_replica_is(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens(range(15), "stop"), tokens(range(16), "stop", pause=0.005)]
+    await pool.generate(PROMPT)
+    assert record(pool, worker).pace is None
+    await pool.generate(PROMPT)
+    pace = record(pool, worker).pace
+    assert pace is not None
+    assert 0.0045 < pace < 1
+
+
+# What is reported.
+
+
+class Recording(Hook):
+    def __init__(self) -> None:
+        self.reports: list[AttemptReport] = []
+
+    def attempt(self, report: AttemptReport) -> None:
+        self.reports.append(report)
+
+
+async def test_each_attempt_is_reported_with_its_share(worker: ScriptedWorker) -> None:
+    long = "x" * 500
+    worker.steps = [
+        tokens([1, 2], None),
+        tokens([], "aborted", abort="control"),
+        problem(500, "internal-error", detail=long),
+        tokens([3], "stop", pause=0.0),
+    ]
+    hook = Recording()
+    async with AsyncRolloutPool.from_urls([worker.url], hook=hook) as pool:
+        result = await pool.generate(PROMPT, sampling=END)
+    assert [(a.outcome, a.tokens) for a in hook.reports] == [
+        ("broken", 2),
+        ("aborted", 0),
+        ("refused", 0),
+        ("finished", 1),
+    ]
+    assert result.attempts == tuple(hook.reports)
+    assert {a.replica for a in hook.reports} == {worker.server.address}
+    assert hook.reports[2].cause == f"500 internal-error: {long}"[:300]
+    assert all(0 < a.seconds < 5 for a in hook.reports)
+    # Whoever ended a stream said how long it queued; the cache is that of the first attempt.
+    assert result.timing.queued_seconds == pytest.approx(0.2)
+    assert result.timing.preemptions == 2
+    assert result.usage.cached_tokens == 0
+    assert result.logprobs_of == "sampling"
+
+
+async def test_the_first_token_is_timed_from_the_call(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return await tokens([1, 2], "stop", pause=0.1)(request, body)
+
+    worker.steps = [slow]
+    timing = (await pool.generate(PROMPT, sampling=END)).timing
+    assert timing.first_token_seconds is not None
+    assert 0.2 <= timing.first_token_seconds <= timing.total_seconds - 0.09
+
+
+@pytest.mark.parametrize("kind", ["sampling", "none"])
+async def test_what_was_received_has_logprobs_if_they_were_asked_for(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, kind: Literal["sampling", "none"]
+) -> None:
+    async def nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        span = {"epoch": 0, "version": 0, "start": 0, "end": 1}
+        delta: dict[str, Any] = {"index": 0, "token_ids": [1], "weights": [span]}
+        if kind == "sampling":
+            delta["logprobs"] = [-0.5]
+        await response.write(event("delta", delta))
+        ended = {"index": 0, "stop_reason": "stop"}
+        usage = {"prompt_tokens": 3, "completion_tokens": 1}
+        timing = {"queued_seconds": 0, "total_seconds": 0}
+        done: dict[str, Any] = {"request_id": "r", "logprobs_of": None, "outputs": [ended]}
+        await response.write(event("done", {**done, "usage": usage, "timing": timing}))
+        return response
+
+    worker.steps = [nothing]
+    result = await pool.generate(PROMPT, logprobs=kind)
+    assert result.logprobs == ((-0.5,) if kind == "sampling" else None)
+
+
+async def test_a_stream_without_an_output_is_tried_again(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    async def empty(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        usage = {"prompt_tokens": 3, "completion_tokens": 0}
+        timing = {"queued_seconds": 0, "total_seconds": 0}
+        done: dict[str, Any] = {"request_id": "r", "logprobs_of": None, "outputs": []}
+        await response.write(event("done", {**done, "usage": usage, "timing": timing}))
+        return response
+
+    steps: list[Step] = [empty, tokens([1], "stop")]
+    worker.steps = steps
+    result = await pool.generate(PROMPT)
+    assert result.attempts[0].cause == "it ended a stream without an output"

@@ -1,0 +1,326 @@
+"""Tensors of a device into shared memory: what is told of is there, and nothing is written afterwards.
+
+The device is a fake one: it writes nothing before it is waited for, and writes only locked memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from rollout_client.steering.pushing.copying import (
+    AHEAD,
+    DEVICE_PIECE_BYTES,
+    PIECE_BYTES,
+    PINNED_BYTES,
+    TOLD_BYTES,
+    Copier,
+)
+from rollout_client.steering.pushing.devices import accelerator_of
+from rollout_client.steering.pushing.filling import Filling
+from rollout_client.steering.pushing.shards import Part, part_of
+from rollout_client.steering.pushing.streaming import Streaming
+from rollout_client.steering.pushing.tensors import check_there, given
+from rollout_client.steering.pushing.writing import InMemory
+from rollout_worker.transfer.arena import Arena, Slot
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.transfer.locked import lock
+from tests.support.unit.cuda_driver import Driver
+
+SIZES = {
+    "one-byte": 1,
+    "one-piece": DEVICE_PIECE_BYTES,
+    "more-pieces-than-are-ahead": (AHEAD + 2) * DEVICE_PIECE_BYTES + 3,
+    "more-than-both-buffers": 2 * PINNED_BYTES + 5,
+}
+
+
+class Lazy:
+    """A device with copies that happen when they are waited for, in their order."""
+
+    def __init__(self, driver: Driver, *, lockable: bool = True) -> None:
+        self.lockable = lockable
+        self.settled = 0
+        self.own: list[torch.Tensor] = []
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._driver = driver
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        assert self.settled, "whatever writes the tensor may still be under way"
+        assert self._locked(target), "a device can't write this by itself"
+        job = (source, target)
+        self.under_way.append(job)
+
+        def wait() -> None:
+            while any(each is job for each in self.under_way):
+                first, there = self.under_way.pop(0)
+                there.copy_(first)
+
+        return wait
+
+    def _locked(self, target: torch.Tensor) -> bool:
+        begin, end = target.data_ptr(), target.data_ptr() + target.numel()
+        places = [*self._driver.locked.items(), *((t.data_ptr(), t.numel()) for t in self.own)]
+        return any(first <= begin and end <= first + size for first, size in places)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.own.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.own[-1]
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def size() -> int:
+    return SIZES["more-pieces-than-are-ahead"]
+
+
+@pytest.fixture
+def slot(driver: Driver, size: int) -> Iterator[Slot]:
+    made = Slot(size, lambda begin, size: lock(begin, size, driver=driver))
+    yield made
+    made.close()
+    assert driver.locked == {}
+
+
+def noise(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("way", ["straight", "unlocked", "no-cuda"])
+def test_what_is_told_of_is_there(driver: Driver, slot: Slot, size: int, way: str) -> None:
+    device = Lazy(driver, lockable=way != "no-cuda")
+    driver.error = 2 if way == "unlocked" else 0
+    tensor, view, told = noise(size), slot.bytes(0, size), [0]
+    there = torch.frombuffer(view, dtype=torch.uint8)
+
+    def done(count: int) -> None:
+        begin, told[0] = told[0], count
+        assert torch.equal(there[begin:count], tensor[begin:count])
+
+    Copier(lambda _: device).copy("a", tensor, view, done, slot.page_locked)
+    assert told == [size]
+    assert device.under_way == []
+    assert bool(device.own) == (way != "straight")
+
+
+@pytest.mark.parametrize("way", ["straight", "through-buffers"])
+@pytest.mark.parametrize("size", [SIZES["more-than-both-buffers"]])
+def test_nothing_is_written_any_more_after_a_failure(
+    driver: Driver, slot: Slot, size: int, way: str
+) -> None:
+    device = Lazy(driver)
+
+    def done(count: int) -> None:
+        raise RuntimeError("given up")
+
+    page_locked = slot.page_locked if way == "straight" else lambda: False
+    with pytest.raises(RuntimeError, match="given up"):
+        Copier(lambda _: device).copy("a", noise(size), slot.bytes(0, size), done, page_locked)
+    assert device.under_way == []
+
+
+def test_a_device_tensor_of_any_strides_comes_in_its_order(driver: Driver, slot: Slot) -> None:
+    tensor = torch.randn(64, 48).t()
+    copier = Copier(lambda _: Lazy(driver))
+    view = slot.bytes(0, tensor.nbytes)
+    copier.copy("a", tensor, view, lambda _: None, slot.page_locked)
+    assert bytes(view) == tensor.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        noise(TOLD_BYTES + PIECE_BYTES + 3),
+        noise(1)[0],
+        torch.randn(3000, 700).t(),
+        torch.randn(7, 5, 3).permute(2, 0, 1),
+        torch.randn(1).expand(600_000),
+        torch.randn(2, 700_000)[:, ::2],
+        torch.randn(5, dtype=torch.complex64).conj(),
+    ],
+    ids=["pieces", "number", "transposed", "permuted", "expanded", "steps", "conjugated"],
+)
+def test_what_lies_in_main_memory_is_copied_told_of_and_hashed_in_order(
+    tensor: torch.Tensor,
+) -> None:
+    slot, told, running = Slot(tensor.nbytes), [0], xxhash.xxh3_128()
+    view = slot.bytes(0, tensor.nbytes)
+    flat = tensor.contiguous().resolve_conj().reshape(-1).view(torch.uint8)
+    expected = flat.numpy().tobytes()
+
+    def done(count: int) -> None:
+        assert told[-1] < count
+        assert view[told[-1] : count] == expected[told[-1] : count]
+        told.append(count)
+
+    Copier().copy("a", tensor, view, done, hashed=running.update)
+    assert told[-1] == tensor.nbytes
+    assert all(end - begin >= TOLD_BYTES for begin, end in pairwise(told[:-1]))
+    assert running.digest() == xxhash.xxh3_128_digest(expected)
+    view.release()
+    slot.close()
+
+
+def test_a_tensor_without_values_is_refused_by_name(slot: Slot) -> None:
+    tensor = torch.empty(4, device="meta")
+    assert accelerator_of(tensor) is None
+    with pytest.raises(LayoutError, match="'a' has no plain values"):
+        Copier().copy("a", tensor, slot.bytes(0, 16), lambda _: None, slot.page_locked)
+
+
+def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
+@pytest.mark.parametrize("device", [True, False], ids=["device", "main"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        freed(torch.ones(16)),
+        freed(torch.ones(4, 4).t()),
+        freed(torch.ones(2, 16)[:, ::2]),
+        freed(torch.ones(17)[1:], 67),
+        freed(torch.nn.Parameter(torch.ones(16))),
+        freed(torch.ones(8, dtype=torch.complex64).conj()),
+        freed(torch.ones(4, 1).expand(4, 4), 15),
+    ],
+    ids=["whole", "transposed", "steps", "in-part", "parameter", "conjugated", "expanded"],
+)
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
+    driver: Driver, tensor: torch.Tensor, device: bool
+) -> None:
+    slot, copier = Slot(64), Copier(lambda _: Lazy(driver) if device else None)
+    with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+        copier.copy("a", tensor, slot.bytes(0, 64), lambda _: None)
+    slot.close()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(17)[1:],
+        torch.ones(16, 2)[:, 1],
+        torch.ones(1).expand(16),
+        torch.ones(16, dtype=torch.complex64).conj().imag,
+        freed(torch.ones(0)),
+    ],
+    ids=["the-last", "steps", "expanded", "negative", "empty"],
+)
+def test_a_tensor_whose_memory_is_there_is_not_refused(tensor: torch.Tensor) -> None:
+    check_there("a", tensor)
+
+
+def test_a_stream_of_a_freed_tensor_is_refused_by_name() -> None:
+    arena = Arena()
+    filling = Filling(arena, None, Copier())
+    filling.plan(None)
+    with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+        filling.take("a", freed(torch.ones(300, 300)))
+    filling.close()
+    arena.close()
+
+
+def test_a_freed_tensor_of_a_rank_of_another_node_is_refused_by_name() -> None:
+    """Before a byte of what lies there now is sent."""
+    near, far = socket.socketpair()
+    with contextlib.closing(Connection(near)) as here, contextlib.closing(Connection(far)) as there:
+        tensor = torch.ones(200, 200)
+        part = part_of("a", tensor)
+        with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+            Streaming(there, Copier(), lambda: False).put(part, freed(tensor), ((0, 200), (0, 200)))
+        assert here.poll(0) is None
+
+
+def test_a_freed_shard_of_columns_is_refused_by_name() -> None:
+    written = bytearray(4 * 300 * 600)
+
+    def told(*_: object) -> None:
+        raise AssertionError("nothing is there")
+
+    place = InMemory(lambda *_: memoryview(written), told, told, Copier())
+    part = Part(("a", "F32", (300, 600)), ((0, 300), (0, 300)))
+    with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
+        place.put(part, freed(torch.ones(300, 300)), ((0, 300), (0, 300)))
+    assert not any(written)
+
+
+def test_a_tensor_that_only_acts_like_one_is_copied_by_torch() -> None:
+    class Wrapped(torch.Tensor):
+        """Has no memory of its own, as quantised tensors of other libraries."""
+
+        held: torch.Tensor
+
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Wrapped:
+            made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+            made.held = inner
+            return made
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            plain = [each.held if isinstance(each, Wrapped) else each for each in args]
+            made = func(*plain, **(kwargs or {}))
+            return cls(made) if isinstance(made, torch.Tensor) and made is not args[0] else made
+
+    slot, inner = Slot(64), torch.randn(16)
+    told: list[int] = []
+    Copier().copy("a", Wrapped(inner), slot.bytes(0, 64), told.append)
+    assert bytes(slot.bytes(0, 64)) == inner.numpy().tobytes()
+    assert told == [64]
+    slot.close()
+
+
+def test_a_slot_is_locked_once_and_has_the_same_content_as_without_a_device(driver: Driver) -> None:
+    """Locking takes as long as a copy: it is done for the first version that a slot holds."""
+    asked = []
+
+    def counted(begin: int, size: int) -> Callable[[], None] | None:
+        asked.append(size)
+        return lock(begin, size, driver=driver)
+
+    values = {"a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "c": torch.empty(0)}
+    hashes = set()
+    arena = Arena(counted)
+    for copier in (Copier(), *[Copier(lambda _: Lazy(driver))] * 5):
+        found = given(values)
+        filling = Filling(arena, None, copier)
+        filling.plan(found.specs)
+        for name, tensor in values.items():
+            filling.take(name, tensor)
+        filling.end()
+        hashes.add(filling.root_hash)
+        filling.close()
+    assert len(hashes) == 1
+    assert len(asked) == len(driver.locked) == 1
+    arena.close()
+    assert driver.locked == {}
+
+
+def test_a_slot_that_is_given_up_stays_locked_until_nobody_writes_it(driver: Driver) -> None:
+    slot = Slot(4096, lambda begin, size: lock(begin, size, driver=driver))
+    release = slot.lend()
+    assert slot.page_locked()
+    slot.close()
+    assert list(driver.locked.values()) == [4096]
+    release()
+    release()
+    assert driver.locked == {}

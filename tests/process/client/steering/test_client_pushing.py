@@ -1,0 +1,611 @@
+"""Tensors on their way to replicas: what arrives, what is told, and what every failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout_client import (
+    AsyncRolloutPool,
+    PublishFailed,
+    PublishProgress,
+    RolloutPool,
+)
+from rollout_client.steering import barrier
+from rollout_client.steering.pushing.board import Board
+from rollout_client.steering.pushing.copying import Copier
+from rollout_client.steering.pushing.deltas import Before, Deltas
+from rollout_client.steering.pushing.filling import Filling, GivenUp
+from rollout_client.steering.pushing.merging import Merging
+from rollout_client.steering.pushing.pusher import Pusher
+from rollout_client.steering.pushing.routes import Receiver as Waiting
+from rollout_client.steering.pushing.routes import Route
+from rollout_client.steering.pushing.sending import Link, Sender
+from rollout_client.steering.pushing.tensors import spec_of
+from rollout_worker.schemas import Transfer, WeightsId
+from rollout_worker.transfer.arena import Arena, ArenaError
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import Frame, Kind
+from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.transfer.pace import BURST_SECONDS
+from tests.support.unit.pushing import no_file_above
+from tests.support.unit.receiver import Receiver
+from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
+from tests.support.waiting import until, until_sync
+
+MEBI = 1 << 20
+JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+def tensors(step: int = 0) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return {
+        "model.b": torch.randn(3, MEBI // 4, generator=made),
+        "model.a": torch.randn(7, generator=made).to(torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "one": torch.tensor(5 + step),
+        "turned": torch.randn(8, 16, generator=made).t(),
+    }
+
+
+def content(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        name: value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, value in values.items()
+    }
+
+
+class World:
+    """Scripted control ports, each with a receiver behind it."""
+
+    def __init__(self, controls: list[ScriptedControl], receivers: list[Receiver]) -> None:
+        self.controls, self.receivers = controls, receivers
+        for control, receiver in zip(controls, receivers, strict=True):
+            control.transfer, control.phase = receiver.transfer, "Staging"
+        self.told: list[PublishProgress] = []
+
+    def pool(self) -> AsyncRolloutPool:
+        urls = [each.member.url for each in self.controls]
+        controls = [each.member.control_url for each in self.controls]
+        return AsyncRolloutPool.from_urls(urls, control_urls=controls)
+
+    @property
+    def verbs(self) -> list[list[str]]:
+        return [[verb for verb in each.verbs if verb != "require"] for each in self.controls]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with scripted_controls(3) as controls:
+        made = World(controls, [Receiver(f"w{index}:8000", tmp_path) for index in range(3)])
+        yield made
+        for each in made.receivers:
+            each.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
+async def test_every_replica_gets_every_byte(world: World, transport: Any) -> None:
+    async with world.pool() as pool:
+        for version in (1, 2, 3):
+            values = tensors(version)
+            done = await pool.publish_weights(
+                version, tensors=values, transport=transport, progress=world.told.append
+            )
+            assert done.identity.version == version
+            assert [each.content for each in world.receivers] == [content(values)] * 3
+            assert done.report is not None
+            kind = "tcp" if transport == "tcp" else "shm"
+            assert {each.transport for each in done.report.replicas.values()} == {kind}
+            assert list(done.report.seconds) == ["plan", "copy", "transfer", "stage", "commit"]
+            assert sum(done.report.seconds.values()) <= done.seconds + 1
+            assert done.report.bytes >= sum(map(len, content(values).values()))
+            assert done.root_hash == world.receivers[0].root_hash
+    assert world.verbs == [["stage", "commit"] * 3] * 3
+    assert [each.phase for each in world.told][-1] == "Complete"
+    if transport == "tcp":
+        # One connection for all three: each passes on to the next.
+        assert [len(each.hellos) for each in world.receivers] == [3, 3, 3]
+        assert [len(each.hellos[0]["hops"]) for each in world.receivers] == [2, 1, 0]
+
+
+async def test_replicas_of_one_machine_share_one_copy_until_all_gave_it_back(world: World) -> None:
+    async with world.pool() as pool:
+        arena = pool._pusher._arena
+        for each in world.receivers:
+            each.release.clear()
+        await pool.publish_weights(1, tensors=tensors(1), transport="shm")
+        (first,) = arena._slots
+        await pool.publish_weights(2, tensors=tensors(2), transport="shm")
+        assert arena._slots[0] is first
+        assert [slot.lent for slot in arena._slots] == [True, True]
+        for each in world.receivers:
+            each.release.set()
+        for sender in pool._pusher._senders:
+            assert sender.join(30)
+        assert [slot.lent for slot in arena._slots] == [False, False]
+        await pool.publish_weights(3, tensors=tensors(3), transport="shm")
+        assert first in arena._slots
+    assert arena.nbytes == 0
+
+
+def test_a_program_without_a_loop_fills_in_its_own_thread(tmp_path: Path) -> None:
+    threads = []
+
+    def stream(step: int) -> Iterator[tuple[str, torch.Tensor]]:
+        threads.append(threading.current_thread())
+        yield from tensors(step).items()
+
+    async def publish(world: World) -> None:
+        urls = [each.member.url for each in world.controls]
+        controls = [each.member.control_url for each in world.controls]
+
+        def run() -> None:
+            with RolloutPool.from_urls(urls, control_urls=controls) as pool:
+                for step in (1, 2):  # of the first stream nothing is known before its end
+                    done = pool.publish_weights(step, tensors=stream(step))
+                    assert done.report is not None
+                    assert [each.content for each in world.receivers] == [content(tensors(step))]
+            assert set(threads) == {threading.current_thread()}
+
+        await asyncio.to_thread(run)
+
+    async def both() -> None:
+        async with scripted_controls(1) as controls:
+            world = World(controls, [Receiver("w0:8000", tmp_path)])
+            await publish(world)
+            world.receivers[0].close()
+
+    asyncio.run(both())
+
+
+def test_what_was_given_up_before_it_was_planned_hashes_nothing() -> None:
+    """Whoever gives up is in another thread than who plans."""
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.fail()
+    filling.plan((("a", "F32", (4,)),))
+    filling.begin()
+    assert "weights-hash" not in {thread.name for thread in threading.enumerate()}
+    filling.close()
+    arena.close()
+
+
+def test_the_first_reason_for_which_it_was_given_up_counts() -> None:
+    """A rank's failure ends the senders, whose end is no news to the rank that leads."""
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "F32", (4,)),))
+    filling.begin()
+    filling.fail(LayoutError("rank 1 has no values"))
+    filling.fail()
+    filling.fail(PublishFailed("it can't be brought there: it was given up"))
+    with pytest.raises(LayoutError, match="rank 1 has no values"):
+        filling.all_written()
+    filling.close()
+    arena.close()
+
+
+def test_what_is_given_up_at_the_end_of_a_stream_lacks_no_tensor() -> None:
+    """The first stream is copied at its end: from then on a replica's refusal may come."""
+
+    class Refused(Copier):
+        def copy(self, *args: Any, **kwargs: Any) -> None:
+            super().copy(*args, **kwargs)
+            filling.fail()
+
+    arena = Arena()
+    filling = Filling(arena, None, Refused())
+    filling.plan(None)
+    for name in "ab":
+        filling.take(name, torch.ones(3))
+    filling.end()
+    with pytest.raises(GivenUp):
+        filling.wait_end(0)
+    filling.close()
+    arena.close()
+
+
+async def test_a_stream_may_be_asynchronous_and_change_nothing_of_its_layout(world: World) -> None:
+    async def stream(values: dict[str, torch.Tensor]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for item in values.items():
+            await asyncio.sleep(0)
+            yield item
+
+    async with world.pool() as pool:
+        for step in (1, 2):
+            await pool.publish_weights(step, tensors=stream(tensors(step)))
+            assert world.receivers[0].content == content(tensors(step))
+        changed = {**tensors(3), "one": torch.ones(2)}
+        with pytest.raises(LayoutError, match=r"'one' is F32 \[2\] and was I64 \[\]"):
+            await pool.publish_weights(3, tensors=stream(changed))
+        with pytest.raises(LayoutError, match="'new' was not in the version before"):
+            await pool.publish_weights(3, tensors=stream({**tensors(3), "new": torch.ones(1)}))
+        await pool.publish_weights(3, tensors=stream(tensors(3)))
+        assert world.receivers[0].content == content(tensors(3))
+
+
+@pytest.mark.parametrize("given", [lambda values: iter(values.items()), dict])
+async def test_the_corrected_tensors_are_taken_after_those_that_workers_refused(
+    world: World, given: Any
+) -> None:
+    one = world.controls[1]
+    async with world.pool() as pool:
+        for version in (1, 2):  # nothing was published before, then something was
+            values = tensors(version)
+            odd = {**values, "odd": torch.ones(1)} if version == 1 else values
+            one.refuse["stage"] = (422, "odd-tensors")
+            with pytest.raises(PublishFailed, match="odd-tensors"):
+                await pool.publish_weights(version, tensors=given(odd))
+            del one.refuse["stage"]
+            await pool.publish_weights(version, tensors=iter(values.items()))
+            assert [each.content for each in world.receivers] == [content(values)] * 3
+
+
+@pytest.mark.parametrize("given", [lambda values: iter(values.items()), dict])
+async def test_what_is_to_be_cast_has_the_dtypes_that_workers_tell(
+    world: World, given: Any
+) -> None:
+    wanted = tensors()
+    for control in world.controls[1:]:  # the first one doesn't answer, so the next one is asked
+        control.dtypes = {name: spec_of(name, tensor)[1] for name, tensor in wanted.items()}
+    world.controls[0].refuse["dtypes"] = (404, "not-found")
+    wide = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in wanted.items()
+    }
+    async with world.pool() as pool:
+        for version in (1, 2):
+            await pool.publish_weights(version, tensors=given(wide), cast=True)
+            assert [each.content for each in world.receivers] == [content(wanted)] * 3
+        await pool.publish_weights(3, tensors=wide)
+        assert [each.content for each in world.receivers] == [content(wide)] * 3
+    asked = [[verb for verb, _ in each.bodies].count("dtypes") for each in world.controls]
+    assert asked == [1, 1, 1]
+
+
+async def test_a_progress_that_raises_ends_no_publish(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), progress=lambda told: 1 / 0)  # type: ignore[arg-type]
+    assert done.replicas == 3
+    assert "progress raised an error; what it tells of goes on" in caplog.messages
+
+
+@pytest.mark.parametrize("version", ["5", 5.0, None, True, -1, 2**60])
+async def test_what_is_no_version_is_refused(world: World, version: Any) -> None:
+    async with world.pool() as pool:
+        with pytest.raises(ValueError, match="version must be"):
+            await pool.publish_weights(version, "/w")
+        with pytest.raises(ValueError, match="version must be"):
+            await pool.publish_weights(version, tensors=tensors())
+
+
+async def test_a_freed_tensor_is_not_cast(world: World) -> None:
+    for control in world.controls:
+        control.dtypes = {"x": "BF16"}
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    async with world.pool() as pool:
+        with pytest.raises(LayoutError, match="the memory of tensor 'x' was freed"):
+            await pool.publish_weights(1, tensors={"x": freed}, cast=True)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_one_refusal_ends_it_for_all_and_names_the_replica(
+    world: World, transport: Any
+) -> None:
+    def refuse(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        why = "tensor 'one' is unknown to the model"
+        connection.send(Kind.ERROR, {"slug": "layout", "detail": why, "tensor": "one"})
+
+    world.receivers[1].faults[Kind.HELLO] = refuse
+    taken = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors().items():
+            yield name, tensor
+            taken.append(name)
+
+    async with world.pool() as pool:
+        world.controls[1].error = "tensor 'one' is unknown to the model"
+        world.controls[1].phase = "Failed"
+        with pytest.raises(PublishFailed, match=r"w1:8000: .*tensor 'one' is unknown"):
+            await pool.publish_weights(1, tensors=stream(), transport=transport)
+        assert taken == list(tensors())  # other ranks wait in a stream
+        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+        # Whoever was about to send finds out that nobody listens.
+        slots = pool._pusher._arena._slots
+        await until(lambda: not any(slot.lent for slot in slots), what="the memory to come back")
+
+
+def test_a_sender_whose_pool_was_closed_says_so() -> None:
+    """One that was not stopped in time: there is no memory any more that it could send."""
+    arena, receiver = Arena(), Receiver("w0:8000")
+    filling = Filling(arena, None, Copier())
+    filling.plan(None)
+    filling.take("a", torch.ones(3))
+    filling.end()
+    board = Board([receiver.name], filling.layout.nbytes, lambda: None)
+    to = Waiting(receiver.name, "127.0.0.1", Transfer.model_validate(receiver.transfer()))
+    sender = Sender(Route("tcp", (to,)), filling, board, Link())
+    arena.close()
+    sender.start()
+    assert sender.join(30)
+    assert board.of(receiver.name).why == "this memory was given up"
+    filling.close()
+    receiver.close()
+
+
+def test_ranks_whose_pool_is_closed_are_told_so_where_their_bytes_were_hashed() -> None:
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "U8", (100,)), ("b", "U8", (100,))))
+    filling.begin()
+    filling.arrived("a", 0, 100)
+    until_sync(lambda: "a" in filling.digests, what="the first hash")
+    arena.close()
+    filling.arrived("b", 0, 100)
+    with pytest.raises(ArenaError, match="this memory was given up"):
+        filling.end()
+    filling.close()
+
+
+def test_what_was_given_up_before_its_pool_was_closed_tells_nothing_of_that() -> None:
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "U8", (100,)),))
+    filling.begin()
+    arena.close()
+    filling.arrived("a", 0, 100)
+    until_sync(lambda: filling._hashing.why is not None, what="the end of the hashing")
+    filling.fail(LayoutError("rank 1 has no values"))
+    assert filling._hashes() == {}
+    filling.close()
+
+
+@pytest.mark.parametrize("closed", ["memory", "before"])
+def test_what_differs_is_not_looked_for_once_the_pool_is_closed(
+    closed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena, values = Arena(), torch.ones(100)
+    first, second = (Filling(arena, None, Copier()) for _ in range(2))
+    for filling in (first, second):
+        filling.plan((("a", "F32", (100,)),))
+    first.take("a", values)
+    first.end()
+    before = Before.of(first, WeightsId(epoch=1, version=1))
+    assert before is not None
+    deltas = Deltas(before, second)
+    second.take("a", values)
+    before.close()
+    if closed == "memory":
+        arena.close()
+    deltas.start()
+    assert deltas.ready(0, 30)
+    deltas.stop()
+    assert not deltas.any
+    assert not caplog.messages
+    for each in (first, second, arena):
+        each.close()
+
+
+async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:
+    world.receivers[2].close()
+    async with world.pool() as pool:
+        with pytest.raises(
+            PublishFailed, match=r"w2:8000: .*can't be brought there: .*can't be reached"
+        ):
+            await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+
+
+async def test_a_chain_goes_on_behind_a_hop_that_died(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(barrier, "DEAD_SECONDS", 0.2)
+
+    def die(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        if receiver.chunks == 2:
+            world.controls[0].slot = None  # as a worker that was restarted, before that is seen
+            receiver.close()
+            connection.interrupt()
+
+    world.receivers[0].faults[Kind.DATA] = die
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert done.replicas == 2
+    assert [each.content for each in world.receivers[1:]] == [content(tensors())] * 2
+    assert done.report is not None
+    assert {name for name, each in done.report.replicas.items() if each.error} == {"w0:8000"}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_first_hop_whose_connection_breaks_gets_the_rest(world: World, count: int) -> None:
+    def cut(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        if receiver.chunks == 2:
+            del receiver.faults[Kind.DATA]
+            connection.interrupt()
+
+    world.controls, world.receivers = world.controls[:count], world.receivers[:count]
+    world.receivers[0].faults[Kind.DATA] = cut
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert done.replicas == count
+    assert [each.content for each in world.receivers] == [content(tensors())] * count
+    assert done.report is not None
+    assert not any(each.error for each in done.report.replicas.values())
+    assert len(world.receivers[0].hellos) == 2
+
+
+async def test_a_hop_that_only_the_trainer_reaches_gets_them_from_there(world: World) -> None:
+    world.receivers[0].cut_off = True
+    world.controls, world.receivers = world.controls[:2], world.receivers[:2]
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert done.replicas == 2
+    assert [each.content for each in world.receivers] == [content(tensors())] * 2
+    assert [len(each.hellos) for each in world.receivers] == [1, 1]
+
+
+async def test_a_damaged_chunk_is_sent_once_more(world: World) -> None:
+    asked = []
+
+    def damaged(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        asked.append(frame.integer("offset"))
+        del receiver.faults[Kind.DATA]
+        connection.send(Kind.ERROR, {"slug": "bad-chunk", "offset": asked[0]})
+
+    world.receivers[2].faults[Kind.DATA] = damaged
+    world.controls, world.receivers = world.controls[2:], world.receivers[2:]
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    assert world.receivers[0].content == content(tensors())
+
+
+async def test_a_folder_is_written_before_anything_is_committed(
+    world: World, tmp_path: Path
+) -> None:
+    spool = tmp_path / "versions"
+    async with world.pool() as pool:
+        for version in (1, 2, 3):
+            await pool.publish_weights(version, tensors=tensors(version), spool=spool)
+        names = sorted(path.name for path in spool.iterdir())
+        assert names == ["epoch-1-version-2", "epoch-1-version-3"]
+        found = load_file(next((spool / names[1]).glob("*.safetensors")))
+        assert content(found) == content(tensors(3))
+
+
+async def test_a_folder_on_a_full_disk_fails_the_publish_and_leaves_no_half_version(
+    world: World, tmp_path: Path
+) -> None:
+    spool = tmp_path / "versions"
+    async with world.pool() as pool:
+        for version in (1, 2):  # both slots of memory are there
+            await pool.publish_weights(version, tensors=tensors(version), transport="tcp")
+        with (
+            no_file_above(MEBI),
+            pytest.raises(OSError, match=r"epoch-1-version-3 can't be written: .*File too large"),
+        ):
+            await pool.publish_weights(3, tensors=tensors(3), transport="tcp", spool=spool)
+        assert not list(spool.iterdir())
+        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+        await pool.publish_weights(4, tensors=tensors(4), transport="tcp", spool=spool)
+        assert [path.name for path in spool.iterdir()] == ["epoch-1-version-4"]
+
+
+async def test_a_publish_sends_no_faster_than_it_is_told(world: World) -> None:
+    world.controls, world.receivers = world.controls[2:], world.receivers[2:]
+    rate = 6 * MEBI
+    async with world.pool() as pool:
+        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp", rate=rate)
+    assert done.report is not None
+    assert done.report.seconds["transfer"] > (3 * MEBI - (1 << 20)) / rate - BURST_SECONDS
+    assert world.receivers[0].content == content(tensors())
+
+
+async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=tensors())
+        ended = threading.Event()
+        for each in world.receivers:
+            each.faults[Kind.END] = lambda receiver, connection, frame: ended.set()
+        publishing = asyncio.ensure_future(pool.publish_weights(2, tensors=tensors(2)))
+        await asyncio.to_thread(ended.wait, 30)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+        for sender in pool._pusher._senders:
+            assert sender.join(30)
+        assert not any(slot.lent for slot in pool._pusher._arena._slots)
+
+
+async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:
+    world.receivers[0].faults[Kind.END] = lambda receiver, connection, frame: None
+    async with world.pool() as pool:
+        with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):
+            await pool.publish_weights(1, tensors=tensors(), seconds=1.5)
+
+
+async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> None:
+    released = asyncio.Event()
+
+    async def stream() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        yield "one", torch.ones(1)
+        await released.wait()
+
+    async with world.pool() as pool:
+        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=2))
+        asyncio.get_running_loop().call_later(2.5, released.set)
+        with pytest.raises(PublishFailed, match="their tensors did not all come"):
+            await publishing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "a path, or tensors="),
+        ({"path": "x", "tensors": {}}, "not both"),
+        ({"path": "x", "transport": "shm"}, "transport: only a publish of tensors"),
+        ({"tensors": {}, "keep": 3}, "give spool, too"),
+        ({"tensors": {}, "spol": "/w"}, "no argument 'spol': do you mean 'spool'"),
+        ({"tensors": {}, "rank": None}, "no argument 'rank': do you mean 'ranks'"),
+        ({"path": "x", "second": 5}, "no argument 'second': do you mean 'seconds'"),
+        ({"path": "x", "timeout": 5}, "no argument 'timeout': known are transport, .*seconds"),
+    ],
+)
+async def test_arguments_that_mean_nothing_are_refused(
+    world: World, arguments: dict[str, Any], message: str
+) -> None:
+    async with world.pool() as pool:
+        with pytest.raises(TypeError, match=message):
+            await pool.publish_weights(1, **arguments)
+    assert world.verbs == [[]] * 3
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"x": 3.5}, "'x' is a float, not a tensor: leave it out"),
+        ({"x": torch.ones(2, dtype=torch.complex128)}, "'x' has the dtype torch.complex128"),
+        ({"x": JAGGED}, "'x' is nested"),
+        ({}, "no tensors were given"),
+    ],
+)
+async def test_what_is_no_tensor_is_refused_by_name(
+    world: World, odd: dict[str, Any], message: str
+) -> None:
+    async with world.pool() as pool:
+        with pytest.raises(LayoutError, match=message):
+            await pool.publish_weights(1, tensors=odd)
+    assert not any("commit" in verbs for verbs in world.verbs)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        (PublishFailed("rank 1: its tensor is odd"), "rank 1: its tensor is odd"),
+        (ValueError("no such file"), "the publish was given up: no such file"),
+        (None, "the publish was given up"),
+    ],
+)
+async def test_who_waits_for_tensors_is_told_why_none_come(
+    why: Exception | None, told: str
+) -> None:
+    """Which of the waiting ones hears of it first is chance; what a trainer reads is not."""
+    pusher = Pusher()
+    push = pusher.begin({"x": torch.ones(2)})
+    push.filling.fail(why)
+    with pytest.raises(PublishFailed) as failed:
+        await push.planned()
+    assert str(failed.value) == told
+    push.close()
+    pusher.close()

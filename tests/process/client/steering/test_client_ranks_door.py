@@ -1,0 +1,247 @@
+"""Ranks of a trainer on several nodes: who gets in at rank 0, and what goes wrong while they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing import addresses, meeting
+from rollout_client.steering.pushing import door as door_module
+from rollout_client.steering.pushing.door import ANYHOW, Door, Reach, call
+from rollout_client.steering.pushing.following import Following
+from rollout_client.steering.pushing.leading import Leading
+from rollout_client.steering.pushing.options import PushPlan
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.frames import Kind, TransferError
+from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
+from tests.support.waiting import until_sync
+
+# Who gets in.
+
+
+@pytest.mark.parametrize("silent", [30, 100])
+def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
+    monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    monkeypatch.setattr(door_module, "CALL_SECONDS", 20.0)
+    with nothing_left(), contextlib.ExitStack() as stack:
+        door = Door.open(4, Reach(LOOPBACK), afar=True)
+        stack.callback(door.close)
+        there, places = door.places.addresses[0], door.places
+        for _ in range(silent):
+            stack.enter_context(socket.create_connection(there))
+        ranks = {1: stack.enter_context(contextlib.closing(call(places, 1, here=False)))}
+        for told, rank, why in (
+            (replace(places, token="0" * 32), 2, "not the token of this meeting"),
+            (places, 1, "rank 1 is there already"),
+            (places, 0, "closed"),
+            (places, 4, "closed"),
+        ):
+            with pytest.raises(TransferError, match=why):
+                call(told, rank, here=False)
+        for rank, here in ((2, True), (3, False)):
+            ranks[rank] = stack.enter_context(contextlib.closing(call(places, rank, here=here)))
+        began = time.monotonic()
+        taken = door.take()
+        assert time.monotonic() - began < 10  # silent ones are not waited for
+        assert sorted(taken) == [1, 2, 3]
+        for rank, connection in taken.items():
+            stack.callback(connection.close)
+            ranks[rank].send(Kind.PROGRESS, {"rank": rank})
+            assert connection.receive().head == {"rank": rank}
+
+
+def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank may be further than the thread that has told it so."""
+    send = Connection.send
+
+    def late(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
+        send(connection, kind, *rest, **more)
+        if kind is Kind.READY:
+            time.sleep(0.5)
+
+    monkeypatch.setattr(Connection, "send", late)
+    with nothing_left(), contextlib.ExitStack() as stack:
+        door = Door.open(2, ANYHOW, afar=False)
+        stack.callback(door.close)
+        rank = stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
+        (taken,) = door.take().values()
+        stack.callback(taken.close)
+        rank.send(Kind.PROGRESS, {"rank": 1})
+        assert taken.receive().head == {"rank": 1}
+
+
+def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, failed = Connection.send, threading.Event()
+
+    def cut(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
+        if kind is Kind.READY and not failed.is_set():
+            failed.set()
+            connection.interrupt()
+        send(connection, kind, *rest, **more)
+
+    monkeypatch.setattr(Connection, "send", cut)
+    with nothing_left(), contextlib.ExitStack() as stack:
+        door = Door.open(2, ANYHOW, afar=False)
+        stack.callback(door.close)
+        with pytest.raises(TransferError):
+            call(door.places, 1, here=True)
+        until_sync(lambda: not door._strangers, what="the end of the first call")
+        stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
+        (taken,) = door.take().values()
+        taken.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        first(b"x", 1 << 31),
+        first(b"[" * 1000),
+        first(b'{"token":' * 110),
+        first(b"[]"),
+        first(b"{}", kind=200),
+        first(b'{"rank":1}'),
+        first(json.dumps({"rank": 1, "token": "\ud800"}).encode()),
+        first(json.dumps({"rank": 1, "token": "x", "payload": 9}).encode()),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+    ],
+)
+def test_who_says_something_else_is_turned_away_at_once(said: bytes) -> None:
+    with nothing_left():
+        door = Door.open(2, Reach(LOOPBACK), afar=True)
+        with socket.create_connection(door.places.addresses[0], 2) as stranger:
+            with contextlib.suppress(OSError):  # it may be turned away already
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert not stranger.recv(1) or stranger.recv(4096).find(b"refused") > 0
+        with pytest.raises(TransferError, match=r"ranks \[1\] did not call"):
+            door.take()
+
+
+def test_who_is_called_shows_that_it_is_rank_0() -> None:
+    with nothing_left():
+        door = Door.open(2, Reach(LOOPBACK), afar=True)
+        with pytest.raises(TransferError, match="somebody else answers there"):
+            call(replace(door.places, answer="0" * 32), 1, here=False)
+        door.close()
+
+
+# What goes wrong while they meet.
+
+
+class Seat:
+    """One of two ranks' places in a group of threads; a word that does not come fails its test."""
+
+    def __init__(self, rank: int, words: list[Any], all_here: threading.Barrier) -> None:
+        self.rank, self.words, self.all_here = rank, words, all_here
+
+    def gathered(self, mine: Any) -> list[Any]:
+        self.words[self.rank] = mine
+        self.all_here.wait(10)
+        found = list(self.words)
+        self.all_here.wait(10)
+        return found
+
+
+def met(monkeypatch: pytest.MonkeyPatch, reach: Reach = ANYHOW) -> list[BaseException | None]:
+    """Let two ranks of different nodes meet; returns what each of them raised."""
+    monkeypatch.setattr(meeting, "_gathered", Seat.gathered)
+    monkeypatch.setattr(meeting, "_broadcast", lambda seat, mine: seat.gathered(mine)[0])
+    words, all_here = [None, None], threading.Barrier(2)
+    seats: list[Any] = [Seat(rank, words, all_here) for rank in range(2)]
+    facts = [meeting._Fact("a", "node-a"), meeting._Fact("b", "node-b")]
+    raised: list[BaseException | None] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            part: Leading | Following
+            if rank == 0:
+                part = meeting._lead(seats[0], facts, {1}, reach)
+            else:
+                part = meeting._follow(seats[1], 1, facts, {1}, reach)
+            part.close()
+        except BaseException as error:  # noqa: BLE001 (what it was is looked at)
+            raised[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return raised
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    return failing
+
+
+def test_ranks_of_two_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
+        assert met(monkeypatch, Reach(LOOPBACK)) == [None, None]
+
+
+@pytest.mark.parametrize("error", [OSError("no such device"), ValueError("five columns")])
+def test_rank_0_that_does_not_know_its_addresses_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(addresses, "_ipv4", fails(error))
+    with nothing_left():
+        raised = met(monkeypatch)
+    for each in raised:
+        assert isinstance(each, PublishFailed), each
+        assert "rank 0 on node-a can't be reached by the other ranks" in str(each)
+        assert str(error) in str(each)
+        assert "see ranks_host" in str(each)
+
+
+@pytest.mark.parametrize("host", ["n" * 70, "a..b", "no-such-host.invalid", None])
+def test_a_rank_that_cannot_call_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, host: str | None
+) -> None:
+    if host is None:
+        monkeypatch.setattr(meeting, "call", fails(RuntimeError("can't start new thread")))
+    with nothing_left():
+        raised = met(monkeypatch, Reach(host or LOOPBACK))
+    for each in raised:
+        assert isinstance(each, PublishFailed), each
+        assert "rank 1 on node-b can't reach rank 0 on node-a" in str(each)
+        assert (host or "RuntimeError: can't start new thread") in str(each)
+
+
+@pytest.mark.parametrize("host", ["", " ", "node:29500", "[::1]", "http://node", "n" * 70, 5])
+def test_what_can_be_no_host_is_refused(host: Any) -> None:
+    with pytest.raises(ValueError, match="ranks_host must be a name or an address alone"):
+        PushPlan.of(..., {"ranks": object(), "ranks_host": host})
+
+
+@pytest.mark.parametrize(
+    "ports", [80, "29500", (1,), (1, 2, 3), (2, 1), (0, 9), (9, 65536), (8.5, 9), ("1", "2")]
+)
+def test_what_can_be_no_ports_is_refused(ports: Any) -> None:
+    with pytest.raises(ValueError, match="ranks_ports must be a first and a last port of 1 to"):
+        PushPlan.of(..., {"ranks": object(), "ranks_ports": ports})
+
+
+def test_how_rank_0_is_reached_is_kept_and_needs_ranks() -> None:
+    for host in (None, "trainer-0.trainer", "10.0.0.7", "2001:db8::7"):
+        plan = PushPlan.of(..., {"ranks": object(), "ranks_host": host, "ranks_ports": [7, 7]})
+        assert plan.reach == Reach(host, (7, 7))
+    for given_alone in ({"ranks_host": "node"}, {"ranks_ports": (1, 2)}):
+        with pytest.raises(TypeError, match="give ranks, too"):
+            PushPlan.of(..., given_alone)

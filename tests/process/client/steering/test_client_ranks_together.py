@@ -1,0 +1,247 @@
+"""Ranks of one trainer that write their shards side by side: one memory, one outcome for all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_client.steering.pushing.boxes import rows_of, run_of
+from rollout_client.steering.pushing.copying import Copier
+from rollout_client.steering.pushing.merging import Merging
+from rollout_client.steering.pushing.shards import Part, share_out
+from rollout_client.steering.pushing.tensors import spec_of
+from rollout_worker.transfer.arena import Arena
+from rollout_worker.transfer.layout import LayoutError
+from rollout_worker.wire.roothash import HashedTensor, root_hash_of
+from tests.support.unit import rank_publish
+from tests.support.unit.ranks import Rank, ranks
+from tests.support.unit.receiver import Receiver
+from tests.support.unit.scripted_control import scripted_controls
+from tests.support.waiting import until
+
+Told = dict[int, dict[str, Any]]
+
+
+class Story:
+    """The ranks of a trainer, as processes."""
+
+    def __init__(self, folder: Path, ranks: list[Rank]) -> None:
+        self.folder, self.ranks = folder, ranks
+
+    def told(self, rank: int) -> Told:
+        """What came of each version on a rank."""
+        file = self.folder / f"told-{rank}"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return {told["version"]: told for told in map(json.loads, lines)}
+
+    async def tells(self, rank: int, version: int) -> dict[str, Any]:
+        """Wait for what a version came to on a rank."""
+        await until(
+            lambda: version in self.told(rank) or self.ranks[rank].status() is not None,
+            120,
+            what=f"version {version} on rank {rank}",
+        )
+        found = self.told(rank)
+        assert version in found, self.ranks[rank].said
+        return found[version]
+
+
+@contextlib.asynccontextmanager
+async def story(name: str, count: int, folder: Path, nodes: str = "one") -> AsyncIterator[Story]:
+    """Run ranks that publish to a scripted replica."""
+    async with scripted_controls(1) as (control,):
+        receiver = Receiver("w0:8000", folder)
+        control.transfer, control.phase = receiver.transfer, "Staging"
+        own = rank_publish.state(1, count)
+        control.dtypes = {name: spec_of(name, tensor)[1] for name, tensor in own.items()}
+        places = control.member.url, str(control.member.control_url)
+        if name == "untold":
+            places = "http://127.0.0.1:1", "http://127.0.0.1:2"
+        try:
+            with ranks(rank_publish.main, count, folder, name, nodes, *places) as started:
+                yield Story(folder, started)
+        finally:
+            receiver.close()
+
+
+def root_of(values: dict[str, torch.Tensor]) -> str:
+    hashed = {}
+    for name, value in values.items():
+        whole = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        _, dtype, shape = spec_of(name, value)
+        hashed[name] = HashedTensor(dtype, shape, xxhash.xxh3_128_hexdigest(whole))
+    return root_hash_of(hashed)
+
+
+@pytest.mark.parametrize("nodes", ["one", "two"])
+async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path, nodes: str) -> None:
+    async with story("together", 4, tmp_path, nodes) as trainer:
+        # In the first publish each rank is on a node of its own; then two slots, used in turn; and once
+        # more after failures; and in a wider dtype, which is cast.
+        for version in (1, 2, 3, 4, 8, 9):
+            for rank in range(4):
+                told = await trainer.tells(rank, version)
+                assert told.get("root") == root_of(rank_publish.state(version, 4)), told
+                assert sorted(told["gathered"]) == sorted(rank_publish.GATHERED)
+                assert told["bytes"]
+        errors = {
+            version: [trainer.told(rank)[version]["error"] for rank in range(4)]
+            for version in (5, 6, 7)
+        }
+        assert all("'even' has no plain values" in each for each in errors[5]), errors
+        assert errors[5][1].startswith("LayoutError: ")
+        assert errors[5][0].startswith("PublishFailed: rank 1: ")
+        assert all("tensor 'plain' is I64" in each for each in errors[6]), errors
+        assert all("'even': the ranks' shards don't make it whole" in each for each in errors[7])
+        for rank in range(3):
+            told = await trainer.tells(rank, 10)
+            assert "rank 3 is gone" in told["error"]
+            assert told["seconds"] < 20
+
+
+async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path) -> None:
+    async with story("frozen", 2, tmp_path) as trainer:
+        told = await trainer.tells(0, 2)
+        assert "their tensors did not all come" in told["error"], told
+        assert told["seconds"] < 20, told
+        trainer.ranks[1].send(signal.SIGCONT)
+        late = await trainer.tells(1, 2)
+        assert late["error"].startswith("PublishFailed: rank 0 of the group")
+        for rank in range(2):
+            told = await trainer.tells(rank, 3)
+            assert told.get("root") == root_of(rank_publish.state(3, 2)), told
+        told = await trainer.tells(1, 4)
+        assert told["error"].startswith("PublishFailed: rank 0 of the group is gone")
+        assert told["seconds"] < 20
+        assert trainer.ranks[0].status(10) == -signal.SIGKILL
+
+
+async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path: Path) -> None:
+    async with story("untold", 2, tmp_path) as trainer:
+        for rank in range(2):
+            told = await trainer.tells(rank, 1)
+            assert "no worker tells the dtypes" in told["error"], told
+            assert told["seconds"] < 20
+
+
+# Who writes what.
+
+
+def parts(name: str, size: int, *runs: tuple[int, int] | None) -> list[list[Part]]:
+    """By rank: what it has of one tensor of bytes."""
+    return [[Part((name, "U8", (size,)), None if run is None else (run,))] for run in runs]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 3))
+def test_each_byte_is_written_once_however_it_is_cut_and_replicated(
+    cuts: list[int], copies: int
+) -> None:
+    ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
+    runs = [(end - cut, end) if cut else None for cut, end in zip(cuts, ends, strict=True)]
+    shares = share_out(parts("a", ends[-1], *(runs * copies)))
+    written = sorted(work.boxes["a"] for work in shares.work if "a" in work.boxes)
+    assert written == [(run,) for run in runs if run is not None]
+    assert sum(work.nbytes for work in shares.work) == ends[-1]
+
+
+def test_replicated_tensors_are_spread_over_the_ranks() -> None:
+    offers = [[Part((str(i), "U8", (8,)), ((0, 8),)) for i in range(6)] for _ in range(3)]
+    assert [work.nbytes for work in share_out(offers).work] == [16, 16, 16]
+
+
+@pytest.mark.parametrize(
+    "runs", [[(0, 4), (5, 8)], [(0, 5), (4, 8)], [(0, 7), None], [(1, 8)], [None], [(0, 4), (2, 6)]]
+)
+def test_shards_that_make_no_whole_are_refused_by_name(runs: list[tuple[int, int] | None]) -> None:
+    with pytest.raises(LayoutError, match="'a': the ranks' shards don't make it whole"):
+        share_out(parts("a", 8, *runs))
+
+
+def test_ranks_that_mean_different_tensors_are_refused_by_name() -> None:
+    other = [Part(("a", "U8", (9,)), None)]
+    with pytest.raises(LayoutError, match=r"tensor 'a' is U8 \[9\] on rank 1 and U8 \[8\]"):
+        share_out([*parts("a", 8, (0, 8)), other])
+
+
+def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
+    spec = ("a", "F32", (4, 3))
+    assert run_of(spec, ((1, 3), (0, 3))) == (12, 36)
+    assert run_of(spec, ((1, 3), (0, 2))) is None
+    assert run_of(spec, ((2, 3), (1, 3))) == (28, 36)
+    assert rows_of(spec, ((2, 3), (1, 3))) is None
+    assert run_of(("a", "F32", ()), ()) == (0, 4)
+
+
+# What comes in any order.
+
+
+@given(st.permutations(range(12)))
+def test_bytes_that_come_in_any_order_are_hashed_in_theirs(order: list[int]) -> None:
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    specs = (("a", "U8", (300,)), ("b", "U8", (0,)), ("c", "U8", (700,)), ("d", "U8", (0, 2)))
+    pieces = [
+        (n, at, min(at + 90, size))
+        for n, size in (("a", 300), ("c", 700))
+        for at in range(0, size, 90)
+    ]
+    filling.plan(specs)
+    filling.begin()
+    before = -1
+    for index in order:
+        name, begin, end = pieces[index]
+        view = filling.slot.view(filling.layout[name])
+        view[begin:end] = bytes([index]) * (end - begin)
+        view.release()
+        filling.arrived(name, begin, end)
+        now = filling.wait_upto(0, 0)
+        assert now >= before
+        before = now
+    filling.all_written()
+    filling.end()
+    for name in "abcd":
+        with filling.slot.view(filling.layout[name]) as view:
+            assert filling.digests[name] == xxhash.xxh3_128_hexdigest(view)
+    filling.close()
+    arena.close()
+
+
+def test_bytes_that_no_tensor_has_are_refused() -> None:
+    arena = Arena()
+    filling = Merging(arena, Copier())
+    filling.plan((("a", "U8", (300,)),))
+    filling.begin()
+    filling.arrived("a", 0, 100)
+    for name, begin, end in (("b", 0, 1), ("a", 50, 60), ("a", 200, 301), ("a", 200, 200)):
+        with pytest.raises(LayoutError, match="there are no bytes"):
+            filling.arrived(name, begin, end)
+    filling.close()
+    arena.close()
+
+
+def test_why_a_version_was_given_up_first_is_why_it_was() -> None:
+    gone = ValueError("a rank is gone")
+    for reasons in ((None,), (None, gone), (gone,), (gone, None), (gone, ValueError("given up"))):
+        arena = Arena()
+        filling = Merging(arena, Copier())
+        filling.plan((("a", "U8", (300,)),))
+        filling.begin()
+        for why in reasons:
+            filling.fail(why)
+        if reasons[0] is None:
+            assert not filling.all_written()
+        else:
+            with pytest.raises(ValueError, match="a rank is gone"):
+                filling.all_written()
+        filling.close()
+        arena.close()

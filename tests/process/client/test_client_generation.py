@@ -1,0 +1,591 @@
+"""Answers of one worker that is odd on purpose: what is tried again, what is not, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from rollout_client import (
+    AsyncRolloutPool,
+    AttemptReport,
+    DeadlineExceeded,
+    GenerateRequest,
+    GenerateResult,
+    Hook,
+    ManyFailed,
+    NoReplica,
+    PrometheusHook,
+    RequestFailed,
+    RequestRefused,
+    WeightsId,
+)
+from rollout_client.generating.prompts import Prompt
+from rollout_client.routing.connections import STREAMS_PER_CLIENT, MemberClients
+from tests.support.loopback import loopback
+from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    async with loopback() as server:
+        yield ScriptedWorker(server)
+
+
+@pytest.fixture
+async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        yield pool
+
+
+async def test_what_a_pool_serves_is_said_by_who_answers(worker: ScriptedWorker) -> None:
+    """A replica may die at any moment, this one included."""
+
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    worker.server.answers["GET", "/v1/info"] = hang_up
+    async with loopback() as server:
+        other = ScriptedWorker(server)
+        other.says_ends(7)
+        async with AsyncRolloutPool.from_urls([worker.url, other.url]) as pool:
+            assert (await pool.info(seconds=30)).eos_token_ids == (7,)
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        with pytest.raises(NoReplica, match="GET /v1/info"):
+            await pool.info(seconds=0.1)
+
+
+def told(pool: AsyncRolloutPool, worker: ScriptedWorker, step: Step) -> Step:
+    """Do a step once the client knows which ids end outputs there."""
+    records = pool._router.balancer.records
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await until(lambda: records[worker.url].info is not None, what="what it is")
+        return await step(request, body)
+
+    return answer
+
+
+async def test_a_cut_stream_goes_on_where_it_stopped(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([5, 6], None), tokens([7], None, version=1)]
+    worker.steps.append(tokens([8, 9, 10], version=1))
+    sampling = {**END, "seed": 3, "min_tokens": 3}
+    result = await pool.generate(PROMPT, sampling=sampling, session_id="s")
+    assert result.token_ids == (5, 6, 7, 8, 9, 10)
+    assert [(s.version, s.start, s.end) for s in result.output.weights] == [
+        (0, 0, 2),
+        (1, 2, 6),
+    ]
+    bounds = [(b.get("epoch"), b.get("min_version")) for b in worker.bodies]
+    assert bounds == [(None, None), (0, 0), (0, 1)], "never on to older weights"
+    first, second, third = worker.bodies
+    assert second["token_ids"] == [*PROMPT, 5, 6]
+    assert third["token_ids"] == [*PROMPT, 5, 6, 7]
+    assert [b["sampling"]["max_tokens"] for b in worker.bodies] == [6, 4, 3]
+    assert [b["sampling"].get("min_tokens", 0) for b in worker.bodies] == [3, 1, 0]
+    assert len({b["request_id"] for b in worker.bodies}) == 3
+    assert {b["session_id"] for b in worker.bodies} == {"s"}
+    assert len({b["sampling"]["seed"] for b in worker.bodies}) == 3
+    assert [a.outcome for a in result.attempts] == ["broken", "broken", "finished"]
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 6)
+    assert result.timing.preemptions == 1
+    assert first["deadline_seconds"] > third["deadline_seconds"] > 590
+
+
+async def test_an_eos_before_the_cut_is_the_end(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """The worker does not say which ids end outputs: the last token is sampled again. Then it does."""
+    worker.steps = [tokens([5, 2], None), tokens([2], "stop", match=2)]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert worker.bodies[1]["token_ids"] == [*PROMPT, 5]
+    assert result.token_ids == (5, 2)
+    worker.says_ends(2, 9)
+    worker.steps += [told(pool, worker, tokens([4, 2], None))]
+    again = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert again.token_ids == (4, 2)
+    assert again.output.stop_reason == "stop"
+    assert again.output.stop_match is not None
+    assert again.output.stop_match.token_id == 2
+    assert len(worker.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_of"), [(None, "raw"), ("sampling", "sampling"), ("none", None)]
+)
+async def test_an_end_that_no_worker_told_keeps_the_kind_of_its_logprobs(
+    pool: AsyncRolloutPool,
+    worker: ScriptedWorker,
+    asked: Literal["sampling", "none"] | None,
+    is_of: str | None,
+) -> None:
+    """A worker that is killed right after the last token has not said what its logprobs are."""
+    worker.says_ends(2, logprobs=("raw", "sampling"))
+    worker.steps = [told(pool, worker, tokens([4, 2], None))]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6}, logprobs=asked)
+    assert [each.outcome for each in result.attempts] == ["broken"]
+    assert result.token_ids == (4, 2)
+    assert result.logprobs_of == is_of
+
+
+async def test_what_ended_one_output_ends_no_other(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """A worker may end an output with an id of its own making; only its EOS ids are the model's."""
+    worker.says_ends(2)
+    worker.steps = [told(pool, worker, tokens([5, 7], "stop", match=7))]
+    await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    worker.steps += [told(pool, worker, tokens([4, 7], None))]
+    worker.steps += [told(pool, worker, tokens([8, 2], None))]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert result.token_ids == (4, 7, 8, 2), "not cut short, and ended by the EOS alone"
+    assert result.output.stop_reason == "stop"
+    assert worker.bodies[2]["token_ids"] == [*PROMPT, 4, 7]
+
+
+async def test_a_token_is_sampled_again_once(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """Attempts that give nothing take no more back: a stream has given the tokens before it out."""
+    worker.steps = [tokens([5, 6, 7], None), tokens([], None), tokens([8], "stop", match=8)]
+    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
+    assert worker.bodies[1]["token_ids"] == worker.bodies[2]["token_ids"] == [*PROMPT, 5, 6]
+    assert result.token_ids == (5, 6, 8)
+
+
+async def test_a_spent_budget_before_the_cut_is_the_end(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1, 2, 3, 4, 5, 6], None)]
+    result = await pool.generate(PROMPT, sampling=END)
+    assert result.output.stop_reason == "length"
+    assert len(worker.bodies) == 1
+
+
+async def test_a_stop_string_across_the_cut_is_not_missed(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1, 2, 3, 4], None), tokens([3, 4, 5], "stop")]
+    sampling = {**END, "stop": ["abc"]}
+    seen: list[int] = []
+    async with pool.stream(PROMPT, sampling=sampling) as stream:
+        async for delta in stream:
+            seen += delta.token_ids
+    assert worker.bodies[1]["token_ids"] == [*PROMPT, 1, 2]
+    assert tuple(seen) == stream.result.token_ids == (1, 2, 3, 4, 5)
+
+
+async def test_penalties_of_sampled_tokens_start_anew(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1, 2], None), tokens([3, 4], "stop")]
+    result = await pool.generate(PROMPT, sampling={**END, "presence_penalty": 0.5})
+    assert worker.bodies[1]["token_ids"] == PROMPT
+    assert worker.bodies[1]["sampling"]["max_tokens"] == 6
+    assert result.token_ids == (3, 4)
+
+
+@pytest.mark.parametrize("reason", ["weights", "sleep", "engine", "control", "client"])
+async def test_every_abort_but_our_own_continues(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, reason: str
+) -> None:
+    worker.steps = [tokens([1, 2], "aborted", abort=reason), tokens([3], "stop")]
+    result = await pool.generate(PROMPT, sampling=END)
+    assert result.token_ids == (1, 2, 3)
+    assert reason in result.attempts[0].cause or "asleep" in result.attempts[0].cause
+
+
+async def test_an_abort_at_the_deadline_is_an_error_with_the_tokens(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1, 2], "aborted", abort="deadline")]
+    with pytest.raises(DeadlineExceeded) as error:
+        await pool.generate(PROMPT, sampling=END)
+    assert error.value.kept is not None
+    assert error.value.kept.token_ids == (1, 2)
+    assert error.value.replica == worker.server.address
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        tokens([1], tail=event("error", {"detail": "the stream broke"})),
+        tokens([1], tail=b"event: delta\ndata: {nonsense\n\n"),
+        tokens([1], tail=event("delta", {"index": 0, "token_ids": [1], "weights": []})),
+        problem(500, "internal-error"),
+        problem(502, ""),
+    ],
+    ids=["error event", "no JSON", "no span", "500", "a gateway"],
+)
+async def test_what_breaks_is_tried_again(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, bad: Step
+) -> None:
+    worker.steps = [bad, tokens([1], "stop")]
+    result = await pool.generate(PROMPT, sampling=END)
+    assert len(result.attempts) == 2
+    assert result.attempts[0].cause
+
+
+async def test_a_request_that_breaks_workers_ends_in_an_error(worker: ScriptedWorker) -> None:
+    worker.steps = [tokens([1], None)]
+    async with AsyncRolloutPool.from_urls([worker.url], max_failures=2) as pool:
+        with pytest.raises(RequestFailed, match="3 attempts broke, the last one") as error:
+            await pool.generate(PROMPT, sampling=END)
+    assert error.value.kept is not None
+    assert len(error.value.kept.token_ids) == 3
+    assert len(error.value.kept.attempts) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "slug"), [(422, "invalid-request"), (413, "too-long"), (401, "x")]
+)
+async def test_a_wrong_request_is_not_tried_again(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, status: int, slug: str
+) -> None:
+    worker.steps = [problem(status, slug)]
+    with pytest.raises(RequestRefused, match="why") as error:
+        await pool.generate(PROMPT)
+    assert (error.value.status, error.value.slug, error.value.kept) == (status, slug, None)
+    assert len(worker.bodies) == 1
+
+
+async def test_a_full_queue_is_asked_again_when_it_said(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [problem(429, "queue-full", retry=1), tokens([1], "stop")]
+    began = time.monotonic()
+    await pool.generate(PROMPT)
+    assert 1.0 <= time.monotonic() - began < 5
+
+
+async def test_who_sleeps_is_asked_only_whether_it_is_ready(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    await pool.wait_serving()
+    worker.ready(503)
+    worker.steps = [problem(503, "asleep", retry=5), tokens([1], "stop")]
+    running = asyncio.create_task(pool.generate(PROMPT))
+    probes = partial(worker.server.requests.count, ("GET", "/ready", ""))
+    await until(lambda: probes() >= 3, what="probes")
+    assert len(worker.bodies) == 1
+    assert pool.serving() == []
+    worker.ready()
+    await asyncio.wait_for(running, 5)
+    assert len(worker.bodies) == 2
+
+
+async def test_nobody_serves_until_the_deadline(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.ready(503)
+    worker.steps = [problem(503, "asleep")]
+    with pytest.raises(NoReplica, match="asleep"):
+        await pool.generate(PROMPT, deadline_seconds=3)
+
+
+async def test_a_silent_worker_that_lives_is_waited_for(worker: ScriptedWorker) -> None:
+    """Queued for long: nothing comes, but /health answers."""
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.8)
+        return await tokens([1], "stop")(request, body)
+
+    worker.steps = [slow]
+    worker.server.answer("GET", "/health", {"status": "ok"})
+    url = worker.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+        result = await pool.generate(PROMPT)
+    assert len(result.attempts) == 1
+
+
+async def test_many_silent_requests_ask_their_worker_once(worker: ScriptedWorker) -> None:
+    """A long queue on a slow worker must not become a storm of probes."""
+    asked = 0
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.8)
+        return await tokens([1], "stop")(request, body)
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"status": "ok"})
+
+    worker.steps = [slow]
+    worker.server.answers["GET", "/health"] = health
+    url = worker.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.3) as pool:
+        results = await pool.generate_many([PROMPT] * 40)
+    assert all(len(result.attempts) == 1 for result in results)
+    assert 1 <= asked < 10
+
+
+async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker) -> None:
+    async def hung(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    worker.steps = [hung, tokens([1], "stop")]
+    worker.server.answer("GET", "/health", {"status": "bad"}, 503)
+    url = worker.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+        result = await asyncio.wait_for(pool.generate(PROMPT), 10)
+    assert "silent" in result.attempts[0].cause
+
+
+async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
+    worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asked.wait()
+        return await tokens([1], "stop")(request, body)
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await until(lambda: ended, what="the generation to end")
+        return web.json_response({}, status=503)
+
+    worker.steps = [slow]
+    worker.server.answers["GET", "/health"] = health
+    ended: list[GenerateResult] = []
+    url = worker.url
+    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+        ended.append(await pool.generate(PROMPT))
+        await asyncio.sleep(0.3)
+        gc.collect()
+    assert len(ended[0].attempts) == 1
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
+async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1], "stop", version=9)]
+    pool.floor = WeightsId(epoch=0, version=4)
+    await pool.generate(PROMPT)
+    await pool.generate(PROMPT, min_version=2)
+    sent = [(b.get("epoch"), b.get("min_version")) for b in worker.bodies]
+    assert sent == [(0, 4), (None, 2)]
+
+
+async def test_prompts_of_unknown_number_are_refused(pool: AsyncRolloutPool) -> None:
+    with pytest.raises(TypeError, match=r"not a generator: pass list\(prompts\), or use as_compl"):
+        await pool.generate_many(each for each in [PROMPT])  # type: ignore[arg-type]
+
+
+async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
+    with pytest.raises(ValueError, match="top_p"):
+        await pool.generate(PROMPT, sampling={"top_p": 2})
+    with pytest.raises(TypeError, match="no argument 'samplng': do you mean 'sampling'"):
+        await pool.generate(PROMPT, samplng={"n": 2})  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="max_tokns does not exist: do you mean 'max_tokens'"):
+        await pool.generate(PROMPT, sampling={"max_tokns": 2})
+    with pytest.raises(TypeError, match="stream"):
+        await pool.generate(PROMPT, stream=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="do you mean"):
+        await pool.generate_many([PROMPT], group="g")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="request_id"):
+        await pool.generate(PROMPT, request_id="x" * 201)
+    with pytest.raises(ValueError, match="continue, restart, fail"):
+        await pool.generate(PROMPT, on_version_change="again")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="raise or return"):
+        await pool.generate_many([PROMPT], on_error="log")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenize it first"):
+        await pool.generate("one two three")  # type: ignore[arg-type]
+    for prompt in ({5, 6}, {5: 6}, (each for each in PROMPT), 5, np.array(5), None):
+        with pytest.raises(TypeError, match="a list, an array or a tensor"):
+            await pool.generate(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="generate_many"):
+        await pool.generate(np.array([PROMPT, PROMPT]))
+    assert worker.bodies == []
+    for wrong in ("max_failures", "max_staleness", "silent_seconds", "deadline_seconds"):
+        options: dict[str, Any] = {wrong: -1}
+        with pytest.raises(ValueError, match=wrong):
+            AsyncRolloutPool.from_urls([worker.url], **options)
+    nowhere: list[str] = []
+    for urls in (nowhere, worker.url):
+        with pytest.raises(ValueError, match="list of one URL or more"):
+            AsyncRolloutPool.from_urls(urls)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array(PROMPT),
+        list(np.array(PROMPT)),
+        [1, np.int32(2), 3],
+        range(1, 4),
+        array("i", PROMPT),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+async def test_numbers_may_be_of_any_kind(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, prompt: Prompt
+) -> None:
+    worker.steps = [tokens([1], "stop")]
+    numbers = {"max_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.uint8(3)}
+    listed = {"stop_token_ids": [np.int64(9)], "logit_bias": {np.int64(7): np.float64(1.5)}}
+    plain: dict[str, Any] = {"priority": np.int64(2), "deadline_seconds": np.float32(9)}
+    await pool.generate(prompt, sampling={**numbers, **listed}, **plain)
+    sent = worker.bodies[0]
+    assert sent["token_ids"] == PROMPT
+    assert sent["priority"] == 2
+    assert sent["sampling"] == {
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "seed": 3,
+        "stop_token_ids": [9],
+        "logit_bias": {"7": 1.5},
+    }
+
+
+async def test_a_request_without_a_deadline_has_time_for_32k_tokens(worker: ScriptedWorker) -> None:
+    worker.steps = [tokens([1], "stop")]
+    asked = GenerateRequest(token_ids=(1,), deadline_seconds=60)
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        await pool.generate(PROMPT)
+        await pool.generate(GenerateRequest(token_ids=(1,)))
+        await pool.generate(asked)
+    async with AsyncRolloutPool.from_urls([worker.url], deadline_seconds=90) as pool:
+        await pool.generate(PROMPT)
+    sent = [round(body["deadline_seconds"]) for body in worker.bodies]
+    assert sent == [7200, 7200, 60, 90]
+    assert sent[0] >= 32768 / 5
+
+
+async def test_a_prompt_that_can_not_be_sent_costs_no_other(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    worker.steps = [tokens([1], "stop")]
+    unusable: list[Any] = [[], "one two three", {1, 2}, [[1], [2]], [1.5], None]
+    with pytest.raises(ManyFailed, match=r"6 of 8.*token_ids") as error:
+        await pool.generate_many([PROMPT, *unusable, PROMPT])
+    good, *bad, other = error.value.results
+    for each in bad:
+        assert isinstance(each, RequestRefused)
+        assert (each.status, each.slug) == (422, "invalid-request")
+    assert isinstance(good, GenerateResult)
+    assert isinstance(other, GenerateResult)
+    assert len(worker.bodies) == 2
+
+
+async def test_what_is_wrong_for_all_prompts_is_told_before_any_is_sent(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    with pytest.raises(ValueError, match=r"sampling\.n"):
+        await pool.generate_many([PROMPT] * 3, sampling={"n": 0})
+    assert worker.bodies == []
+
+
+async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    url = worker.url
+    known: list[WeightsId | None] = []
+
+    async def dry(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        pool._saw_weights(url, WeightsId(epoch=0, version=5))
+        return await tokens([], "aborted", abort="weights")(request, body)
+
+    async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        known.append(pool._router.balancer.records[url].active)
+        return await tokens([2], "stop", version=5)(request, body)
+
+    worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry, last]
+    await pool.generate(PROMPT, sampling=END)
+    assert known == [WeightsId(epoch=0, version=5)]
+
+
+async def test_connections_to_a_member_that_left_end_with_its_last_request(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    leave = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await leave.wait()
+        return await tokens([1], "stop")(request, body)
+
+    worker.steps = [slow]
+    running = asyncio.create_task(pool.generate(PROMPT, sampling=END))
+    await until(lambda: len(worker.bodies) == 1, what="the request")
+    pool._take_members([])
+    assert worker.url in pool._connections._clients
+    leave.set()
+    await running
+    assert pool._connections._clients == {}
+
+
+async def test_clients_share_what_servers_are_checked_against() -> None:
+    """Loading it takes some 20 ms: a pool has a client for every member, a trainer many pools."""
+    seen = []
+    for _ in range(2):
+        connections = MemberClients()
+        with connections.client_for("https://worker") as client:
+            transport: Any = client._transport
+            seen.append(transport._pool._ssl_context)
+        await connections.close()
+    assert seen[0] is seen[1]
+
+
+async def test_a_client_of_httpx_gets_no_more_than_its_share() -> None:
+    connections, url = MemberClients(), "http://worker"
+    with ExitStack() as stack:
+        lent = [
+            stack.enter_context(connections.client_for(url)) for _ in range(STREAMS_PER_CLIENT + 1)
+        ]
+        assert lent[0] is lent[STREAMS_PER_CLIENT - 1]
+        assert lent[STREAMS_PER_CLIENT] is not lent[0]
+    with connections.client_for(url) as again:
+        assert again is lent[0], "the first one's connections are kept, whatever is free"
+    await connections.close()
+
+
+async def test_hooks_see_attempts_and_requests(worker: ScriptedWorker) -> None:
+    class Seen(Hook):
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def attempt(self, report: AttemptReport) -> None:
+            self.told.append(f"{report.outcome} {report.tokens}")
+
+        def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
+            self.told.append(f"{outcome} {result is not None}")
+
+    seen = Seen()
+    worker.steps = [tokens([1], None), tokens([2], "stop"), problem(422, "unsupported")]
+    async with AsyncRolloutPool.from_urls([worker.url], hook=seen) as pool:
+        await pool.generate(PROMPT, sampling=END)
+        with pytest.raises(RequestRefused):
+            await pool.generate(PROMPT)
+    assert seen.told == ["broken 1", "finished 1", "ok True", "refused 0", "RequestRefused False"]
+
+
+async def test_prometheus_gets_the_same(worker: ScriptedWorker) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    worker.steps = [tokens([1], None), tokens([2], "stop")]
+    hook = PrometheusHook("math", registry)
+    async with AsyncRolloutPool.from_urls([worker.url], hook=hook) as pool:
+        await pool.generate(PROMPT, sampling=END)
+    page = generate_latest(registry).decode()
+    assert 'rollout_client_attempts_total{outcome="broken",pool="math"} 1.0' in page
+    assert 'rollout_client_requests_total{outcome="ok",pool="math"} 1.0' in page
+    assert 'rollout_client_tokens_total{pool="math"} 2.0' in page
+    assert 'rollout_client_members{pool="math",state="present"} 1.0' in page

@@ -1,0 +1,180 @@
+"""The operator's connections against real servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from localkube.pki import Authority
+from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_operator.api.names import CONTROL_TLS_NAME
+from rollout_operator.config import ConfigError
+from rollout_operator.workers.connections import WorkerConnections
+from rollout_worker.schemas import RequireRequest
+from tests.support.loopback import Loopback, loopback
+from tests.support.unit.states import serving_state
+from tests.support.waiting import until
+
+STATE = serving_state()
+
+
+async def no_token() -> str | None:
+    return None
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Loopback]:
+    async with loopback() as running:
+        yield running
+
+
+@pytest.fixture
+async def control(worker: Loopback) -> AsyncIterator[WorkerControl]:
+    connections = WorkerConnections()
+    yield WorkerControl(worker.url, no_token, connections.send_request)
+    await connections.close()
+
+
+async def test_a_body_goes_out_and_an_answer_comes_back(
+    worker: Loopback, control: WorkerControl
+) -> None:
+    worker.answer("POST", "/v1/require", {"active": None, "required": {"epoch": 2, "version": 3}})
+    answer = await control.require(RequireRequest(epoch=2, min_version=3))
+    assert answer.required is not None
+    assert answer.required.as_tuple() == (2, 3)
+    assert worker.requests == [("POST", "/v1/require", '{"epoch":2,"min_version":3}')]
+    assert worker.headers[0]["Content-Type"] == "application/json"
+
+
+async def test_a_problem_is_a_control_error(worker: Loopback, control: WorkerControl) -> None:
+    problem = {"type": "urn:rollout:problem:stale-epoch", "detail": "too old", "epoch": 4}
+    worker.answer("POST", "/v1/require", problem, 409)
+    with pytest.raises(ControlError, match="409 stale-epoch: too old") as caught:
+        await control.require(RequireRequest(epoch=2))
+    assert caught.value.extensions == {"epoch": 4}
+
+
+async def test_silence_ends_at_the_deadline(worker: Loopback, control: WorkerControl) -> None:
+    worker.delay("GET", "/v1/state", {}, 5)
+    began = time.monotonic()
+    with pytest.raises(ControlUnreachable, match=r"no answer within 0\.2 s"):
+        await control.state(timeout=0.2)
+    assert time.monotonic() - began < 2
+
+
+async def test_nobody_there_is_named_with_the_reason() -> None:
+    connections = WorkerConnections()
+    with pytest.raises(ControlUnreachable, match=r"GET http://127\.0\.0\.1:1/v1/state: .*refused"):
+        await WorkerControl("http://127.0.0.1:1", no_token, connections.send_request).state()
+    await connections.close()
+
+
+async def test_a_worker_that_went_away_between_two_requests_is_unreachable() -> None:
+    connections = WorkerConnections()
+    async with loopback() as worker:
+        worker.answer("POST", "/v1/require", {"active": None})
+        control = WorkerControl(worker.url, no_token, connections.send_request)
+        await control.require(RequireRequest(epoch=1))
+    await asyncio.sleep(0)
+    with pytest.raises(ControlUnreachable):
+        await control.require(RequireRequest(epoch=1))
+    await connections.close()
+
+
+async def test_300_calls_that_wait_leave_room_for_the_polls_of_other_heads(
+    worker: Loopback,
+) -> None:
+    worker.delay("POST", "/v1/wake", STATE, 60)
+    connections = WorkerConnections()
+    async with loopback() as other:
+        other.answer("GET", "/v1/state", STATE)
+        control = WorkerControl(worker.url, no_token, connections.send_request)
+        calls = [asyncio.create_task(control.wake(timeout=60)) for _ in range(300)]
+        await until(lambda: worker.at_once == 300, what="all calls")
+        answer = await WorkerControl(other.url, no_token, connections.send_request).state(timeout=5)
+        assert answer.boot_id == "b1"
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+    await connections.close()
+
+
+async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    for name, san in (("worker", f"DNS:{CONTROL_TLS_NAME}"), ("other", "DNS:other,IP:127.0.0.1")):
+        authority.issue(name, f"/CN={name}", usage="serverAuth", san=san)
+    connections = WorkerConnections(tmp_path / "ca.crt")
+    trusted = await said_to(connections, tmp_path / "worker")
+    assert trusted == b"POST /v1/require HTTP/1.1"
+    with pytest.raises(ControlUnreachable, match="certificate"):
+        await said_to(connections, tmp_path / "other")
+    await connections.close()
+
+
+async def test_a_connection_over_tls_keeps_little_memory(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    authority.issue("worker", "/CN=worker", usage="serverAuth", san=f"DNS:{CONTROL_TLS_NAME}")
+    connections = WorkerConnections(tmp_path / "ca.crt")
+    for _ in range(3):  # what is made once, and stays
+        await said_to(connections, tmp_path / "worker")
+    tracemalloc.start()
+    servers = [await tls_server(tmp_path / "worker") for _ in range(20)]
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for server in servers:
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await WorkerControl(url, no_token, connections.send_request).require(
+                RequireRequest(epoch=1)
+            )
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    # The servers have as many connections, in this process, too.
+    assert kept < 2 * len(servers) * 100_000
+    await connections.close()
+    for server in servers:
+        server.close()
+
+
+async def tls_server(files: Path) -> asyncio.Server:
+    """A server that answers one request of each connection, which it keeps."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        body = b'{"active": null}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read()
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.with_suffix(".crt"), files.with_suffix(".key"))
+    return await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+
+
+async def said_to(connections: WorkerConnections, files: Path) -> bytes:
+    """The first line that a TLS server with this certificate reads."""
+    line: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line.set_result((await reader.readline()).strip())
+        body = b'{"active": null}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.with_suffix(".crt"), files.with_suffix(".key"))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        control = WorkerControl(url, no_token, connections.send_request)
+        await control.require(RequireRequest(epoch=1))
+    return await line
+
+
+def test_a_ca_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--control-ca-file .* can.t be used"):
+        WorkerConnections(tmp_path / "none")

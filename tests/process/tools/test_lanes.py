@@ -1,0 +1,282 @@
+"""`make test` on small folders of tests: what passes, what is tried again, what fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lanes import lane
+
+ROOT = Path(__file__).parents[3]
+PASSES = "def test_passes(): pass\n"
+FAILS = "def test_fails(): assert 1 == 2\n"
+ONCE = """
+from pathlib import Path
+def test_once_{n}():
+    mark = Path(__file__).with_suffix(".{n}")
+    was_there = mark.exists()
+    mark.touch()
+    assert was_there, "the first time it fails"
+"""
+soak = partial(pytest.param, marks=pytest.mark.soak)
+"""Another of a kind: each of these runs starts four processes."""
+
+CONTRACT, REST = "tests/contract/test_beside.py", "tests/unit/test_beside.py"
+"""What passes in the lanes beside the one that a test is about."""
+
+
+class Done:
+    """How a run ended."""
+
+    def __init__(self, folder: Path, status: int, said: str) -> None:
+        self.folder, self.status, self.said = folder, status, said
+
+    @property
+    def totals(self) -> str:
+        """Of the last line."""
+        return self.said.splitlines()[-1].partition(" in ")[0]
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for name, text in {CONTRACT: PASSES, REST: PASSES, **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def start(folder: Path, *words: str, shell: Sequence[str] = ()) -> subprocess.Popen[str]:
+    variables = {
+        "ROLLOUT_CACHE": str(folder / "cache"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to import than the tests
+    }
+    return subprocess.Popen(
+        [*shell, sys.executable, str(ROOT / "hack" / "run_tests.py"), *words],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder: Path, files: Mapping[str, str], *words: str) -> Done:
+    write(folder, files)
+    with start(folder, *words) as process:
+        said, _ = process.communicate(timeout=60)
+    return Done(folder, process.returncode, said)
+
+
+def runs_of(done: Done, test: str) -> int:
+    """How often a test left its mark."""
+    return len((done.folder / test).read_text())
+
+
+def test_lanes_that_pass(tmp_path: Path) -> None:
+    skip = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
+    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES, "tests/unit/test_b.py": skip})
+    assert done.status == 0, done.said
+    assert done.totals == "3 passed, 0 failed, 1 skipped"
+    assert "cluster | tests/cluster/test_a.py: 1 passed in" in done.said
+    assert "rest    | tests/unit/test_b.py: 1 skipped in" in done.said
+    assert f"contract| {CONTRACT}: 1 passed in" in done.said
+    totals = tmp_path / "cache/logs/tests-totals.txt"
+    assert totals.read_text() == "3 passed, 0 failed, 1 skipped\n"
+
+
+def test_the_lanes_run_side_by_side(tmp_path: Path) -> None:
+    meets = """
+import time
+from pathlib import Path
+def test_meets():
+    here = Path(__file__).resolve()
+    here.with_suffix(".here").touch()
+    others = [p for p in here.parents[1].glob("*/test_*.py") if p != here]
+    assert len(others) == 2
+    for _ in range(300):
+        if all(other.with_suffix(".here").exists() for other in others):
+            return
+        time.sleep(0.1)
+    raise AssertionError("another lane never came")
+"""
+    done = run(tmp_path, {"tests/cluster/test_a.py": meets, CONTRACT: meets, REST: meets})
+    assert (done.status, done.totals) == (0, "3 passed, 0 failed, 0 skipped"), done.said
+
+
+def test_what_fails_once_is_flaky_and_nothing_else_runs_again(tmp_path: Path) -> None:
+    counts = """
+from pathlib import Path
+def test_counts():
+    with Path(__file__).with_name("count").open("a") as file:
+        file.write("x")
+"""
+    done = run(tmp_path, {"tests/cluster/test_a.py": counts + ONCE.format(n=1)})
+    assert (done.status, done.totals) == (0, "4 passed, 0 failed, 0 skipped"), done.said
+    assert "FLAKY" in done.said
+    assert "tests/cluster/test_a.py::test_once_1: failed, then passed" in done.said
+    assert done.said.count("AssertionError: the first time it fails") >= 2, "live and at the end"
+    assert runs_of(done, "tests/cluster/count") == 1
+
+
+def test_more_than_two_flaky_tests_fail_the_run(tmp_path: Path) -> None:
+    two = ONCE.format(n=1) + ONCE.format(n=2)
+    done = run(tmp_path, {"tests/cluster/test_a.py": two, "tests/unit/test_b.py": ONCE.format(n=3)})
+    assert done.status == 1
+    assert "3 tests are flaky, at most 2 may be" in done.said
+
+
+def test_more_than_two_failures_are_not_tried_again(tmp_path: Path) -> None:
+    three = "".join(ONCE.format(n=n) for n in (1, 2, 3))
+    done = run(tmp_path, {"tests/cluster/test_a.py": three})
+    assert (done.status, done.totals) == (1, "2 passed, 3 failed, 0 skipped")
+    assert "FLAKY" not in done.said
+
+
+def test_what_always_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES + FAILS})
+    assert (done.status, done.totals) == (1, "3 passed, 1 failed, 0 skipped")
+    assert "FAILED tests/cluster/test_a.py::test_fails (call)" in done.said
+    assert "assert 1 == 2" in done.said
+    assert "FLAKY" not in done.said
+
+
+@pytest.mark.parametrize("when", ["setup", soak("teardown")])
+def test_an_error_outside_the_test_itself_fails_it(tmp_path: Path, when: str) -> None:
+    before, after = ("1 / 0", "pass") if when == "setup" else ("pass", "1 / 0")
+    text = f"""
+import pytest
+@pytest.fixture
+def bad():
+    {before}
+    yield
+    {after}
+def test_it(bad): pass
+"""
+    done = run(tmp_path, {"tests/cluster/test_a.py": text})
+    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
+    assert f"FAILED tests/cluster/test_a.py::test_it ({when})" in done.said
+
+
+CRASHES = [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 ended it"),
+    # What pytest-timeout does from a thread: pytest's status for failed tests, and no tests.
+    ("os._exit(1)", "it ended early: 2 of 3 tests ran"),
+    soak("os._exit(0)", "it ended early: 2 of 3 tests ran"),
+    soak("pytest.exit('enough')", "pytest ended with status 2"),
+]
+
+
+@pytest.mark.parametrize(("how", "sentence"), CRASHES)
+def test_a_crash_is_final(tmp_path: Path, how: str, sentence: str) -> None:
+    crash = f"import os, signal, pytest\ndef test_crashes(): {how}\n"
+    text = ONCE.format(n=1) + crash + "def test_after(): pass\n"
+    done = run(tmp_path, {"tests/cluster/test_a.py": text})
+    assert done.status == 1
+    assert f"lane cluster: {sentence}" in done.said
+    assert "during or after tests/cluster/test_a.py::test_crashes" in done.said
+    assert done.totals == "2 passed, 2 failed, 0 skipped", "the first failure is not tried again"
+    assert "FLAKY" not in done.said
+
+
+def test_a_file_that_can_not_be_collected(tmp_path: Path) -> None:
+    files = {"tests/cluster/test_a.py": ONCE.format(n=1), "tests/cluster/test_b.py": "1 / 0\n"}
+    done = run(tmp_path, files)
+    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
+    assert "lane cluster: pytest can't collect tests/cluster/test_b.py" in done.said
+
+
+def test_a_lane_without_a_test_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, {"tests/cluster/test_a.py": "def tost(): pass\n"})
+    assert done.status == 1
+    assert "lane cluster: no test was collected" in done.said
+
+
+def test_a_lane_without_a_folder_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, {})
+    assert done.status == 1
+    assert "lane 'cluster' has no tests" in done.said
+
+
+def test_arguments_may_leave_a_lane_empty_but_not_both(tmp_path: Path) -> None:
+    files = {"tests/cluster/test_a.py": FAILS}
+    done = run(tmp_path, files, "--", "-k", "passes")
+    assert (done.status, done.totals) == (0, "2 passed, 0 failed, 0 skipped"), done.said
+    done = run(tmp_path, files, "--", "-k", "nowhere")
+    assert done.status == 1
+    assert "no test was collected" in done.said
+
+
+def test_paths_choose_the_lane(tmp_path: Path) -> None:
+    files = {"tests/cluster/test_a.py": FAILS, "tests/unit/test_b.py": FAILS}
+    done = run(tmp_path, files, "--", f"{REST}::test_passes")
+    assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
+
+
+def test_what_was_chosen_is_not_tried_again(tmp_path: Path) -> None:
+    files = {"tests/cluster/test_a.py": ONCE.format(n=1) + PASSES}
+    done = run(tmp_path, files, "--", "-x")
+    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped"), done.said
+    assert "FLAKY" not in done.said
+    done = run(tmp_path, files, "--", "--last-failed")
+    assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
+
+
+@pytest.mark.parametrize(("command", "status"), [soak("true", 0), ("echo broken; false", 1)])
+def test_a_target_beside_the_lanes(tmp_path: Path, command: str, status: int) -> None:
+    (tmp_path / "Makefile").write_text(f"lint:\n\t@{command}\n")
+    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES}, "--beside", "lint")
+    assert (done.status, done.totals) == (status, "3 passed, 0 failed, 0 skipped"), done.said
+    assert ("`make lint` failed" in done.said) == bool(status)
+    assert ("lint    | broken" in done.said) == bool(status)
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [soak(()), ("sh", "-c", 'trap "" INT; exec "$@"', "sh")],
+    ids=["foreground", "background"],
+)
+def test_an_interrupt_lets_the_tests_clean_up(tmp_path: Path, shell: Sequence[str]) -> None:
+    text = """
+import pytest, time
+from pathlib import Path
+@pytest.fixture
+def house():
+    Path(__file__).with_name("made").touch()
+    yield
+    Path(__file__).with_name("cleaned").touch()
+def test_long(house): time.sleep(60)
+"""
+    write(tmp_path, {"tests/cluster/test_a.py": text})
+    with start(tmp_path, shell=shell) as process:
+        end = time.monotonic() + 30
+        while not (tmp_path / "tests/cluster/made").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert (tmp_path / "tests/cluster/cleaned").exists()
+
+
+def test_every_tier_has_a_budget_and_every_file_is_in_one_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {lane.tier_of(file) for file in files} == lane.BUDGETS.keys()
+    paths = [path for each in lane.lanes([]) for path in each.paths]
+    assert sorted(paths) == sorted(files)
+
+
+def test_a_folder_that_lanes_share_is_chosen_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    chosen = lane.lanes(["tests/process"])
+    assert [each.name for each in chosen] == ["contract", "rest"]
+    assert all(path.startswith("tests/process/operator/") for path in chosen[0].paths)
+    assert not any(path.startswith("tests/process/operator/") for path in chosen[1].paths)

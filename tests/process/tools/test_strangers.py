@@ -1,0 +1,209 @@
+"""Who has no ticket, no token and no manners: at no port do they keep others out, nor cost they memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout_client.steering.pushing.door import Door, Reach, call
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.connections import ConnectionQuota
+from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers
+from rollout_worker.schemas import OfferRequest
+from rollout_worker.sources import pushed
+from rollout_worker.transfer.connection import Connection
+from rollout_worker.transfer.dialing import dial
+from rollout_worker.transfer.frames import Kind, Refused
+from tests.support.unit.far_ranks import LOOPBACK
+from tests.support.unit.pushing import Version, push, pushed_worker, stage, trainer
+from tests.support.unit.strangers import KINDS, Connect, Kind_, crowd
+from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from tests.support.waiting import until
+
+PLACES = ConnectionQuota(data=PROBE_ALLOWANCE + 100, control=100)
+"""Fewer than there are strangers."""
+MOST_MIB = 48
+"""What they may cost, for as long as they are there; the largest of their heads claims more by itself."""
+FLAGS = ["--data-host", LOOPBACK, "--data-port", "0", "--control-port", "0", "--weights-port", "0"]
+
+
+class Place:
+    """A port, and what those with business there do."""
+
+    def __init__(
+        self, connect: Connect, business: Callable[[], Awaitable[None]], *, http: bool
+    ) -> None:
+        self.connect, self.business, self.http = connect, business, http
+
+
+@pytest.fixture
+async def places() -> AsyncIterator[dict[str, Place]]:
+    with tempfile.TemporaryDirectory() as home:
+        path = f"{home}/w.sock"
+        async with tiny_worker(Path(home), *FLAGS, "--weights-socket", path) as tiny:
+            servers = HttpServers(tiny.worker, AllowAnyone(), PLACES)
+            running = asyncio.create_task(servers.serve_both_ports())
+            door = Door.open(2, Reach(LOOPBACK), afar=True)
+            try:
+                yield _places(tiny, servers, door, path)
+            finally:
+                await asyncio.to_thread(door.close)
+                servers.stop()
+                await asyncio.wait_for(running, 20)
+
+
+def _places(tiny: TinyWorker, servers: HttpServers, door: Door, path: str) -> dict[str, Place]:
+    weights = tiny.updates.pushes.desk.address.port
+    assert weights is not None
+    data, control = servers.bound_ports
+    versions = iter(range(1, 99))
+
+    def tcp(port: int) -> Connect:
+        return functools.partial(socket.create_connection, (LOOPBACK, port), 5)
+
+    async def asks(port: int, route: str) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+            assert (await client.get(f"http://{LOOPBACK}:{port}{route}")).status_code == 200
+
+    async def pushes(kind: str) -> None:
+        version = next(versions)
+        view = await push(tiny, version, Version(version), kind)
+        assert (view.phase, view.error) == ("Staged", None)
+        await tiny.commit(version)
+
+    async def joins() -> None:
+        connection = await asyncio.to_thread(call, door.places, 1, here=False)
+        connection.close()
+        await until(lambda: 1 in door._found, what="the rank to be in")
+        door._found.pop(1).close()  # so that it may come again
+
+    return {
+        "data": Place(tcp(data), lambda: asks(data, "/health"), http=True),
+        "control": Place(tcp(control), lambda: asks(control, "/v1/state"), http=True),
+        "weights": Place(tcp(weights), lambda: pushes("tcp"), http=False),
+        "socket": Place(lambda: _unix(path), lambda: pushes("unix"), http=False),
+        "ranks": Place(tcp(door.places.addresses[0][1]), joins, http=False),
+    }
+
+
+def _unix(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(0.2)  # what waits to be accepted is bounded, too
+    try:
+        made.connect(path)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def resident() -> int:
+    """MiB of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", ["data", "control", "weights", "socket", "ranks"])
+async def test_strangers_keep_nobody_out_and_cost_little(
+    places: dict[str, Place], name: str, kind: Kind_
+) -> None:
+    place = places[name]
+    await place.business()
+    before, most = resident(), 0
+    with crowd([place.connect], kind, http=place.http):
+        for _ in range(3):
+            async with asyncio.timeout(10):
+                await place.business()
+            most = max(most, resident() - before)
+            await asyncio.sleep(0.1)
+    assert most < MOST_MIB
+    if not place.http:
+        await quiet_soon()
+
+
+async def quiet_soon() -> None:
+    """No thread is left of who has gone."""
+    names = ("weights", "weights-door-call")
+    await until(
+        lambda: not [t for t in threading.enumerate() if t.name in names],
+        what="their threads to end",
+    )
+
+
+async def test_a_sender_of_another_release_is_told_so(tmp_path: Path) -> None:
+    """The first one's HELLO brought all that is in LAYOUT now."""
+    async with pushed_worker(tmp_path) as worker:
+        transfer = (await stage(worker, 1)).transfer
+        assert transfer is not None
+        for kind in ("tcp", "unix"):
+            with trainer(transfer, Version(1), kind) as end:
+                end.connection.send(Kind.HELLO, {"ticket": transfer.ticket, "layout": "x" * 2000})
+                with pytest.raises(Refused, match=r"1024 are the most: .* speaks protocol 2"):
+                    await asyncio.to_thread(end.ready)
+
+
+async def test_a_ticket_is_forgotten_once_its_version_is_there(tmp_path: Path) -> None:
+    async with pushed_worker(tmp_path) as worker:
+        desk = worker.updates.pushes.desk
+        assert desk.idle
+        await push(worker, 1, Version(1), "tcp")
+        assert desk.idle
+        await worker.commit(1)
+        worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+        assert not desk.idle
+
+
+# Who has a ticket, among hundreds who have one.
+
+
+async def test_peers_that_fetch_at_once_wait_for_their_turn_and_too_many_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushed, "GIVEN_AT_ONCE", 1)
+    monkeypatch.setattr(pushed, "MAX_FETCHING", 3)
+    async with pushed_worker(tmp_path) as worker:
+        await push(worker, 1, Version(7), "tcp")
+        await worker.commit(1)
+        with contextlib.ExitStack() as stack:
+            offers = [
+                worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1)) for _ in "1234"
+            ]
+            peers = [
+                stack.enter_context(contextlib.closing(dial(LOOPBACK, each.port, 5)))
+                for each in offers
+            ]
+            for peer, offer in zip(peers, offers, strict=True):
+                peer.send(Kind.FETCH, {"ticket": offer.ticket})
+                await heard(peer)
+            with pytest.raises(Refused, match="3 others fetch from this worker: stage again") as no:
+                peers[3].expect(Kind.LAYOUT)
+            assert no.value.slug == "busy"
+            (first,) = [each for each in peers[:3] if await asyncio.to_thread(_told, each)]
+            others = [each for each in peers[:3] if each is not first]
+            others[0].close()  # one that gives up leaves its place, and those behind it go on
+            first.close()
+            assert (await asyncio.to_thread(others[1].expect, Kind.LAYOUT)).head["layout"]
+            again = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+            giver = {"host": LOOPBACK, "port": again.port, "ticket": again.ticket}
+            others[1].close()
+            async with pushed_worker(tmp_path / "b") as joiner:
+                staged = await joiner.stage(1, 0, source={"pushed": {"peers": [giver]}})
+                assert (staged.phase, staged.error) == ("Staged", None)
+
+
+async def heard(peer: Connection) -> None:
+    await until(lambda: peer.unheard, what="a ping, or an answer")
+
+
+def _told(peer: Connection) -> bool:
+    """Whether it got more than pings, or does soon."""
+    return (frame := peer.poll(0.5)) is not None and frame.kind is Kind.LAYOUT

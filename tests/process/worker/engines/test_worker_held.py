@@ -1,0 +1,289 @@
+"""Staged memory as an engine's ranks hold it: what they read, which pages are locked, and that all is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_worker.engine import Entry, Mapped, TensorSpec
+from rollout_worker.engines.shared_memory import rank_mappings, ranks
+from rollout_worker.engines.shared_memory.rank_mappings import SMALL_BYTES, RankMapping
+from rollout_worker.engines.shared_memory.ranks import Ranks
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped
+from rollout_worker.transfer.arena import Slot
+from rollout_worker.transfer.locked import PORTABLE, READ_ONLY, lock
+from tests.support.unit.cuda_driver import Driver
+from tests.support.waiting import until_sync
+
+BIG = SMALL_BYTES // 4 + 64
+ENTRIES = [
+    Entry("big", TensorSpec("F32", (BIG,))),
+    Entry("byte", TensorSpec("U8", (3,))),
+    Entry("small", TensorSpec("F32", (2, 2))),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert rank_mappings._mappings == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def fill(sink: MappedSink, value: float) -> None:
+    for entry in ENTRIES:
+        view = sink.allocate(entry)
+        if view is not None:
+            dtype = torch.uint8 if entry.spec.dtype == "U8" else torch.float32
+            view[:] = torch.full(entry.spec.shape, value, dtype=dtype).numpy().tobytes()
+            view.release()
+
+
+def content(ticket: str) -> dict[str, float]:
+    return {name: float(tensor.sum()) for name, tensor in rank_mappings.read_tensors(ticket)}
+
+
+def sums(value: float) -> dict[str, float]:
+    return {"big": BIG * value, "byte": 3 * value, "small": 4 * value}
+
+
+def here(wrong: str = "") -> Callable[[str, Mapping[str, Any]], Awaitable[None]]:
+    """Reach one rank, which is this process; `wrong`: what it fails at."""
+
+    async def call(method: str, args: Mapping[str, Any]) -> None:
+        if method == wrong:
+            raise OSError("no such rank")
+        if method == "rollout_map":
+            rank_mappings.map_ahead(**args, gpu=False)
+        else:
+            rank_mappings.unmap(**args)
+
+    return call
+
+
+@pytest.mark.parametrize("header", [False, True])
+async def test_a_sealed_sink_is_held_before_the_commit_until_it_is_closed(
+    caplog: pytest.LogCaptureFixture, *, header: bool
+) -> None:
+    caplog.set_level("INFO", "rollout_worker")
+    known = Ranks(here(), 1)
+    sink = await open_mapped(ENTRIES, header=header, ranks=known)
+    await asyncio.to_thread(fill, sink, 2.0)
+    assert rank_mappings.find_mapping(sink.where) is None
+    await asyncio.to_thread(sink.seal)
+    found = rank_mappings.find_mapping(sink.where)
+    assert found is not None
+    assert not found.locked
+    assert "are mapped by 1 of 1 ranks, page-locked by 0" in caplog.text
+    assert content(sink.ticket()) == sums(2.0)
+    assert found.first(8) == (sink_bytes(sink)[:8] if header else b"\0\0\0\x40" * 2)
+    rank_mappings.check_unchanged(sink.where)
+    del found
+    await asyncio.to_thread(sink.close)
+    await asyncio.to_thread(sink.close)
+    assert rank_mappings.find_mapping(sink.where) is None
+
+
+def sink_bytes(sink: MappedSink) -> bytes:
+    return Path(sink.path).read_bytes()
+
+
+async def test_memory_that_was_given_is_held_too() -> None:
+    slot = Slot(4096)
+    release = slot.lend()
+    slot.bytes(0, 16)[:] = torch.full((4,), 3.0).numpy().tobytes()
+    entries = [Entry("small", TensorSpec("F32", (2, 2)))]
+    given = Mapped(slot.handle, slot.size, {"small": 0}, release, slot.bytes(0, slot.size))
+    sink = await open_mapped(entries, given=given, ranks=Ranks(here(), 1))
+    await asyncio.to_thread(sink.seal)
+    assert rank_mappings.find_mapping(sink.where) is not None
+    assert content(sink.ticket()) == {"small": 12.0}
+    await asyncio.to_thread(sink.close)
+    assert not slot.lent
+    slot.close()
+
+
+@pytest.mark.parametrize("wrong", ["rollout_map", "rollout_unmap"])
+async def test_ranks_that_cannot_be_told_are_no_reason_to_fail(
+    wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = Ranks(here(wrong), 1)
+    sink = await open_mapped(ENTRIES, ranks=known)
+    await asyncio.to_thread(fill, sink, 2.0)
+    await asyncio.to_thread(sink.seal)
+    assert sink.sealed
+    assert content(sink.ticket()) == sums(2.0)
+    await asyncio.to_thread(sink.close)
+    assert f"could not be told of {wrong}: no such rank" in caplog.text
+    # What nobody was told to let go of goes with the next one, whatever its path is.
+    second = await open_mapped(ENTRIES, ranks=Ranks(here(), 1))
+    await asyncio.to_thread(fill, second, 4.0)
+    await asyncio.to_thread(second.seal)
+    assert content(second.ticket()) == sums(4.0)
+    await asyncio.to_thread(second.close)
+
+
+async def test_a_rank_that_takes_too_long_is_not_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "LEAST_SECONDS", 0.05)
+    sink = await open_mapped(ENTRIES, ranks=Ranks(here(), 2))
+    await asyncio.to_thread(sink.seal)
+    assert "1 of 2 ranks have mapped the staged weights" in caplog.text
+    await asyncio.to_thread(sink.close)
+
+
+async def test_an_engine_that_was_stopped_is_told_nothing() -> None:
+    async def never(method: str, args: Mapping[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    known = Ranks(never, 1)
+    sink = await open_mapped(ENTRIES, ranks=known)
+    sealing = asyncio.create_task(asyncio.to_thread(sink.seal))
+    await asyncio.sleep(0)
+    known.end()
+    await asyncio.wait_for(sealing, 10)
+    await asyncio.to_thread(sink.close)
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:rollout-weights")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_memory_stays_mapped_as_long_as_a_view_of_it_lives(driver: Driver, *, gpu: bool) -> None:
+    sink = MappedSink(ENTRIES)
+    fill(sink, 2.0)
+    sink.seal()
+    before = mappings()
+    found = on_gpu(sink, driver, gpu=gpu)
+    tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+    found.close()
+    sink.close()
+    gc.collect()
+    assert mappings() == before + 1
+    assert float(tensors["big"].sum()) == 2 * BIG
+    del tensors
+    gc.collect()
+    until_sync(lambda: mappings() == before, what="the memory to be unmapped")
+
+
+def test_a_descriptor_that_is_used_again_is_no_held_memory() -> None:
+    first = MappedSink(ENTRIES)
+    fill(first, 1.0)
+    path = {"path": first.path}
+    rank_mappings.map_ahead(path, first.nbytes, ("", ""), borrowed=False, gpu=False)
+    rank_mappings._mappings[0].join(10)
+    assert rank_mappings.find_mapping(path) is not None
+    first.close()
+    second = MappedSink(ENTRIES)
+    assert second.path == path["path"]
+    fill(second, 5.0)
+    assert rank_mappings.find_mapping(path) is None
+    assert content(second.ticket()) == sums(5.0)
+    rank_mappings.unmap(path)
+    second.close()
+
+
+def test_a_tally_that_is_another_file_is_left_alone(tmp_path: Path) -> None:
+    """On another node of a gang the path leads to whatever has that number there."""
+    other = tmp_path / "other"
+    other.write_text("theirs")
+    sink = MappedSink(ENTRIES)
+    for tally in ((str(other), "ours"), (str(tmp_path), "ours"), (str(tmp_path / "none"), "ours")):
+        rank_mappings.map_ahead(sink.where, sink.nbytes, tally, borrowed=False, gpu=False)
+        rank_mappings._mappings[0].join(10)
+    assert other.read_text() == "theirs"
+    rank_mappings.unmap(sink.where)
+    sink.close()
+
+
+# With a GPU, whose driver is a fake one.
+
+
+def on_gpu(
+    sink: MappedSink, driver: Driver, *, borrowed: bool = False, gpu: bool = True
+) -> RankMapping:
+    made = RankMapping(
+        sink.path,
+        json.loads(sink.ticket())["size"],
+        ("", ""),
+        borrowed=borrowed,
+        gpu=gpu,
+        locker=lambda *args, **options: lock(*args, **options, driver=driver),
+        context=77,
+    )
+    made.join(10)
+    return made
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_pages_are_locked_ahead_and_unlocked_when_it_is_over(
+    driver: Driver, *, borrowed: bool
+) -> None:
+    sink = MappedSink(ENTRIES)
+    fill(sink, 2.0)
+    found = on_gpu(sink, driver, borrowed=borrowed)
+    assert found.locked
+    assert driver.flags == {PORTABLE | READ_ONLY if borrowed else PORTABLE}
+    (address,) = driver.locked
+    tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+    assert {name: float(each.sum()) for name, each in tensors.items()} == sums(2.0)
+    inside = {
+        name: address <= each.data_ptr() < address + sink.nbytes for name, each in tensors.items()
+    }
+    assert inside == {"big": True, "byte": False, "small": False}
+    tensors["small"].add_(1)  # its own: what the others read is as it was
+    found.check()
+    del tensors
+    found.close()
+    for thread in found.closing:
+        thread.join(10)
+    assert driver.locked == {}
+    sink.close()
+
+
+def test_a_loader_that_changes_what_all_ranks_read_fails_the_load(driver: Driver) -> None:
+    sink = MappedSink(ENTRIES)
+    found = on_gpu(sink, driver)
+    found.check()
+    with torch.inference_mode():  # as engines load
+        tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+        tensors["big"].narrow(0, 0, 4).add_(1)
+    with pytest.raises(RuntimeError, match="changed staged weights in place"):
+        found.check()
+    del tensors
+    found.close()
+    for thread in found.closing:
+        thread.join(10)
+    sink.close()
+
+
+def test_memory_that_cannot_be_locked_is_read_unlocked(driver: Driver) -> None:
+    driver.error = 801  # CUDA_ERROR_NOT_SUPPORTED
+    sink = MappedSink(ENTRIES)
+    fill(sink, 2.0)
+    found = on_gpu(sink, driver, borrowed=True)
+    assert found.ready
+    assert not found.locked
+    tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+    tensors["big"].add_(1)  # a page of its own
+    assert content(sink.ticket()) == sums(2.0)
+    del tensors
+    found.close()
+    sink.close()

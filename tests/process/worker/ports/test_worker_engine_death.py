@@ -1,0 +1,161 @@
+"""The moment in which an engine dies, before the supervisor has looked: every route says so, none says 500."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_worker.engine import EngineCrashed, EngineRequest
+from rollout_worker.lifecycle import supervisor
+from rollout_worker.openai.text import ModelText
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.schemas import Lifecycle
+from tests.support.unit.tiny_engine import TinyEngine
+from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
+from tests.support.waiting import until
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/generate": {"token_ids": [5, 6]},
+    "/v1/completions": {"model": "model", "prompt": [5, 6]},
+    "/v1/chat/completions": {"model": "model", "messages": [{"role": "user", "content": "a"}]},
+    "/v1/abort": {"request_ids": ["a"]},
+    "/v1/weights/stage": {"epoch": 1, "version": 1, "source": {"checkpoint": {}}},
+    "/v1/weights/commit": {"epoch": 1, "version": 1},
+    "/v1/weights/discard": {"epoch": 1, "version": 1},
+    "/v1/weights/offer": {"epoch": 0, "version": 0},
+    "/v1/require": {"epoch": 1},
+    **{f"/v1/{verb}": {} for verb in ("pause", "resume", "sleep", "wake", "cache/reset")},
+}
+READ = (
+    "/v1/state",
+    "/v1/info",
+    "/v1/weights",
+    "/v1/weights/dtypes",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/v1/models",
+)
+ROUTES = (
+    *(("post", path) for path in BODIES),
+    *(("get", path) for path in (*READ, "/v1/models/{model}")),
+)
+
+
+@pytest.fixture
+async def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
+    """A worker whose engine is dead, and that does not know it."""
+    monkeypatch.setattr(supervisor, "WATCH_INTERVAL_SECONDS", 60)
+    for name, value in (
+        ("make_decoder", str),
+        ("render_conversation", [5, 6]),
+        ("chat_template", ""),
+    ):
+        monkeypatch.setattr(ModelText, name, _giving(value))  # this model has no tokenizer
+    async with tiny_worker(tmp_path, "--restart-delays", "60") as worker:
+        await asyncio.sleep(0.05)  # the supervisor watches
+        gone = EngineCrashed("it died")
+
+        def validate(request: EngineRequest) -> None:
+            raise gone
+
+        monkeypatch.setattr(worker.engine, "validate", validate)
+        worker.engine.wrong = "it died"
+        yield worker
+
+
+def _giving(value: object) -> Callable[..., Awaitable[object]]:
+    async def give(*_: object, **__: object) -> object:
+        return value
+
+    return give
+
+
+@contextlib.asynccontextmanager
+async def clients(worker: TinyWorker) -> AsyncIterator[list[tuple[Any, httpx.AsyncClient]]]:
+    apps = make_data_app(worker.worker), make_control_app(worker.worker, AllowAnyone())
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            (
+                app,
+                await stack.enter_async_context(
+                    httpx.AsyncClient(
+                        transport=httpx.ASGITransport(app=app, raise_app_exceptions=False),
+                        base_url="http://127.0.0.1",
+                    )
+                ),
+            )
+            for app in apps
+        ]
+
+
+@pytest.mark.parametrize("path", ["/v1/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_in_that_moment_is_refused_as_failed(
+    dying: TinyWorker, path: str, stream: bool
+) -> None:
+    async with clients(dying) as ((_, data), _control):
+        answer = await data.post(path, json={**BODIES[path], "stream": stream})
+        assert answer.status_code == 503, answer.text
+        assert "the engine failed and is being restarted; nothing was generated" in answer.text
+        assert answer.headers["Retry-After"] == "5"
+    assert not dying.runtime.is_alive, "and the supervisor hears of it"
+    await dying.reaches(Lifecycle.FAILED)
+    assert dying.runtime.last_error == "it died"
+    assert 'refused_total{reason="failed"} 1.0' in dying.worker.render_metrics().decode()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [*ROUTES], ids=lambda each: each if isinstance(each, str) else ""
+)
+async def test_no_route_of_either_port_answers_500(
+    dying: TinyWorker, method: str, path: str
+) -> None:
+    async with clients(dying) as found:
+        (client,) = (client for app, client in found if path in app.openapi()["paths"])
+        where, body = path.replace("{model}", "model"), BODIES.get(path, {})
+        answer = await client.request(
+            method, where, json=body if method == "post" else None, timeout=30
+        )
+    assert answer.status_code not in (422, 500), answer.text
+    if answer.status_code >= 400:
+        assert answer.json()["type" if "type" in answer.json() else "error"], "it says why"
+
+
+async def test_all_routes_are_tried(dying: TinyWorker) -> None:
+    async with clients(dying) as found:
+        known = {
+            (method, path)
+            for app, _ in found
+            for path, methods in app.openapi()["paths"].items()
+            for method in methods
+        }
+    assert known == set(ROUTES)
+
+
+async def test_an_engine_that_knows_of_its_end_says_so_at_once(dying: TinyWorker) -> None:
+    dying.engine.on_end("its thread ended")
+    with refused("failed"):
+        await dying.begin_stage(1, 7)
+    await dying.reaches(Lifecycle.FAILED)
+    assert dying.runtime.last_error == "its thread ended"
+
+
+async def test_an_engine_that_was_replaced_ends_no_other_one(
+    tmp_path: Path,
+) -> None:
+    async with tiny_worker(tmp_path) as worker:
+        first: TinyEngine = worker.engine
+        first.wrong = "it died"
+        await until(lambda: len(worker.engines) == 2, what="the next engine")
+        await worker.reaches(Lifecycle.ACTIVE)
+        first.on_end("later")
+        assert worker.runtime.is_alive

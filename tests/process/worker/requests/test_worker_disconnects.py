@@ -1,0 +1,162 @@
+"""Streams whose client reads nothing, or no more: what they cost, and when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.openai.text import ModelText
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.requests import disconnects
+from rollout_worker.requests.disconnects import EventStream
+from rollout_worker.schemas import AbortReason
+from tests.support.unit import tiny_engine
+from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from tests.support.waiting import until
+
+Message = MutableMapping[str, Any]
+STEPS = 2000
+GENERATE: dict[str, Any] = {"token_ids": [1], "sampling": {"n": 2}}
+COMPLETIONS: dict[str, Any] = {"model": "model", "prompt": [[1], [2]], "max_tokens": STEPS + 9}
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
+    monkeypatch.setattr(tiny_engine, "MAX_LENGTH", 2 * STEPS)
+
+    async def decoder(texts: ModelText) -> Callable[[Sequence[int], bool], str]:
+        return lambda ids, special: "x" * len(ids)
+
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
+    async with tiny_worker(tmp_path) as worker:
+        yield worker
+
+
+class Deaf:
+    """A client of an application in this process, which takes no event that it is sent."""
+
+    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+        self._body = json.dumps({**body, "stream": True}).encode()
+        self._asked = False
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        serving = app({**scope, "asgi": {"version": "3.0"}}, self._receive, self._send)
+        self.serving = asyncio.create_task(serving)
+
+    async def _receive(self) -> Message:
+        if self._asked:
+            await asyncio.Event().wait()
+        self._asked = True
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def hang_up(self) -> None:
+        self.serving.cancel()
+        await asyncio.wait({self.serving})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/generate", GENERATE), ("/v1/completions", COMPLETIONS)]
+)
+async def test_a_client_that_leaves_is_no_error(
+    worker: TinyWorker, path: str, body: dict[str, Any]
+) -> None:
+    said: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: said.append(context["message"]))
+    gone, asked = asyncio.Event(), [json.dumps(body).encode()]
+
+    async def receive() -> Message:
+        if asked:
+            return {"type": "http.request", "body": asked.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    app: Any = make_data_app(worker.worker)
+    serving = asyncio.create_task(app({**scope, "asgi": {"version": "3.0"}}, receive, send))
+    await until(lambda: len(worker.engine.known) == 2, what="the requests")
+    gone.set()
+    await asyncio.wait_for(serving, 10)
+    assert not worker.engine.known
+    del serving
+    gc.collect()
+    await asyncio.sleep(0)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/generate", GENERATE), ("/v1/completions", COMPLETIONS)]
+)
+async def test_an_unread_stream_takes_no_more_than_its_output(
+    worker: TinyWorker, path: str, body: dict[str, Any]
+) -> None:
+    client = Deaf(make_data_app(worker.worker), path, body)
+    await until(lambda: len(worker.engine.known) == 2, what="the requests")
+    outputs = list(worker.flights.unfinished_outputs.values())
+
+    def made() -> int:
+        return min(len(output.token_ids) for output in outputs)
+
+    worker.engine.step(8)
+    await until(lambda: made() == 8, what="the first tokens")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        worker.engine.step(STEPS)
+        await until(lambda: made() == 8 + STEPS, what="the tokens")
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] / (2 * STEPS)
+    finally:
+        tracemalloc.stop()
+        await client.hang_up()
+    # A token and its logprob in two lists; a delta of its own takes a thousand.
+    assert grown < 100, f"{grown:.0f} bytes a token"
+    await until(lambda: all(output.stop_reason for output in outputs), what="the requests to end")
+    assert {output.abort_reason for output in outputs} == {AbortReason.CLIENT}
+
+
+async def test_who_never_reads_on_is_dropped_after_the_deadline(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disconnects, "ANSWER_TIMEOUT_SECONDS", 0.2)
+    client = Deaf(
+        make_data_app(worker.worker), "/v1/generate", {**GENERATE, "deadline_seconds": 0.1}
+    )
+    await until(lambda: len(worker.engine.known) == 2, what="the request")
+    worker.engine.step(8)
+    await asyncio.wait({client.serving}, timeout=10)
+    assert client.serving.done()
+    assert "not read to its end within 0.3 s" in caplog.text
+    assert len(worker.flights) == 0
+
+
+async def test_events_are_closed_with_their_stream() -> None:
+    closed = asyncio.Event()
+
+    async def events() -> Any:
+        try:
+            yield b"one"
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            raise OSError("the client is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        await EventStream(events(), 10).stream_response(send)
+    assert closed.is_set()

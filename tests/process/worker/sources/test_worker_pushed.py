@@ -1,0 +1,419 @@
+"""Pushed weights from a trainer's memory to a serving engine, over real sockets and through the whole worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
+from rollout_worker.sources.memory import Memory
+from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
+from rollout_worker.transfer.spare import Used
+from rollout_worker.wire.problems import ProblemError
+from tests.support.unit.pushing import Version, held, push, pushed_worker, quiet, stage, trainer
+from tests.support.unit.tiny_engine import LAYOUT, TinyEngine
+from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
+from tests.support.waiting import until
+
+WAYS = ("unix", "tcp")
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
+    async with pushed_worker(tmp_path / "a") as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("takes", [True, False])
+async def test_pushed_weights_serve_once_they_are_committed(
+    worker: TinyWorker, kind: str, *, takes: bool
+) -> None:
+    worker.engine.takes = takes
+    given = Version(7)
+    staged = await push(worker, 1, given, kind)
+    assert (staged.phase, staged.root_hash, staged.error) == ("Staged", given.root_hash, None)
+    assert staged.source.pushed is not None
+    assert staged.chunks == 1
+    assert worker.engine.active.number == 100, "the old weights serve"
+    answer = await worker.commit(1, root_hash=given.root_hash)
+    assert answer.active.root_hash == given.root_hash
+    assert worker.engine.active.number == 7
+    kept = worker.updates.to_view().kept
+    assert kept is not None
+    assert (kept.version, kept.root_hash, kept.bytes) == (1, given.root_hash, given.layout.nbytes)
+
+
+async def test_the_same_bytes_have_the_same_root_hash_by_files_and_pushed(
+    worker: TinyWorker,
+) -> None:
+    by_file = await worker.stage(1, 7)
+    assert by_file.chunks == 0
+    pushed = await push(worker, 2, Version(7), "tcp")
+    assert pushed.root_hash == by_file.root_hash
+
+
+@pytest.mark.parametrize("kind", WAYS)
+async def test_nothing_is_left_of_pushed_weights_that_are_gone(
+    worker: TinyWorker, kind: str
+) -> None:
+    for version in (1, 2):  # the memory of the version before stays, for the next one
+        await push(worker, version, Version(version), kind)
+        await worker.commit(version)
+    await quiet()
+    before = held()
+    for version in (3, 4, 5):
+        await push(worker, version, given := Version(version), kind)
+        await worker.commit(version)
+        given.slot.close()
+    await quiet()
+    assert len(held()) == len(before)
+    await worker.update(6, 5)
+    assert worker.updates.to_view().kept is None
+    await quiet()
+    assert len(held()) < len(before)
+
+
+async def test_the_trainer_gets_its_memory_back_when_a_later_version_serves(
+    worker: TinyWorker,
+) -> None:
+    given = Version(7)
+    begun = await stage(worker, 1)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, given, "unix") as end:
+        await asyncio.to_thread(end.whole, begun.transfer)
+        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+        await worker.commit(1)
+        await worker.stage(2, 8)
+        assert not held_back(end), "it is kept for joiners"
+        await worker.commit(2)
+        assert (await asyncio.to_thread(end.answer)).kind is Kind.RELEASED
+
+
+async def test_no_commit_waits_until_what_was_kept_is_freed(worker: TinyWorker) -> None:
+    await push(worker, 1, Version(1), "tcp")
+    await worker.commit(1)
+    kept, freed = worker.updates.pushes.kept, list[threading.Thread]()
+    committing = list[object]()
+    assert kept is not None
+
+    def release() -> None:
+        freed.append(threading.current_thread())
+        committing.append(worker.runtime.holds.committing)
+        kept.release()
+
+    worker.updates.pushes.kept = replace(kept, release=release)
+    await push(worker, 2, Version(2), "tcp")
+    await worker.commit(2)
+    await quiet()
+    assert len(freed) == 1
+    assert freed != [threading.current_thread()], "the engine would have stood still"
+    assert committing == [None], "whoever maps memory would have stood still"
+
+
+def held_back(end: object) -> bool:
+    """Whether the worker has said that it is done with the memory."""
+    frame = end.connection.poll(0.5)  # type: ignore[attr-defined]
+    return frame is not None and frame.kind is Kind.RELEASED
+
+
+async def test_a_ticket_is_good_once_and_a_new_one_voids_it(worker: TinyWorker) -> None:
+    first = await stage(worker, 1)
+    second = await stage(worker, 1)
+    assert first.transfer is not None
+    assert second.transfer is not None
+    assert first.transfer.ticket != second.transfer.ticket
+    assert await slug(first) == "bad-ticket"
+    with trainer(second.transfer, Version(7), "tcp") as end:
+        await asyncio.to_thread(end.whole, second.transfer)
+        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+    assert await slug(second) == "bad-ticket"
+    assert worker.updates.to_view().staged is not None
+    assert worker.updates.to_view().staged.transfer is None  # type: ignore[union-attr]
+
+
+async def slug(begun: StagedWeights) -> str:
+    """How a HELLO with this ticket is answered."""
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(9), "tcp") as end:
+        await asyncio.to_thread(end.hello, begun.transfer)
+        frame = await asyncio.to_thread(end.answer)
+        return frame.text("slug", "") if frame.kind is Kind.ERROR else frame.kind.name
+
+
+async def test_another_caller_gets_no_ticket(worker: TinyWorker) -> None:
+    from rollout_worker.schemas import StageRequest
+
+    await stage(worker, 1)
+    body = {"epoch": 1, "version": 1, "source": {"pushed": {}}}
+    theirs = await worker.updates.stage_weights("somebody else", StageRequest.model_validate(body))
+    assert theirs.transfer is None
+
+
+async def test_a_chain_passes_on_what_it_verified(tmp_path: Path) -> None:
+    given = Version(7)
+    async with (
+        pushed_worker(tmp_path / "a") as a,
+        pushed_worker(tmp_path / "b") as b,
+        pushed_worker(tmp_path / "c") as c,
+    ):
+        begun = [(await stage(each, 1)).transfer for each in (a, b, c)]
+        first, *rest = begun
+        assert first is not None
+        hops = [
+            {"host": "127.0.0.1", "port": t.port, "ticket": t.ticket, "name": name}
+            for t, name in zip(rest, "bc", strict=True)
+            if t is not None
+        ]
+        with trainer(first, given, "tcp") as end:
+            await asyncio.to_thread(end.whole, first, hops=hops, name="a")
+            told: dict[str, object] = {}
+            while len(told) < 3:
+                frame = await asyncio.to_thread(end.answer)
+                told[frame.text("name")] = (frame.kind, frame.text("root_hash"))
+        assert told == dict.fromkeys("abc", (Kind.STAGED, given.root_hash))
+        for each in (a, b, c):
+            await each.commit(1)
+            assert each.engine.active.number == 7
+
+
+async def test_a_dead_hop_is_told_and_skipped(tmp_path: Path) -> None:
+    given = Version(7)
+    async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "c") as c:
+        first, last = (await stage(a, 1)).transfer, (await stage(c, 1)).transfer
+        assert first is not None
+        assert last is not None
+        hops = [
+            {"host": "127.0.0.1", "port": 1, "ticket": "0" * 32, "name": "dead"},
+            {"host": "127.0.0.1", "port": last.port, "ticket": last.ticket, "name": "c"},
+        ]
+        with trainer(first, given, "tcp") as end:
+            await asyncio.to_thread(end.whole, first, hops=hops, name="a")
+            told: dict[str, object] = {}
+            while len(told) < 3:
+                frame = await asyncio.to_thread(end.answer)
+                told[frame.text("name")] = frame.kind
+        assert told == {"a": Kind.STAGED, "dead": Kind.FAILED, "c": Kind.STAGED}
+
+
+async def test_a_transfer_that_was_cut_goes_on_where_it_was(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
+    monkeypatch.setattr("rollout_worker.updates.pushes.check_layout", lambda *_, where: None)
+    given = Version(7, large)
+    begun = await stage(worker, 1)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, given, "tcp") as end:
+        end.hello(begun.transfer)
+        assert await asyncio.to_thread(end.ready) == []
+        end.data(0)
+        end.data(2 * CHUNK_BYTES)
+        slot = worker.updates.slot
+        assert slot is not None
+        await until(lambda: slot.to_view().chunks == 2, what="two chunks")
+    with trainer(begun.transfer, given, "tcp") as end:
+        end.hello(begun.transfer)
+        have = await asyncio.to_thread(end.ready)
+        assert have == [[0, CHUNK_BYTES], [2 * CHUNK_BYTES, 3 * CHUNK_BYTES]]
+        for chunk in (1, 3, 4, 5):
+            end.data(chunk * CHUNK_BYTES)
+        end.end()
+        frame = await asyncio.to_thread(end.answer)
+        assert frame.kind is Kind.STAGED, frame.head
+    await worker.commit(1)
+    assert worker.engine.active.number == 7
+
+
+async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(tmp_path: Path) -> None:
+    given = Version(7)
+    async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
+        await push(a, 1, given, "tcp")
+        await a.commit(1)
+        offered = a.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+        assert (offered.root_hash, offered.bytes) == (given.root_hash, given.layout.nbytes)
+        peers = [
+            Peer(host="127.0.0.1", port=1, ticket="0" * 32),
+            Peer(host="127.0.0.1", port=offered.port, ticket=offered.ticket),
+        ]
+        source = {"pushed": {"peers": [peer.model_dump() for peer in peers]}}
+        staged = await b.stage(1, 0, source=source, root_hash=given.root_hash)
+        assert (staged.phase, staged.error) == ("Staged", None)
+        await b.commit(1)
+        assert b.engine.active.number == 7
+        assert b.updates.to_view().kept == a.updates.to_view().kept
+        again = await b.stage(2, 0, source=source)
+        assert again.phase == "Failed"
+        assert "no peer could give" in str(again.error)
+        assert "used or void" in str(again.error)
+
+
+async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_path: Path) -> None:
+    given = Version(7)
+    async with (
+        pushed_worker(tmp_path / "a") as a,
+        pushed_worker(tmp_path / "b") as b,
+        pushed_worker(tmp_path / "c") as c,
+    ):
+        for worker in (a, b):
+            await push(worker, 1, given, "tcp")
+            await worker.commit(1)
+        kept = a.updates.pushes.kept
+        assert kept is not None
+        with kept.memory.bytes(0, 1) as first:
+            first[0] ^= 1
+
+        def peer(worker: TinyWorker) -> dict[str, object]:
+            offered = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+            return Peer(host="127.0.0.1", port=offered.port, ticket=offered.ticket).model_dump()
+
+        alone = await c.stage(1, 0, source={"pushed": {"peers": [peer(a)]}})
+        assert alone.phase == "Failed"
+        assert "arrived damaged" in str(alone.error)
+        both = await c.stage(1, 0, source={"pushed": {"peers": [peer(a), peer(b)]}})
+        assert (both.phase, both.root_hash, both.error) == ("Staged", given.root_hash, None)
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+async def test_memory_that_no_other_process_maps_is_private(
+    by_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TinyEngine, "by_path", by_path)
+    async with pushed_worker(tmp_path) as worker:
+        for number in (1, 2, 3):
+            await push(worker, number, Version(number), "tcp")
+            await worker.commit(number)
+            assert worker.engine.active.number == number
+            kept = worker.updates.pushes.kept
+            assert kept is not None
+            assert (kept.memory.handle is not None) is by_path
+        await push(worker, 4, Version(4), "unix")
+        await worker.commit(4)
+        assert worker.engine.active.number == 4
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
+def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> None:
+    spare: list[Used] = []
+
+    def read(view: memoryview) -> None:
+        view[:] = b"12345678"
+
+    for root_hash in (None, "root"):
+        memory = Memory(8, recycle=spare.append, hollow=True, private=private)
+        assert (memory.handle is None) is private
+        release = memory.hold()
+        assert memory.take(0, 8, read) == xxhash.xxh3_128_hexdigest(b"12345678")
+        assert bytes(memory.bytes(0, 8)) == b"12345678"
+        if root_hash is not None:
+            memory.verified(root_hash)
+        release()
+    [used] = spare
+    assert used.root_hash == "root"
+    used.slot.close()
+
+
+async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> None:
+    with refused("no-copy") as caught:
+        worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+    assert "ask another member" in str(caught.value)
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    with refused("no-copy"):
+        worker.updates.offer_weights("me", OfferRequest(epoch=1, version=2))
+
+
+async def test_a_restarted_engine_gets_pushed_weights_from_the_kept_copy(
+    worker: TinyWorker,
+) -> None:
+    await push(worker, 1, Version(7), "unix")
+    await worker.commit(1)
+    worker.engine.die()
+    await until(
+        lambda: len(worker.engines) == 2 and worker.updates.active_identity is not None,
+        what="another engine",
+    )
+    await until(lambda: worker.runtime.lifecycle.current_state == "Active", what="it to serve")
+    assert worker.engine.active.number == 7
+    assert worker.active is not None
+    assert worker.active.version == 1
+
+
+async def test_weights_that_sleep_dropped_come_back_from_the_kept_copy(
+    worker: TinyWorker,
+) -> None:
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    await worker.sleep(level=2)
+    await worker.wake()
+    assert worker.engine.active.number == 7
+
+
+async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kept(
+    worker: TinyWorker,
+) -> None:
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    await worker.sleep(level=2)
+    worker.updates.pushes.drop_kept()
+    with refused("weights-rejected"):
+        await worker.wake()
+    assert "NoLiveCopy" in str(worker.runtime.last_error)
+    assert worker.updates.to_view().active is None
+    assert worker.worker.readiness_problem() is not None
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert worker.engine.active.number == 7
+
+
+async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
+    worker: TinyWorker,
+) -> None:
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    worker.updates.pushes.drop_kept()
+    worker.engine.die()
+    await until(lambda: len(worker.engines) == 2, what="another engine")
+    await until(lambda: "NoLiveCopy" in str(worker.runtime.last_error), what="the reason")
+    await until(lambda: worker.runtime.lifecycle.has_engine, what="the checkpoint")
+    assert worker.worker.readiness_problem() is not None, "it is fenced"
+
+
+async def test_what_is_kept_makes_room_for_what_comes(tmp_path: Path) -> None:
+    async with pushed_worker(tmp_path, "--staging-memory", "600") as worker:
+        given = Version(7)
+        assert given.layout.nbytes == 512
+        for version in (1, 2, 3):
+            staged = await push(worker, version, Version(version), "tcp")
+            assert staged.error is None
+            await worker.commit(version)
+
+
+async def test_who_can_take_no_pushed_weights_says_how_to_change_that(tmp_path: Path) -> None:
+    async with tiny_worker(tmp_path) as alone:
+        with pytest.raises(ProblemError, match="--weights-port or --weights-socket") as caught:
+            await stage(alone, 1)
+        assert caught.value.slug == "unsupported"
+
+
+async def test_discarding_ends_a_transfer_and_tells_the_trainer(worker: TinyWorker) -> None:
+    from rollout_worker.schemas import DiscardRequest
+
+    begun = await stage(worker, 1)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(7), "tcp") as end:
+        end.hello(begun.transfer)
+        await asyncio.to_thread(end.ready)
+        await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
+        frame = await asyncio.to_thread(end.answer)
+        assert frame.kind is Kind.FAILED
+        assert "discarded" in frame.text("detail")
+    await quiet()
+    assert worker.updates.slot is None

@@ -1,0 +1,401 @@
+"""Every fault at every arrow of a push: the old weights serve, the slot says why, nothing is left behind.
+
+The table in docs/weights.md is this list, as `table` writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollout_worker.schemas import DiscardRequest, Transfer
+from rollout_worker.transfer.arena import Slot
+from rollout_worker.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
+from tests.support.unit.arrows import DELTA, KINDS, ROOM, STEPS, differs, do, hurry, left, serves
+from tests.support.unit.pushing import (
+    Trainer,
+    Version,
+    base_of,
+    push,
+    pushed_worker,
+    quiet,
+    stage,
+    trainer,
+)
+from tests.support.unit.tiny_worker import TinyWorker, refused
+from tests.support.waiting import until
+
+PAGE = Path(__file__).parents[4] / "docs" / "weights.md"
+ARROWS = ("HELLO", "LAYOUT", "MEMORY", "FILLED", "DATA", "DELTA", "END")
+AGAIN = "the chunk is sent again"
+GONE = "the sender is gone"
+NOBODY = "no sender came"
+Act = Callable[[Trainer, Transfer, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong instead of a frame, and what the slot says then.
+
+    `at`: the arrows where it can happen. `says`: in the slot's error; empty: it is staged all the
+    same, for the reason in `fine`. `early`: what it says where the ticket was not used yet. `ways`:
+    those on which it can happen.
+    """
+
+    name: str
+    act: Act
+    says: str
+    at: tuple[str, ...] = ARROWS
+    early: str = ""
+    fine: str = AGAIN
+    ways: tuple[str, ...] = tuple(STEPS)
+
+
+def frame(kind: int, head: bytes, length: int | None = None) -> bytes:
+    return struct.pack(">BI", kind, len(head) if length is None else length) + head
+
+
+def raw(end: Trainer, sent: bytes) -> None:
+    end.connection._sock.sendall(sent)
+
+
+def cut(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.close()
+
+
+def silence(end: Trainer, transfer: Transfer, step: str) -> None:
+    """Say nothing, not even that it is there."""
+
+
+def truncated(end: Trainer, transfer: Transfer, step: str) -> None:
+    whole = frame(Kind[step], json.dumps({"ticket": transfer.ticket}).encode())
+    raw(end, whole[: len(whole) // 2])
+    end.connection.close()
+
+
+def unknown(end: Trainer, transfer: Transfer, step: str) -> None:
+    raw(end, frame(99, b"{}"))
+
+
+def huge(end: Trainer, transfer: Transfer, step: str) -> None:
+    raw(end, frame(Kind[step], b"", MAX_HEAD_BYTES + 1))
+
+
+def nested(end: Trainer, transfer: Transfer, step: str) -> None:
+    raw(end, frame(Kind[step], b"[" * 100_000))
+
+
+def not_due(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.READY, {"ticket": transfer.ticket})
+
+
+def wrong_ticket(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.hello(transfer.model_copy(update={"ticket": "0" * 32}))
+    assert end.answer().text("slug") == "bad-ticket"
+
+
+def other_model(end: Trainer, transfer: Transfer, step: str) -> None:
+    Trainer(end.connection, Version(7, {"other": ("U8", (1,))})).tell()
+
+
+def other_layout(end: Trainer, transfer: Transfer, step: str) -> None:
+    layout = end.version.layout.to_json()
+    layout["tensors"][1][3] = 0
+    end.tell(layout=layout)
+
+
+def other_protocol(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.greet(transfer, protocol=1)
+
+
+def bad_hops(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.tell(hops=[{"host": "a", "port": 0, "ticket": ""}])
+
+
+def no_memory(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.MEMORY, {"size": 512})
+
+
+def short_memory(end: Trainer, transfer: Transfer, step: str) -> None:
+    small = Slot(1)
+    end.connection.send(Kind.MEMORY, {"size": 512}, handle=small.handle)
+    small.close()
+
+
+def shrinking(end: Trainer, transfer: Transfer, step: str) -> None:
+    handle = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(handle, 512)
+    end.connection.send(Kind.MEMORY, {"size": 512}, handle=handle)
+    os.close(handle)
+
+
+def filled_beyond(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.filled(end.version.layout.nbytes + 1)
+
+
+def changed(end: Trainer, transfer: Transfer, step: str) -> None:
+    """A bit of the trainer's memory is another one than what it hashed."""
+    with end.version.slot.bytes(0, 1) as first:
+        first[0] ^= 1
+    do(end, transfer, step)
+    end.end()
+
+
+def flipped_once(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.data(0, b"\0" * end.version.layout.nbytes)
+    assert end.answer().text("slug") == "bad-chunk"
+    end.data(0)
+    end.end()
+
+
+def flipped_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    for _ in range(2):
+        end.data(0, b"\0" * end.version.layout.nbytes)
+
+
+def flipped_and_hashed(end: Trainer, transfer: Transfer, step: str) -> None:
+    changed(end, transfer, step)
+
+
+def elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.DATA, {"offset": 256, "hash": ""}, b"12")
+
+
+def other_base(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.base = Version(9)
+    end.tell()
+    assert end.answer().text("slug") == "wrong-base"
+
+
+def no_base(end: Trainer, transfer: Transfer, step: str) -> None:
+    base, end.base = end.base, None
+    do(end, transfer, step)
+    end.base = base
+    differs(end)
+
+
+def delta_elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, offset=256, bytes=256)
+
+
+def delta_beyond(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, bytes=end.version.layout.nbytes + 1)
+
+
+def delta_outside(end: Trainer, transfer: Transfer, step: str) -> None:
+    word = end.version.layout.nbytes // 2
+    differs(end, content=struct.pack("<IIIHH", 1, 0, 1, word, 7))
+
+
+def delta_lies(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, content=struct.pack("<IIIHH", 1, 0, 2, 1, 7))
+
+
+def delta_disorder(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, content=struct.pack("<IIIHHHH", 1, 0, 2, 4, 3, 7, 7))
+
+
+def delta_short(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, content=b"\1\0")
+
+
+def delta_of_another(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.base = Version(7)  # what is sent has no difference from it
+    differs(end)
+    end.end()
+
+
+def delta_flipped_once(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, payload=b"\0" * 4)
+    assert end.answer().text("slug") == "bad-chunk"
+    differs(end)
+    end.end()
+
+
+def delta_flipped_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    for _ in range(2):
+        differs(end, payload=b"\0" * 4)
+
+
+def delta_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    for _ in range(2):
+        differs(end)
+    end.end()
+
+
+def other_digest(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.end(digests={**end.version.digests, "rest": "0" * 32})
+
+
+def other_root(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.end(root_hash="xxh3_128:" + "0" * 32)
+
+
+def fewer_digests(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.end(digests={"rest": "0" * 32})
+
+
+FAULTS = (
+    Fault("the connection is cut", cut, GONE, early=NOBODY),
+    Fault("silence, as of a frozen trainer", silence, GONE, early=NOBODY),
+    Fault("a frame cut in half", truncated, GONE, early=NOBODY),
+    Fault("a frame of unknown kind", unknown, "no frame of kind", early=NOBODY),
+    Fault("a head that is too large", huge, "are the most", early=NOBODY),
+    Fault("a head that is nested too deeply", nested, "not JSON", early=NOBODY),
+    Fault("a frame that is not due", not_due, "READY came", early=NOBODY),
+    Fault("an unknown ticket", wrong_ticket, NOBODY, ("HELLO",)),
+    Fault("another model's tensors", other_model, "is missing", ("LAYOUT",)),
+    Fault("tensors that overlap", other_layout, "overlaps", ("LAYOUT",)),
+    Fault("another protocol", other_protocol, "speaks protocol 1", ("HELLO",)),
+    Fault("malformed hops", bad_hops, "LAYOUT.port", ("LAYOUT",)),
+    Fault("no descriptor", no_memory, "without a descriptor", ("MEMORY",)),
+    Fault("memory that is too small", short_memory, "not 512 as was said", ("MEMORY",)),
+    Fault("memory that may shrink", shrinking, "may shrink", ("MEMORY",)),
+    Fault("more than there is", filled_beyond, "FILLED.upto", ("FILLED",)),
+    Fault("memory changed after it was hashed", changed, "arrived with", ("FILLED",)),
+    Fault("a bit flipped on the way", flipped_once, "", ("DATA",)),
+    Fault("a bit flipped twice", flipped_twice, "damaged twice", ("DATA",)),
+    Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("DATA",)),
+    Fault("a chunk in the wrong place", elsewhere, "a chunk begins at", ("DATA",)),
+    Fault("another base than the stage's", other_base, "the stage names", ("LAYOUT",), ways=DELTA),
+    Fault("deltas of no base", no_base, "DELTA came", ("LAYOUT",), ways=DELTA),
+    Fault("a delta in the wrong place", delta_elsewhere, "no whole chunks", ("DELTA",)),
+    Fault("a delta of more than there is", delta_beyond, "DELTA.bytes", ("DELTA",)),
+    Fault("a delta that writes outside", delta_outside, "lies outside", ("DELTA",)),
+    Fault("a delta that lies about its words", delta_lies, "as its blocks say", ("DELTA",)),
+    Fault("a delta in disorder", delta_disorder, "not in order", ("DELTA",)),
+    Fault("a delta without a head", delta_short, "has no head", ("DELTA",)),
+    Fault("a delta of another base", delta_of_another, "arrived with", ("DELTA",)),
+    Fault("a bit of a delta flipped on the way", delta_flipped_once, "", ("DELTA",)),
+    Fault("a bit of a delta flipped twice", delta_flipped_twice, "damaged twice", ("DELTA",)),
+    Fault(
+        "a delta that comes twice",
+        delta_twice,
+        "",
+        ("DELTA",),
+        fine="the second is read and ignored",
+    ),
+    Fault("another hash of a tensor", other_digest, "arrived with", ("END",)),
+    Fault("another root hash", other_root, "its sender says", ("END",)),
+    Fault("hashes of other tensors", fewer_digests, "a hash for each tensor", ("END",)),
+)
+CASES = [
+    pytest.param(way, step, fault, id=f"{way.split()[-1]}-{step}-{fault.act.__name__}")
+    for way, steps in STEPS.items()
+    for step, fault in itertools.product(steps, FAULTS)
+    if step in fault.at and way in fault.ways
+]
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
+    """A worker that waits for nobody for long."""
+    hurry(monkeypatch)
+    async with pushed_worker(tmp_path / "a", *ROOM) as made:
+        yield made
+
+
+def fail(way: str, step: str, fault: Fault, transfer: Transfer) -> None:
+    """Play a sound trainer up to an arrow, and the fault there."""
+    with trainer(transfer, Version(7), KINDS[way]) as end:
+        end.base = Version(1) if way in DELTA else None
+        for before in itertools.takewhile(lambda each: each != step, STEPS[way]):
+            do(end, transfer, before)
+        fault.act(end, transfer, step)
+        try:
+            while end.answer().kind is not Kind.RELEASED:
+                pass
+        except TransferError:
+            pass
+
+
+@pytest.mark.parametrize(("way", "step", "fault"), CASES)
+async def test_whatever_goes_wrong_the_old_weights_serve(
+    worker: TinyWorker, way: str, step: str, fault: Fault
+) -> None:
+    await push(worker, 1, Version(1), "tcp")
+    await worker.commit(1)
+    before = await left(worker)
+    pushed = {"base": base_of(1, Version(1))} if way in DELTA else {}
+    begun = await stage(worker, 2, source={"pushed": pushed})
+    slot = worker.updates.slot
+    assert slot is not None
+    assert begun.transfer is not None
+    failing = asyncio.create_task(asyncio.to_thread(fail, way, step, fault, begun.transfer))
+    await until(lambda: slot.to_view().phase != "Staging", what="the slot to end")
+    ended, view = time.monotonic(), slot.to_view()
+    await serves(worker, 1, ended)
+    if fault.says:
+        says = (step == "HELLO" and fault.early) or fault.says
+        assert view.phase == "Failed"
+        assert says in str(view.error)
+        with refused("not-staged"):
+            await worker.commit(2)
+    else:
+        assert view.phase == "Staged", view.error
+    if not fault.says:
+        await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=2))
+    await failing
+    assert await left(worker) == before
+    again = await push(worker, 3, Version(3), KINDS[way])
+    assert again.error is None
+    await worker.commit(3)
+    await serves(worker, 3)
+
+
+async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_then_on(
+    worker: TinyWorker,
+) -> None:
+    base = Version(1)
+    await push(worker, 1, base, "tcp")
+    await worker.commit(1)
+    source = {"pushed": {"base": base_of(1, base)}}
+    begun = await stage(worker, 2, source=source)
+    assert begun.transfer is not None
+    with trainer(begun.transfer, Version(7), "tcp") as end:
+        end.base = base
+        end.connection.keep_alive()
+        end.hello(begun.transfer)
+        await asyncio.to_thread(end.ready)
+        await worker.update(3, 3)
+        answer = await asyncio.to_thread(end.answer)
+        assert (answer.kind, "given up" in answer.text("detail")) == (Kind.FAILED, True)
+    assert worker.engine.active.number == 3
+    with refused("wrong-base"):
+        await stage(worker, 4, source=source)
+
+
+async def test_who_has_no_ticket_is_turned_away_at_once(worker: TinyWorker) -> None:
+    address = worker.updates.pushes.desk.address
+    assert address.port is not None
+    with socket.create_connection(("127.0.0.1", address.port)) as sock:
+        sock.settimeout(5)
+        told = await asyncio.to_thread(sock.recv, 4096)
+    assert b"bad-ticket" in told
+    await quiet()
+
+
+def table() -> str:
+    """The faults as docs/weights.md shows them."""
+    lines = ["| fault | instead of | the slot |", "|---|---|---|"]
+    for fault in FAULTS:
+        arrows = [step for step in ARROWS if step in fault.at]
+        outcome = f"`Failed`: “…{fault.says}…”" if fault.says else f"`Staged`: {fault.fine}"
+        if fault.early:
+            outcome += f"; instead of `HELLO`: “…{fault.early}…”"
+        lines.append(f"| {fault.name} | {', '.join(f'`{step}`' for step in arrows)} | {outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_faults_is_in_the_docs() -> None:
+    assert table() in PAGE.read_text(), f"docs/weights.md must hold:\n{table()}"

@@ -1,0 +1,227 @@
+"""No body holds the event loop or ends the worker, whatever it is: huge, nested, of wrong types."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+
+from rollout_worker.openai.models import ChatRequest, CompletionRequest
+from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.requests.bodies import BodyReader
+from rollout_worker.schemas import AbortRequest, GenerateRequest, StageRequest
+from rollout_worker.service import WorkerService
+from rollout_worker.wire.bodies import CONTROL_LIMITS, MAX_DEPTH, MIB, data_body_limits, parse_body
+from rollout_worker.wire.problems import ProblemError
+from tests.support.unit.asgi import Answer, call
+from tests.support.unit.bad_bodies import FILLS, GOOD, BadBody, drawn, fields, paths, unknown_fields
+from tests.support.unit.loopwatch import watched
+from tests.support.unit.tiny_worker import settings, tiny_worker
+
+HELD_SECONDS = 0.1
+MAX_LENGTH = 2**17
+LIMITS = {"data": data_body_limits(MAX_LENGTH), "control": CONTROL_LIMITS}
+ATTEMPTS = 4
+"""Who holds the loop does so each time; a loop that others did not let run is free at another time."""
+SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(16, 400))]
+"""Four bodies of each size every day."""
+DOCUMENTS = {
+    name: app.openapi()
+    for name, app in (
+        ("data", make_data_app(WorkerService(settings()))),
+        ("control", make_control_app(WorkerService(settings()), AllowAnyone())),
+    )
+}
+ROUTES = [(port, path) for port, document in DOCUMENTS.items() for path in paths(document)]
+
+
+@pytest_asyncio.fixture
+async def ports(tmp_path: Path) -> AsyncIterator[dict[str, FastAPI]]:
+    """Both ports of a worker that takes long prompts and answers at once."""
+    async with tiny_worker(tmp_path) as tiny:
+        tiny.engine.free = True
+        assert tiny.runtime.info is not None
+        tiny.runtime.info = dataclasses.replace(tiny.runtime.info, max_length=MAX_LENGTH)
+        yield {
+            "data": make_data_app(tiny.worker),
+            "control": make_control_app(tiny.worker, AllowAnyone()),
+        }
+
+
+async def held_by(app: FastAPI, path: str, body: bytes) -> tuple[Answer, float]:
+    """The answer to a body, and how long the loop was held."""
+    held = []
+    for _ in range(ATTEMPTS):
+        async with watched() as watch:
+            answer = await asyncio.wait_for(
+                call(app, path, body, headers={"content-type": "application/json"}), 60
+            )
+        held.append(watch.seconds)
+        if watch.seconds < HELD_SECONDS:
+            break
+    return answer, min(held)
+
+
+def test_every_route_is_known() -> None:
+    assert len(ROUTES) == 14
+    assert set(GOOD) <= {path for _, path in ROUTES}
+    found = fields(DOCUMENTS["data"], "/v1/generate")
+    assert {("token_ids",), ("sampling", "logit_bias")} <= set(found)
+    assert ("source", "checkpoint") in fields(DOCUMENTS["control"], "/v1/weights/stage")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("port", ["data", "control"])
+async def test_a_bad_body_is_refused_and_holds_nothing(
+    ports: dict[str, FastAPI], port: str, seed: int
+) -> None:
+    bad = drawn(DOCUMENTS[port], seed, size=2 ** (6 + seed % 4 * 4))
+    answer, held = await held_by(ports[port], bad.path, bad.content)
+    assert answer.status < 500 or answer.slug in ("asleep", "paused", "fenced"), answer.content
+    assert held < HELD_SECONDS, bad
+
+
+@pytest.mark.parametrize(("port", "path"), ROUTES)
+async def test_a_body_at_the_limit_holds_nothing(
+    ports: dict[str, FastAPI], port: str, path: str
+) -> None:
+    size = LIMITS[port].size - 1024
+    parts = LIMITS[port].parts - 64
+    bodies = (
+        unknown_fields(path, 12 * parts),
+        BadBody(path, ("x",), "objects", 3 * parts).content,
+        BadBody(path, ("x",), "objects", size).content,
+    )
+    for body in bodies:
+        answer, held = await held_by(ports[port], path, body)
+        assert answer.status in (413, 422), answer.content[:200]
+        assert len(answer.content) < 100_000, "it is told in few words"
+        assert held < HELD_SECONDS
+
+
+@pytest.mark.parametrize("fill", FILLS)
+async def test_a_prompt_at_the_limit_holds_nothing(ports: dict[str, FastAPI], fill: str) -> None:
+    values = 2 * MAX_LENGTH  # as many as a body may hold, and a few more
+    sizes = {"floats": 4 * values, "texts": 4 * values, "integers": 4 * values}
+    size = sizes.get(fill, LIMITS["data"].size - 1024)
+    for path, field in (("/v1/generate", "token_ids"), ("/v1/completions", "prompt")):
+        answer, held = await held_by(
+            ports["data"], path, BadBody(path, (field,), fill, size).content
+        )
+        assert answer.status in (413, 422), answer.content[:200]
+        assert held < HELD_SECONDS, path
+
+
+async def test_the_longest_prompt_is_taken_and_holds_nothing(ports: dict[str, FastAPI]) -> None:
+    ids = [123456] * (MAX_LENGTH - 1)
+    body = {"token_ids": ids, "sampling": {"max_tokens": 1}}
+    answer, held = await held_by(ports["data"], "/v1/generate", json.dumps(body, indent=1).encode())
+    assert answer.status == 200, answer.content[:200]
+    assert held < HELD_SECONDS
+
+
+MODELS: list[tuple[type[BaseModel], dict[str, Any], str]] = [
+    (GenerateRequest, {"token_ids": [5] * 40_000 + [0.5, "a", None]}, "token_ids.40000"),
+    (GenerateRequest, {"token_ids": [True, "a"]}, "token_ids.0"),
+    (
+        GenerateRequest,
+        {"token_ids": [5], "sampling": {"logit_bias": {"1": 1, "2": "a", "x": 1}}},
+        "sampling.logit_bias.2",
+    ),
+    (
+        GenerateRequest,
+        {"token_ids": [5], "sampling": {"logit_bias": dict.fromkeys(map(str, range(20_000)), 1)}},
+        "sampling.logit_bias",
+    ),
+    (AbortRequest, {"request_ids": ["a", 5, 6]}, "request_ids.1"),
+    (AbortRequest, {"request_ids": ["a"] * 70_000}, "request_ids"),
+    (
+        StageRequest,
+        {"epoch": 1, "version": 1, "source": {"path": "a"}, "labels": {"a": 1, "b": 2}},
+        "labels.a",
+    ),
+    (ChatRequest, {"messages": [5, 6]}, "messages.0"),
+    (ChatRequest, {"messages": [{}], "tools": [5, 6]}, "tools.0"),
+    (ChatRequest, {"messages": [{}] * 20_000}, "messages"),
+    (CompletionRequest, {"prompt": [5, "a"]}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "field"), MODELS, ids=lambda each: str(each)[:40])
+def test_the_first_mistake_ends_the_validation(
+    model: type[BaseModel], body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ProblemError) as refused:
+        parse_body(model, json.dumps(body).encode(), data_body_limits(MAX_LENGTH))
+    assert refused.value.slug == "invalid-request"
+    [error] = (refused.value.problem.model_extra or {})["errors"]
+    assert error["field"] == field
+
+
+def test_a_mistake_is_told_though_its_name_is_long() -> None:
+    with pytest.raises(ProblemError) as refused:
+        parse_body(AbortRequest, b'{"' + b"a" * 500_000 + b'": 1, "all": true}', CONTROL_LIMITS)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"all": tru}', "invalid JSON at character 8"),
+        (b'{"all": \xff}', "not valid UTF-8"),
+        (b'{"all": %s}' % (b"7" * 5000), "too many digits"),
+        (b'{"all": %s}' % (b"[" * 60_000), "levels deep"),
+        (b'{"all": %s%s}' % (b"[" * MAX_DEPTH, b"]" * MAX_DEPTH), "levels deep"),
+        (b"[" * 60_000 + b" " * MIB, "levels deep"),
+    ],
+    ids=["half", "bytes", "digits", "deeper than Python", "too deep", "long and deep"],
+)
+def test_what_is_no_json_is_told(body: bytes, said: str) -> None:
+    with pytest.raises(ProblemError, match=said) as refused:
+        parse_body(AbortRequest, body, data_body_limits(MAX_LENGTH))
+    assert refused.value.problem.status == 422
+
+
+def test_what_is_long_is_parsed_as_what_is_short() -> None:
+    ids = list(range(200_000))
+    text = json.dumps({"token_ids": ids, "cache_salt": "é\n", "min_version": 3})
+    found = parse_body(GenerateRequest, text.encode(), data_body_limits(len(ids)))
+    assert found == GenerateRequest(token_ids=tuple(ids), cache_salt="é\n", min_version=3)
+
+
+def test_the_limit_follows_from_the_maximum_length() -> None:
+    for tokens in (2048, 2**17, 2**20):
+        limits = data_body_limits(tokens)
+        prompt = json.dumps({"token_ids": [2**31 - 1] * tokens}).encode()
+        assert len(prompt) < limits.size
+        assert tokens < limits.values
+    assert data_body_limits(2**20).size < 32 * MIB
+
+
+async def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    app = FastAPI()
+    bodies = BodyReader(lambda: CONTROL_LIMITS, seconds=0.05)
+
+    @app.post("/")
+    async def slow(request: Request) -> None:
+        with pytest.raises(ProblemError) as refused:
+            await bodies.read_body(request, AbortRequest)
+        assert refused.value.slug == "body-timeout"
+
+    assert (await call(app, "/", b'{"all":', stays=True)).status == 200
+
+
+async def test_before_a_model_is_loaded_no_body_is_too_large() -> None:
+    app = make_data_app(WorkerService(settings()))
+    answer = await call(app, "/v1/generate", b"[" * 10 * MIB)
+    assert (answer.status, answer.slug) == (503, "starting")

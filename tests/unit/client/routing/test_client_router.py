@@ -1,0 +1,243 @@
+"""Who gets a member, who waits for one and why, and what ends an attempt from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+import pytest
+
+from rollout_client import NoReplica, PoolClosed, RequestRefused, WeightsId
+from rollout_client.discovery.members import Member
+from rollout_client.routing.balancer import LoadBalancer
+from rollout_client.routing.bounds import WeightsBounds
+from rollout_client.routing.router import AttemptLease, RequestRouter
+from tests.support.waiting import until
+
+URL = "http://w0:8000"
+FLOOR = WeightsBounds(epoch=1, min_version=5)
+
+
+def members(count: int) -> list[Member]:
+    return [Member(f"http://w{i}:8000", f"w{i}") for i in range(count)]
+
+
+def router(count: int, trouble: str = "", look_seconds: float = 60) -> RequestRouter:
+    """A router whose requests look again only when they are woken, unless a test says otherwise."""
+    made = RequestRouter(LoadBalancer(), lambda: trouble, look_seconds=look_seconds)
+    made.balancer.set_members(members(count), 0.0)
+    return made
+
+
+def later(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+# Choosing.
+
+
+async def test_a_member_is_counted_as_soon_as_it_is_chosen() -> None:
+    made = router(1)
+    member = await made.choose_member(None, later(1))
+    assert member.url == URL
+    assert made.balancer.records[URL].in_flight == 1
+    with made.lease_member(member) as lease:
+        assert made.leases == {lease}
+        assert lease.member is member
+    assert made.leases == set()
+    assert made.balancer.records[URL].in_flight == 0
+
+
+async def test_key_bounds_and_whom_to_avoid_reach_the_balancer() -> None:
+    made = router(3)
+    home = await made.choose_member("c", later(1))
+    assert await made.choose_member("c", later(1)) == home
+    assert await made.choose_member("c", later(1), avoid=[home.url]) != home
+    for each in members(2):
+        made.balancer.note_weights(each.url, WeightsId(epoch=1, version=4))
+    assert (await made.choose_member(None, later(1), FLOOR)).name == "w2"
+
+
+async def test_who_waits_gets_the_first_member_that_comes() -> None:
+    made = router(0)
+    waiting = asyncio.create_task(made.choose_member(None, later(30), FLOOR))
+    await until(lambda: made.waiting_bounds, what="the request to wait")
+    assert made.waiting_bounds == [FLOOR]
+    made.balancer.set_members(members(1), 0.0)
+    made.notify_waiting()
+    assert (await asyncio.wait_for(waiting, 10)).url == URL, "at once, not at its next look"
+    assert made.waiting_bounds == []
+
+
+async def test_a_member_that_comes_back_by_time_alone_is_found() -> None:
+    made = router(1, look_seconds=0.05)
+    now = time.monotonic()
+    made.balancer.exclude_member(URL, "its queue is full", now, now + 0.2)
+    assert (await asyncio.wait_for(made.choose_member(None, later(30)), 10)).url == URL
+    assert time.monotonic() - now >= 0.2
+
+
+async def test_who_waits_is_woken_by_the_end_of_a_lease() -> None:
+    made = router(1)
+    other = asyncio.create_task(made.choose_member(None, later(30), FLOOR))
+    made.balancer.note_weights(URL, WeightsId(epoch=1, version=4))
+    await until(lambda: made.waiting_bounds, what="the request to wait")
+    with made.lease_member(members(1)[0]):
+        made.balancer.note_weights(URL, WeightsId(epoch=1, version=5))
+    assert (await asyncio.wait_for(other, 10)).url == URL
+
+
+async def test_a_request_that_gives_up_waits_no_more() -> None:
+    made = router(0)
+    waiting = asyncio.create_task(made.choose_member(None, later(30)))
+    await until(lambda: made.waiting_bounds, what="the request to wait")
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert made.waiting_bounds == []
+
+
+async def test_at_its_time_a_request_is_told_why_nobody_took_it() -> None:
+    made = router(1, "discovery: cannot list")
+    made.balancer.exclude_member(URL, "asleep", 0.0)
+    began = time.monotonic()
+    with pytest.raises(NoReplica) as error:
+        await made.choose_member(None, began + 0.2)
+    assert error.value.cause == (
+        "no replica could take the request in time (w0: asleep; discovery: cannot list)"
+    )
+    assert 0.2 <= time.monotonic() - began < 10, "at its own time, not at the next look"
+    with pytest.raises(NoReplica):
+        await made.choose_member(None, time.monotonic() - 1)
+    assert router(0).refusal_reasons() == "no members have been discovered"
+    assert (
+        router(0, "no such host").refusal_reasons()
+        == "no members have been discovered; no such host"
+    )
+    assert router(1).refusal_reasons(FLOOR) == "w0: serves"
+
+
+async def test_who_may_never_know_the_members_is_told_at_once() -> None:
+    made = RequestRouter(
+        LoadBalancer(), lambda: "discovery: 403", look_seconds=60, refused=lambda: True
+    )
+    with pytest.raises(NoReplica, match="no members have been discovered; discovery: 403"):
+        await asyncio.wait_for(made.choose_member(None, later(30)), 10)
+
+
+async def test_members_that_are_known_are_waited_for_though_no_more_may_be_found() -> None:
+    made = RequestRouter(LoadBalancer(), look_seconds=0.05, refused=lambda: True)
+    made.balancer.set_members(members(1), 0.0)
+    now = time.monotonic()
+    made.balancer.exclude_member(URL, "its queue is full", now, now + 0.2)
+    assert (await asyncio.wait_for(made.choose_member(None, later(30)), 10)).url == URL
+
+
+async def test_an_exact_version_that_all_have_passed_is_refused_at_once() -> None:
+    made = router(1)
+    made.balancer.note_weights(URL, WeightsId(epoch=1, version=5))
+    with pytest.raises(RequestRefused, match="beyond the exact version 4") as error:
+        await made.choose_member(None, later(30), WeightsBounds(epoch=1, exact_version=4))
+    assert (error.value.status, error.value.slug) == (409, "version-not-met")
+
+
+async def test_a_closed_router_refuses_even_what_could_be_served() -> None:
+    made = router(1)
+    made.closed = True
+    with pytest.raises(PoolClosed, match="the pool was closed"):
+        await made.choose_member(None, later(30))
+
+
+async def test_closing_ends_the_wait() -> None:
+    made = router(0)
+    waiting = asyncio.create_task(made.choose_member(None, later(30)))
+    await until(lambda: made.waiting_bounds, what="the request to wait")
+    made.closed = True
+    made.notify_waiting()
+    with pytest.raises(PoolClosed):
+        await asyncio.wait_for(waiting, 10)
+
+
+async def test_who_left_is_told_of_when_its_last_request_has_ended() -> None:
+    gone: list[str] = []
+    made = RequestRouter(LoadBalancer(), on_gone=gone.append)
+    made.balancer.set_members(members(1), 0.0)
+    first, second = [await made.choose_member(None, later(1)) for _ in range(2)]
+    with made.lease_member(first):
+        with made.lease_member(second):
+            made.balancer.set_members([], 0.0)
+        assert gone == []
+    assert gone == [URL]
+
+
+# Words.
+
+
+def test_the_log_says_now_and_again_why_requests_wait(caplog: pytest.LogCaptureFixture) -> None:
+    made = router(1)
+    made.balancer.exclude_member(URL, "asleep", 0.0)
+    now = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        made.warn_if_waiting(now - 9.5)
+        assert caplog.messages == []
+        made.warn_if_waiting(now - 12.3)
+        made.warn_if_waiting(now - 50)
+        assert caplog.messages == ["waited 12 s for a replica so far: w0: asleep"]
+        made._warned_at = now - 10.5
+        made.warn_if_waiting(now - 22.8, FLOOR)
+    assert caplog.messages[1:] == ["waited 23 s for a replica so far: w0: asleep"]
+
+
+# Cutting off.
+
+
+async def attempt(lease: AttemptLease, seconds: float = 30) -> str:
+    """What an attempt does under its lease; returns why it was cut off."""
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            lease.watch_timeout(scope)
+            await asyncio.sleep(60)
+    except TimeoutError:
+        return lease.cut
+    finally:
+        lease.watch_timeout(None)
+    raise AssertionError
+
+
+async def test_an_attempt_that_is_cut_off_ends_at_once_and_knows_why() -> None:
+    lease = AttemptLease(members(1)[0])
+    running = asyncio.create_task(attempt(lease))
+    await asyncio.sleep(0.01)
+    lease.cut_off("its replica is gone")
+    lease.cut_off("the pool was closed")
+    assert await asyncio.wait_for(running, 1) == "its replica is gone", "the first reason counts"
+    lease.cut_off("too late")
+    assert lease.cut == "its replica is gone"
+
+
+async def test_an_attempt_whose_time_is_over_is_not_cut_off() -> None:
+    lease = AttemptLease(members(1)[0])
+    lease.cut_off("not begun")
+    assert lease.cut == ""
+    assert await attempt(lease, 0.01) == ""
+
+
+async def test_an_attempt_that_ends_by_its_deadline_is_not_cut_off_at_that_moment() -> None:
+    lease = AttemptLease(members(1)[0])
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.01) as scope:
+            lease.watch_timeout(scope)
+            await asyncio.sleep(60)
+    lease.cut_off("its replica is gone")
+    assert lease.cut == ""
+
+
+async def test_a_lease_notes_when_the_worker_was_heard() -> None:
+    lease = AttemptLease(members(1)[0])
+    lease.heard_at = 0.0
+    lease.note_heard()
+    assert time.monotonic() - lease.heard_at < 5
+    lease.heard_at = 0.0
+    lease.watch_timeout(None)
+    assert time.monotonic() - lease.heard_at < 5

@@ -1,0 +1,364 @@
+"""The store: order by resourceVersion, tombstones, ghosts; and what it must equal in the end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.cache.store import Store
+from rollout_operator.config import EngineDefaults
+from rollout_operator.core.podreader import parse_pod
+from rollout_operator.core.pods.builder import PodBuilder
+from tests.support.unit.poolspecs import spec_of
+
+KEY = PoolKey("rl", "math")
+
+
+def pod(name: str, version: int, *, uid: str | None = None, pool: str | None = "math") -> Obj:
+    labels = {LABEL_MANAGED_BY: MANAGER_NAME} | ({LABEL_POOL: pool} if pool else {})
+    return {
+        "metadata": {
+            "namespace": "rl",
+            "name": name,
+            "uid": uid or f"uid-{name}",
+            "resourceVersion": str(version),
+            "labels": labels,
+        }
+    }
+
+
+def pool(version: int, name: str = "math", namespace: str = "rl", **meta: Any) -> Obj:
+    return {
+        "metadata": {
+            "namespace": namespace,
+            "name": name,
+            "uid": f"uid-{name}",
+            "resourceVersion": str(version),
+            **meta,
+        }
+    }
+
+
+def names(store: Store) -> list[str]:
+    return [p["metadata"]["name"] for p in store.pods(KEY)]
+
+
+def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
+    store = Store()
+    assert store.take("pools", "ADDED", pool(1)) == {KEY}
+    assert store.take("pods", "ADDED", pod("b", 2)) == {KEY}
+    assert store.take("pods", None, pod("a", 3)) == {KEY}
+    assert store.pool(KEY) == pool(1)
+    assert names(store) == ["a", "b"]
+    assert store.keys() == [KEY]
+    assert store.counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
+
+
+def going(version: int, name: str = "a") -> Obj:
+    found = pod(name, version)
+    return {"metadata": found["metadata"] | {"deletionTimestamp": "1970-01-01T00:00:00Z"}}
+
+
+A = PoolKey("rl", "a")
+
+
+def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 2))
+    assert store.upsert_deleted("pods", A, "uid-a", going(5))
+    assert store.take("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
+    store.replace("pods", [pod("a", 4)], listed_at="4")
+    assert store.pods(KEY) == [going(5)]
+    assert store.take("pods", "MODIFIED", going(5)) == set(), "the watch shows what is known"
+    assert store.take("pods", "DELETED", going(6)) == {KEY}
+    assert not store.upsert_deleted("pods", A, "uid-a", going(5)), "the watch was faster"
+    assert store.pods(KEY) == []
+
+
+def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 2))
+    assert store.upsert_deleted("pods", A, "uid-a", {"kind": "Status", "metadata": {}})
+    assert store.take("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
+    assert store.pods(KEY) == []
+    assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
+
+
+def test_a_delete_hides_no_namesake() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 9, uid="another"))
+    assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
+    assert not store.upsert_deleted("pods", A, "uid-a", going(5))
+    assert store.pods(KEY) == [pod("a", 9, uid="another")]
+
+
+def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list() -> None:
+    store = Store()
+    store.upsert("pods", pod("a", 7))
+    store.replace("pods", [], listed_at="6")
+    assert names(store) == ["a"]
+    store.replace("pods", [], listed_at="8")
+    assert names(store) == []
+
+
+def of_class(found: Obj, operator_class: str | None) -> Obj:
+    return found | {"spec": {"operatorClass": operator_class} if operator_class else {}}
+
+
+@pytest.mark.parametrize(
+    ("ours", "of_pool", "leads"),
+    [("", None, True), ("blue", "blue", True), ("", "blue", False), ("blue", None, False),
+     ("blue", "green", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["watch", "list"])
+def test_a_pool_of_another_class_and_its_children_are_left_alone(
+    ours: str, of_pool: str | None, leads: bool, way: str
+) -> None:
+    store = Store(ours)
+    theirs, child = of_class(pool(1), of_pool), pod("math-0-0", 2)
+    if way == "watch":
+        store.take("pools", "ADDED", theirs)
+        woken = store.take("pods", "ADDED", child)
+    else:
+        store.replace("pools", [theirs], listed_at="5")
+        woken, _ = store.replace("pods", [child], listed_at="5")
+    assert woken == ({KEY} if leads else set())
+    assert store.pool(KEY) == (theirs if leads else None)
+    assert (store.keys(), names(store), store.size(KEY)) == (
+        ([KEY], ["math-0-0"], 1) if leads else ([], [], 0)
+    )
+
+
+def test_a_pool_whose_name_goes_to_one_of_another_class_is_let_go() -> None:
+    store = Store("blue")
+    store.take("pools", "ADDED", of_class(pool(1), "blue"))
+    again = of_class(pool(5), "green")
+    assert store.take(
+        "pools", "MODIFIED", again | {"metadata": again["metadata"] | {"uid": "b"}}
+    ) == {KEY}
+    assert store.pool(KEY) is None
+
+
+def test_managed_fields_are_not_kept() -> None:
+    store = Store()
+    store.take("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
+    assert store.pool(KEY) == pool(1)
+
+
+def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
+    spec = spec_of()
+    builder = PodBuilder("math", "rl", "owner", "", spec, EngineDefaults(image="registry/hf:1"))
+    made = builder.build_pod(0, 0, 1)
+    made["metadata"] |= {"uid": "u", "resourceVersion": "1"}
+    made["metadata"]["managedFields"] = [{"fieldsV1": {f"f:{n}": {} for n in range(500)}}]
+    made["spec"]["nodeName"] = "n1"
+    made["status"] = {"phase": "Running", "podIP": "10.0.0.1"}
+    before = json.dumps(made)
+    store = Store()
+    store.take("pods", "ADDED", made)
+    assert json.dumps(made) == before, "it is the caller's"
+    [kept] = store.pods(KEY)
+    assert len(json.dumps(kept)) < len(before) / 4
+    assert parse_pod(kept, "owner") == parse_pod(made, "owner")
+    assert [c["name"] for c in kept["spec"]["containers"]] == ["worker"]
+    assert kept["spec"].keys() & {"volumes", "tolerations"} == set()
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        pytest.param({LABEL_POOL: "math"}, id="not managed by us"),
+        pytest.param({LABEL_MANAGED_BY: MANAGER_NAME}, id="of no pool"),
+        pytest.param(None, id="without labels"),
+    ],
+)
+def test_a_strangers_pod_is_not_kept(stranger: dict[str, str] | None) -> None:
+    obj = pod("a", 1)
+    obj["metadata"]["labels"] = stranger
+    store = Store()
+    assert store.take("pods", "ADDED", obj) == set()
+    assert store.pods(KEY) == []
+
+
+def test_an_older_or_equal_version_changes_and_wakes_nothing() -> None:
+    store = Store()
+    store.upsert("pods", pod("a", 7))
+    assert store.take("pods", "MODIFIED", pod("a", 6)) == set()
+    assert store.take("pods", "MODIFIED", pod("a", 7)) == set()
+    assert store.pods(KEY) == [pod("a", 7)]
+
+
+def test_a_late_event_does_not_bring_a_deleted_object_back() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 5))
+    assert store.take("pods", "DELETED", pod("a", 9)) == {KEY}
+    assert store.take("pods", "MODIFIED", pod("a", 8)) == set()
+    assert names(store) == []
+
+
+def test_a_namesake_made_anew_survives_the_deletion_of_the_old_one() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 5, uid="old"))
+    store.upsert("pods", pod("a", 9, uid="new"))
+    assert store.take("pods", "DELETED", pod("a", 8, uid="old")) == set()
+    assert store.pods(KEY) == [pod("a", 9, uid="new")]
+
+
+def test_an_object_that_left_the_selector_may_come_back() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 5))
+    store.take("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
+    assert store.take("pods", "ADDED", pod("a", 7)) == {KEY}
+    assert names(store) == ["a"]
+
+
+def test_a_pod_that_changes_its_pool_touches_both() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 5))
+    other = PoolKey("rl", "code")
+    assert store.take("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
+    assert names(store) == []
+    assert [p["metadata"]["name"] for p in store.pods(other)] == ["a"]
+    assert store.take("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
+
+
+def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
+    store = Store()
+    for name in ("a", "b", "c"):
+        store.take("pods", "ADDED", pod(name, 5))
+    touched, ghosts = store.replace("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
+    assert (touched, ghosts) == ({KEY}, 2)
+    assert names(store) == ["a", "d"]
+    # What it removed does not come back by an event from before the list.
+    assert store.take("pods", "MODIFIED", pod("b", 9)) == set()
+
+
+def test_a_list_that_changes_nothing_touches_nothing() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 5))
+    assert store.replace("pods", [pod("a", 5)], listed_at="9")[0] == set()
+
+
+def test_a_list_does_not_remove_what_is_newer_than_it() -> None:
+    store = Store()
+    store.upsert("pods", pod("made-meanwhile", 12))
+    assert store.replace("pods", [], listed_at="10")[0] == set()
+    assert names(store) == ["made-meanwhile"]
+
+
+def test_a_list_does_not_bring_back_what_was_deleted_meanwhile() -> None:
+    store = Store()
+    store.take("pods", "ADDED", pod("a", 5))
+    store.take("pods", "DELETED", pod("a", 12))
+    assert store.replace("pods", [pod("a", 5)], listed_at="10")[0] == set()
+    assert names(store) == []
+
+
+def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
+    store = Store()
+    store.take("pools", "ADDED", pool(1))
+    store.take("pools", "ADDED", pool(2, namespace="elsewhere"))
+    touched, _ = store.replace("pools", [], listed_at="9", namespace="rl")
+    assert touched == {KEY}
+    assert store.keys() == [PoolKey("elsewhere", "math")]
+
+
+def test_after_a_list_nothing_older_is_believed() -> None:
+    store = Store()
+    store.replace("pods", [pod("a", 5)], listed_at="10", namespace="rl")
+    assert store.take("pods", "ADDED", pod("never-seen", 9)) == set()
+    assert store.take("pods", "DELETED", pod("a", 8)) == {KEY} or names(store) == ["a"]
+    assert store.take("pods", "ADDED", pod("b", 11)) == {KEY}
+
+
+def test_a_cluster_restored_from_a_backup_is_believed() -> None:
+    store = Store()
+    store.replace("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
+    assert store.replace("pods", [pod("a", 20)], listed_at="40")[0] == {KEY}
+    assert store.pods(KEY) == [pod("a", 20)]
+    assert store.take("pods", "MODIFIED", pod("a", 41)) == {KEY}
+
+
+def test_versions_that_are_no_numbers_take_what_came_last() -> None:
+    store = Store()
+    first, second = pod("a", 1), pod("a", 1)
+    first["metadata"]["resourceVersion"] = "x9"
+    second["metadata"]["resourceVersion"] = "x1"
+    store.take("pods", "ADDED", first)
+    assert store.take("pods", "MODIFIED", second) == {KEY}
+    assert store.pods(KEY) == [second]
+    assert store.replace("pods", [], listed_at="y")[0] == {KEY}
+
+
+History = list[tuple[str, str, int]]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """A true history: (event, name, version); a name that was deleted comes back as another."""
+    history: History = []
+    alive: set[str] = set()
+    for version in range(1, draw(st.integers(1, 25)) + 1):
+        name = draw(st.sampled_from("abc"))
+        if name not in alive:
+            event = "ADDED"
+            alive.add(name)
+        elif draw(st.booleans()):
+            event = "MODIFIED"
+        else:
+            event = "DELETED"
+            alive.discard(name)
+        history.append((event, name, version))
+    return history
+
+
+def replay(history: History) -> dict[str, Obj]:
+    """What the API server holds after this history; a new life has a new uid."""
+    world: dict[str, Obj] = {}
+    for event, name, version in history:
+        if event == "DELETED":
+            del world[name]
+        else:
+            world[name] = pod(name, version, uid=life(history, name, version))
+    return world
+
+
+def life(history: History, name: str, version: int) -> str:
+    births = [v for e, n, v in history if n == name and e == "ADDED" and v <= version]
+    return f"{name}-{births[-1]}"
+
+
+@given(histories(), st.data())
+def test_whatever_is_lost_late_or_twice_a_list_makes_it_true(
+    history: History, data: st.DataObject
+) -> None:
+    events = data.draw(st.permutations(history))
+    events = [e for e in events if data.draw(st.booleans())]
+    cut = data.draw(st.integers(0, len(events)))
+    store = Store()
+
+    def deliver(part: History) -> None:
+        for event, name, version in part:
+            obj = pod(name, version, uid=life(history, name, version))
+            store.take("pods", event, obj)
+
+    deliver(events[:cut])
+    world = replay(history)
+    store.replace("pods", list(world.values()), listed_at=str(len(history)))
+    deliver(events[cut:])
+    assert store.pods(KEY) == [world[name] for name in sorted(world)]
+
+
+@given(histories())
+def test_a_stream_without_faults_needs_no_list(history: History) -> None:
+    store = Store()
+    for event, name, version in history:
+        store.take("pods", event, pod(name, version, uid=life(history, name, version)))
+    world = replay(history)
+    assert store.pods(KEY) == [world[name] for name in sorted(world)]

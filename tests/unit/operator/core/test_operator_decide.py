@@ -1,0 +1,981 @@
+"""The public contract's case table, walked through `plan_pass`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.decide import plan_pass
+from rollout_operator.core.plan import ControlVerb, PassPlan
+from rollout_operator.core.world import FailedCall, ObservedWorker, Pod
+from rollout_worker.schemas import StageRequest, WeightsId
+from tests.support.unit.poolspecs import NOW, a_pod, spec_of, target
+from tests.support.unit.simworker import STAGE_ERROR
+from tests.support.unit.world import World
+
+
+def ready(world: World) -> bool:
+    condition = world.status.find_condition("Ready")
+    return condition is not None and condition.status == "True"
+
+
+def condition(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
+    found = status.find_condition(kind)
+    assert found is not None
+    return found.status, found.reason
+
+
+def committed(world: World) -> tuple[int, int]:
+    assert world.status.weights.committed is not None
+    return world.status.weights.committed.identity.as_tuple()
+
+
+def phase(world: World) -> UpdatePhase | None:
+    update = world.status.weights.last_update
+    return update.phase if update else None
+
+
+@pytest.fixture
+def world() -> World:
+    made = World(spec_of())
+    made.run()
+    assert ready(made)
+    return made
+
+
+def until(world: World, wanted: UpdatePhase, steps: int = 30) -> None:
+    for _ in range(steps):
+        world.step()
+        if phase(world) is wanted:
+            return
+    raise AssertionError(f"never {wanted}, but {phase(world)}")
+
+
+def test_a_new_pool_comes_to_serve_its_checkpoint(world: World) -> None:
+    assert world.status.phase == "Ready"
+    assert committed(world) == (0, 0)
+    assert condition(world.status, "WeightsSynced") == ("True", "Synced")
+    assert world.status.ready_replicas == world.status.updated_replicas == 2
+    assert world.status.last_transition is not None
+    assert world.status.last_transition.completed_at is not None
+
+
+def test_a_settled_pool_plans_nothing(world: World) -> None:
+    before = world.status
+    plan = world.step()
+    acted = (plan.create, plan.delete, plan.gates, plan.calls, plan.notes)
+    assert not any(acted)
+    assert world.status == before
+
+
+def test_target_rises_while_active(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.step()
+    assert phase(world) is UpdatePhase.STAGING
+    assert condition(world.status, "WeightsSynced") == ("False", "Staging")
+    until(world, UpdatePhase.COMMITTING)
+    assert not world.worker(0).commits, "the decision is persisted before the first commit call"
+    world.run()
+    assert committed(world) == (1, 1)
+    assert phase(world) is UpdatePhase.COMPLETE
+    assert not [line for line in world.log[-20:] if "False" in line], "no gate flips"
+    assert condition(world.status, "WeightsSynced") == ("True", "Synced")
+    assert world.status.weights.committed is not None
+    assert world.status.weights.committed.root_hash == "hash(1, 1)"
+
+
+def test_target_rises_while_paused(world: World) -> None:
+    world.set(state="Paused")
+    world.run()
+    assert world.status.phase == "Paused"
+    world.set(weights=target(1, 1))
+    world.step()
+    assert phase(world) is UpdatePhase.STAGING
+    world.run()
+    assert committed(world) == (1, 1)
+    assert {w.hold for w in world.workers.values()} == {"Paused"}
+
+
+def test_staging_scale_up_stays_outside_the_barrier(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.worker(0).broken_stage = True
+    world.step()
+    world.set(replicas=3)
+    for _ in range(6):
+        world.step()
+    joiner = world.worker(2)
+    assert joiner.serving
+    assert joiner.active == WeightsId(epoch=0, version=0)
+    assert f"stage {'pool-2-0'}" not in world.log
+    world.worker(0).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 1)
+    assert all(w.active.version == 1 for w in world.workers.values())
+
+
+def test_staging_a_worker_restarts_and_loads_committed(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.run()
+    world.set(weights=target(1, 2))
+    world.worker(0).broken_stage = True
+    world.step()
+    world.fail("pool-1-0")
+    for _ in range(8):
+        world.step()
+    assert phase(world) is UpdatePhase.STAGING
+    assert world.worker(1).active == WeightsId(epoch=1, version=1)
+    assert world.worker(1).serving
+    world.worker(0).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 2)
+
+
+def test_staging_newer_target_same_epoch_finishes_the_first(world: World) -> None:
+    world.frozen.add("stage")
+    world.set(weights=target(1, 1))
+    world.step()
+    world.set(weights=target(1, 2))
+    world.set(weights=target(1, 3))
+    world.step()
+    update = world.status.weights.last_update
+    assert update is not None
+    assert update.identity.as_tuple() == (1, 1)
+    world.frozen.clear()
+    world.run()
+    assert committed(world) == (1, 3)
+    assert [c.as_tuple() for c in world.worker(0).commits] == [(1, 1), (1, 3)]
+
+
+def test_staging_higher_epoch_fences_and_supersedes(world: World) -> None:
+    world.frozen.add("stage")
+    world.set(weights=target(1, 1))
+    world.step()
+    world.step()
+    world.frozen.clear()
+    world.set(weights=target(2, 0))
+    since = len(world.log)
+    world.run()
+    assert committed(world) == (2, 0)
+    assert all(w.fence_epoch == 2 for w in world.workers.values())
+    log = world.log[since:]
+    assert log.index("require pool-0-0") < log.index("stage pool-0-0")
+    assert [c.as_tuple() for c in world.worker(0).commits] == [(2, 0)]
+
+
+def test_staging_failure_keeps_the_old_and_names_the_tensor(world: World) -> None:
+    world.worker(1).broken_stage = True
+    world.set(weights=target(1, 1))
+    for _ in range(8):
+        world.step()
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert "pool-1-0" in world.status.message
+    assert "lm_head.weight" in world.status.message
+    assert all(w.serving and w.active.version == 0 for w in world.workers.values())
+    assert committed(world) == (0, 0)
+    update = world.status.weights.last_update
+    assert update is not None
+    assert update.attempts > 1
+    world.set(weights=target(1, 2))  # a wrong path: raise the version
+    world.worker(1).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 2)
+    assert [c.version for c in world.worker(0).commits] == [2]
+    assert condition(world.status, "Degraded") == ("False", "AsExpected")
+
+
+def test_a_wrong_path_does_not_hold_up_the_next_version(world: World) -> None:
+    world.backoff = 60.0
+    world.worker(0).broken_stage = True
+    world.set(weights=target(1, 1))
+    for _ in range(3):
+        world.step()
+    world.set(weights=target(1, 2))
+    world.worker(0).broken_stage = False
+    for _ in range(5):
+        world.step()
+    assert committed(world) == (1, 2)
+
+
+def test_staging_other_bytes_of_the_same_identity_are_discarded(world: World) -> None:
+    identity = WeightsId(epoch=1, version=1)
+    body = {"epoch": 1, "version": 1, "source": {"path": "/rollout/weights/elsewhere"}}
+    world.worker(1).stage(StageRequest.model_validate(body))
+    world.set(weights=target(1, 1))
+    world.run()
+    log = [line for line in world.log if line.endswith("pool-1-0")]
+    assert log.index("discard pool-1-0") < log.index("stage pool-1-0")
+    assert world.worker(1).active == identity
+    assert committed(world) == (1, 1)
+
+
+def test_staging_different_bytes_is_told_and_nobody_commits(world: World) -> None:
+    world.worker(1).other_bytes = " of a stale cache"
+    world.set(weights=target(1, 1))
+    reasons = set()
+    for _ in range(12):
+        world.step()
+        assert not any(w.commits for w in world.workers.values())
+        reasons.add(condition(world.status, "Degraded"))
+    assert reasons == {("False", "AsExpected"), ("True", "ContentMismatch")}
+    assert condition(world.status, "Degraded") == ("True", "ContentMismatch"), "and it stays"
+    assert "pool-1-0" in world.status.message
+    assert phase(world) is UpdatePhase.STAGING
+    assert ready(world)
+    world.worker(1).other_bytes = ""
+    world.run()
+    assert committed(world) == (1, 1)
+    assert {w.active_hash for w in world.workers.values()} == {"hash(1, 1)"}
+    assert condition(world.status, "Degraded")[0] == "False"
+
+
+def test_what_an_engine_can_not_do_fails_before_staging(world: World) -> None:
+    world.worker(0).policies = ("Drain", "Abort", "Recompute")
+    world.set(weights={**target(1, 1), "inFlight": {"policy": "Keep"}})
+    since = len(world.log)
+    world.run()
+    assert world.log[since:] == [], "nothing is staged"
+    assert phase(world) is UpdatePhase.FAILED
+    for kind in ("Progressing", "WeightsSynced"):
+        assert condition(world.status, kind) == ("False", "Unsupported")
+    assert condition(world.status, "Degraded") == ("True", "Unsupported")
+    assert world.status.message == (
+        "spec.weights.inFlight.policy: engine hf can't do Keep in pool-0-0: use one of Drain, "
+        "Abort, Recompute"
+    )
+    assert ready(world)
+    world.set(weights={"inFlight": {"policy": "Recompute"}})
+    world.run()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "Degraded")[0] == "False"
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["known", "after a restart"])
+def test_staging_silence_in_a_paused_pool_commits_nothing(world: World, answered: bool) -> None:
+    world.set(state="Paused")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.frozen.add("stage")
+    world.step()
+    for worker in world.workers.values():
+        worker.silent = True
+    if not answered:
+        world.forget()
+    for _ in range(5):
+        world.step()
+        assert phase(world) is UpdatePhase.STAGING
+    assert "pool-0-0 does not answer" in world.status.message
+    world.frozen.clear()
+    world.kill("pool-0-0")
+    world.kill("pool-1-0")
+    world.step()
+    assert committed(world) == (1, 1), "nobody is left who could have other weights"
+
+
+def test_staging_an_earlier_transfer_under_way_is_discarded(world: World) -> None:
+    world.set(weights=target(1, 1))
+    while world.worker(1).staged is None:
+        world.step()
+    for worker in world.workers.values():
+        assert worker.staged is not None
+        worker.staged = worker.staged.model_copy(update={"phase": "Staging"})
+    world.set(weights=target(2, 0))
+    world.run()
+    assert "discard pool-0-0" in world.log
+    assert committed(world) == (2, 0)
+
+
+def test_staging_deadline_reports_and_goes_on(world: World) -> None:
+    world.frozen.add("stage")
+    world.set(weights={**target(1, 1), "deadlineSeconds": 5})
+    for _ in range(8):
+        world.step()
+    assert phase(world) is UpdatePhase.FAILED
+    assert condition(world.status, "Progressing") == ("False", "DeadlineExceeded")
+    assert ready(world), "the old weights serve"
+    world.frozen.clear()
+    world.run()
+    assert committed(world) == (1, 1)
+    assert phase(world) is UpdatePhase.COMPLETE
+
+
+@pytest.mark.parametrize(
+    "rest", [{"state": "Asleep"}, {"suspend": True}], ids=["asleep", "suspend"]
+)
+def test_staging_then_rest_supersedes(world: World, rest: dict[str, object]) -> None:
+    world.frozen.add("stage")
+    world.set(weights=target(1, 1))
+    world.step()
+    world.frozen.clear()
+    world.set(**rest)
+    world.step()
+    assert committed(world) == (1, 1), "the target is what they wake with"
+    assert phase(world) is UpdatePhase.SUPERSEDED
+    world.run()
+    assert phase(world) is UpdatePhase.SUPERSEDED
+    assert condition(world.status, "WeightsSynced")[0] == "False"
+    assert condition(world.status, "Ready")[0] == "False"
+    world.set(state="Active", suspend=False)
+    world.run()
+    assert ready(world)
+    assert phase(world) is UpdatePhase.COMPLETE
+    assert all(w.active.as_tuple() == (1, 1) for w in world.workers.values())
+
+
+def test_committing_newer_target_waits(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.set(weights=target(2, 5))
+    world.run()
+    assert [c.as_tuple() for c in world.worker(0).commits] == [(1, 1), (2, 5)]
+    assert committed(world) == (2, 5)
+
+
+def test_committing_member_fails_and_leaves(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.worker(1).broken_commit = True
+    while committed(world) != (1, 1):
+        assert world.step()
+    assert not world.pods["pool-1-0"].gate, "out of the Service first"
+    assert not world.worker(1).serving, "the floor shuts it out"
+    world.step()
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert not world.pods["pool-1-0"].gate
+    assert world.pods["pool-0-0"].gate
+    world.worker(1).broken_commit = False
+    world.run()
+    assert ready(world)
+
+
+def test_committing_what_everybody_refuses_fails_and_expels_nobody(world: World) -> None:
+    world.set(weights=target(1, 1))
+    for worker in world.workers.values():
+        worker.broken_commit = True
+    until(world, UpdatePhase.FAILED)
+    for _ in range(8):
+        world.step()
+        assert phase(world) is UpdatePhase.FAILED
+        assert all(pod.gate for pod in world.pods.values())
+        assert all(w.serving and w.active.version == 0 for w in world.workers.values())
+    assert ready(world)
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    for kind in ("Progressing", "WeightsSynced"):
+        assert condition(world.status, kind) == ("False", "WeightsFailed")
+    update = world.status.weights.last_update
+    assert update is not None
+    assert update.attempts > 2, "it goes on trying"
+    for worker in world.workers.values():
+        worker.broken_commit = False
+    world.run()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "WeightsSynced")[0] == "True"
+
+
+@pytest.mark.parametrize("newer", [(1, 2), (2, 0)])
+def test_committing_what_everybody_refuses_gives_way(world: World, newer: tuple[int, int]) -> None:
+    world.set(weights=target(1, 1))
+    for worker in world.workers.values():
+        worker.broken_commit = True
+    until(world, UpdatePhase.FAILED)
+    world.set(weights=target(*newer))
+    world.step()
+    for worker in world.workers.values():
+        worker.broken_commit = False
+    world.run()
+    assert committed(world) == newer
+    assert [c.as_tuple() for c in world.worker(0).commits] == [newer]
+
+
+def test_committing_after_a_late_staging_has_a_deadline_of_its_own(world: World) -> None:
+    world.seconds_of = {ControlVerb.STAGE: 20.0, ControlVerb.COMMIT: 3.0}
+    world.set(weights={**target(1, 1), "deadlineSeconds": 5})
+    until(world, UpdatePhase.FAILED)
+    until(world, UpdatePhase.COMMITTING)
+    while committed(world) != (1, 1):
+        world.step()
+        assert all(pod.gate for pod in world.pods.values()), "nobody is late"
+        assert condition(world.status, "Degraded")[0] == "False"
+        assert condition(world.status, "Progressing") != ("False", "DeadlineExceeded")
+
+
+def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
+    world.set(weights={**target(1, 1), "deadlineSeconds": 6})
+    world.frozen.add("commit")
+    until(world, UpdatePhase.COMMITTING)
+    world.worker(0).jump(WeightsId(epoch=1, version=1))
+    for _ in range(8):
+        world.step()
+    assert committed(world) == (1, 1)
+    assert not world.pods["pool-1-0"].gate, "also while its commit is under way"
+    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert "pool-1-0" in world.status.message
+    world.frozen.clear()
+    world.run()
+    assert ready(world)
+    assert condition(world.status, "Degraded")[0] == "False"
+
+
+def test_committing_ends_before_the_calls_return(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.frozen.add("commit")
+    until(world, UpdatePhase.COMMITTING)
+    world.step()
+    for worker in world.workers.values():
+        worker.jump(WeightsId(epoch=1, version=1))
+    for _ in range(3):
+        world.step()
+        assert condition(world.status, "Degraded")[0] == "False"
+    assert committed(world) == (1, 1)
+
+
+def test_committing_restart_loads_the_version_being_committed(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.frozen.add("commit")
+    until(world, UpdatePhase.COMMITTING)
+    world.fail("pool-1-0")
+    world.step()
+    world.step()
+    world.frozen.clear()
+    world.run()
+    assert [c.as_tuple() for c in world.worker(1).commits] == [(1, 1)]
+    assert ready(world)
+
+
+def test_committing_then_asleep_finishes_first(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.set(state="Asleep")
+    world.run()
+    assert all(w.active.version == 1 and w.hold == "Asleep" for w in world.workers.values())
+    assert world.status.phase == "Asleep"
+    assert phase(world) is UpdatePhase.COMPLETE
+
+
+def test_committing_then_suspend_commits_and_deletes(world: World) -> None:
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.COMMITTING)
+    world.set(suspend=True)
+    world.run()
+    assert committed(world) == (1, 1)
+    assert not world.pods
+    assert world.status.phase == "Suspended"
+
+
+def test_target_rises_while_asleep(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    assert condition(world.status, "Asleep") == ("True", "Asleep")
+    world.set(weights=target(1, 1))
+    world.run()
+    assert committed(world) == (1, 1)
+    assert condition(world.status, "WeightsSynced")[0] == "False"
+    assert all(w.hold == "Asleep" for w in world.workers.values()), "nobody is woken for it"
+    world.set(state="Active")
+    world.run()
+    assert ready(world)
+    assert condition(world.status, "WeightsSynced")[0] == "True"
+
+
+@pytest.mark.parametrize("state", ["Active", "Paused"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_who_sleeps_through_a_publish_wakes_with_it_alone(
+    world: World, state: str, level: int
+) -> None:
+    """What it had is not read for nothing, and the KV cache comes after the new weights."""
+    world.set(state="Asleep", sleep={"level": level})
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    world.log.clear()
+    world.set(state=state)
+    world.run()
+    assert world.status.phase == ("Ready" if state == "Active" else state)
+    worker = world.worker(0)
+    assert (worker.reads, worker.active) == ([], WeightsId(epoch=1, version=1))
+    last = "wake" if state == "Active" else "pause"
+    called = [line.split()[0] for line in world.log if line.endswith(" pool-0-0")]
+    assert called == ["wake", "stage", "commit", last]
+
+
+def test_who_has_slept_through_nothing_wakes_with_what_it_had(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(state="Active")
+    world.run()
+    assert ready(world)
+    assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
+
+
+def test_a_worker_that_knows_no_waking_without_values_loads_twice(world: World) -> None:
+    for worker in world.workers.values():
+        worker.wakes_empty = False
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1), state="Active")
+    world.run()
+    assert ready(world)
+    assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
+
+
+def test_weights_that_can_t_be_staged_on_waking_leave_a_replica_out_until_they_can(
+    world: World,
+) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    broken = world.worker(1)
+    broken.broken_stage = True
+    world.set(state="Active")
+    world.run()
+    assert world.status.ready_replicas == 1
+    assert STAGE_ERROR in world.status.message
+    assert (broken.reads, broken.serving) == ([WeightsId(epoch=0, version=0)], False)
+    broken.broken_stage = False
+    world.run(120)
+    assert ready(world)
+
+
+@pytest.mark.parametrize("broken", ["stage", "commit"])
+def test_a_pool_is_paused_though_its_weights_can_t_be_had(world: World, broken: str) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    setattr(world.worker(0), f"broken_{broken}", True)
+    world.set(state="Paused")
+    world.run()
+    assert [w.lifecycle for w in world.workers.values()] == ["Paused", "Paused"]
+    assert world.worker(0).reads == [WeightsId(epoch=0, version=0)]
+    assert world.worker(1).reads == []
+
+
+def test_a_pool_whose_weights_woke_is_asleep_again_once_they_sleep(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.set(weights=target(1, 1))
+    world.run()
+    world.frozen.add(ControlVerb.STAGE)
+    world.set(state="Active")
+    world.run()
+    assert world.worker(0).woken
+    world.frozen.add(ControlVerb.SLEEP)
+    world.set(state="Asleep")
+    world.run()
+    assert world.status.asleep_replicas == 0
+    assert condition(world.status, "Asleep") == ("False", "Awake")
+    world.frozen.clear()
+    world.run()
+    assert condition(world.status, "Asleep") == ("True", "Asleep")
+    assert not world.worker(0).woken
+
+
+def test_asleep_to_paused_is_never_active(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    world.log.clear()
+    world.set(state="Paused")
+    world.run()
+    assert world.status.phase == "Paused"
+    assert all(w.hold == "Paused" for w in world.workers.values())
+    assert not [line for line in world.log if "wake" in line or "resume" in line]
+
+
+def test_nobody_serving_commits_at_once() -> None:
+    world = World(spec_of(weights=target(3, 7)))
+    world.step()
+    assert committed(world) == (3, 7)
+    world.run()
+    assert all(w.commits == [WeightsId(epoch=3, version=7)] for w in world.workers.values())
+    assert ready(world)
+
+
+def test_a_worker_ahead_is_never_rolled_back(world: World) -> None:
+    world.worker(0).jump(WeightsId(epoch=9, version=9))
+    world.run()
+    assert condition(world.status, "WeightsSynced") == ("False", "AheadOfTarget")
+    assert world.worker(0).active.epoch == 9
+
+
+def test_rolling_stops_at_a_failing_member() -> None:
+    world = World(spec_of(replicas=3, weights={"strategy": "Rolling"}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert [w.active.version for w in world.workers.values()] == [1, 0, 0]
+    assert committed(world) == (0, 0)
+    assert all(w.serving for w in world.workers.values())
+    world.worker(1).broken_commit = False
+    world.run()
+    assert committed(world) == (1, 1)
+
+
+def test_eager_goes_on_past_a_failing_member() -> None:
+    world = World(spec_of(replicas=3, weights={"strategy": "Eager"}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert [w.active.version for w in world.workers.values()] == [1, 0, 1]
+    assert committed(world) == (0, 0)
+    assert all(w.serving for w in world.workers.values())
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_joiner_commits_the_target_once_that_is_decided(strategy: str) -> None:
+    """The first commit of all may be its own: a crash must not lose which bytes it has."""
+    world = World(spec_of(weights={"strategy": strategy, **target(1, 1)}))
+    world.run()
+    world.worker(0).broken_stage = True
+    world.reboot(1)
+    world.set(weights=target(1, 2))
+    for _ in range(20):
+        before = world.status.weights.last_update
+        if any(call.verb is ControlVerb.COMMIT for call in world.step().calls):
+            break
+    assert before is not None
+    assert (before.phase, before.version) == (UpdatePhase.COMMITTING, 2)
+    assert before.root_hash == world.worker(1).active_hash == "hash(1, 2)"
+    assert world.worker(1).active.version == 2
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_a_commit_that_somebody_refuses_keeps_no_pool_awake(strategy: str, state: str) -> None:
+    """Nobody is sent away for it, so it is never finished: the trainer would wait for ever."""
+    world = World(spec_of(weights={"strategy": strategy}))
+    world.run()
+    world.worker(1).broken_commit = True
+    world.set(weights=target(1, 1))
+    world.run()
+    assert phase(world) is UpdatePhase.COMMITTING
+    world.set(state=state)
+    for _ in range(10):
+        world.step()
+    assert {w.lifecycle for w in world.workers.values()} == {state}
+    world.worker(1).broken_commit = False
+    world.set(state="Active")
+    world.run()
+    assert committed(world) == (1, 1)
+    assert all(w.serving and w.active.version == 1 for w in world.workers.values())
+    assert ready(world)
+
+
+@pytest.mark.parametrize("verb", [ControlVerb.STAGE, ControlVerb.COMMIT])
+def test_an_error_of_any_length_fits_into_status(world: World, verb: ControlVerb) -> None:
+    """The API server would refuse the status, and nothing of the pool goes on without it."""
+    world.set(weights=target(1, 1))
+    until(world, UpdatePhase.STAGING if verb is ControlVerb.STAGE else UpdatePhase.COMMITTING)
+    uid = world.pods["pool-0-0"].uid
+    about = WeightsId(epoch=1, version=1)
+    world.failures[uid, verb] = FailedCall("x" * 5000, 1, world.tick + 99, about=about)
+    world.frozen = {ControlVerb.STAGE, ControlVerb.COMMIT}
+    world.worker(0).staged = None
+    document = plan_of(world).status.to_document()
+    assert "xxx" in document["weights"]["lastUpdate"]["message"]
+    assert document == RolloutReplicaStatus.model_validate(document).to_document()
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
+    world = World(spec_of(replicas=3, weights={"strategy": strategy}))
+    world.run()
+    world.seconds_of = {ControlVerb.STAGE: 3.0, ControlVerb.COMMIT: 2.0}
+    for version in range(1, 101):
+        world.set(weights=target(1, version))
+        world.step()
+    assert all(len(w.commits) >= 5 for w in world.workers.values())
+    behind = 100 - min(w.active.version for w in world.workers.values())
+    assert behind < 40, "each turns to the newest once it has finished"
+    world.run()
+    assert committed(world) == (1, 100)
+
+
+def test_a_worker_ahead_does_not_open_the_barrier_for_the_others(world: World) -> None:
+    world.set(replicas=3)
+    world.run()
+    world.worker(0).jump(WeightsId(epoch=1, version=9))
+    world.worker(1).broken_stage = True
+    world.set(weights=target(1, 1))
+    for _ in range(8):
+        world.step()
+        assert phase(world) is UpdatePhase.STAGING
+    assert not world.worker(2).commits
+    world.worker(1).broken_stage = False
+    world.run()
+    assert committed(world) == (1, 1)
+
+
+@pytest.mark.parametrize("at", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
+def test_the_operator_dies_in_an_update(world: World, at: UpdatePhase) -> None:
+    world.set(weights=target(1, 1))
+    until(world, at)
+    world.forget()
+    world.run()
+    assert committed(world) == (1, 1)
+    assert ready(world)
+
+
+def test_a_worker_at_the_target_means_committing(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.frozen.add("stage")
+    world.step()
+    world.worker(0).jump(WeightsId(epoch=1, version=1))
+    world.forget()
+    world.step()
+    assert phase(world) is UpdatePhase.COMMITTING
+
+
+def test_back_off_of_a_failing_replica() -> None:
+    world = World(spec_of(replicas=1))
+    world.run()
+    times = []
+    for _ in range(4):
+        world.fail("pool-0-0")
+        failed_at = world.now
+        for _ in range(200):
+            world.step()
+            if "pool-0-0" in world.pods and not world.pods["pool-0-0"].is_finished:
+                break
+        times.append(world.now - failed_at)
+    assert times[0] <= 3
+    assert [round(t, -1) for t in times[1:]] == [10, 20, 40]
+    assert world.status.restarts == 4
+
+
+def test_restarts_end_at_the_limit() -> None:
+    world = World(spec_of(replicas=1, restartPolicy={"maxRestarts": 1, "baseDelaySeconds": 1}))
+    world.run()
+    for _ in range(2):
+        world.fail("pool-0-0")
+        for _ in range(10):
+            world.step()
+    assert world.status.phase == "Failed"
+    assert condition(world.status, "Degraded") == ("True", "RestartsExhausted")
+    assert world.pods["pool-0-0"].is_finished, "kept for its logs"
+    world.retry = "1"
+    world.run()
+    assert ready(world)
+
+
+def test_a_gang_is_recreated_whole() -> None:
+    spec = spec_of(
+        replicas=1,
+        engine={"type": "vllm"},
+        parallelism={"tensor": 2, "nodes": 2},
+        accelerator={"resource": "nvidia.com/gpu"},
+    )
+    world = World(spec)
+    world.run()
+    first = {p.uid for p in world.pods.values()}
+    assert len(first) == 2
+    world.kill("pool-0-1")
+    world.run()
+    second = {p.uid for p in world.pods.values()}
+    assert len(second) == 2
+    assert not first & second
+
+
+def test_rolling_update_keeps_within_max_unavailable() -> None:
+    world = World(spec_of(replicas=4))
+    world.run()
+    first = {p.uid for p in world.pods.values()}
+    world.set(podTemplate={"labels": {"a": "b"}})
+    least = 4
+    for _ in range(60):
+        world.step()
+        least = min(least, sum(p.ready for p in world.pods.values()))
+    assert least == 3
+    assert not first & {p.uid for p in world.pods.values()}
+    assert ready(world)
+
+
+def test_a_trainers_hold_is_respected(world: World) -> None:
+    world.worker(0).foreign_hold = "Paused"
+    world.run()
+    assert not ready(world)
+    assert "held by trainer" in world.status.message
+    assert world.worker(0).foreign_hold == "Paused"
+
+
+def plan_of(world: World, **pods: Pod) -> PassPlan:
+    """One pass over the world with these pods shown besides, or instead."""
+    seen = world.observed()
+    shown = {p.name: p for p in seen.pods} | {p.name: p for p in pods.values()}
+    workers = {**seen.workers, **dict.fromkeys((p.uid for p in pods.values()), ObservedWorker())}
+    seen = replace(seen, pods=tuple(shown.values()), workers=workers)
+    return plan_pass(world.spec, seen, world.status, world.now)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"owned": False}, {"rank": 1}, {"deletion_at": NOW + 500}, {"replica": 2}],
+    ids=["a stranger's", "a member", "on its way out", "surplus"],
+)
+def test_only_living_heads_of_ours_that_are_wanted_count(
+    world: World, fields: dict[str, Any]
+) -> None:
+    gang = a_pod(
+        world.spec, **{"replica": 1, "gate": True, "name": "other", "uid": "other", **fields}
+    )
+    plan = plan_of(world, other=gang)
+    assert [m.name for m in plan.status.members] == ["pool-0-0", "pool-1-0"]
+    assert plan.status.ready_replicas == 2
+    assert "other" not in {c.uid for c in plan.calls}
+
+
+def test_a_surplus_head_leaves_the_service_once(world: World) -> None:
+    def turned(**fields: Any) -> list[tuple[str, bool, str]]:
+        surplus = a_pod(world.spec, 2, **fields)
+        return [(g.name, g.serving, g.boot) for g in plan_of(world, surplus=surplus).gates]
+
+    assert turned(gate=True, gate_boot="b7") == [("pool-2-0", False, "b7")]
+    assert turned(gate=True) == [("pool-2-0", False, "")]
+    assert turned(gate=False) == []
+    assert turned(gate=True, deletion_at=NOW) == [], "it is going, no Service sends it anything"
+
+
+def test_a_head_that_is_rolled_leaves_the_service_once(world: World) -> None:
+    world.set(podTemplate={"labels": {"a": "b"}})
+    plan = plan_of(world)
+    assert [d.name for d in plan.delete] == ["pool-1-0"]
+    assert [(g.name, g.serving) for g in plan.gates] == [("pool-1-0", False)]
+
+
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_pool_at_rest_is_rolled_one_by_one_too(world: World, state: str) -> None:
+    world.set(state=state)
+    world.run()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert [d.name for d in plan_of(world).delete] == ["pool-1-0"]
+    world.worker(0).hold = None
+    assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "the one that is not at rest"
+
+
+@pytest.mark.parametrize("held", ["Paused", "Asleep"])
+@pytest.mark.parametrize("state", ["Active", "Paused"])
+def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: str) -> None:
+    world = World(spec_of(replicas=4, state=state))
+    world.run()
+    for worker in world.workers.values():
+        worker.foreign_hold = held
+    world.run()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("state", ["Paused", "Asleep"])
+def test_a_pool_at_rest_that_is_silent_is_not_replaced_at_once(state: str, forgotten: bool) -> None:
+    """Nobody can see whether they rest, and the one who looks may be the one that is cut off."""
+    world = World(spec_of(replicas=4, state=state))
+    world.run()
+    for worker in world.workers.values():
+        worker.silent = True
+    if forgotten:
+        world.forget()
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
+    for index in range(3):
+        world.worker(index).silent = False
+    assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+    world.fail("pool-2-0")
+    world.worker(1).silent = True
+    assert [d.name for d in plan_of(world).delete] == ["pool-2-0"], (
+        "the one that is known to be gone"
+    )
+
+
+def test_a_held_pool_that_is_silent_is_not_replaced_at_once() -> None:
+    world = World(spec_of(replicas=4))
+    world.run()
+    for worker in world.workers.values():
+        worker.foreign_hold = "Paused"
+    world.run()
+    for worker in world.workers.values():
+        worker.silent = True
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
+
+
+@pytest.mark.parametrize(("before", "after"), [("Active", "Paused"), ("Asleep", "Active")])
+def test_a_pool_on_its_way_is_not_replaced_at_once(before: str, after: str) -> None:
+    world = World(spec_of(replicas=4, state=before))
+    world.run()
+    least = 4
+    world.set(state=after, podTemplate={"labels": {"a": "b"}})
+    for _ in range(80):
+        world.step()
+        least = min(least, sum(w.required is not None for w in world.workers.values()))
+    assert least == 3
+    assert world.status.updated_replicas == 4
+
+
+def test_a_head_that_the_kubelet_never_calls_ready_is_broken(world: World) -> None:
+    world.set(podTemplate={"labels": {"a": "b"}})
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, ready=False, gate_since=world.now)
+    plan = plan_of(world)
+    assert not plan.delete, "the kubelet takes a moment"
+    assert plan.requeue == 30
+    world.failures[world.pods["pool-0-0"].uid, "wake"] = FailedCall("no memory", 1, world.tick)
+    assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "something is wrong with it"
+    world.tick += 30
+    assert [d.name for d in plan_of(world).delete] == ["pool-1-0", "pool-0-0"]
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, gate_since=None)
+    assert len(plan_of(world).delete) == 2, "nobody knows since when"
+
+
+def test_a_head_that_can_not_come_to_the_committed_weights_is_broken(world: World) -> None:
+    world.set(weights=target(1, 1))
+    world.run()
+    for worker in world.workers.values():
+        worker.jump(WeightsId(epoch=0, version=0))
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, ready=False, gate=False)
+    world.set(podTemplate={"labels": {"a": "b"}})
+    assert len(plan_of(world).delete) == 2, "perhaps the new template brings them the volume"
+
+
+def test_who_has_yet_to_pause_is_not_at_rest(world: World) -> None:
+    world.set(state="Paused", podTemplate={"labels": {"a": "b"}})
+    assert not plan_of(world).delete
+
+
+def test_a_pass_says_when_to_look_again(world: World) -> None:
+    assert plan_of(world).requeue is None
+    world.set(weights={**target(1, 1), "deadlineSeconds": 90})
+    plan = plan_of(world)
+    assert plan.requeue == 90
+    assert plan.barrier == frozenset(w.boot for w in world.workers.values())
+    assert [(n.type, n.reason) for n in plan.notes] == [("Normal", "WeightsStaging")]
+
+
+def test_a_joiner_that_can_take_no_weights_tries_with_a_back_off() -> None:
+    """Its node can't read the volume: neither what the others move to, nor what they serve."""
+    world = World(spec_of(replicas=2, weights={"strategy": "Eager"}))
+    world.set(weights=target(1, 1))
+    world.run()
+    for worker in world.workers.values():
+        worker.broken_stage = True
+    world.set(weights=target(1, 2))
+    world.run(10)
+    world.set(replicas=3)
+    world.step()
+    world.worker(2).broken_stage = True
+    world.backoff = 10.0
+    world.log.clear()
+    for _ in range(80):
+        world.step()
+    tried = world.log.count("stage pool-2-0")
+    assert 4 <= tried <= 12, "80 s with 10 s between two: some more where it turns to the other"
+    world.worker(2).broken_stage = False
+    for _ in range(20):
+        world.step()
+    assert world.worker(2).active >= WeightsId(epoch=1, version=1), "whichever turn it was"
+    assert world.worker(2).serving

@@ -1,0 +1,396 @@
+"""Pushed weights: the operator brings no bytes, waits for those of the trainer, and shares copies."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_operator.core.heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.plan import ControlVerb
+from rollout_operator.core.updates.copies import MAX_PEERS, assign_peers
+from rollout_operator.core.updates.weights_plan import WeightsPlan, committed_weights
+from rollout_operator.core.world import ObservedWorker
+from rollout_worker.schemas import KeptWeights, Pushed, WeightsId, WeightsSource
+from tests.support.unit.poolspecs import a_pod, pushed, spec_of, target
+from tests.support.unit.simworker import SimWorker, root_hash
+from tests.support.unit.world import World
+
+V1, V2, V3 = (WeightsId(epoch=0, version=v) for v in (1, 2, 3))
+
+
+def a_world(replicas: int = 2, strategy: str = "AllAtOnce", **weights: object) -> World:
+    """A pool at rest that serves the checkpoint."""
+    world = World(spec_of(replicas=replicas, weights={"strategy": strategy, **weights}))
+    world.run()
+    assert world.status.phase == "Ready"
+    return world
+
+
+def push(world: World, identity: WeightsId, *replicas: int) -> None:
+    """A trainer stages on these replicas, or on all of them."""
+    for replica in replicas or range(world.spec.replicas):
+        assert world.worker(replica).push(identity)
+
+
+def publish(world: World, identity: WeightsId, *replicas: int) -> None:
+    """Stage, then move the pointer, and let the pool come to rest."""
+    push(world, identity, *replicas)
+    world.set(weights=pushed(identity.epoch, identity.version))
+    world.log.clear()
+    world.run()
+
+
+def phase_of(world: World) -> tuple[int, str]:
+    update = world.status.weights.last_update
+    assert update is not None
+    return update.version, update.phase.value
+
+
+def condition(world: World, kind: str) -> tuple[str, str]:
+    found = world.status.find_condition(kind)
+    assert found is not None
+    return found.status, found.reason
+
+
+def serve(world: World, identity: WeightsId) -> list[bool]:
+    """Which replicas serve this, in the Service."""
+    return [
+        world.pods[f"pool-{i}-0"].ready and world.worker(i).active == identity
+        for i in range(world.spec.replicas)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
+def test_what_all_have_staged_is_committed_and_the_operator_stages_nothing(strategy: str) -> None:
+    world = a_world(3, strategy)
+    publish(world, V1)
+    assert [e.split()[0] for e in world.log if e[:4] not in ("gate", "requ")] == ["commit"] * 3
+    assert phase_of(world) == (1, "Complete")
+    committed = world.status.weights.committed
+    assert committed is not None
+    assert committed.source == WeightsSource(pushed=Pushed())
+    assert committed.root_hash == root_hash(V1)
+    assert serve(world, V1) == [True] * 3
+    publish(world, V2)
+    assert serve(world, V2) == [True] * 3, "pushed after pushed"
+
+
+def test_the_barrier_waits_for_the_trainers_bytes_and_says_for_whose() -> None:
+    world = a_world(3)
+    publish(world, V1, 0)
+    assert phase_of(world) == (1, "Staging")
+    assert world.status.message == (
+        "1 of 3 replicas have staged (0, 1); waiting for the trainer to push them to pool-1-0 and 1 more"
+    )
+    assert condition(world, "Degraded") == ("False", "AsExpected")
+    assert serve(world, V1) == [False] * 3
+    assert world.log == []
+    push(world, V1, 1, 2)
+    world.run()
+    assert serve(world, V1) == [True] * 3
+
+
+def test_who_restarts_while_bytes_are_awaited_leaves_the_barrier_and_fetches_them_later() -> None:
+    world = a_world(2)
+    publish(world, V1, 0)
+    world.reboot(1)
+    world.run()
+    assert serve(world, V1) == [True, True]
+    assert "stage pool-1-0" in world.log, "from replica 0, once that had committed"
+
+
+@pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
+def test_without_a_barrier_who_lost_the_bytes_fetches_them_from_who_has_committed(
+    strategy: str,
+) -> None:
+    world = a_world(3, strategy)
+    publish(world, V1, 1)
+    assert serve(world, V1) == [True] * 3
+    assert sorted(entry for entry in world.log if entry.startswith("stage")) == [
+        "stage pool-0-0",
+        "stage pool-2-0",
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
+def test_bytes_that_nobody_has_are_never_committed_and_a_newer_target_takes_their_place(
+    strategy: str,
+) -> None:
+    world = a_world(2, strategy, deadlineSeconds=600)
+    world.set(weights=pushed(0, 1))
+    world.run()
+    assert phase_of(world) == (1, "Staging")
+    assert world.status.message == (
+        "0 of 2 replicas have staged (0, 1); no replica has the bytes: publish again, under a higher "
+        "version"
+    )
+    assert serve(world, WeightsId(epoch=0, version=0)) == [True, True]
+    publish(world, V2)
+    assert serve(world, V2) == [True, True]
+    assert phase_of(world) == (2, "Complete")
+
+
+def test_one_member_without_bytes_is_enough_for_a_newer_target() -> None:
+    world = a_world(2)
+    publish(world, V1, 0)
+    publish(world, V2)
+    assert serve(world, V2) == [True, True]
+    assert [w.commits for w in world.workers.values()] == [[V2], [V2]]
+
+
+def test_past_the_deadline_it_is_failed_and_still_waited_for() -> None:
+    world = a_world(2, deadlineSeconds=5)
+    publish(world, V1, 0)
+    for _ in range(6):
+        world.step()
+    assert phase_of(world) == (1, "Failed")
+    assert condition(world, "Progressing") == ("False", "DeadlineExceeded")
+    assert serve(world, V1) == [False, False]
+    push(world, V1, 1)
+    world.run()
+    assert serve(world, V1) == [True, True]
+
+
+def test_different_bytes_are_told_and_nobody_commits_them() -> None:
+    world = a_world(2)
+    world.worker(1).other_bytes = " of another rank"
+    publish(world, V1)
+    assert condition(world, "Degraded") == ("True", "ContentMismatch")
+    assert serve(world, V1) == [False, False]
+    world.worker(1).other_bytes = ""
+    publish(world, V2)
+    assert serve(world, V2) == [True, True]
+
+
+def test_a_joiner_fetches_what_the_others_keep_and_the_trainer_need_not_live() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    world.set(replicas=4)
+    world.log.clear()
+    world.run()
+    assert serve(world, V1) == [True] * 4
+    assert {w.active_hash for w in world.workers.values()} == {root_hash(V1)}
+    assert world.log.count("stage pool-2-0") == 1
+
+
+def test_a_fetch_that_fails_is_tried_anew_with_other_tickets() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    world.seconds_of = {ControlVerb.STAGE: 2.0}
+    world.set(replicas=3)
+    while "stage pool-2-0" not in world.log:
+        world.step()
+    copies = [world.worker(i).kept for i in (0, 1)]
+    for i in (0, 1):
+        world.worker(i).kept = None
+    for _ in range(3):
+        world.step()
+    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    for i in (0, 1):
+        world.worker(i).kept = copies[i]
+    world.run()
+    assert serve(world, V1) == [True] * 3
+    assert world.log.count("stage pool-2-0") == 2
+
+
+def test_a_pool_that_lost_every_copy_says_so_and_heals_with_the_next_publish() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    for name in list(world.pods):
+        world.kill(name)
+    world.run()
+    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    assert world.status.message == (
+        "pool-0-0 can't get weights (0, 1): they were pushed, and no replica has a copy to give any "
+        "more: publish again, under a higher version"
+    )
+    assert not any(pod.ready for pod in world.pods.values()), "never below what was committed"
+    publish(world, V2)
+    assert serve(world, V2) == [True, True]
+    assert condition(world, "Degraded") == ("False", "AsExpected")
+
+
+def test_one_worker_that_takes_the_next_publish_is_enough_to_heal() -> None:
+    world = a_world(3)
+    publish(world, V1)
+    for name in list(world.pods):
+        world.kill(name)
+    world.run()
+    publish(world, V2, 1)
+    assert serve(world, V2) == [True] * 3
+
+
+def test_replicas_that_serve_and_keep_no_copy_go_on_while_a_joiner_waits() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    for worker in world.workers.values():
+        worker.kept = None
+    world.set(replicas=3)
+    world.run()
+    assert serve(world, V1) == [True, True, False]
+    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    publish(world, V2)
+    assert serve(world, V2) == [True] * 3
+
+
+def test_a_silent_worker_may_have_the_last_copy() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    world.reboot(0)
+    world.worker(1).silent = True
+    world.run()
+    assert condition(world, "Degraded")[1] != "NoLiveCopy"
+    world.worker(1).silent = False
+    world.run()
+    assert serve(world, V1) == [True, True]
+
+
+def test_after_suspension_there_is_no_copy() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    world.set(suspend=True)
+    world.run()
+    world.set(suspend=False)
+    world.run()
+    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    publish(world, V2)
+    assert serve(world, V2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "rest", [{"state": "Asleep"}, {"suspend": True}], ids=["asleep", "suspended"]
+)
+def test_a_pushed_target_is_not_committed_at_rest_and_the_old_weights_come_back(
+    rest: dict[str, object],
+) -> None:
+    world = a_world(2)
+    world.set(weights=target(0, 1))
+    world.run()
+    world.set(**rest)
+    world.run()
+    world.set(weights=pushed(0, 2))
+    world.run()
+    committed = world.status.weights.committed
+    assert committed is not None
+    assert committed.version == 1
+    assert condition(world, "WeightsSynced") == ("False", "NoLiveCopy")
+    world.set(state="Active", suspend=False)
+    world.run()
+    assert serve(world, V1) == [True, True]
+    assert phase_of(world) == (2, "Staging")
+    publish(world, V3)
+    assert serve(world, V3) == [True, True]
+
+
+def test_later_bytes_in_a_joiners_slot_wait_for_the_pointer() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    world.reboot(1)
+    world.settle()
+    push(world, V2)
+    world.log.clear()
+    world.run()
+    assert not [entry for entry in world.log if "discard" in entry or "stage" in entry]
+    world.set(weights=pushed(0, 2))
+    world.run()
+    assert serve(world, V2) == [True, True]
+    assert [w.commits[-1] for w in world.workers.values()] == [V2, V2]
+
+
+def test_later_bytes_of_a_trainer_that_died_give_way_after_the_deadline() -> None:
+    world = a_world(2, deadlineSeconds=10)
+    publish(world, V1)
+    world.reboot(1)
+    world.settle()
+    push(world, V2, 1)
+    for _ in range(10):
+        world.step()
+    assert serve(world, V1) == [True, False]
+    world.run()
+    assert serve(world, V1) == [True, True]
+    assert "discard pool-1-0" in world.log
+
+
+def test_while_one_replica_commits_the_next_push_may_take_the_others_slot() -> None:
+    """It can't commit the version under way any more: it gets the next one, which it has."""
+    world = a_world(2)
+    push(world, V1)
+    world.set(weights=pushed(0, 1))
+    world.worker(1).broken_commit = True
+    for _ in range(4):
+        world.step()
+    push(world, V2)
+    world.worker(1).broken_commit = False
+    world.run()
+    world.set(weights=pushed(0, 2))
+    world.run()
+    assert serve(world, V2) == [True, True]
+    assert world.worker(1).commits == [V2]
+
+
+def test_bytes_that_all_lost_before_they_committed_fail_and_expel_nobody() -> None:
+    world = a_world(2)
+    push(world, V1)
+    world.set(weights=pushed(0, 1))
+    for worker in world.workers.values():
+        worker.broken_commit = True
+    for _ in range(4):
+        world.step()
+    for worker in world.workers.values():
+        worker.staged, worker.broken_commit = None, False
+    world.run()
+    assert phase_of(world) == (1, "Failed")
+    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    assert serve(world, WeightsId(epoch=0, version=0)) == [True, True]
+    publish(world, V2)
+    assert serve(world, V2) == [True, True]
+
+
+def test_pushed_bytes_count_for_a_target_that_names_the_folder_they_were_spooled_to() -> None:
+    world = a_world(2)
+    push(world, V1)
+    world.set(weights=target(0, 1))
+    world.log.clear()
+    world.run()
+    assert serve(world, V1) == [True, True]
+    assert not [entry for entry in world.log if entry.startswith("stage")]
+    world.reboot(1)
+    world.worker(0).kept = None
+    world.run()
+    assert serve(world, V1) == [True, True], "from the folder"
+
+
+@pytest.mark.parametrize("spooled", [True, False])
+def test_what_a_trainer_is_bringing_is_not_staged_beside_it(spooled: bool) -> None:
+    world = a_world(2)
+    push(world, V1)
+    worker = world.worker(1)
+    assert worker.staged is not None
+    worker.staged = worker.staged.model_copy(update={"phase": "Staging", "root_hash": None})
+    world.set(weights=target(0, 1) if spooled else pushed(0, 1))
+    world.log.clear()
+    world.run()
+    assert world.log == []
+    push(world, V1, 1)
+    world.run()
+    assert serve(world, V1) == [True, True]
+
+
+def test_a_few_peers_are_asked_who_serve_first_and_each_joiner_begins_with_another_one() -> None:
+    spec = spec_of(replicas=8)
+    version = WeightsVersion(V1, WeightsSource(pushed=Pushed()), root_hash(V1))
+    heads = {}
+    for i in range(8):
+        worker = SimWorker(f"b{i}", required=V1, loading=False)
+        if i < 6:
+            worker.jump(V1)
+            hashed = root_hash(V1) if i else "other bytes"
+            worker.kept = KeptWeights(epoch=0, version=1, root_hash=hashed, bytes=1)
+        pod = a_pod(spec, i, ip=f"10.0.0.{i}", gate=i != 1)
+        heads[pod.uid] = ReplicaHead(pod, ObservedWorker(worker.state()))
+    plan = WeightsPlan(committed_weights(World(spec).status.weights), None)
+    joiners = [uid for uid, head in heads.items() if head.pod.replica > 5]
+    plan.version_for = dict.fromkeys(joiners, version)
+    assign_peers(plan, heads)
+    asked = [plan.peers[uid] for uid in joiners]
+    assert asked == [("10.0.0.4", "10.0.0.5", "10.0.0.2"), ("10.0.0.5", "10.0.0.2", "10.0.0.3")]
+    assert {len(each) for each in asked} == {MAX_PEERS}

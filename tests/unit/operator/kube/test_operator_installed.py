@@ -1,0 +1,89 @@
+"""A CRD in the cluster that is older than the operator: which fields of status it lacks, and who says so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_operator.api.crd import custom_resource_definition
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.installed import InstalledSchema
+from tests.support.loopback import Loopback, kubeconfig, loopback
+
+PATH = "/openapi/v3/apis/rollout.dev/v1alpha1"
+Status = dict[str, Any]
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
+    async with loopback() as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        yield server
+
+
+def published(change: Callable[[Status], object]) -> dict[str, Any]:
+    """The document of a cluster whose CRD differs by this change."""
+    version = custom_resource_definition()["spec"]["versions"][0]
+    schema = copy.deepcopy(version["schema"]["openAPIV3Schema"])
+    change(schema["properties"]["status"]["properties"])
+    kinds = [
+        {"x-kubernetes-group-version-kind": [{"kind": "RolloutReplicaList"}]},
+        {**schema, "x-kubernetes-group-version-kind": [{"kind": "RolloutReplica"}]},
+        {"type": "object"},
+    ]
+    return {"components": {"schemas": {str(at): kind for at, kind in enumerate(kinds)}}}
+
+
+def without(field: str) -> Callable[[Status], object]:
+    return lambda status: status.pop(field)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (without("replacing"), "lacks status.replacing, so"),
+        (
+            lambda status: status["members"]["items"]["properties"].pop("turn"),
+            "lacks status.members[].turn, so",
+        ),
+        (
+            lambda status: status["phase"]["enum"].remove("Suspended"),
+            "lacks status.phase 'Suspended', so",
+        ),
+        (lambda status: status.clear(), "and 11 more, so"),
+    ],
+    ids=["a field", "a field of an item", "a value", "everything"],
+)
+async def test_what_an_older_crd_lacks_is_named(
+    api: Loopback, change: Callable[[Status], object], named: str
+) -> None:
+    api.answer("GET", PATH, published(change))
+    async with Kube() as kube:
+        installed = InstalledSchema(kube)
+        assert installed.check() is None, "nothing is known yet"
+        assert not await installed.look()
+        wrong = installed.check()
+        assert wrong is not None
+        assert named in wrong
+        assert "apply the CRD of this release" in wrong
+        api.answer("GET", PATH, published(len))
+        assert await installed.look()
+        assert installed.check() is None, "as soon as it is applied"
+
+
+async def test_fields_that_a_newer_crd_has_are_no_fault(api: Loopback) -> None:
+    api.answer("GET", PATH, published(lambda status: status.update(future={"type": "string"})))
+    async with Kube() as kube:
+        assert await InstalledSchema(kube).look()
+
+
+async def test_a_schema_that_can_not_be_read_keeps_nobody_from_ready(api: Loopback) -> None:
+    api.answer("GET", PATH, {"reason": "Forbidden", "message": "no"}, 403)
+    async with Kube() as kube:
+        installed = InstalledSchema(kube)
+        assert not await installed.look()
+        assert installed.check() is None

@@ -1,0 +1,90 @@
+"""A standby and a Lease that somebody deletes, against a server on loopback; the rest is in `tests/api`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollout_operator.kube import lease as leases
+from rollout_operator.kube.client import Kube
+from rollout_operator.kube.lease import LEASE_SECONDS, Leadership
+from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.waiting import until
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/rl/leases"
+
+
+class Standby:
+    """One that looks all the time, and the Lease that it sees."""
+
+    def __init__(self, server: Loopback, kube: Kube) -> None:
+        self.now = 0.0
+        self.lease: dict[str, Any] | None = None
+        self.looks = 0
+        self.leadership = Leadership(
+            kube, namespace="rl", name="operator", identity="standby", clock=lambda: self.now
+        )
+        server.answers["GET", f"{LEASES}/operator"] = self._get
+        server.answers["POST", LEASES] = self._make
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        self.looks += 1
+        return web.json_response(self.lease, status=404 if self.lease is None else 200)
+
+    async def _make(self, request: web.Request) -> web.StreamResponse:
+        self.lease = {**await request.json(), "metadata": {"resourceVersion": "1"}}
+        return web.json_response(self.lease, status=201)
+
+    def renew(self, version: int) -> None:
+        """The holder does."""
+        spec = {"holderIdentity": "holder", "leaseDurationSeconds": LEASE_SECONDS}
+        self.lease = {"metadata": {"resourceVersion": str(version)}, "spec": spec}
+
+    async def looked(self) -> None:
+        """Wait until it has looked twice from now on."""
+        wanted = self.looks + 2
+        await until(lambda: self.looks >= wanted or self.leadership.held(), what="a look")
+
+
+@pytest.fixture
+async def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Standby]:
+    monkeypatch.setattr(leases, "STANDBY_SECONDS", 0.001)
+    async with loopback() as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        async with Kube() as kube:
+            made = Standby(server, kube)
+            kube.fence_with(made.leadership.write_seconds)
+            yield made
+
+
+async def test_a_lease_that_was_deleted_is_left_to_its_holder_for_as_long_as_it_lasts(
+    standby: Standby,
+) -> None:
+    standby.renew(7)
+    acquiring = asyncio.create_task(standby.leadership.acquire())
+    await standby.looked()
+    standby.lease = None
+    await standby.looked()
+    standby.now += LEASE_SECONDS - 1
+    await standby.looked()
+    assert not standby.leadership.held(), "its holder may write still"
+    standby.renew(8)  # it has created it anew
+    await standby.looked()
+    standby.lease = None
+    await standby.looked()
+    standby.now += LEASE_SECONDS
+    await standby.looked()
+    assert not standby.leadership.held()
+    standby.now += 1
+    await asyncio.wait_for(acquiring, 10)
+    assert standby.leadership.may_write()
+
+
+async def test_who_has_seen_no_lease_creates_it_at_once(standby: Standby) -> None:
+    await asyncio.wait_for(standby.leadership.acquire(), 10)
+    assert standby.leadership.may_write()

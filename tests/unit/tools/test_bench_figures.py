@@ -1,0 +1,128 @@
+"""Few samples are never dressed up: verdicts, percentiles and spreads of benchmarks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from bench.options import Options
+from bench.reporting import conditions, tables
+from bench.reporting.conditions import Conditions
+from bench.reporting.figures import Figure, Goal, Result, Seen, Verdict, figure, p99, seen
+
+QUIET = Conditions("python -m bench x", 0.4, 1.9, "2 cores", "2026-11-22")
+HUNDRED = [float(i) for i in range(1, 101)]
+
+
+def shown(*figures: Figure, under: Conditions = QUIET) -> str:
+    """Both ways to show a result; what is asserted must hold for either."""
+    result = Result("x", "X", figures)
+    return tables.text(result, under) + tables.markdown(result, under)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "verdict"), [(1, Verdict.OPEN), (4, Verdict.OPEN), (5, Verdict.MET)]
+)
+def test_a_verdict_needs_five_rounds(rounds: int, verdict: Verdict) -> None:
+    assert figure("f", [1.0] * rounds, goal=Goal(2)).verdict is verdict
+
+
+def test_a_verdict_needs_five_rounds_of_the_baseline_too() -> None:
+    assert figure("f", [1.0] * 30, baseline=[3.0] * 4, goal=Goal(2)).verdict is Verdict.OPEN
+    assert figure("f", [1.0] * 30, baseline=[3.0] * 5, goal=Goal(2)).verdict is Verdict.MET
+    assert figure("f", [1.0] * 30, baseline=3.0, goal=Goal(2)).verdict is Verdict.MET
+
+
+def test_without_a_goal_there_is_no_verdict() -> None:
+    assert figure("f", [1.0] * 30).verdict is None
+
+
+def test_a_goal_is_missed_by_the_median_or_by_the_tail() -> None:
+    samples = [1.0] * 9 + [7.0]
+    assert figure("f", samples, goal=Goal(0.9)).verdict is Verdict.MISSED
+    assert figure("f", samples, goal=Goal(1, tail=6)).verdict is Verdict.MISSED
+    assert figure("f", samples, goal=Goal(1, tail=7)).verdict is Verdict.MET
+
+
+def test_below_five_rounds_neither_met_nor_missed_is_printed() -> None:
+    page = shown(figure("f", [1.0] * 4, goal=Goal(2)), figure("g", 9.0, goal=Goal(2)))
+    assert "met" not in page
+    assert "MISSED" not in page
+    assert "4 rounds, no verdict" in page
+    assert "one round, no verdict" in page
+    assert "a verdict needs 5" in page
+
+
+def test_there_is_no_99th_percentile_of_99_samples() -> None:
+    with pytest.raises(ValueError, match="99 samples have no 99th percentile"):
+        p99(HUNDRED[:99])
+    assert seen(HUNDRED[:99]).p99 is None
+    assert "p99" not in shown(figure("f", HUNDRED[:99], goal=Goal(60, tail=99)))
+    assert "max ≤ 99: met" in shown(figure("f", HUNDRED[:99], goal=Goal(60, tail=99)))
+
+
+def test_of_a_hundred_samples_the_99th_percentile_is_shown_and_judged() -> None:
+    assert p99(HUNDRED) == 99
+    page = shown(figure("f", HUNDRED, goal=Goal(60, tail=99)), figure("g", 1.0))
+    assert "p99" in page
+    assert "p99 ≤ 99: met" in page
+
+
+def test_spread_and_count_stand_beside_each_median() -> None:
+    page = shown(figure("f", [3.0, 1.0, 2.0], baseline=[8.0, 4.0], against="theirs"))
+    assert "1 to 3" in page
+    assert "6 s (4 to 8, n 2): theirs" in page
+    assert "| 2 | 1 to 3 | 3 | s |" in page
+
+
+def test_one_sample_is_called_one_sample() -> None:
+    page = shown(figure("f", 3.0, baseline=[6.0], against="theirs"))
+    assert "| 3 | one sample | 1 | s | 6 s (n 1): theirs | 0.5x |" in page
+
+
+def test_quantiles_without_extremes_have_no_spread() -> None:
+    page = shown(Figure("passes", "s", Seen(971, 0.5, p99=0.9)))
+    assert "| 0.500 |  | 0.900 | 971 | s |" in page
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.1, 0.1), (0.1, 2.1)])
+def test_load_above_two_at_either_end_marks_a_table_as_noisy(before: float, after: float) -> None:
+    busy = Conditions("python -m bench x", before, after, "2 cores", "2026-11-22")
+    for show in (tables.text, tables.markdown):
+        assert "NOISY" in show(Result("x", "X", ()), busy)
+        assert "NOISY" not in show(Result("x", "X", ()), QUIET)
+        assert f"load average {before} before and {after} after" in show(Result("x", "X", ()), busy)
+    assert tables.document(Result("x", "X", ()), busy)["noisy"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        (Options(), "python -m bench engines"),
+        (Options(quick=True), "python -m bench engines --quick"),
+        (Options(runs=7), "python -m bench engines --runs 7"),
+        (
+            Options(True, 2, "bfloat16"),
+            "python -m bench engines --quick --runs 2 --dtype bfloat16",
+        ),
+    ],
+)
+def test_a_table_names_the_command_that_made_it(options: Options, command: str) -> None:
+    assert conditions.command(Result("engines", "E", ()), options) == command
+    part = Result("engines", "E", (), part="hf")
+    assert conditions.command(part, options) == f"ROLLOUT_ENGINES=hf {command}"
+    under = Conditions(command, 0.1, 0.1)
+    assert command in tables.text(part, under)
+    assert f"`{command}`" in tables.markdown(part, under)
+
+
+def test_json_carries_ratios_and_verdicts() -> None:
+    made = figure("f", [1.0] * 5, baseline=[2.0] * 5, goal=Goal(2))
+    document = tables.document(Result("x", "X", [made]), QUIET)
+    assert document["figures"][0]["ratio"] == 0.5
+    assert document["figures"][0]["verdict"] == "met"
+    assert document["conditions"]["command"] == "python -m bench x"

@@ -1,0 +1,123 @@
+"""`--write` rewrites the generated sections of docs/benchmarks.md and nothing else."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from bench.__main__ import COMMANDS
+from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, SAMPLES_FOR_P99
+from bench.reporting.page import PAGE, merged, write
+
+PAGE_BY_HAND = """# Page
+
+Written by hand, above.
+
+<!-- begin: hf -->
+## hf, old
+<!-- end: hf -->
+
+A note below hf.
+
+<!-- begin: vllm -->
+## vllm
+<!-- end: vllm -->
+
+The last word.
+"""
+
+
+def test_notes_by_hand_survive_a_rewrite() -> None:
+    page = merged(PAGE_BY_HAND, "hf", "## hf, new\n")
+    assert page == PAGE_BY_HAND.replace("## hf, old", "## hf, new")
+    assert merged(page, "hf", "## hf, new\n") == page
+
+
+def test_a_new_section_comes_last() -> None:
+    page = merged(PAGE_BY_HAND, "client", "## client")
+    assert page.startswith(PAGE_BY_HAND)
+    assert page.endswith("\n\n<!-- begin: client -->\n## client\n<!-- end: client -->\n")
+
+
+def test_parts_have_sections_of_their_own() -> None:
+    page = merged("# Page\n", "engines hf", "## of hf, 1")
+    page = merged(page, "engines vllm", "## of vllm, 2")
+    page = merged(page, "engines hf", "## of hf, 3")
+    assert page.count("## of hf") == page.count("## of vllm") == 1
+    assert "## of hf, 3" in page
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "<!-- begin: hf -->\n## hf\n\nA note.\n",
+        "## hf\n<!-- end: hf -->\n",
+        "<!-- end: hf -->\n## hf\n<!-- begin: hf -->\n",
+        "<!-- begin: hf -->\n<!-- begin: hf -->\n<!-- end: hf -->\n",
+    ],
+    ids=["no end", "no begin", "wrong order", "two begins"],
+)
+def test_broken_comments_are_refused_rather_than_losing_a_note(broken: str) -> None:
+    with pytest.raises(ValueError, match="mend it by hand"):
+        merged(broken, "hf", "## new")
+
+
+def test_a_page_is_written_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    write("hf", "## first", path)
+    path.write_text(path.read_text() + "\nA note.\n")
+    write("hf", "## second", path)
+    expected = "<!-- begin: hf -->\n## second\n<!-- end: hf -->\n\nA note.\n"
+    assert path.read_text() == expected
+
+
+def test_every_generated_section_of_the_page_belongs_to_a_command() -> None:
+    lines = PAGE.read_text().splitlines()
+    names = [line[len("<!-- begin: ") : -len(" -->")] for line in lines if "<!-- begin:" in line]
+    assert names
+    assert {name.split()[0] for name in names} <= set(COMMANDS)
+    for name in names:
+        # It would raise if the section's comments were broken.
+        merged(PAGE.read_text(), name, "## new")
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """Every row of the page's tables of figures, by column."""
+    head: list[str] = []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+        if not line.startswith("|"):
+            head = []
+        elif not head:
+            head = cells
+        elif "median" in head and not cells[0].startswith("---"):
+            yield dict(zip(head, cells, strict=True))
+
+
+def test_no_verdict_of_the_page_rests_on_fewer_than_five_rounds() -> None:
+    judged = [row for row in rows() if row["goal"].endswith((": met", ": MISSED"))]
+    assert judged
+    for row in judged:
+        theirs = re.findall(r"\bn (\d+)\)", row["baseline"])
+        counts = [int(row["n"]), *map(int, theirs)]
+        assert min(counts) >= ROUNDS_FOR_A_VERDICT, row
+
+
+def test_no_99th_percentile_of_the_page_is_one_of_fewer_than_100_samples() -> None:
+    for row in rows():
+        if row.get("p99") and row["n"]:
+            assert int(row["n"]) >= SAMPLES_FOR_P99, row
+
+
+def test_a_section_of_the_page_names_its_command() -> None:
+    sections = re.findall(r"<!-- begin: ([^\n]+) -->\n(.*?)<!-- end", PAGE.read_text(), re.DOTALL)
+    for name, text in sections:
+        words = name.split()
+        environ = f"ROLLOUT_ENGINES={words[1]} " if len(words) > 1 else ""
+        assert f"\n`{environ}python -m bench {words[0]}" in text, name

@@ -1,0 +1,228 @@
+"""The check of examples/grpo passes what is right, and refuses whatever is damaged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import check
+import tools
+from calculator import END, TEMPLATE, Question
+from check import Conversation, Turn
+from rollout_client import GenerateResult
+from rollout_worker.schemas import from_batch, to_batch
+from tests.support.unit.chatstyles import tokenizer as style
+
+QUESTION = Question(17, 25)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    found = copy.deepcopy(style("qwen"))  # others use it, too
+    found.chat_template = TEMPLATE
+    return found
+
+
+class Engine:
+    """Answers as it was told, from weights 3.1, 3.1 and 3.2, 3.2, …"""
+
+    def __init__(self, tokenizer: Any, *answers: str) -> None:
+        self.tokenizer, self.answers = tokenizer, list(answers)
+        self.version = 1
+
+    def generate(self, prompt: list[int], **fields: Any) -> GenerateResult:
+        assert (fields["epoch"], fields["min_version"]) <= (3, self.version)
+        text = self.answers.pop(0)
+        ids = self.tokenizer.convert_tokens_to_ids(list(text.removesuffix(END)))
+        if text.endswith(END):
+            ids.append(self.tokenizer.convert_tokens_to_ids(END))
+        half, before = len(ids) // 2, self.version
+        self.version += len(self.answers) == 1  # an update in the middle of the last call
+        spans = [(before, 0, half, False), (self.version, half, len(ids), before < self.version)]
+        return GenerateResult.model_validate(
+            {
+                "request_id": "r",
+                "session_id": fields["session_id"],
+                "logprobs_of": fields["logprobs"],
+                "outputs": [
+                    {
+                        "index": 0,
+                        "token_ids": ids,
+                        "logprobs": [-0.1 - 0.01 * i for i in range(len(ids))],
+                        "stop_reason": "stop" if text.endswith(END) else "length",
+                        "weights": [
+                            {"epoch": 3, "version": v, "start": a, "end": b, "stale_kv": s}
+                            for v, a, b, s in spans
+                        ],
+                    }
+                ],
+                "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)},
+                "timing": {"queued_seconds": 0, "total_seconds": 0},
+            }
+        )
+
+
+def held(tokenizer: Any, *answers: str) -> Conversation:
+    """A conversation as the trainer holds it, through a batch and back."""
+    engine = Engine(tokenizer, *answers)
+    publisher: Any = SimpleNamespace(pool=engine, committed=(3, 1), identity=(3, 2))
+    made = tools.Task(tokenizer, publisher).converse(QUESTION, "c1")
+    return replace(made, request=from_batch(to_batch([made.request], pad_token_id=0))[0])
+
+
+def found(tokenizer: Any, *conversations: Conversation) -> list[str]:
+    """The faults of answers to one question."""
+    return check.check([QUESTION], conversations, tokenizer).faults
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ("42" + END,),
+        ("9", ),
+        (f"<calc>17+25</calc>{END}", "42" + END),
+        ("<calc>17+25</calc>", "42" + END),
+        (f"<calc>+</calc>{END}", f"<calc>17+25</calc>{END}", "42" + END),
+        tuple(f"<calc>17+2{n}</calc>{END}" for n in range(3)),
+    ],
+)  # fmt: skip
+def test_what_is_right_passes(tokenizer: Any, answers: tuple[str, ...]) -> None:
+    report = check.check([QUESTION], [held(tokenizer, *answers)], tokenizer)
+    assert report.faults == []
+    assert report.turns == len(answers)
+    assert report.tool_calls == len(answers) - 1
+
+
+def streams(conversation: Conversation) -> Any:
+    return conversation.request.streams
+
+
+def tool_token(conversation: Conversation) -> int:
+    """Where the calculator's result stands."""
+    return len(conversation.turns[1].prompt) - 10
+
+
+def trained_on_the_tool(each: Conversation) -> None:
+    streams(each).loss.data[tool_token(each)] = 1
+
+
+def marked_as_sampled(each: Conversation) -> None:
+    streams(each).sampled.data[tool_token(each)] = 1
+
+
+def not_marked_as_sampled(each: Conversation) -> None:
+    streams(each).sampled.data[-1] = 0
+
+
+def other_logprob(each: Conversation) -> None:
+    streams(each).logprobs.data[-2] += 1e-6
+
+
+def other_token(each: Conversation) -> None:
+    streams(each).ids.data[-2] += 1
+
+
+def dropped_token(each: Conversation) -> None:
+    streams(each).cut(len(streams(each)) - 1)
+
+
+def other_slices(each: Conversation) -> None:
+    streams(each).prompt += 1
+
+
+def other_version(each: Conversation) -> None:
+    spans = streams(each).weights
+    spans[0] = spans[0].model_copy(update={"version": 2})
+
+
+def fresh_by_mistake(each: Conversation) -> None:
+    spans = streams(each).weights
+    spans[1] = spans[1].model_copy(update={"stale_kv": False})
+
+
+def unnamed_version(each: Conversation) -> None:
+    streams(each).weights.pop()
+
+
+def other_reward(each: Conversation) -> None:
+    each.request.reward_scores["sum"] = [0.0]
+
+
+def other_logprobs_kind(each: Conversation) -> None:
+    each.request.logprobs_of = "raw"
+
+
+def unanswered_call(each: Conversation) -> None:
+    each.request.messages.pop(2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (trained_on_the_tool, "loss mask 1, not 0"),
+        (marked_as_sampled, "response mask 1, not 0"),
+        (not_marked_as_sampled, "response mask 0, not 1"),
+        (other_logprob, ": logprob -0"),
+        (other_token, ": id "),
+        (dropped_token, "of id, not"),
+        (other_slices, "the prompt is not what was sent first"),
+        (other_version, "weights (3, 2, False), not (3, 1, False)"),
+        (fresh_by_mistake, "weights (3, 2, False), not (3, 2, True)"),
+        (unnamed_version, "weights None, not (3, 2, "),
+        (other_reward, "reward: "),
+        (other_logprobs_kind, "logprobs of: 'raw'"),
+        (unanswered_call, "calls answered: 0, not 1"),
+    ],
+)
+def test_a_damaged_sample_is_refused(
+    tokenizer: Any, damage: Callable[[Conversation], None], told: str
+) -> None:
+    conversation = held(tokenizer, f"<calc>17+25</calc>{END}", "42" + END)
+    damage(conversation)
+    assert told in "\n".join(found(tokenizer, conversation))
+
+
+def damaged_answers(each: Conversation) -> Iterator[tuple[str, Conversation]]:
+    """What engines and pools must not do, with what is told of it."""
+
+    def turn(number: int, **changes: Any) -> Conversation:
+        turns = list(each.turns)
+        output = turns[number].result.output.model_copy(update=changes)
+        result = turns[number].result.model_copy(update={"outputs": (output,)})
+        turns[number] = Turn(turns[number].prompt, result)
+        return replace(each, turns=turns)
+
+    first, last = each.turns[0].result.output, each.turns[1].result.output
+    older = [span.model_copy(update={"version": 1}) for span in last.weights]
+    yield "weights (3, 1) behind (3, 2)", turn(1, weights=tuple(older))
+    yield "weights (3, 2), not (3, 1) to (3, 1)", replace(each, newest=(3, 1))
+    yield "weights (3, 1), not (3, 2) to (3, 2)", replace(each, oldest=(3, 2))
+    yield "it ended by aborted", turn(0, stop_reason="aborted")
+    yield "its spans of weights do not cover", turn(0, weights=first.weights[:1])
+    yield "tokens with logprobs", turn(0, logprobs=first.logprobs[:-1] if first.logprobs else ())
+    yield "it ended by stop with", turn(0, token_ids=first.token_ids[:-1])
+    raw = each.turns[0].result.model_copy(update={"logprobs_of": "raw"})
+    yield "logprobs of raw", replace(each, turns=[Turn(each.turns[0].prompt, raw), each.turns[1]])
+    forgot = Turn(each.turns[1].prompt[1:], each.turns[1].result)
+    yield "its prompt is not what was said", replace(each, turns=[each.turns[0], forgot])
+    yield "was added, not", replace(each, question=Question(17, 26))
+
+
+def test_wrong_answers_are_refused(tokenizer: Any) -> None:
+    conversation = held(tokenizer, f"<calc>17+25</calc>{END}", "42" + END)
+    for told, damaged in damaged_answers(conversation):
+        assert told in "\n".join(found(tokenizer, damaged))
+
+
+def test_lost_and_doubled_conversations_are_refused(tokenizer: Any) -> None:
+    conversation = held(tokenizer, "42" + END)
+    assert found(tokenizer) == ["1 questions, not these 0 answers"]
+    assert found(tokenizer, conversation, conversation) == [
+        "1 questions, not these 2 answers",
+        "c1: 2 times",
+    ]

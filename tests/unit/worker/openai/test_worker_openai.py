@@ -1,0 +1,269 @@
+"""Text that grows, tool calls, messages for templates, requests in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollout_worker.openai.messages import plain_messages
+from rollout_worker.openai.models import ChatRequest, CompletionRequest
+from rollout_worker.openai.text import ModelText, StreamedText
+from rollout_worker.openai.tool_calls import ToolCallFilter, parse_tool_calls, tool_parser_of
+from rollout_worker.ports.data import make_data_app
+from rollout_worker.wire.problems import ProblemError
+from tests.support.unit.asgi import call
+from tests.support.unit.tiny_worker import tiny_worker
+
+
+def utf8(ids: Sequence[int], special: bool) -> str:
+    """A tokenizer of single bytes: characters of several bytes come in pieces."""
+    return bytes(ids).decode(errors="replace")
+
+
+def grow(pieces: list[bytes], stops: Sequence[str] = ()) -> list[str]:
+    growing = StreamedText(utf8, stops)
+    return [*(growing.push_ids(list(piece)) for piece in pieces), growing.take_rest()]
+
+
+async def test_an_answer_is_written_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For many tokens with logprobs that takes seconds."""
+    threads: list[int] = []
+
+    def decode(ids: Sequence[int], special: bool) -> str:
+        threads.append(threading.get_ident())
+        return "é" * len(ids)
+
+    async def decoder(self: ModelText) -> Any:
+        return decode
+
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
+    async with tiny_worker(tmp_path) as tiny:
+        tiny.engine.free = True
+        asked = {"prompt": [5], "max_tokens": 3, "n": 2, "logprobs": 1}
+        answer = await call(
+            make_data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode()
+        )
+    assert answer.status == 200, answer.content
+    assert answer.headers["content-type"] == "application/json"
+    assert [each["text"] for each in answer.body["choices"]] == ["ééé", "ééé"]
+    assert len(threads) > 6
+    assert threading.get_ident() not in threads
+
+
+def test_half_characters_are_held_back() -> None:
+    assert grow([b"a\xe2", b"\x82", b"\xacb"]) == ["", "", "a€b", ""]
+    assert "".join(grow([b"a\xe2"])) == "a\N{REPLACEMENT CHARACTER}", "never finished"
+
+
+def test_half_stop_strings_are_held_back_and_whole_ones_cut() -> None:
+    assert grow([b"one EN", b"D two"], ["END"]) == ["one ", "", ""]
+    assert grow([b"one EN", b"T"], ["END"]) == ["one ", "ENT", ""]
+    assert grow([b"one E"], ["END"]) == ["one ", "E"]
+    assert grow([b"a, b. c"], [".", ","]) == ["a", ""], "the first one said"
+
+
+@given(st.text(max_size=40), st.lists(st.integers(1, 5), max_size=40), st.text("ab", max_size=3))
+def test_pieces_add_up_to_the_text(text: str, sizes: list[int], stop: str) -> None:
+    data, pieces = text.encode(), []
+    for size in [*sizes, len(text.encode())]:
+        pieces.append(data[:size])
+        data = data[size:]
+    stops = [stop] if stop else []
+    whole = text[: text.index(stop)] if stop and stop in text else text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert "".join(grow(pieces, stops)) == whole
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+
+
+def test_tool_calls_are_taken_out() -> None:
+    content, calls = parse_tool_calls(f"Let me see.\n{CALL}\n{CALL}")
+    assert content == "Let me see."
+    assert [call["function"]["name"] for call in calls] == ["add", "add"]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "é"}
+    assert calls[0]["id"] != calls[1]["id"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("no call ", "<tool_call>{broken</tool_call>", '<tool_call>{"arguments": {}}'),
+        *("<tool_call>[]", "<tool_call>" + "[" * 10**5),
+        r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>',
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert parse_tool_calls(text) == (text, [])
+
+
+@given(st.lists(st.integers(1, 9), max_size=60))
+def test_a_gate_lets_nothing_of_a_call_through(sizes: list[int]) -> None:
+    text, gate, seen = f"so <tool < it is{CALL}", ToolCallFilter(), ""
+    rest = text
+    for size in [*sizes, len(text)]:
+        seen += gate.push_text(rest[:size])
+        rest = rest[size:]
+    content, calls = gate.take_rest()
+    assert (seen + content, len(calls)) == ("so <tool < it is", 1)
+
+
+def test_the_parser_is_known_by_the_template() -> None:
+    assert tool_parser_of("{% if tools %}…<tool_call>…") == "hermes"
+    assert tool_parser_of("{{ messages }}") is None
+
+
+def test_messages_become_plain() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+    user, assistant, tool = plain_messages(messages)
+    assert user == {"role": "user", "content": "ab"}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
+    assert tool == messages[2]
+    assert call["function"] == {"name": "f", "arguments": '{"x": [1]}'}, "the caller's is untouched"
+
+
+DEEP = {"function": {"name": "f", "arguments": "[" * 10**5}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"content": "a"}, "messages.0.role"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content"),
+        ({"role": "user", "content": 3}, "messages.0.content"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls"),
+        ({"role": "assistant", "tool_calls": 5}, "messages.0.tool_calls"),
+        ({"role": "assistant", "tool_calls": [DEEP]}, "messages.0.tool_calls"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_messages_that_are_refused(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(ProblemError) as refused:
+        plain_messages([message])
+    assert refused.value.problem.status == 422
+    assert field in refused.value.problem.detail
+
+
+def test_a_request_means_what_generate_means() -> None:
+    request = CompletionRequest.model_validate(
+        {"prompt": [1], "temperature": 0.5, "stop": "x", "logit_bias": {"7": 2}, "top_k": -1}
+    )
+    found = request.to_generate_request("r", [1], logprobs=True, max_tokens=16)
+    assert found.logprobs is None, "the pool's kind"
+    sampling = found.sampling
+    assert (sampling.temperature, sampling.stop, sampling.top_k) == (0.5, ("x",), 0)
+    assert (sampling.logit_bias, sampling.max_tokens) == ({7: 2.0}, 16)
+    assert request.to_generate_request("r", [1], logprobs=False, max_tokens=None).logprobs == "none"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+    ids=str,
+)
+def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
+    assert CompletionRequest(prompt=prompt).all_prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"model": "other"}, "model"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"whatever": 0}, "whatever"),
+        ({"echo": 0}, "echo"),
+    ],
+    ids=str,
+)
+def test_what_would_be_ignored_is_refused(fields: dict[str, Any], field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(ProblemError) as refused:
+        ChatRequest.model_validate(body).check_fields("tiny")
+    errors = (refused.value.problem.model_extra or {})["errors"]
+    assert errors[0]["field"] == field
+
+
+def test_what_never_changes_an_answer_is_ignored() -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "whatever": None}
+    same = {"echo": False, "best_of": 1, "length_penalty": 1.0, "parallel_tool_calls": True}
+    CompletionRequest.model_validate({"prompt": "a", **fields, **same}).check_fields("tiny")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("parallel", "names"), [(None, ["a", "b"]), (False, ["a"])])
+async def test_of_several_calls_only_the_first_where_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, parallel: Any, names: list[str]
+) -> None:
+    said = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "ab"
+    )
+
+    async def given(value: Any) -> Any:
+        return value
+
+    monkeypatch.setattr(
+        ModelText, "make_decoder", lambda _: given(lambda ids, _special: said if ids else "")
+    )
+    monkeypatch.setattr(ModelText, "render_conversation", lambda *_, **__: given([5, 6]))
+    monkeypatch.setattr(ModelText, "chat_template", lambda _: given("tools <tool_call>"))
+    tool = {"type": "function", "function": {"name": "a"}}
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 3}
+    asked |= {"parallel_tool_calls": parallel, "stream": stream}
+    async with tiny_worker(tmp_path) as tiny:
+        tiny.engine.free = True
+        answer = await call(
+            make_data_app(tiny.worker), "/v1/chat/completions", json.dumps(asked).encode()
+        )
+    assert answer.status == 200, answer.content
+    if stream:
+        lines = [line for line in answer.content.decode().splitlines() if '"tool_calls": [' in line]
+        message = json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]
+    else:
+        message = answer.body["choices"][0]["message"]
+    assert [each["function"]["name"] for each in message["tool_calls"]] == names
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": "5"},
+        {"temperature": "1"},
+        {"n": True},
+        {"stream": "yes"},
+        {"seed": 5.0},
+        {"stop_token_ids": ["5"]},
+        {"logit_bias": {"5": "1"}},
+        {"stream_options": {"include_usage": 1}},
+        {"stream_options": {"continuous_usage_stats": True}},
+        {"skip_special_tokens": "no"},
+    ],
+    ids=str,
+)
+def test_no_text_is_taken_for_a_number(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": "a", **fields})
+    assert refused.value.errors()[0]["loc"][0] == next(iter(fields))
