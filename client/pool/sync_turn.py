@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing_extensions import override
 
-from rollout_client.turn.rounds import Vote
-from rollout_client.turn.session import Session
+from rollout_client.turn.plan import Plan
+from rollout_client.turn.session import Caller, Session, Step
 
 from .loop_thread import LoopThread
 
 
-def follow_here(session: Session, thread: LoopThread) -> None:
-    """Do the steps of a turn; votes are cast in the caller's thread, which alone has the right device.
+class BlockingCaller(Caller):
+    """Does the steps in the pool's thread, and votes in the caller's, which alone has the right device.
+
+    Nothing here waits for an event loop, so a coroutine that only waits for these methods never suspends.
+    """
+
+    def __init__(self, plan: Plan, thread: LoopThread) -> None:
+        super().__init__(plan)
+        self._thread = thread
+
+    @override
+    async def run(self, step: Step) -> None:
+        self._thread.call(step())
+
+    @override
+    async def vote(self, yes: bool) -> bool:
+        return self._plan.agreed(yes)
+
+
+def acquire_blocking(session: Session, plan: Plan, thread: LoopThread) -> None:
+    """Take the turn as `Session.acquire` does; the same coroutine, run to its end in the caller's thread.
 
     Raises:
         RolloutError: The turn was not had.
     """
-    steps = session.steps()
-    send: Callable[[Any], Any] = steps.send
-    value: Any = None
-    while True:
-        try:
-            step = send(value)
-        except StopIteration:
-            return
-        try:
-            send, value = steps.send, True
-            if isinstance(step, Vote):
-                value = session.agreed(step.yes)
-            elif step == "begin":
-                session.begin()
-            elif step == "give":
-                session.give()
-            else:
-                thread.call(session.do(step))
-        except BaseException as error:  # noqa: BLE001  # the rounds say what it means
-            send, value = steps.throw, error
+    taking = session.acquire(BlockingCaller(plan, thread))
+    try:
+        taking.send(None)
+    except StopIteration:
+        return
+    taking.close()
+    raise AssertionError("a step of the turn waited for an event loop")

@@ -45,7 +45,7 @@ from .asynchronous import AsyncRolloutPool
 from .loop_thread import LoopThread
 from .options import PoolOptions
 from .sync_stream import SyncStream, following
-from .sync_turn import follow_here
+from .sync_turn import acquire_blocking
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
@@ -362,8 +362,9 @@ class RolloutPool:
     def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
         """Have the devices that this process shares with the pool for a block."""
         pool = self.asynchronous
-        session = Session(pool, Plan.of(options), pool._find_devices)
-        follow_here(session, self._thread)
+        plan = Plan.of(options)
+        session = Session(pool, plan, pool._find_devices)
+        acquire_blocking(session, plan, self._thread)
         try:
             yield session.held
         except BaseException as error:

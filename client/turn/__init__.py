@@ -1,9 +1,8 @@
 """The trainer's turn on accelerators that it shares with a pool: `pool.turn()`, or the locks alone.
 
 What decides is the locks of the node (`rollout_worker.turn`), one file for each device; asking the pool to
-sleep only makes its workers give theirs back. `rounds` says in which order several processes of a
-trainer take them, `session` does each step, `devices` asks the API server which devices this pod has,
-`command` is `rollout-turn`. Nothing here generates or balances.
+sleep only makes its workers give theirs back. `session` says how the ranks of a trainer take them
+together, `devices` asks the API server which devices this pod has, `command` is `rollout-turn`. Nothing here generates or balances.
 """
 
 from rollout_worker.turn import Turn

@@ -30,7 +30,7 @@ from rollout_worker.turn.files import holders
 from .devices import devices_by, pod_devices
 from .plan import DIRECTORY, ENV_DEVICES, ENV_DIRECTORY, Plan, given_devices, lock_directory
 from .running import Interrupted, Signals, run_command
-from .session import Session, follow
+from .session import Session
 
 NOT_HAD, NOT_ASKED = 124, 125
 FOR_EVER = 10 * 365 * 86400.0
@@ -131,7 +131,7 @@ async def run(options: argparse.Namespace, command: Sequence[str]) -> int:
         return _refused(error)
     with Signals() as signals:
         try:
-            await signals.cancelling(follow(session))
+            await signals.cancelling(session.acquire())
         except Interrupted as error:
             return 128 + error.number
         except (TurnFailed, SteeringFailed) as error:

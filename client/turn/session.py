@@ -1,21 +1,26 @@
-"""One turn of one process: what each step of `rounds` does, and the way back."""
+"""One turn of one rank: how all ranks of a trainer take it together, and how each gives it back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_client.errors import ClusterError, RolloutError, StateTaken, SteeringFailed
+from rollout_client.errors import (
+    ClusterError,
+    RolloutError,
+    StateTaken,
+    SteeringFailed,
+    TurnFailed,
+)
 from rollout_client.steering.protocol import PoolState, Steering
 from rollout_client.steering.verbs import SteeringVerbs
 
 from .locks import Locks
 from .plan import Plan, given_devices, holder_name, lock_directory
-from .rounds import Deed, Steps, Vote, taking
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,7 @@ UNDO_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
 
 FindDevices = Callable[[], Awaitable[Sequence[str]]]
+Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +47,35 @@ class HeldTurn:
     filenos: tuple[int, ...]
 
 
+class Caller:
+    """Does the steps of a turn for a task of an event loop.
+
+    Attributes:
+        cancelled: The cancellation that came during a vote. The other ranks wait in the same vote, so it ends
+            first; the next round then fails with this.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.cancelled: asyncio.CancelledError | None = None
+
+    async def run(self, step: Step) -> None:
+        """Do one step."""
+        await step()
+
+    async def vote(self, yes: bool) -> bool:
+        """Return whether all ranks vote yes; `agree` blocks, so it runs in a thread."""
+        vote = asyncio.ensure_future(asyncio.to_thread(self._plan.agreed, yes))
+        while not vote.done():
+            try:
+                await asyncio.wait({vote})
+            except asyncio.CancelledError as error:
+                self.cancelled = error
+        return vote.result()
+
+
 class Session:
-    """See the module.
+    """The turn of one rank.
 
     Args:
         pool: To put to sleep; None: only the locks are taken.
@@ -69,13 +102,40 @@ class Session:
         """What tells a program that the turn is held for it."""
         return self._locks.environment()
 
-    def steps(self) -> Steps:
-        """Return what is to be done, in order."""
-        return taking(self._plan.rank, self._plan.world)
+    async def acquire(self, caller: Caller | None = None) -> None:
+        """Take the turn, together with the other ranks: all of them have it, or none.
 
-    def agreed(self, yes: bool) -> bool:
-        """Return whether all ranks say yes."""
-        return self._plan.agreed(yes)
+        All ranks go through the same rounds and vote at the end of each, so that a failure of one ends the turn
+        of all. They lock their devices one rank after the other: a second trainer waits at the first rank,
+        instead of holding half of the devices while it waits for the other half.
+
+        Args:
+            caller: Does the steps; default: this task.
+
+        Raises:
+            TurnFailed: Another rank failed; what failed here is raised as it is.
+            asyncio.CancelledError: The caller was cancelled; nothing is held.
+        """
+        caller = Caller(self._plan) if caller is None else caller
+        rank, world = self._plan.rank, self._plan.world
+        rounds: list[Step | None] = [self.find_devices, self.sleep_pool if rank == 0 else None]
+        rounds += [self.take_locks if each == rank else None for each in range(world)]
+        try:
+            for step in rounds:
+                await _do_round(step, caller)
+            if caller.cancelled is not None:
+                raise caller.cancelled
+            self.begin()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.give()
+            if rank == 0:
+                try:
+                    await caller.run(self.undo_sleep)
+                except RolloutError as second:
+                    error.add_note(f"the pool could not be asked back to what it was: {second}")
+            raise
 
     def begin(self) -> None:
         """Note that the code that follows runs inside this turn."""
@@ -85,25 +145,12 @@ class Session:
         """Give back what is held; may be called again."""
         self._locks.give()
 
-    async def do(self, deed: Deed) -> None:
-        """Do one deed but `begin`, which belongs into the caller's own context."""
-        match deed:
-            case "find":
-                await self._look()
-            case "sleep":
-                await self._sleep()
-            case "take":
-                await self._locks.take(self._left)
-            case "give":
-                self.give()
-            case "undo":
-                await self._undo()
-
     @property
     def _left(self) -> float:
         return max(0.0, round(self._until - time.monotonic(), 2))
 
-    async def _look(self) -> None:
+    async def find_devices(self) -> None:
+        """Find out which devices to lock, and refuse what can't be had before anybody sleeps for it."""
         plan = self._plan
         if plan.locks:
             devices = given_devices(plan.devices)
@@ -113,7 +160,8 @@ class Session:
             self._locks = Locks(lock_directory(plan.directory), devices, who, self._pool)
         self._locks.check()
 
-    async def _sleep(self) -> None:
+    async def sleep_pool(self) -> None:
+        """Put the pool to sleep, and remember what it was before."""
         if self._pool is None:
             return
         kept = self._locks.kept
@@ -138,15 +186,17 @@ class Session:
                     raise
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _undo(self) -> None:
+    async def take_locks(self) -> None:
+        """Wait for the locks of this rank's devices."""
+        await self._locks.take(self._left)
+
+    async def undo_sleep(self) -> None:
         """Ask the pool back to what it was before this turn put it to sleep."""
         before = self._before or "Active"
         if self._pool is None or not self._asked or before == "Asleep":
             return
         steering = await self._pool._get_steering()
-        if (
-            await steering.wanted_state() == "Asleep"
-        ):  # else somebody wants something else meanwhile
+        if await steering.wanted_state() == "Asleep":  # else somebody has asked for another state
             await steering.ask_state(before, UNDO_SECONDS)
 
     def end_block(self, failure: BaseException | None) -> bool:
@@ -204,6 +254,28 @@ class Session:
             await _until_awake(steering, until)
 
 
+async def _do_round(step: Step | None, caller: Caller) -> None:
+    failure: BaseException | None = None
+    try:
+        if caller.cancelled is not None:
+            raise caller.cancelled
+        if step is not None:
+            await caller.run(step)
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
+        failure = error
+    agreed = await caller.vote(failure is None)
+    if failure is not None or not agreed:
+        raise (
+            caller.cancelled
+            or failure
+            or TurnFailed(
+                "another process of this trainer did not get the turn, so this one gave up its own: see there"
+            )
+        )
+
+
 async def _state(steering: Steering, seconds: float) -> PoolState | None:
     """Return the state that was asked for last; an API server that is away is asked for so long.
 
@@ -236,57 +308,3 @@ async def _until_awake(steering: Steering, until: float) -> None:
         if time.monotonic() > until or await steering.wanted_state() != "Asleep":
             return
         await asyncio.sleep(AGAIN_SECONDS)
-
-
-async def follow(session: Session) -> None:
-    """Do the steps in an event loop; a cancelled caller votes no before it leaves.
-
-    Raises:
-        RolloutError: The turn was not had.
-        asyncio.CancelledError: The caller was cancelled; nothing is held.
-    """
-    steps, way = session.steps(), _Way()
-    send: Callable[[Any], Any] = steps.send
-    value: Any = None
-    try:
-        while True:
-            try:
-                step = send(value)
-            except StopIteration:
-                return
-            try:
-                send, value = steps.send, await way.one(session, step)
-            except BaseException as error:  # noqa: BLE001  # the rounds say what it means
-                send, value = steps.throw, error
-    except RolloutError:
-        if way.cancelled is not None:
-            raise way.cancelled from None
-        raise
-
-
-class _Way:
-    """Does steps and remembers that the caller was cancelled while a vote could not be broken off."""
-
-    def __init__(self) -> None:
-        self.cancelled: asyncio.CancelledError | None = None
-
-    async def one(self, session: Session, step: Deed | Vote) -> bool:
-        if isinstance(step, Vote):
-            return await self._vote(session, step.yes and self.cancelled is None)
-        if self.cancelled is not None and step in ("find", "sleep", "take", "begin"):
-            raise self.cancelled
-        if step == "begin":
-            session.begin()
-        else:
-            await session.do(step)
-        return True
-
-    async def _vote(self, session: Session, yes: bool) -> bool:
-        """Vote in a thread; the others wait in the same vote, so it can't be broken off."""
-        vote = asyncio.ensure_future(asyncio.to_thread(session.agreed, yes))
-        while not vote.done():
-            try:
-                await asyncio.wait({vote})
-            except asyncio.CancelledError as error:
-                self.cancelled = error
-        return vote.result()

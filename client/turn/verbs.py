@@ -12,7 +12,7 @@ from rollout_client.steering.verbs import SteeringVerbs
 
 from .devices import pod_devices
 from .plan import Plan, TurnOptions
-from .session import FindDevices, HeldTurn, Session, follow
+from .session import FindDevices, HeldTurn, Session
 
 
 class TurnVerbs(SteeringVerbs):
@@ -49,7 +49,7 @@ class TurnVerbs(SteeringVerbs):
             EpochLost, ClusterError: See `sleep`.
         """
         session = Session(self, Plan.of(options), self._find_devices)
-        await follow(session)
+        await session.acquire()
         try:
             yield session.held
         except BaseException as error:

@@ -27,7 +27,7 @@ from rollout_client import (
 from rollout_client.steering import cluster
 from rollout_client.turn import local_turn, locks
 from rollout_client.turn.plan import Plan
-from rollout_client.turn.session import Session, follow
+from rollout_client.turn.session import Session
 from rollout_worker.turn import Turn, TurnTimeout, memory
 from rollout_worker.turn.files import holders
 from tests.support.loopback import kubeconfig, loopback
@@ -173,7 +173,7 @@ async def test_what_an_error_left_is_not_given_by_a_turn_that_is_not_had(directo
     votes = iter([True, True, False])
     session = Session(None, Plan(world=2, agree=lambda _: next(votes)), locks_of_nobody)
     with pytest.raises(TurnFailed, match="another process"):
-        await follow(session)
+        await session.acquire()
     assert holders(directory) == MINE
 
 

@@ -151,14 +151,14 @@ def test_help_tells_what_a_person_needs() -> None:
 # Signals and death.
 
 TELLS = """
-import signal, sys
+import os, signal, sys
 def tell(number, frame):
-    print(signal.Signals(number).name, flush=True)
+    os.write(1, signal.Signals(number).name.encode() + b"\\n")  # print may be interrupted in itself
     if number == signal.SIGTERM:
         sys.exit(5)
 for each in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(each, tell)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 while True:
     signal.pause()
 """
