@@ -160,10 +160,16 @@ class BlockingPortal:
         self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def call(
+        self, coroutine: Coroutine[Any, Any, T], if_refused: Callable[[], object] = lambda: None
+    ) -> T:
         """Run a coroutine in the loop and return its result; Ctrl-C cancels it and waits for its end.
 
         A second Ctrl-C does not wait.
+
+        Args:
+            coroutine: What to run.
+            if_refused: Called before this raises, if the coroutine was never started.
 
         Raises:
             PoolClosed: The loop has ended.
@@ -171,6 +177,7 @@ class BlockingPortal:
         """
         if self._is_current():
             coroutine.close()
+            if_refused()
             raise RuntimeError(
                 "a callback runs in the pool's own thread and can't wait for it: call the pool from "
                 "another thread, or use AsyncRolloutPool"
@@ -186,6 +193,7 @@ class BlockingPortal:
         finally:
             if not caller.started:
                 coroutine.close()
+                if_refused()
 
     def _schedule(self, work: Callable[..., None], *args: Any) -> None:
         try:

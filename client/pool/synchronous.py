@@ -19,6 +19,7 @@ from rollout_client.generating.streams import GenerationStream
 from rollout_client.portal import BlockingPortal
 from rollout_client.results import GenerateResult
 from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
+from rollout_client.steering.spool import drain_blocking
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import Plan
 from rollout_client.turn.session import Session
@@ -58,6 +59,30 @@ def call_blocking(
         return pool._portal.call(work)
 
     return call
+
+
+def publish_blocking(
+    method: Callable[Concatenate[AsyncRolloutPool, P], Coroutine[Any, Any, T]], name: str
+) -> Callable[Concatenate[RolloutPool, P], T]:
+    """Return what `call_blocking` returns, for a method that publishes the tensors of this argument.
+
+    A closed pool takes them to their end, too: the other ranks make them together with this one. Ranks that publish
+    together make none before they have met.
+    """
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def publish(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def take_tensors() -> None:
+            given = signature.bind(pool, *args, **kwargs).arguments
+            if given.get(name) is not None and kwargs.get("ranks") is None:
+                drain_blocking(given[name])
+
+        work: Coroutine[Any, Any, T]
+        work = getattr(pool.asynchronous, method.__name__)(*args, **kwargs)
+        return pool._portal.call(work, take_tensors)
+
+    return publish
 
 
 def read_blocking(
@@ -209,9 +234,9 @@ class RolloutPool:
         return self.asynchronous.epoch
 
     acquire = call_blocking(AsyncRolloutPool.acquire)
-    publish_weights = call_blocking(AsyncRolloutPool.publish_weights)
+    publish_weights = publish_blocking(AsyncRolloutPool.publish_weights, "tensors")
     publish_handed_over = call_blocking(AsyncRolloutPool.publish_handed_over)
-    save_and_publish = call_blocking(AsyncRolloutPool.save_and_publish)
+    save_and_publish = publish_blocking(AsyncRolloutPool.save_and_publish, "weights")
     sleep = call_blocking(AsyncRolloutPool.sleep)
     wake = call_blocking(AsyncRolloutPool.wake)
     pause = call_blocking(AsyncRolloutPool.pause)
