@@ -1,4 +1,4 @@
-"""Writes what is generated from the code: the CRD, chart files, dashboards, docs.
+"""Writes what is generated from the code: the CRD, chart files, docs.
 
 `python -m generate`, with `hack/` on the path, writes; `--check` tells what is stale and ends with 1.
 """
@@ -15,7 +15,6 @@ from rollout_operator.api.crd import custom_resource_definition
 
 from .api_docs import reference
 from .chart_values import readme, schema_text
-from .dashboards import dashboards
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rollout-operator"
@@ -61,7 +60,6 @@ def outputs() -> dict[Path, str]:
         ROOT / "docs" / "api.md": reference(),
         CHART / "values.schema.json": schema_text(),
         CHART / "README.md": readme(yaml.safe_load((CHART / "values.yaml").read_text())),
-        **{CHART / "dashboards" / name: text for name, text in dashboards().items()},
     }
 
 

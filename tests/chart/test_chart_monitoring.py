@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tests.support.charts import CHART, ROOT, case, every, helm, one, rendered
 
 RULES = CHART / "rules.yaml"
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
+GRID_COLUMNS = 24
+"""Of Grafana's grid."""
 METRIC = re.compile(r"\brollout_[a-z_]+\b")
 
 
@@ -540,8 +543,35 @@ def test_panels_name_the_pool_and_survive_a_new_leader() -> None:
 
 
 def test_dashboards_have_no_panel_twice_or_overlapping() -> None:
+    assert [path.stem for path in DASHBOARDS] == ["rollout-operator", "rollout-pools"]
     for path in DASHBOARDS:
         panels = json.loads(path.read_text())["panels"]
-        places = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}
-        assert len(places) == len(panels) == len({p["title"] for p in panels})
-        assert all(p["description"] for p in panels)
+        for key in ("id", "title"):
+            assert len({panel[key] for panel in panels}) == len(panels)
+        assert all(panel["description"] for panel in panels)
+        cells = Counter(cell for panel in panels for cell in covered(panel["gridPos"]))
+        assert set(cells.values()) == {1}, "overlapping"
+        assert all(x < GRID_COLUMNS for x, _ in cells)
+
+
+def covered(place: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """Yield the cells of Grafana's grid that a panel covers."""
+    for x in range(place["x"], place["x"] + place["w"]):
+        for y in range(place["y"], place["y"] + place["h"]):
+            yield x, y
+
+
+def test_panels_ask_the_chosen_data_source_for_what_was_chosen() -> None:
+    for path in DASHBOARDS:
+        dashboard = json.loads(path.read_text())
+        variables = {each["name"] for each in dashboard["templating"]["list"]} - {"datasource"}
+        for panel in dashboard["panels"]:
+            targets = panel["targets"]
+            assert len({target["refId"] for target in targets}) == len(targets) > 0
+            for each in (panel, *targets):
+                assert each["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            for target in targets:
+                for name in variables:
+                    # One selector of the variable for each metric of the query.
+                    chosen = target["expr"].count(f'{name}=~"${name}"')
+                    assert chosen == len(METRIC.findall(target["expr"])), panel["title"]

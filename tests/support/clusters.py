@@ -2,7 +2,7 @@
 
 `with control_plane("api") as cluster:` is a real API server of this test run only.
 `ROLLOUT_KEEP_CLUSTER=1` leaves clusters up after the tests, for a look.
-`ROLLOUT_TEST_RUN=<pid>` names the program (`hack/lanes`) whose run this is a part of.
+`ROLLOUT_TEST_RUN=<pid>` names the program (`hack/run_tests.py`) whose run this is a part of.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def nodes_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> 
 def run_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
     """Yield a cluster that every pytest process of one `make test` shares.
 
-    What failed is tried again on the very same cluster: `hack/lanes` removes it at the end.
+    What failed is tried again on the very same cluster: `hack/run_tests.py` removes it at the end.
     """
     run = os.environ.get("ROLLOUT_TEST_RUN")
     if run is None:
