@@ -42,7 +42,7 @@ def _exit_on_failure(task: asyncio.Task[int]) -> None:
 @kopf.on.startup()
 async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
     """Start everything but the streams."""
-    streams.configure(settings, embedded=False)
+    streams.configure_kopf(settings, embedded=False)
     try:
         chosen = config.parse_config(["run"])
     except config.ConfigError as error:
@@ -62,4 +62,4 @@ async def cleanup(**_: Any) -> None:
         await asyncio.wait({_OperatorProcess.task}, timeout=20)
 
 
-streams.register(_feed_operator)
+streams.register_handlers(_feed_operator)

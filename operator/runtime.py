@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from .cache.feed import RELIST_SECONDS
+from .cache.feed import RELIST_DELAY_SECONDS
 from .config import ConfigError, OperatorConfig
 from .health import LoopLag, ProbeServer
 from .kube.lease import LeadershipLost
@@ -63,7 +63,7 @@ class Operator:
         self._probes = ProbeServer(
             self._parts.telemetry,
             healthy=[self._lag.check_lag, self._check_tasks, self._check_election],
-            ready=[self._parts.installed.check, self._check_leading],
+            ready=[self._parts.installed.schema_problem, self._check_leading],
             refresh=self._refresh_metrics,
         )
         self.port = 0
@@ -110,19 +110,23 @@ class Operator:
                 return 1
 
     async def _start_leading(self) -> None:
-        await self._parts.leadership.acquire()
-        self._start_task("lease", self._parts.leadership.hold())
+        await self._parts.leadership.acquire_lease()
+        self._start_task("lease", self._parts.leadership.hold_lease())
         self._start_task("fence", self._watch_fence())
         self._start_task("events", self._parts.recorder.run())
-        await self._parts.resync.first()
-        logger.info("the first list is complete", extra={"known": self._parts.store.counts()})
+        await self._parts.resync.run_first_list()
+        logger.info(
+            "the first list is complete", extra={"known": self._parts.store.object_counts()}
+        )
         if self._embedded:
             self._start_task("streams", self._parts.streams.run())
         self._start_task("poller", self._parts.poller.run())
         self._start_task("resync", self._parts.resync.run())
         self._start_task("neighbours", self._parts.neighbours.run())
         self._start_task("passes", self._parts.passes.run())
-        self._parts.resync.soon(RELIST_SECONDS)  # what went between the list and the streams' start
+        self._parts.resync.schedule_list(
+            RELIST_DELAY_SECONDS
+        )  # what went between the list and the streams' start
 
     async def _watch_fence(self) -> None:
         """Cancel running calls as soon as this process may not act; look again when it may."""
@@ -135,7 +139,7 @@ class Operator:
                 await self._parts.calls.cancel_all()
             elif can and not could:
                 logger.warning("the Lease is renewed: resuming writes")
-                self._parts.resync.soon(0)
+                self._parts.resync.schedule_list(0)
             could = can
 
     def _start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -162,9 +166,9 @@ class Operator:
         await self._parts.passes.drain_passes(self._tasks.get("passes"), PASSES_DRAIN_SECONDS)
         await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
-            await self._parts.recorder.flush(events)
+            await self._parts.recorder.flush_events(events)
         await self._cancel_tasks("leading", "lease", "poller", "resync", "neighbours", "fence")
-        await self._parts.leadership.release()
+        await self._parts.leadership.release_lease()
         await self._stop_streams()
         await self._close_parts()
 
@@ -175,7 +179,7 @@ class Operator:
         )
         await self._parts.calls.cancel_all()
         if reason == TASK_DIED:
-            await self._parts.leadership.release()
+            await self._parts.leadership.release_lease()
         await self._cancel_tasks(*self._tasks)
 
     async def _stop_streams(self) -> None:
@@ -209,14 +213,14 @@ class Operator:
 
     def _check_leading(self) -> str | None:
         """Return what keeps a leader from working; a standby has nothing to do."""
-        if not self._parts.leadership.held():
+        if not self._parts.leadership.has_lease():
             return None
         if not self._parts.leadership.may_write():
             return "fenced: can't renew the Lease"
-        age = self._parts.resync.age()
+        age = self._parts.resync.last_list_age()
         if age is None:
             return "the first list is not complete"
-        if age > 2 * self._parts.resync.interval + RELIST_SECONDS:
+        if age > 2 * self._parts.resync.interval + RELIST_DELAY_SECONDS:
             return f"the last full list was {age:.0f} s ago"
         waited = self._parts.queue.oldest_age()
         if waited > MAX_QUEUE_AGE_SECONDS:
@@ -224,6 +228,6 @@ class Operator:
         return None
 
     def _refresh_metrics(self) -> None:
-        self._parts.telemetry.leader.set(self._parts.leadership.held())
-        self._parts.telemetry.queue_depth.set(self._parts.queue.depth())
+        self._parts.telemetry.leader.set(self._parts.leadership.has_lease())
+        self._parts.telemetry.queue_depth.set(self._parts.queue.due_count())
         self._parts.telemetry.event_loop_lag.set(self._lag.worst_lag())

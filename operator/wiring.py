@@ -14,17 +14,17 @@ from rollout_operator.api.objects import PoolKey
 from rollout_worker.schemas import WorkerState
 
 from .api.names import token_audience
-from .cache.feed import Feed
-from .cache.neighbours import Neighbourhood
+from .cache.feed import WatchEventHandler
+from .cache.neighbours import NeighbourInformer
 from .cache.resync import Resync
-from .cache.store import Store
-from .cache.streams import Streams
+from .cache.store import ObjectStore
+from .cache.streams import KopfStreams
 from .cache.workqueue import WorkQueue
 from .config import OperatorConfig
 from .core.hybrid import parse_candidate
 from .core.trainers import parse_resource_claim, parse_resource_slice, parse_trainer
-from .kube.client import Kube
-from .kube.events import Recorder
+from .kube.client import KubeClient
+from .kube.events import EventRecorder
 from .kube.installed import InstalledSchema
 from .kube.lease import Leadership, SoleLeader
 from .passes.context import PassContext, ReconcileFunction
@@ -53,13 +53,13 @@ class OperatorParts:
     ) -> None:
         self._config = config
         self.telemetry = telemetry = OperatorTelemetry()
-        self.kube = Kube(
+        self.kube = KubeClient(
             on_request=telemetry.count_request, service_account=config.own_service_account()
         )
         self.leadership = _make_leadership(config, self.kube)
         self.kube.fence_with(self.leadership.write_seconds)
         self.installed = InstalledSchema(self.kube)
-        self.recorder = Recorder(self.kube, instance=config.pod_name)
+        self.recorder = EventRecorder(self.kube, instance=config.pod_name)
         self._add_cache(spawned)
         self._add_workers()
         self.passes = PassLoop(
@@ -72,7 +72,7 @@ class OperatorParts:
 
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
-        self.store = Store(config.operator_class)
+        self.store = ObjectStore(config.operator_class)
         self.queue: WorkQueue[PoolKey] = WorkQueue(on_wait=telemetry.queue_wait.observe)
         self.resync = Resync(
             self.kube,
@@ -82,8 +82,8 @@ class OperatorParts:
             namespaces=config.watch_namespaces,
             interval=config.resync_seconds,
         )
-        self.feed = Feed(self.store, self.queue, telemetry, self.resync)
-        self.neighbours = Neighbourhood(
+        self.feed = WatchEventHandler(self.store, self.queue, telemetry, self.resync)
+        self.neighbours = NeighbourInformer(
             self.kube,
             {
                 "pods": parse_trainer,
@@ -91,18 +91,18 @@ class OperatorParts:
                 "resourceslices": parse_resource_slice,
                 "members": parse_candidate,
             },
-            self.feed.part_changed,
+            self.feed.note_worker_change,
         )
-        self.streams = Streams(
+        self.streams = KopfStreams(
             self.feed,
             namespaces=config.watch_namespaces,
             spawned=spawned,
-            listed=self.resync.first,
+            listed=self.resync.run_first_list,
         )
 
     def _add_workers(self) -> None:
         self.connections = WorkerConnections(self._config.control_ca_file)
-        self.poller = HeadPoller(self._ask_state, self.feed.part_changed)
+        self.poller = HeadPoller(self._ask_state, self.feed.note_worker_change)
         self.calls = WorkerCalls(
             self.queue.add,
             after=lambda lane, answer: self.workers.note_call_end(lane, answer),
@@ -130,7 +130,7 @@ class OperatorParts:
         async def token() -> str | None:
             if self._config.service_account is None:
                 return None  # a worker that wants one says so
-            return await self.kube.token(token_audience(key.namespace, key.name))
+            return await self.kube.get_token(token_audience(key.namespace, key.name))
 
         scheme = "http" if self._config.control_ca_file is None else "https"
         return WorkerControl(f"{scheme}://{address}", token, self.connections.send_request)
@@ -144,7 +144,7 @@ class OperatorParts:
             raise
 
 
-def _make_leadership(config: OperatorConfig, kube: Kube) -> Leadership | SoleLeader:
+def _make_leadership(config: OperatorConfig, kube: KubeClient) -> Leadership | SoleLeader:
     if not config.leader_elect:
         return SoleLeader()
     return Leadership(

@@ -44,7 +44,7 @@ from .schemas import (
 from .transfer.layout import ITEM_BYTES
 
 ENGINES = ("hf", "vllm", "sglang")
-"""The engines that there are adapters for; `engines.create` makes them."""
+"""The engines that there are adapters for; `engines.create_engine` makes them."""
 
 
 class EngineError(Exception):
@@ -154,7 +154,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a version: its name in the checkpoint and what it is."""
 
     name: str
@@ -162,7 +162,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightsLayout:
     """What a version of a model's weights holds, under the names of its checkpoint.
 
     `required` must be there; `optional` may be (a tied output head, buffers that the model makes
@@ -182,7 +182,7 @@ class EngineInfo:
     `eos_token_ids`: as `folder.eos_ids` finds them. `root_hash`: of the checkpoint that was loaded,
     as `checkpoint.hash_of` has it.
     `layout`: what the worker checks each version against before it asks for memory. `by_path`: other
-    processes of it read `Mapped` memory; an engine of this process is content with its `view`.
+    processes of it read `MappedWeights` memory; an engine of this process is content with its `view`.
     """
 
     engine: str
@@ -191,7 +191,7 @@ class EngineInfo:
     max_length: int
     eos_token_ids: frozenset[int]
     root_hash: str
-    layout: Layout
+    layout: WeightsLayout
     by_path: bool = True
 
 
@@ -211,7 +211,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedWeights:
     """Host memory that holds a version's tensors in the checkpoint's dtypes, as long as `release` was not called.
 
     `handle`: descriptor in this process, by which others read it; None: they can't, see
@@ -228,7 +228,7 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class TrainerTensors:
     """Tensors of this process, as the trainer has them (torch.Tensor by name), on any device.
 
     `copy`: the trainer changes them in place while they serve, so an engine may only copy them.
@@ -240,7 +240,7 @@ class Tensors:
     copy: bool = False
 
 
-Given = Mapped | Tensors
+GivenWeights = MappedWeights | TrainerTensors
 """Memory that has the bytes of a version already."""
 
 
@@ -270,12 +270,12 @@ class Sink(Protocol):
         """Whether it serves from the memory that was given, and releases it; else nothing touches that."""
         ...
 
-    def allocate(self, entry: Entry) -> memoryview | None:
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
         """Return the buffer of exactly this tensor's bytes, None if its value isn't needed.
 
         Called once for each entry of `open_slot`, in that order; each buffer is filled and released
         before the next call. A tensor that isn't needed is hashed all the same, unless its sender
-        said what it hashes to and kept its bytes (`Member.unread`).
+        said what it hashes to and kept its bytes (`EngineMember.unread`).
         """
         ...
 
@@ -291,7 +291,7 @@ class Sink(Protocol):
         ...
 
 
-class Refill(Protocol):
+class WeightsRefill(Protocol):
     """Brings the active weights again, for a `sleep` or `wake` that needs their bytes."""
 
     async def __call__(self, *, on_disk: bool = False) -> Sink:
@@ -310,13 +310,13 @@ KvPolicy = Literal["keep", "recompute", "pin"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gang:
+class GangMembership:
     """What an engine has to know that runs on several nodes; one worker runs on each.
 
     `nodes`: how many, `rank`: which one this is; rank 0 is the head. `leader`: host name or address
     of the head, `port`: the engine's own rendezvous there. `slots`: a private folder of this node,
     in which the entry named by a slot's id leads to that slot's bytes on this node. `in_part`: whether a
-    node may have only the tensors that its ranks read (`Member.unread`).
+    node may have only the tensors that its ranks read (`EngineMember.unread`).
     """
 
     nodes: int
@@ -333,10 +333,10 @@ class MemberInfo:
 
     model: str
     root_hash: str
-    layout: Layout
+    layout: WeightsLayout
 
 
-class Member(Protocol):
+class EngineMember(Protocol):
     """The part of an engine that runs on a node beside the head's; the head's part commands it.
 
     Called from one asyncio loop as `Engine` is, and its errors are the same. The worker stages each
@@ -352,7 +352,7 @@ class Member(Protocol):
         """
         ...
 
-    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+    def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
         """Return the names of those of these tensors on whose values no rank of this node depends.
 
         Only what is known for sure, by what its ranks did with just these tensors before; empty if nothing is.
@@ -362,7 +362,7 @@ class Member(Protocol):
     async def open_slot(
         self,
         slot: str,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         *,
         on_disk: bool = False,
         unread: Collection[str] = (),
@@ -458,13 +458,17 @@ class Engine(Protocol):
         ...
 
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> Sink:
         """Give memory for one more version beside the serving one; nothing else changes.
 
         `entries` fit `EngineInfo.layout`. The worker fills one slot at a time, and closes or
         commits it before it asks for the next; a refill may come on top. `on_disk`: in a file
-        without a name in `spill_dir`, asked for only by the engine itself, through `Refill`.
+        without a name in `spill_dir`, asked for only by the engine itself, through `WeightsRefill`.
         `given`: memory that has, or will have by `seal`, the bytes of `entries`. An engine that can
         serve from it, or copy from it at the commit, takes none of its own: its sink has `took`
         and no buffers. Any other doesn't touch it, and the worker copies.
@@ -495,7 +499,7 @@ class Engine(Protocol):
         ...
 
     async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: WeightsRefill
     ) -> None:
         """Give memory back, for real; called while paused, perhaps with frozen requests.
 
@@ -508,7 +512,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: WeightsRefill | None) -> None:
         """Take memory back; `refill` brings the values of weights that were dropped.
 
         None: nobody wants the values, nor those that level 1 kept. The weights count as resident, a slot

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .core.runtime import WorkerRuntime
-from .engine import Engine, EngineError, Gang, Member
-from .engines import EngineOptions, create, create_member
-from .engines.shared_memory.staging import Staging
+from .engine import Engine, EngineError, EngineMember, GangMembership
+from .engines import EngineOptions, create_engine, create_member
+from .engines.shared_memory.staging import StagingBudget
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .lifecycle.verbs import ControlVerbs, can_wake_empty
@@ -48,24 +48,34 @@ MEMORY_SCAN_SECONDS = 5.0
 
 
 def make_engine_factory(
-    settings: WorkerSettings, staging: Staging, gang: Gang | None = None, *, guest: bool = False
+    settings: WorkerSettings,
+    staging: StagingBudget,
+    gang: GangMembership | None = None,
+    *,
+    guest: bool = False,
 ) -> Callable[[], Engine]:
     """How to create the engine that the settings name, downloading a Hub model first.
 
     `staging`: what its memory of staged weights is charged to. `guest`: as `EngineOptions.guest`.
     """
-    return lambda: create(settings.engine, _engine_options(settings, gang, staging, guest=guest))
+    return lambda: create_engine(
+        settings.engine, _engine_options(settings, gang, staging, guest=guest)
+    )
 
 
 def make_member_factory(
-    settings: WorkerSettings, gang: Gang, staging: Staging
-) -> Callable[[], Member]:
+    settings: WorkerSettings, gang: GangMembership, staging: StagingBudget
+) -> Callable[[], EngineMember]:
     """The same for the part of the engine that runs on a node beside the head's."""
     return lambda: create_member(settings.engine, _engine_options(settings, gang, staging))
 
 
 def _engine_options(
-    settings: WorkerSettings, gang: Gang | None, staging: Staging, *, guest: bool = False
+    settings: WorkerSettings,
+    gang: GangMembership | None,
+    staging: StagingBudget,
+    *,
+    guest: bool = False,
 ) -> EngineOptions:
     return EngineOptions(
         model=local_model_folder(settings.model, settings.model_revision),
@@ -89,14 +99,14 @@ class WorkerService:
         self,
         settings: WorkerSettings,
         make_engine: Callable[[], Engine] | None = None,
-        gang: Gang | None = None,
+        gang: GangMembership | None = None,
     ) -> None:
         self.settings = settings
         self._grace = settings.shutdown_grace
         self.runtime = WorkerRuntime(settings, gang)
         self._memory = SharedCall(resident_bytes, "memory")
         self.flights = InFlightRequests(self.runtime)
-        staging = Staging(settings.staging_memory)
+        staging = StagingBudget(settings.staging_memory)
         self.updates = WeightUpdates(self.runtime, staging)
         self.commits = WeightCommits(self.runtime, self.updates, self.flights)
         self.governor = LifecycleGovernor(self.runtime, self.updates, self.flights)

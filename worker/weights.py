@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from .engine import Entry, Layout, TensorSpec, WeightsRejected
+from .engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
 from .schemas import CASTABLE
 from .transfer.layout import ALIGN, LayoutError, PushLayout
 from .wire.roothash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
@@ -34,7 +34,7 @@ _FIX_FUSED = (
 )
 
 
-def check_layout(layout: Layout, entries: Sequence[Entry], where: str) -> None:
+def check_layout(layout: WeightsLayout, entries: Sequence[TensorEntry], where: str) -> None:
     """Refuse a missing, unexpected, ill-shaped or ill-typed tensor; `where` they were found."""
     have = {entry.name: entry.spec for entry in entries}
     for name, want in layout.required.items():
@@ -85,7 +85,7 @@ def _wrong_dtype_fix(have: TensorSpec, want: TensorSpec) -> str:
 
 
 def check_tied_weights(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:
-    """Refuse a tensor that differs from the one it is tied to, as `Layout.tied` says."""
+    """Refuse a tensor that differs from the one it is tied to, as `WeightsLayout.tied` says."""
     for name, target in tied.items():
         if name in digests and digests[name] != digests[target]:
             raise WeightsRejected(
@@ -95,7 +95,7 @@ def check_tied_weights(tied: Mapping[str, str], digests: Mapping[str, str]) -> N
             )
 
 
-def compute_root_hash(entries: Sequence[Entry], digests: Mapping[str, str]) -> str:
+def compute_root_hash(entries: Sequence[TensorEntry], digests: Mapping[str, str]) -> str:
     """Return the hash of a whole set of tensors, given the content hash of each."""
     return root_hash_of(
         {e.name: HashedTensor(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}

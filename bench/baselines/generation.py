@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching import cache
 from typing_extensions import override
 
 from rollout_worker.engine import Engine, EngineRequest
-from rollout_worker.engines import EngineOptions, create
+from rollout_worker.engines import EngineOptions, create_engine
 from rollout_worker.schemas import SamplingParams
 
 IN_FLIGHT = 32
@@ -71,7 +71,7 @@ class Ours(System):
         self._runner = asyncio.Runner()
         limit = ("--max-batch-size", str(IN_FLIGHT))
         options = EngineOptions(model=model, device="cpu", dtype=dtype, args=limit)
-        self.engine: Engine = create("hf", options)
+        self.engine: Engine = create_engine("hf", options)
         self._runner.run(self.engine.start(lambda _: None))
         self._count = 0
 

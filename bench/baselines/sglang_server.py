@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from bench.rigs.servers import Side
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.model import read_model
-from rollout_worker.engines.sglang.settings import child_flags, environ, parse
+from rollout_worker.engines.sglang.settings import child_environment, child_flags, parse_flags
 
 from .our_worker import MAX_LENGTH, worker
 
@@ -20,7 +20,7 @@ CACHE_TOKENS = 20480
 """Of KV cache, enough for every load without a preemption."""
 ONLY_OURS = "--custom-weight-loader"
 """The adapter's own code, for updates of weights, of which the loads have none."""
-ENVIRON: Mapping[str, str] = environ(EngineOptions(model=Path()), cpu=True)
+ENVIRON: Mapping[str, str] = child_environment(EngineOptions(model=Path()), cpu=True)
 
 OURS = worker(ENGINE, FLAGS, CACHE_TOKENS)
 
@@ -34,7 +34,7 @@ def _words(model: Path, dtype: str, port: int) -> Sequence[str]:
         max_batch_tokens=CACHE_TOKENS,
         args=FLAGS,
     )
-    flags = child_flags(options, parse(FLAGS), read_model(options), cpu=True)
+    flags = child_flags(options, parse_flags(FLAGS), read_model(options), cpu=True)
     loader = flags.index(ONLY_OURS)
     return [
         *("-m", "sglang.launch_server", *flags[:loader], *flags[loader + 2 :]),

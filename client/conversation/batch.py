@@ -140,7 +140,7 @@ def _fill_row(row: dict[str, torch.Tensor], streams: TokenColumns, prompt: int) 
     end, answered = start + length, length - streams.prompt
     row["input_ids"][start:end] = torch.tensor(streams.ids.data, dtype=torch.int64)
     row["attention_mask"][start:end] = 1
-    axes = streams.positions()
+    axes = streams.position_rows()
     positions = row["position_ids"].reshape(-1, row["position_ids"].shape[-1])
     text = range(length)
     wanted = [text] if len(positions) == 1 else [text, *(axes if len(axes) == 3 else axes * 3)]

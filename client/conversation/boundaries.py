@@ -14,7 +14,7 @@ from typing import Any
 
 from .codec import Codec
 
-CONTEXT = 64
+CONTEXT_CHARACTERS = 64
 """Characters before a boundary that can matter to the tokenizer."""
 
 
@@ -50,7 +50,7 @@ class BoundaryTokenizer:
         self._clean: set[tuple[str, str]] = set()
         """Context and first special token of boundaries over which nothing merges."""
 
-    def encode(self, before: str, text: str) -> tuple[list[int], bool]:
+    def encode_following(self, before: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the boundary is clean."""
         context = self._context_of(before)
         begins = self._special_pattern.match(text)
@@ -66,7 +66,7 @@ class BoundaryTokenizer:
 
     def last_special(self, text: str) -> str:
         """Return the end of a text from its last special token on; empty: there is none near."""
-        tail = text[-CONTEXT:]
+        tail = text[-CONTEXT_CHARACTERS:]
         found = [match.start() for match in self._special_pattern.finditer(tail)]
         return tail[found[-1] :] if found else ""
 
@@ -87,15 +87,15 @@ class BoundaryTokenizer:
     def shared_beginning(self, a: str, b: str) -> str:
         """Return the common beginning of two texts, up to a special token that only one has."""
         length = common_length(a, b)
-        near = max(0, length - CONTEXT)
+        near = max(0, length - CONTEXT_CHARACTERS)
         for text in (a, b):
-            for match in self._special_pattern.finditer(text, near, length + CONTEXT):
+            for match in self._special_pattern.finditer(text, near, length + CONTEXT_CHARACTERS):
                 if match.start() < length < match.end():
                     length = match.start()
         return a[:length]
 
     def _context_of(self, text: str) -> str:
-        return self.last_special(text) or text[-CONTEXT:]
+        return self.last_special(text) or text[-CONTEXT_CHARACTERS:]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:

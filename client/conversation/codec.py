@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .columns import INT32, Rope
-from .messages import STAND_IN, Media, Message
+from .columns import INT32, RopePositions
+from .messages import STAND_IN, MediaLists, Message
 
-Block = tuple[int, int, int, float]
+VisionBlock = tuple[int, int, int, float]
 """A vision block: time, height and width in merged patches, and the step of the time axis."""
 
 
@@ -52,7 +52,7 @@ class RopeLayout:
             by_frame="Qwen3" in name,
         )
 
-    def positions(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> Rope:
+    def rope_positions(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> RopePositions:
         """Return three rows of positions for these tokens, counted from 0.
 
         Raises:
@@ -84,7 +84,9 @@ class RopeLayout:
             raise ValueError("more vision grids than placeholders in the turn")
         return axes
 
-    def _vision_blocks(self, inputs: Mapping[str, Any], key: str, video: bool) -> Iterator[Block]:
+    def _vision_blocks(
+        self, inputs: Mapping[str, Any], key: str, video: bool
+    ) -> Iterator[VisionBlock]:
         grids = inputs.get(key)
         seconds = inputs.get("second_per_grid_ts")
         for index, grid in enumerate([] if grids is None else grids):
@@ -110,7 +112,7 @@ def _next_block(ids: Sequence[int], start: int, stops: Mapping[int, Any]) -> int
     return found
 
 
-def _append_block(axes: Rope, block: Block, start: int) -> tuple[int, int]:
+def _append_block(axes: RopePositions, block: VisionBlock, start: int) -> tuple[int, int]:
     """Append a block's positions; return its token count and the position after it."""
     times, height, width, step = block
     for t in range(times):
@@ -237,7 +239,7 @@ class Codec:
         return self.encode(text), False
 
     def encode_media(
-        self, text: str, media: Media, options: Mapping[str, Any]
+        self, text: str, media: MediaLists, options: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any]]:
         """Return the ids of a text with its media inserted, and the tensors of the media alone.
 

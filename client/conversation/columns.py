@@ -52,7 +52,7 @@ class Column(Generic[N]):
         """Append one number `count` times."""
         self.data.extend(array(self.data.typecode, (value,)) * count)
 
-    def cut(self, length: int) -> None:
+    def cut_to(self, length: int) -> None:
         """Drop everything from `length` on."""
         if length < len(self.data):
             del self.data[length:]
@@ -94,7 +94,7 @@ class ColumnView(Sequence[N]):
         self._start, self._stop = start, stop
         self._cuts = len(column.cuts)
 
-    def _source(self) -> array[N]:
+    def _checked_data(self) -> array[N]:
         cuts = self._column.cuts
         if len(cuts) > self._cuts and min(cuts[self._cuts :]) < self._stop:
             raise RuntimeError("the request has been truncated since: read this from it again")
@@ -102,7 +102,7 @@ class ColumnView(Sequence[N]):
 
     def array(self) -> array[N]:
         """Return a copy as a stdlib array."""
-        return self._source()[self._start : self._stop]
+        return self._checked_data()[self._start : self._stop]
 
     def tolist(self) -> list[N]:
         """Return a list of Python numbers."""
@@ -118,9 +118,9 @@ class ColumnView(Sequence[N]):
     def __getitem__(self, index: int | slice) -> N | list[N]:
         where = range(self._start, self._stop)[index]
         if isinstance(where, int):
-            return self._source()[where]
+            return self._checked_data()[where]
         if where.step == 1:
-            return self._source()[where.start : where.stop].tolist()
+            return self._checked_data()[where.start : where.stop].tolist()
         return self.tolist()[index]
 
     def __iter__(self) -> Iterator[N]:
@@ -140,7 +140,7 @@ class ColumnView(Sequence[N]):
         return f"<{len(self)}: {', '.join(map(str, self[:8]))}{more}>"
 
 
-Rope = tuple["array[int]", "array[int]", "array[int]"]
+RopePositions = tuple["array[int]", "array[int]", "array[int]"]
 
 
 class TokenColumns:
@@ -169,7 +169,7 @@ class TokenColumns:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def append(
+    def append_tokens(
         self,
         ids: Sequence[int],
         *,
@@ -177,7 +177,7 @@ class TokenColumns:
         logprobs: Iterable[float] | None = None,
         sampled: bool = False,
         weights: Iterable[WeightsSpan] = (),
-        rope: Rope | None = None,
+        rope: RopePositions | None = None,
     ) -> None:
         """Append tokens; spans count from the first of them, `rope` from position 0."""
         start, count = len(self.ids), len(ids)
@@ -194,7 +194,7 @@ class TokenColumns:
             )
         self._append_positions(count, rope)
 
-    def _columns(self) -> tuple[Column[Any], ...]:
+    def _all_columns(self) -> tuple[Column[Any], ...]:
         return (self.ids, self.loss, self.sampled, self.logprobs, *self.rope)
 
     def _append_span(self, span: WeightsSpan) -> None:
@@ -208,7 +208,7 @@ class TokenColumns:
         if span.end > span.start:
             self.weights.append(span)
 
-    def _append_positions(self, count: int, rope: Rope | None) -> None:
+    def _append_positions(self, count: int, rope: RopePositions | None) -> None:
         if not count:
             return
         if rope is not None and not self.rope:
@@ -224,12 +224,12 @@ class TokenColumns:
             axis.extend([begin + position for position in delta])
         self.next_position += max(map(max, rope)) + 1
 
-    def cut(self, length: int) -> None:
+    def cut_to(self, length: int) -> None:
         """Drop every token from `length` on, with all that belongs to it."""
         if length >= len(self):
             return
-        for column in self._columns():
-            column.cut(length)
+        for column in self._all_columns():
+            column.cut_to(length)
         while self.weights and self.weights[-1].start >= length:
             self.weights.pop()
         if self.weights and self.weights[-1].end > length:
@@ -242,13 +242,13 @@ class TokenColumns:
         rows = [axis.data for axis in self.rope] if len(self) else []
         self.next_position = 1 + max(map(max, rows)) if rows else len(self)
 
-    def positions(self, start: int = 0, stop: int | None = None) -> tuple[Sequence[int], ...]:
+    def position_rows(self, start: int = 0, stop: int | None = None) -> tuple[Sequence[int], ...]:
         """Return the positions of `[start, stop)`: one row, or the three axes t, h, w."""
         if self.rope:
             return tuple(axis.view(start, stop) for axis in self.rope)
         return (range(len(self))[start:stop],)
 
-    def view(self, name: str, start: int = 0, stop: int | None = None) -> ColumnView[Any]:
+    def column_view(self, name: str, start: int = 0, stop: int | None = None) -> ColumnView[Any]:
         """Return a slice of a column."""
         column: Column[Any] = getattr(self, name)
         return column.view(start, stop)
@@ -288,7 +288,7 @@ class TokenColumns:
         streams.rope = tuple(Column(INT32, axis) for axis in found["rope_position_ids"])
         streams.prompt, length = int(found["prompt_length"]), len(streams)
         if (
-            any(len(column) != length for column in streams._columns())
+            any(len(column) != length for column in streams._all_columns())
             or not 0 <= streams.prompt <= length
         ):
             raise ValueError("streams: column lengths differ, or the prompt is longer than them")

@@ -12,17 +12,17 @@ from functools import cached_property
 from typing import Any, Literal
 
 from .codec import TemplateError
-from .examples import TOOL
+from .examples import TOOL_STAND_IN
 from .messages import Message
 
-_WORD = "zqxformzqx"
-_KEY = "zqxkeyzqx"
-_ITEMS = [{"type": "text", "text": _WORD}]
-_SHOWN = ("'type': 'text'", '"type": "text"', '"type":"text"')
+_PROBE_WORD = "zqxformzqx"
+_PROBE_KEY = "zqxkeyzqx"
+_PROBE_ITEMS = [{"type": "text", "text": _PROBE_WORD}]
+_PRINTED_LIST_MARKS = ("'type': 'text'", '"type": "text"', '"type":"text"')
 """How the list itself looks where a template prints that, instead of its text."""
 
-Form = Literal["text", "items"]
-Render = Callable[[Sequence[Message]], str]
+ContentForm = Literal["text", "items"]
+RenderMessages = Callable[[Sequence[Message]], str]
 
 
 class ContentForms:
@@ -32,9 +32,9 @@ class ContentForms:
         render: Renders messages as they are.
     """
 
-    def __init__(self, render: Render) -> None:
+    def __init__(self, render: RenderMessages) -> None:
         self._render = render
-        self._printed_forms: dict[tuple[str, Form], bool | None] = {}
+        self._printed_forms: dict[tuple[str, ContentForm], bool | None] = {}
 
     def shape_message(self, message: Message) -> Message:
         """Return a message as the template prints it.
@@ -67,13 +67,13 @@ class ContentForms:
             self._prints_form(role, "items") is not True and self._prints_form(role, "text") is True
         )
 
-    def _prints_form(self, role: str, form: Form) -> bool | None:
+    def _prints_form(self, role: str, form: ContentForm) -> bool | None:
         """Return whether a content of this form is printed; None: the template refuses to say."""
         if (role, form) not in self._printed_forms:
             # A template that needs this very answer to be tried gets the message as it is.
             self._printed_forms[role, form] = None
             self._printed_forms[role, form] = self._try_form(
-                role, _WORD if form == "text" else _ITEMS
+                role, _PROBE_WORD if form == "text" else _PROBE_ITEMS
             )
         return self._printed_forms[role, form]
 
@@ -85,7 +85,10 @@ class ContentForms:
         ]
         if not tried:
             return None
-        return any(_WORD in text and not any(shown in text for shown in _SHOWN) for text in tried)
+        return any(
+            _PROBE_WORD in text and not any(shown in text for shown in _PRINTED_LIST_MARKS)
+            for text in tried
+        )
 
     def _render_or_empty(self, messages: Sequence[Message]) -> str:
         try:
@@ -104,7 +107,7 @@ class ContentForms:
         if role == "tool":
             call = self._shape_call({"id": "zqxcall01", "type": "function", "function": _FUNCTION})
             calls = {**self._filler_message("assistant", ""), "tool_calls": [call]}
-            return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": TOOL}]]
+            return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": TOOL_STAND_IN}]]
         return [[new, ask], [ask, self._filler_message("assistant", "zqxsaidzqx"), new]]
 
     def _filler_message(self, role: str, text: str) -> Message:
@@ -125,25 +128,27 @@ class ContentForms:
     @property
     def prints_calls(self) -> bool:
         """Whether calls are printed at all, next to an empty content."""
-        return any(_WORD in text for text in self._printed_calls)
+        return any(_PROBE_WORD in text for text in self._printed_calls)
 
     def _takes_mappings(self) -> bool:
         parsed, text = self._printed_calls
-        return (_WORD in parsed and f"'{_KEY}'" not in parsed) or f'"{_KEY}"' not in text
+        return (
+            _PROBE_WORD in parsed and f"'{_PROBE_KEY}'" not in parsed
+        ) or f'"{_PROBE_KEY}"' not in text
 
     @cached_property
     def _printed_calls(self) -> tuple[str, str]:
         """How a call is printed whose arguments are a mapping, and one with text."""
         ask, said = self._filler_message("user", "zqxaskzqx"), []
-        for arguments in ({_KEY: _WORD}, f'{{"{_KEY}": "{_WORD}"}}'):
-            function = {"name": TOOL, "arguments": arguments}
+        for arguments in ({_PROBE_KEY: _PROBE_WORD}, f'{{"{_PROBE_KEY}": "{_PROBE_WORD}"}}'):
+            function = {"name": TOOL_STAND_IN, "arguments": arguments}
             call = {"id": "zqxcall01", "type": "function", "function": function}
             calls = {**self._filler_message("assistant", ""), "tool_calls": [call]}
             said.append(self._render_or_empty([ask, calls]))
         return said[0], said[1]
 
 
-_FUNCTION: Message = {"name": TOOL, "arguments": {}}
+_FUNCTION: Message = {"name": TOOL_STAND_IN, "arguments": {}}
 
 
 def _join_texts(role: str, content: Sequence[Any]) -> str:

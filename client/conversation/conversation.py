@@ -193,7 +193,9 @@ class Conversation(ConversationWriter):
                     )
             found = answer_message(content, tool_calls, message)
             self._open_turn(self._template_for(processing_class))
-            self.streams.append(ids, loss=True, sampled=True, logprobs=values, weights=weights)
+            self.streams.append_tokens(
+                ids, loss=True, sampled=True, logprobs=values, weights=weights
+            )
             self.logprobs_of = logprobs_of if values is not None else self.logprobs_of
             self._append_answer(found, stop_token_id, sampled=True)
         self.state = RequestState.TOOL_CALLING if tool_calls else RequestState.RUNNING

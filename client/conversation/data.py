@@ -17,7 +17,7 @@ from .messages import MEDIA_KEYS
 from .prompts import OverlongPrompt
 from .sanity_check import SanityCheckMode
 
-Counter = Literal[
+CounterName = Literal[
     "full_renders", "history_rewrites", "seam_merges", "regroups",
     "boundary_tokens_added", "boundary_tokens_removed",
 ]  # fmt: skip
@@ -42,7 +42,7 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
 
 
-class Cursor(BaseModel):
+class WriteCursor(BaseModel):
     """Where the next turn goes.
 
     Attributes:
@@ -95,13 +95,13 @@ class ConversationData(BaseModel):
     finish_reason: FinishReason | None = None
     truncated_tokens: int = 0
     metrics: SerializableData = Field(default_factory=dict)
-    counters: dict[Counter, int] = Field(default_factory=dict)
+    counters: dict[CounterName, int] = Field(default_factory=dict)
     difference: str | None = Field(default=None, description="What the sanity check found.")
     error: str | None = Field(default=None, description="Why the conversation failed.")
     prompt_cut: tuple[int, int] | None = Field(
         default=None, description="Start and count of the ids that truncation cut from the prompt."
     )
-    cursor: Cursor = Field(default_factory=Cursor)
+    cursor: WriteCursor = Field(default_factory=WriteCursor)
 
     @model_validator(mode="before")
     @classmethod
@@ -132,17 +132,17 @@ class ConversationData(BaseModel):
     @property
     def input_ids(self) -> ColumnView[int]:
         """Ids of prompt and response [N]."""
-        return self.streams.view("ids")
+        return self.streams.column_view("ids")
 
     @property
     def prompt_ids(self) -> ColumnView[int]:
         """Ids of the prompt [P], including its generation prompt."""
-        return self.streams.view("ids", 0, self.streams.prompt)
+        return self.streams.column_view("ids", 0, self.streams.prompt)
 
     @property
     def response_ids(self) -> ColumnView[int]:
         """Ids after the prompt [R]: answers, and the turns of users and tools between them."""
-        return self.streams.view("ids", self.streams.prompt)
+        return self.streams.column_view("ids", self.streams.prompt)
 
     @property
     def attention_mask(self) -> list[int]:
@@ -152,32 +152,32 @@ class ConversationData(BaseModel):
     @property
     def position_ids(self) -> tuple[Sequence[int], ...]:
         """One row of positions, or three (time, height, width) with a Qwen-VL processor; [1|3, N]."""
-        return self.streams.positions()
+        return self.streams.position_rows()
 
     @property
     def response_position_ids(self) -> tuple[Sequence[int], ...]:
         """The response's part of `position_ids` [1|3, R]."""
-        return self.streams.positions(self.streams.prompt)
+        return self.streams.position_rows(self.streams.prompt)
 
     @property
     def loss_mask(self) -> ColumnView[int]:
         """1 for every token of an answer, sampled or given as text [N]."""
-        return self.streams.view("loss")
+        return self.streams.column_view("loss")
 
     @property
     def response_loss_mask(self) -> ColumnView[int]:
         """The response's part of `loss_mask` [R]."""
-        return self.streams.view("loss", self.streams.prompt)
+        return self.streams.column_view("loss", self.streams.prompt)
 
     @property
     def response_mask(self) -> ColumnView[int]:
         """1 for the response tokens that the policy sampled [R], which have a logprob."""
-        return self.streams.view("sampled", self.streams.prompt)
+        return self.streams.column_view("sampled", self.streams.prompt)
 
     @property
     def rollout_log_probs(self) -> ColumnView[float]:
         """Logprobs of the response [R], of kind `logprobs_of`; 0.0 where not sampled."""
-        return self.streams.view("logprobs", self.streams.prompt)
+        return self.streams.column_view("logprobs", self.streams.prompt)
 
     @property
     def weights(self) -> tuple[WeightsSpan, ...]:

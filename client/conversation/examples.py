@@ -13,24 +13,24 @@ from typing import Any
 
 from .messages import Message
 
-MARK = "zqxreplyzqx"
+REPLY_STAND_IN = "zqxreplyzqx"
 """Content of a stand-in for an answer."""
 
-TOOL = "zqxtoolzqx"
-_END = "zqx"
+TOOL_STAND_IN = "zqxtoolzqx"
+_END_STAND_IN = "zqx"
 _ASK, _GOT, _SYSTEM, _GIVEN = "zqxaskzqx", "zqxgotzqx", "zqxsystemzqx", "zqxgivenzqx"
-_USER: Message = {"role": "user", "content": _ASK}
-_REPLY: Message = {"role": "assistant", "content": MARK}
-_ARGUMENTS = {"zqxnamezqx": _GIVEN}
-_CALL = {
+_USER_MESSAGE: Message = {"role": "user", "content": _ASK}
+_REPLY_MESSAGE: Message = {"role": "assistant", "content": REPLY_STAND_IN}
+_CALL_ARGUMENTS = {"zqxnamezqx": _GIVEN}
+_TOOL_CALL = {
     "id": "zqxcall01",
     "type": "function",
-    "function": {"name": TOOL, "arguments": _ARGUMENTS},
+    "function": {"name": TOOL_STAND_IN, "arguments": _CALL_ARGUMENTS},
 }
 
-_CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_CALLS_MESSAGE: Message = {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]}
 
-PLAIN: tuple[Message, ...] = (_USER, _REPLY)
+PLAIN_EXAMPLE: tuple[Message, ...] = (_USER_MESSAGE, _REPLY_MESSAGE)
 """A question and its answer."""
 
 
@@ -60,7 +60,7 @@ def example_of(history: Sequence[Message], group: Sequence[Message] = ()) -> lis
     example = [stand_in_message(history[index]) for index in kept]
     tools = [message for message in group if message["role"] == "tool"]
     if tools and message_kind(example[-1]) == "assistant":
-        example[-1] = {**_CALLS, "tool_calls": [_call_of_result(tool) for tool in tools]}
+        example[-1] = {**_CALLS_MESSAGE, "tool_calls": [_call_of_result(tool) for tool in tools]}
     return example
 
 
@@ -104,7 +104,9 @@ def stand_in_message(message: Message) -> Message:
     if role == "assistant":
         calls = message.get("tool_calls")
         return (
-            {**_CALLS, "tool_calls": [_stand_in_call(call) for call in calls]} if calls else _REPLY
+            {**_CALLS_MESSAGE, "tool_calls": [_stand_in_call(call) for call in calls]}
+            if calls
+            else _REPLY_MESSAGE
         )
     if role == "tool":
         names: Message = {key: message[key] for key in ("tool_call_id", "name") if key in message}
@@ -114,7 +116,7 @@ def stand_in_message(message: Message) -> Message:
 
 def with_call_contents(example: Sequence[Message]) -> list[Message]:
     """Return an example for a template that prints no calls: answers that call have words, too."""
-    return [{**m, "content": MARK} if m.get("tool_calls") else m for m in example]
+    return [{**m, "content": REPLY_STAND_IN} if m.get("tool_calls") else m for m in example]
 
 
 def _stand_in_call(call: Message) -> Message:
@@ -123,15 +125,17 @@ def _stand_in_call(call: Message) -> Message:
         return call
     # Their names stay: a template may print, or ask for, some of them only.
     given = function.get("arguments")
-    named = dict.fromkeys(given, _GIVEN) if isinstance(given, Mapping) and given else _ARGUMENTS
+    named = (
+        dict.fromkeys(given, _GIVEN) if isinstance(given, Mapping) and given else _CALL_ARGUMENTS
+    )
     return {**call, "function": {**function, "arguments": named}}
 
 
 def _call_of_result(tool: Message) -> Message:
     """Return the call that a result without one answers."""
-    name = tool.get("name", TOOL)
-    function = {"name": name, "arguments": _ARGUMENTS}
-    return {**_CALL, "id": tool.get("tool_call_id", _CALL["id"]), "function": function}
+    name = tool.get("name", TOOL_STAND_IN)
+    function = {"name": name, "arguments": _CALL_ARGUMENTS}
+    return {**_TOOL_CALL, "id": tool.get("tool_call_id", _TOOL_CALL["id"]), "function": function}
 
 
 def longer_example(example: Sequence[Message]) -> list[Message]:
@@ -143,17 +147,22 @@ def longer_example(example: Sequence[Message]) -> list[Message]:
         (i for i in range(start + 1, len(example)) if example[i]["role"] == "assistant"), answer
     )
     earlier, step = example[lead:start], example[first:answer] if first < answer else []
-    more = [*earlier, *PLAIN] if earlier else []
+    more = [*earlier, *PLAIN_EXAMPLE] if earlier else []
     return [*example[:lead], *more, *earlier, example[start], *step, *example[start + 1 :]]
 
 
 def example_ending_with(kind: str) -> list[Message]:
     """Return an example that ends with a message of a kind."""
-    tool = {"role": "tool", "content": _GOT, "tool_call_id": _CALL["id"], "name": TOOL}
+    tool = {
+        "role": "tool",
+        "content": _GOT,
+        "tool_call_id": _TOOL_CALL["id"],
+        "name": TOOL_STAND_IN,
+    }
     ends: dict[str, list[Message]] = {
-        "user": [], "assistant": [_REPLY], "calls": [_CALLS], "tool": [_CALLS, tool],
+        "user": [], "assistant": [_REPLY_MESSAGE], "calls": [_CALLS_MESSAGE], "tool": [_CALLS_MESSAGE, tool],
     }  # fmt: skip
-    return [_USER, *ends[kind]]
+    return [_USER_MESSAGE, *ends[kind]]
 
 
 def stand_in_group(group: Sequence[Message]) -> list[Message]:
@@ -166,7 +175,7 @@ def stand_in_group(group: Sequence[Message]) -> list[Message]:
 
 def group_of_role(kind: str) -> list[Message]:
     """Return what a turn of a kind adds, to try a template with."""
-    return stand_in_group([{"role": kind, "tool_call_id": _CALL["id"], "name": TOOL}])
+    return stand_in_group([{"role": kind, "tool_call_id": _TOOL_CALL["id"], "name": TOOL_STAND_IN}])
 
 
 def with_stand_in_end(history: Sequence[Message]) -> list[Message]:
@@ -180,7 +189,7 @@ def with_stand_in_end(history: Sequence[Message]) -> list[Message]:
 
 def end_of_words(text: str, message: Message) -> int:
     """Return where a stand-in's own words end in a text, the last time; -1: they are not there."""
-    words = {"assistant": (MARK, _GIVEN), "user": (_ASK,), "tool": (_GOT,)}
+    words = {"assistant": (REPLY_STAND_IN, _GIVEN), "user": (_ASK,), "tool": (_GOT,)}
     ends = [
         at + len(word)
         for word in words.get(str(message["role"]), (_SYSTEM,))
@@ -191,10 +200,10 @@ def end_of_words(text: str, message: Message) -> int:
 
 def end_before_answer(text: str) -> int:
     """Return where what precedes the last answer ends: the last words of a user or a tool."""
-    return max(text.rfind(_ASK), text.rfind(_GOT), text.rfind(_SYSTEM)) + len(_END)
+    return max(text.rfind(_ASK), text.rfind(_GOT), text.rfind(_SYSTEM)) + len(_END_STAND_IN)
 
 
 def with_real_end(rendered: str, last: Message) -> str:
     """Return an example's text with the real last content, if that borders on what follows."""
     content: Any = last.get("content")
-    return content if rendered.endswith(_END) and isinstance(content, str) else rendered
+    return content if rendered.endswith(_END_STAND_IN) and isinstance(content, str) else rendered

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, SerializationInfo
 
-from .messages import Media
+from .messages import MediaLists
 
-KIND = "$rollout"
+KIND_FIELD = "$rollout"
 
 
 def encode_value(value: Any, binary: bool) -> Any:
@@ -32,33 +32,33 @@ def encode_value(value: Any, binary: bool) -> Any:
         return value
     match value:
         case bytes() | bytearray():
-            return {KIND: "bytes", "data": raw(bytes(value))}
+            return {KIND_FIELD: "bytes", "data": raw(bytes(value))}
         case list():
             return [encode_value(item, binary) for item in value]
         case tuple():
-            return {KIND: "tuple", "items": [encode_value(item, binary) for item in value]}
+            return {KIND_FIELD: "tuple", "items": [encode_value(item, binary) for item in value]}
         case Mapping():
-            if all(isinstance(key, str) for key in value) and KIND not in value:
+            if all(isinstance(key, str) for key in value) and KIND_FIELD not in value:
                 return {key: encode_value(item, binary) for key, item in value.items()}
             pairs = [[encode_value(k, binary), encode_value(v, binary)] for k, v in value.items()]
-            return {KIND: "mapping", "items": pairs}
+            return {KIND_FIELD: "mapping", "items": pairs}
     return _encode_object(value, raw)
 
 
 def _encode_object(value: Any, raw: Callable[[bytes], bytes | str]) -> Any:
     module, name = type(value).__module__.partition(".")[0], type(value).__name__
     if module == "torch" and name in {"Tensor", "Parameter"}:
-        return {KIND: "tensor", **_tensor_header(value), "data": raw(_tensor_bytes(value))}
+        return {KIND_FIELD: "tensor", **_tensor_header(value), "data": raw(_tensor_bytes(value))}
     if module == "numpy":
         if not hasattr(value, "dtype") or value.dtype.kind in "OV":
             raise TypeError(f"numpy {name} of objects or records can't be serialized: use lists")
         whole = {"dtype": value.dtype.str, "shape": list(value.shape)}
         scalar = {} if name == "ndarray" else {"scalar": True}
-        return {KIND: "array", **whole, **scalar, "data": raw(value.tobytes())}
+        return {KIND_FIELD: "array", **whole, **scalar, "data": raw(value.tobytes())}
     if module == "PIL":
         palette = value.getpalette() if value.mode == "P" else None
         whole = {"mode": value.mode, "size": list(value.size), "palette": palette}
-        return {KIND: "image", **whole, "data": raw(value.tobytes())}
+        return {KIND_FIELD: "image", **whole, "data": raw(value.tobytes())}
     raise TypeError(
         f"{module}.{name} can't be serialized: use a tensor, an array, a PIL image or bytes"
     )
@@ -98,7 +98,7 @@ def decode_value(value: Any) -> Any:
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(KIND)
+    kind = value.get(KIND_FIELD)
     if kind is None:
         return {key: decode_value(item) for key, item in value.items()}
     if kind == "tuple":
@@ -106,7 +106,7 @@ def decode_value(value: Any) -> Any:
     if kind == "mapping":
         return {decode_value(key): decode_value(item) for key, item in value["items"]}
     data = value["data"] if isinstance(value["data"], bytes) else base64.b64decode(value["data"])
-    return data if kind == "bytes" else _RESTORE[kind](value, data)
+    return data if kind == "bytes" else _RESTORE_BY_KIND[kind](value, data)
 
 
 def _as_tensor(value: Any, data: bytes) -> Any:
@@ -134,7 +134,7 @@ def _as_image(value: Any, data: bytes) -> Any:
     return image
 
 
-_RESTORE = {"tensor": _as_tensor, "array": _as_array, "image": _as_image}
+_RESTORE_BY_KIND = {"tensor": _as_tensor, "array": _as_array, "image": _as_image}
 
 
 def _dump_field(value: Any, info: SerializationInfo) -> Any:
@@ -164,10 +164,10 @@ def join_media(turns: list[MediaTurn]) -> dict[str, Any]:
     for turn in turns:
         for key, value in turn.inputs.items():
             found.setdefault(key, []).append(value)
-    return {key: _concatenate(values) for key, values in found.items()}
+    return {key: _concatenate_values(values) for key, values in found.items()}
 
 
-def _concatenate(values: list[Any]) -> Any:
+def _concatenate_values(values: list[Any]) -> Any:
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], list):
@@ -183,7 +183,7 @@ def _concatenate(values: list[Any]) -> Any:
 
 def cut_media(
     turns: list[MediaTurn], data: Mapping[str, list[Any]], length: int
-) -> tuple[list[MediaTurn], Media, int]:
+) -> tuple[list[MediaTurn], MediaLists, int]:
     """Return the media turns and items of the first tokens, and the length that remains.
 
     A turn with media is kept or cut as a whole, so the length may be less than the one asked for.

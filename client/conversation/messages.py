@@ -11,7 +11,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Message = dict[str, Any]
-Media = dict[str, list[Any]]
+MediaLists = dict[str, list[Any]]
 
 STAND_IN = re.compile(
     r"zqx(?:ask|form|given|got|key|name|next\d+|reply|said|system|tool)zqx|zqxcall01"
@@ -45,7 +45,7 @@ class ToolResponse(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _lists(cls, values: Any) -> Any:
+    def _check_lists(cls, values: Any) -> Any:
         for key in MEDIA_KEYS:
             found = values.get(key) if isinstance(values, dict) else None
             if found is not None and not isinstance(found, list):
@@ -56,9 +56,9 @@ class ToolResponse(BaseModel):
         """Return whether it is empty."""
         return not self.text and not any(getattr(self, key) for key in MEDIA_KEYS)
 
-    def message(self) -> tuple[Message, Media]:
+    def message(self) -> tuple[Message, MediaLists]:
         """Return the message of role `tool` and its media, placeholders before the text."""
-        media: Media = {key: list(getattr(self, key) or ()) for key in MEDIA_KEYS}
+        media: MediaLists = {key: list(getattr(self, key) or ()) for key in MEDIA_KEYS}
         content: Any = self.text or ""
         if any(media.values()):
             content = [{"type": key} for key in MEDIA_KEYS for _ in media[key]]
@@ -96,7 +96,7 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, BaseModel)
 
 
-def extract_media(value: Any) -> tuple[Message, Media]:
+def extract_media(value: Any) -> tuple[Message, MediaLists]:
     """Return a message as a plain dict, and the media from its content.
 
     Media become placeholders (`{"type": "image"}`); existing placeholders stay.
@@ -109,7 +109,7 @@ def extract_media(value: Any) -> tuple[Message, Media]:
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message without a role: {sorted(message)}")
     message.setdefault("content", "")
-    media: Media = {key: [] for key in MEDIA_KEYS}
+    media: MediaLists = {key: [] for key in MEDIA_KEYS}
     if isinstance(message["content"], Sequence) and not isinstance(message["content"], str):
         message["content"] = [
             _extract_item(plain_mapping(item), media) for item in message["content"]
@@ -134,7 +134,7 @@ def check_stand_in_words(message: Message) -> None:
         )
 
 
-def _extract_item(item: Message, media: Media) -> Message:
+def _extract_item(item: Message, media: MediaLists) -> Message:
     kind = item.get("type")
     key = _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
     if key is None or kind is None:

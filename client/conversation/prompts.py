@@ -14,27 +14,27 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from .codec import Codec, TemplateError
-from .examples import MARK, PLAIN
-from .messages import Media, Message
-from .templates import Template
+from .examples import PLAIN_EXAMPLE, REPLY_STAND_IN
+from .messages import MediaLists, Message
+from .templates import ChatTemplate
 
-_MOST_TEMPLATES = 32
-_TEMPLATES: OrderedDict[tuple[int, str], Template] = OrderedDict()
+_MAX_CACHED_TEMPLATES = 32
+_CACHED_TEMPLATES: OrderedDict[tuple[int, str], ChatTemplate] = OrderedDict()
 
 
 def cached_template(
     processing_class: Any, tools: Sequence[Message] | None, options: Mapping[str, Any]
-) -> Template:
+) -> ChatTemplate:
     """Return the template of a tokenizer or processor, with what is known of it already."""
     text = getattr(processing_class, "chat_template", None)
     words = json.dumps([tools or [], dict(options), text], sort_keys=True, default=repr)
     key = id(processing_class), words
-    found = _TEMPLATES.get(key)
+    found = _CACHED_TEMPLATES.get(key)
     # An id may come again after its object is gone; a kept template keeps its object alive.
     if found is None or found.codec.source is not processing_class:
-        found = _TEMPLATES[key] = Template(Codec(processing_class), tools, options)
-        while len(_TEMPLATES) > _MOST_TEMPLATES:
-            _TEMPLATES.popitem(last=False)
+        found = _CACHED_TEMPLATES[key] = ChatTemplate(Codec(processing_class), tools, options)
+        while len(_CACHED_TEMPLATES) > _MAX_CACHED_TEMPLATES:
+            _CACHED_TEMPLATES.popitem(last=False)
     return found
 
 
@@ -60,9 +60,9 @@ class BegunPrompt(NamedTuple):
 
 
 def begin_prompt(
-    template: Template,
+    template: ChatTemplate,
     messages: Sequence[Message],
-    media: Media,
+    media: MediaLists,
     mm: Mapping[str, Any],
     given: Sequence[int] | None,
     limit: int,
@@ -104,13 +104,13 @@ def begin_prompt(
     return BegunPrompt(ids[:start] + ids[start + over :], generation, inputs, (start, over))
 
 
-def content_without_calls(template: Template, text: str, calls: Sequence[Message]) -> str:
+def content_without_calls(template: ChatTemplate, text: str, calls: Sequence[Message]) -> str:
     """Return the part of an answer's text that is not its calls.
 
     It is the one with which the template prints the text again. Where none does (the policy wrote
     a call otherwise than the template would), it is what stands before the first call.
     """
-    _, marked, printed = _render_answer(template, MARK, calls).rpartition(MARK)
+    _, marked, printed = _render_answer(template, REPLY_STAND_IN, calls).rpartition(REPLY_STAND_IN)
     begin = (
         template.boundaries.first_special(printed.lstrip()) or printed.strip().partition("\n")[0]
     )
@@ -125,9 +125,9 @@ def content_without_calls(template: Template, text: str, calls: Sequence[Message
     return found[0] if marked else text
 
 
-def _render_answer(template: Template, content: str, calls: Sequence[Message]) -> str:
+def _render_answer(template: ChatTemplate, content: str, calls: Sequence[Message]) -> str:
     answer = {"role": "assistant", "content": content, "tool_calls": list(calls)}
     try:
-        return template.render([PLAIN[0], answer])
+        return template.render([PLAIN_EXAMPLE[0], answer])
     except TemplateError:
         return ""

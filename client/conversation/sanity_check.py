@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-Decode = Callable[[Sequence[int]], str]
+DecodeIds = Callable[[Sequence[int]], str]
 _CONTEXT_CHARACTERS = 12
 _CONTEXT_IDS = 4
 
@@ -57,7 +57,7 @@ def find_difference(
     ids: array[int],
     expected: array[int],
     sampled: array[int],
-    decode: Decode,
+    decode: DecodeIds,
     *,
     mode: SanityCheckMode,
     close: str,
@@ -134,7 +134,7 @@ def _skip_whitespace(text: str, start: int) -> int:
     return start
 
 
-def _token_at(ids: Sequence[int], character: int, decode: Decode, characters: int) -> int:
+def _token_at(ids: Sequence[int], character: int, decode: DecodeIds, characters: int) -> int:
     """Return which id's text contains a character; bisection decodes every id about once."""
     if character >= characters:
         return len(ids)

@@ -20,12 +20,12 @@ from . import examples
 from .boundaries import BoundaryTokenizer, TurnTokens, common_length
 from .codec import Codec, TemplateError
 from .content_forms import ContentForms
-from .messages import STAND_IN, Media, Message
+from .messages import STAND_IN, MediaLists, Message
 
-_MOST_TEXTS = 32
+_MAX_CACHED_TEXTS = 32
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """Ids of a first render, those of its generation prompt, and the tensors of its media."""
 
     ids: list[int]
@@ -46,7 +46,7 @@ class _SplitTurn(NamedTuple):
         return not STAND_IN.search(self.close + self.added)
 
 
-class Template:
+class ChatTemplate:
     """The chat template of a tokenizer or processor for one set of tools and options."""
 
     def __init__(
@@ -69,20 +69,20 @@ class Template:
         )
 
     def encode_prompt(
-        self, messages: Sequence[Message], media: Media, mm: Mapping[str, Any]
-    ) -> Prompt:
+        self, messages: Sequence[Message], media: MediaLists, mm: Mapping[str, Any]
+    ) -> EncodedPrompt:
         """Render and tokenize a conversation's beginning."""
         text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
         if not opened.startswith(text):
             ids, inputs = self.codec.encode_media(opened, media, mm)
-            return Prompt(ids, [], inputs)
+            return EncodedPrompt(ids, [], inputs)
         ids, inputs = self.codec.encode_media(text, media, mm)
-        generation, _ = self.boundaries.encode(text, opened[len(text) :])
-        return Prompt(ids, generation, inputs)
+        generation, _ = self.boundaries.encode_following(text, opened[len(text) :])
+        return EncodedPrompt(ids, generation, inputs)
 
     def generation_prompt(self, history: Sequence[Message]) -> list[int]:
         """Return the ids that open the assistant's turn; none if the template has none."""
-        example = self._example(history)
+        example = self._example_for(history)
         shape = examples.message_kinds(example)
         if shape not in self._generation_ids:
             text, more = self._generation_text(example), examples.longer_example(example)
@@ -105,11 +105,11 @@ class Template:
         return opened[len(text) :]
 
     def _encode_generation(self, messages: Sequence[Message], text: str) -> list[int]:
-        return self.boundaries.encode(self._render_body(messages), text)[0]
+        return self.boundaries.encode_following(self._render_body(messages), text)[0]
 
     def can_split(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
         """Return whether a group can be rendered after messages that have no answer yet."""
-        example = self._example(history, group)
+        example = self._example_for(history, group)
         if not self._is_trusted(example, group):
             return False
         split = self._split_turn(example, examples.stand_in_group(group))
@@ -118,7 +118,7 @@ class Template:
     # A turn.
 
     def encode_turn(
-        self, history: Sequence[Message], group: Sequence[Message], media: Media,
+        self, history: Sequence[Message], group: Sequence[Message], media: MediaLists,
         mm: Mapping[str, Any],
     ) -> TurnTokens:  # fmt: skip
         """Return what messages of user, tool or system add to a conversation.
@@ -127,7 +127,7 @@ class Template:
             TemplateError: The template refuses them, prints nothing of them,
                 or prints the earlier conversation differently.
         """
-        example = self._example(history, group)
+        example = self._example_for(history, group)
         split = self._split_turn(example, group) if self._is_trusted(example, group) else None
         full = split is None or not split.is_real()
         if full:
@@ -145,27 +145,27 @@ class Template:
     def encode_reply(self, history: Sequence[Message], message: Message) -> TurnTokens:
         """Return what an assistant's message given as text adds after the generation prompt."""
         generation = self.generation_prompt(history)
-        for short, full in ((self._example(history), False), (history, True)):
+        for short, full in ((self._example_for(history), False), (history, True)):
             opened, plain = self.render(short, generation_prompt=True), self._render_body(short)
             whole = self._render_body([*short, message])
             for before in (opened, plain):
                 added = whole[len(before) :]
                 if whole.startswith(before) and not STAND_IN.search(added):
-                    body, clean = self.boundaries.encode(before, added)
+                    body, clean = self.boundaries.encode_following(before, added)
                     header = 0 if before is opened else common_length(body, generation)
                     return TurnTokens(body=body, merged=not clean, full=full, header=header)
         raise TemplateError("the chat template prints the conversation anew before an answer")
 
     def encode_closing(self, history: Sequence[Message]) -> TurnTokens:
         """Return what closes the last answer when another answer follows directly."""
-        example = self._example(history)
+        example = self._example_for(history)
         text = self._render_body(example)
         end = examples.end_of_words(text, example[-1])
         tail = text[end:] if end >= 0 else ""
         return TurnTokens(close=self.codec.encode(self._closing_text(example[-1], tail)))
 
     def _encode_split(
-        self, split: _SplitTurn, media: Media, mm: Mapping[str, Any], *, full: bool = False
+        self, split: _SplitTurn, media: MediaLists, mm: Mapping[str, Any], *, full: bool = False
     ) -> TurnTokens:
         if split.close not in self._closing_ids:
             self._closing_ids[split.close] = self.codec.encode(split.close)
@@ -175,13 +175,15 @@ class Template:
         if any(media.values()):
             turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)
         else:
-            turn.body, clean = self.boundaries.encode(split.before, split.added)
+            turn.body, clean = self.boundaries.encode_following(split.before, split.added)
             turn.merged = not clean
         return turn
 
     # Windows.
 
-    def _example(self, history: Sequence[Message], group: Sequence[Message] = ()) -> list[Message]:
+    def _example_for(
+        self, history: Sequence[Message], group: Sequence[Message] = ()
+    ) -> list[Message]:
         return self._with_call_contents(examples.example_of(history, group))
 
     def _with_call_contents(self, example: list[Message]) -> list[Message]:
@@ -235,7 +237,7 @@ class Template:
         """Return an example's text; calls without ids of their own make the same example again."""
         key = json.dumps(example, default=repr)
         if key not in self._example_texts:
-            if len(self._example_texts) >= _MOST_TEXTS:
+            if len(self._example_texts) >= _MAX_CACHED_TEXTS:
                 self._example_texts.clear()
             self._example_texts[key] = self._render_body(example)
         return self._example_texts[key]
@@ -255,12 +257,12 @@ class Template:
 
     @cached_property
     def _own_closing_text(self) -> str:
-        return self._render_body(examples.PLAIN).rpartition(examples.MARK)[2]
+        return self._render_body(examples.PLAIN_EXAMPLE).rpartition(examples.REPLY_STAND_IN)[2]
 
     @cached_property
     def plain_close(self) -> str:
         """What the template writes after an answer that nothing follows."""
-        return self.render(examples.PLAIN).rpartition(examples.MARK)[2]
+        return self.render(examples.PLAIN_EXAMPLE).rpartition(examples.REPLY_STAND_IN)[2]
 
     def _is_trusted(self, example: Sequence[Message], group: Sequence[Message]) -> bool:
         """Return whether an example stands for longer conversations; tried once for each shape."""

@@ -14,13 +14,13 @@ from rollout_worker.schemas import LogprobsOf, WeightsSpan
 
 from .boundaries import TurnTokens, fit_turn
 from .codec import TemplateError
-from .columns import FLOAT32, INT32, Column, ColumnView, Rope
-from .data import ConversationData, Counter, Cursor, RequestState
+from .columns import FLOAT32, INT32, Column, ColumnView, RopePositions
+from .data import ConversationData, CounterName, RequestState, WriteCursor
 from .media import MediaTurn, cut_media
-from .messages import MEDIA_KEYS, Media, Message, check_stand_in_words, parse_tool_call
+from .messages import MEDIA_KEYS, MediaLists, Message, check_stand_in_words, parse_tool_call
 from .prompts import begin_prompt, cached_template
 from .sanity_check import SanityCheckMode, find_difference
-from .templates import Template
+from .templates import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class ConversationWriter(ConversationData):
     """The private half of `Conversation`."""
 
-    _template: tuple[Any, Template] | None = PrivateAttr(default=None)
+    _template: tuple[Any, ChatTemplate] | None = PrivateAttr(default=None)
 
     def __getstate__(self) -> dict[Any, Any]:
         """Return the data alone for pickle: a template and its tokenizer stay in their process."""
@@ -44,14 +44,14 @@ class ConversationWriter(ConversationData):
         counts = {key: len(items) for key, items in self.multi_modal_data.items()}
         rope = self._rope_positions(self._template_for(processing_class), begun.ids, begun.inputs)
         self._append_tokens(begun.ids, begun.inputs, counts, rope)
-        self.streams.append(begun.generation)
+        self.streams.append_tokens(begun.generation)
         self.streams.prompt = len(self.streams)
         self.prompt_cut = begun.cut
-        self.cursor = Cursor(
+        self.cursor = WriteCursor(
             tokens=len(begun.ids), messages=len(self.messages), opened=len(begun.generation)
         )
 
-    def _template_for(self, processing_class: Any) -> Template:
+    def _template_for(self, processing_class: Any) -> ChatTemplate:
         if self._template is None or self._template[0] is not processing_class:
             template = cached_template(
                 processing_class, self.tool_schemas, self.chat_template_kwargs
@@ -80,11 +80,11 @@ class ConversationWriter(ConversationData):
                 f"got {kind!r} logprobs after {self.logprobs_of!r} ones: use one kind per request"
             )
 
-    def _count_event(self, counter: Counter, count: int = 1) -> None:
+    def _count_event(self, counter: CounterName, count: int = 1) -> None:
         if count:
             self.counters[counter] = self.counters.get(counter, 0) + count
 
-    def _add_group(self, processing_class: Any, found: list[tuple[Message, Media]]) -> None:
+    def _add_group(self, processing_class: Any, found: list[tuple[Message, MediaLists]]) -> None:
         """Append messages after the last turn, or together with those since the last answer."""
         self._check_open()
         template = self._template_for(processing_class)
@@ -110,7 +110,7 @@ class ConversationWriter(ConversationData):
         self._cut_tokens(end - removed)
         if unclosed:
             self.cursor.tokens = len(self.streams)
-        self.streams.append(turn.close)
+        self.streams.append_tokens(turn.close)
         counts = {key: len(values) for key, values in items.items()}
         self._append_tokens(turn.body, turn.inputs, counts, rope)
         self._count_turn(turn, removed)
@@ -127,13 +127,13 @@ class ConversationWriter(ConversationData):
         self._open_turn(template)
         if turn.header:
             self._cut_tokens(len(self.streams) - self.cursor.opened)
-        self.streams.append(turn.body[: turn.header])
-        self.streams.append(turn.body[turn.header :], loss=True)
+        self.streams.append_tokens(turn.body[: turn.header])
+        self.streams.append_tokens(turn.body[turn.header :], loss=True)
         turn.close = []
         self._count_turn(turn, 0)
         self._append_answer(message, None, sampled=False)
 
-    def _open_turn(self, template: Template) -> None:
+    def _open_turn(self, template: ChatTemplate) -> None:
         """Open the assistant's turn if it is not open yet."""
         if self.cursor.opened:
             return
@@ -142,13 +142,13 @@ class ConversationWriter(ConversationData):
             turn = template.encode_closing(self.messages)
             removed = self._fit_turn(template, turn, len(self.streams), unclosed=True)
             self._cut_tokens(len(self.streams) - removed)
-            self.streams.append(turn.close)
+            self.streams.append_tokens(turn.close)
             self._count_turn(turn, removed)
             self.cursor.unclosed = False
-        self.streams.append(generation)
+        self.streams.append_tokens(generation)
         self.cursor.opened = len(generation)
 
-    def _render_ids(self, template: Template) -> ColumnView[int]:
+    def _render_ids(self, template: ChatTemplate) -> ColumnView[int]:
         """Return the ids of all messages as the template prints them now, for an answer."""
         text = template.render(self.messages, generation_prompt=True)
         ids, _ = template.codec.encode_media(text, self.multi_modal_data, self.mm_processor_kwargs)
@@ -157,12 +157,12 @@ class ConversationWriter(ConversationData):
 
     def _append_answer(self, message: Message, stopped: int | None, sampled: bool) -> None:
         self.messages.append(message)
-        self.cursor = Cursor(
+        self.cursor = WriteCursor(
             tokens=len(self.streams), messages=len(self.messages), sampled=sampled,
             unclosed=sampled, stopped=stopped,
         )  # fmt: skip
 
-    def _fit_turn(self, template: Template, turn: TurnTokens, end: int, unclosed: bool) -> int:
+    def _fit_turn(self, template: ChatTemplate, turn: TurnTokens, end: int, unclosed: bool) -> int:
         """Fit a turn to the ids before `end`; return how many of those must be removed."""
         if not unclosed:
             turn.close = []
@@ -173,7 +173,7 @@ class ConversationWriter(ConversationData):
         )
 
     def _cut_tokens(self, length: int) -> None:
-        self.streams.cut(length)
+        self.streams.cut_to(length)
         self.cursor.opened = 0
 
     def _count_turn(self, turn: TurnTokens, removed: int) -> None:
@@ -184,20 +184,20 @@ class ConversationWriter(ConversationData):
         self._count_event("boundary_tokens_removed", removed)
 
     def _rope_positions(
-        self, template: Template, ids: Sequence[int], inputs: Mapping[str, Any]
-    ) -> Rope | None:
+        self, template: ChatTemplate, ids: Sequence[int], inputs: Mapping[str, Any]
+    ) -> RopePositions | None:
         layout = template.codec.rope_layout
-        return layout.positions(ids, inputs) if layout else None
+        return layout.rope_positions(ids, inputs) if layout else None
 
     def _append_tokens(
         self,
         ids: Sequence[int],
         inputs: dict[str, Any],
         counts: dict[str, int],
-        rope: Rope | None,
+        rope: RopePositions | None,
     ) -> None:
         start = len(self.streams)
-        self.streams.append(ids, rope=rope)
+        self.streams.append_tokens(ids, rope=rope)
         if any(counts.values()):
             turn = MediaTurn(start=start, end=len(self.streams), inputs=inputs, counts=counts)
             self.media.append(turn)
@@ -218,7 +218,7 @@ class ConversationWriter(ConversationData):
         self.media, self.multi_modal_data, kept = cut_media(
             self.media, self.multi_modal_data, limit
         )
-        self.streams.cut(kept)
+        self.streams.cut_to(kept)
         self.truncated_tokens = length - kept
 
     def _check_messages(self, processing_class: Any) -> None:
@@ -231,7 +231,7 @@ class ConversationWriter(ConversationData):
                 self.difference,
             )  # fmt: skip
 
-    def _find_difference(self, template: Template) -> str | None:
+    def _find_difference(self, template: ChatTemplate) -> str | None:
         try:
             text = template.render(self.messages)
             ids, inputs = template.codec.encode_media(

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rollout_client.errors import ClusterError
-from rollout_client.kube.client import Kube
+from rollout_client.kube.client import ClusterClient
 
 from .members import CONTROL_PORT, DATA_PORT, Member, Publish
 
@@ -32,7 +32,9 @@ class EndpointDiscovery:
         control_tls: Whether the control ports speak TLS.
     """
 
-    def __init__(self, kube: Kube, name: str, namespace: str, *, control_tls: bool = False) -> None:
+    def __init__(
+        self, kube: ClusterClient, name: str, namespace: str, *, control_tls: bool = False
+    ) -> None:
         self.trouble = ""
         """Why it learns nothing new at the moment; empty: all is well."""
         self.refused = False
@@ -47,7 +49,7 @@ class EndpointDiscovery:
         """Publish each new set until cancelled."""
         last: tuple[Member, ...] | None = None
         async with aclosing(
-            self._kube.follow(self._path, self._params, self._report_trouble)
+            self._kube.follow_objects(self._path, self._params, self._report_trouble)
         ) as changes:
             async for slices in changes:
                 found = members_of_slices(slices.values(), self._scheme)

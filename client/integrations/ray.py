@@ -16,7 +16,7 @@ from rollout_client.pool import AsyncRolloutPool
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CONCURRENCY = 10_000
+ACTOR_CONCURRENCY = 10_000
 """How many calls the actor has open at once: nearly all of them wait for a worker."""
 
 
@@ -89,7 +89,7 @@ def pool_actor(
     """
     import ray
 
-    chosen: dict[str, Any] = {"num_cpus": 0, "max_concurrency": CONCURRENCY, **options}
+    chosen: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ACTOR_CONCURRENCY, **options}
     if name is not None:
         chosen |= {"name": name, "get_if_exists": True}
     return ray.remote(PoolActor).options(**chosen).remote(make)

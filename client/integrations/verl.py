@@ -25,7 +25,7 @@ from rollout_client.steering.pushing.routes import TRANSPORTS, Transport
 from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS
 from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason, WorkerInfo
 
-SECTION = "pool"
+CONFIG_SECTION = "pool"
 _SAME_NAMES = frozenset(SamplingParams.model_fields) - {"n", "top_k", "max_tokens"}
 _STOP_REASONS = {StopReason.STOP: "completed", StopReason.LENGTH: "length"}
 
@@ -68,20 +68,22 @@ class PoolSettings:
         Raises:
             ValueError: They are missing, unknown, or name no pool.
         """
-        section = (getattr(config, "custom", None) or {}).get(SECTION)
+        section = (getattr(config, "custom", None) or {}).get(CONFIG_SECTION)
         if not isinstance(section, Mapping):
-            raise ValueError(f"set actor_rollout_ref.rollout.custom.{SECTION}: which pool it is")
+            raise ValueError(
+                f"set actor_rollout_ref.rollout.custom.{CONFIG_SECTION}: which pool it is"
+            )
         known = {each.name for each in fields(cls)}
         if unknown := sorted(set(section) - known):
             raise ValueError(
-                f"custom.{SECTION} has {unknown}: known are {', '.join(sorted(known))}"
+                f"custom.{CONFIG_SECTION} has {unknown}: known are {', '.join(sorted(known))}"
             )
         found = cls(**section)
         if bool(found.name) == bool(found.urls):
-            raise ValueError(f"custom.{SECTION} must have either a name or urls")
+            raise ValueError(f"custom.{CONFIG_SECTION} must have either a name or urls")
         if found.transport not in TRANSPORTS:
             raise ValueError(
-                f"custom.{SECTION}.transport must be one of {', '.join(TRANSPORTS)}, not {found.transport!r}"
+                f"custom.{CONFIG_SECTION}.transport must be one of {', '.join(TRANSPORTS)}, not {found.transport!r}"
             )
         return found
 
@@ -99,7 +101,7 @@ class PoolSettings:
         )
 
 
-class _Pools:
+class _LoopPools:
     """One pool for each event loop that asks for it; only how to make it crosses processes."""
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
@@ -108,10 +110,10 @@ class _Pools:
             WeakKeyDictionary()
         )
 
-    def __reduce__(self) -> tuple[type[_Pools], tuple[Callable[[], AsyncRolloutPool]]]:
+    def __reduce__(self) -> tuple[type[_LoopPools], tuple[Callable[[], AsyncRolloutPool]]]:
         return type(self), (self._make,)
 
-    def here(self) -> AsyncRolloutPool:
+    def current_pool(self) -> AsyncRolloutPool:
         """Return the pool of the loop that runs."""
         loop = asyncio.get_running_loop()
         if loop not in self._made:
@@ -166,7 +168,7 @@ class VerlClient:
         seed: int | None = None,
         ignore_eos: bool = False,
     ) -> None:
-        self._pools = _Pools(make)
+        self._pools = _LoopPools(make)
         self._prompt_length = prompt_length
         self._response_length = response_length
         self._deadline_seconds = deadline_seconds
@@ -224,12 +226,12 @@ class VerlClient:
         given = [name for name, value in media.items() if value is not None and len(value)]
         if given:
             raise NotImplementedError(f"workers take only token ids, not {', '.join(given)}")
-        sampling, wants_logprobs = self._sampling(sampling_params)
-        pool = self._pools.here()
+        sampling, wants_logprobs = self._sampling_fields(sampling_params)
+        pool = self._pools.current_pool()
         # At the first prompt replicas may still load: that takes as long as a generation may wait.
         wait = self._deadline_seconds or DEFAULT_DEADLINE_SECONDS
         info = self._info = self._info or await pool.info(seconds=wait)
-        sampling["max_tokens"] = self._budget(sampling["max_tokens"], len(prompt_ids), info)
+        sampling["max_tokens"] = self._token_budget(sampling["max_tokens"], len(prompt_ids), info)
         options: GenerateOptions = {
             "session_id": request_id,
             "sampling": sampling,
@@ -245,10 +247,13 @@ class VerlClient:
             log_probs=list(output.logprobs or ()) if wants_logprobs else None,
             stop_reason=_STOP_REASONS.get(output.stop_reason, str(output.stop_reason)),
             num_preempted=result.timing.preemptions,
-            extra_fields={**_facts(output), "num_cached_tokens": result.usage.cached_tokens},
+            extra_fields={
+                **_version_fields(output),
+                "num_cached_tokens": result.usage.cached_tokens,
+            },
         )
 
-    def _budget(self, asked: int | None, prompt: int, info: WorkerInfo) -> int:
+    def _token_budget(self, asked: int | None, prompt: int, info: WorkerInfo) -> int:
         """Return how many tokens may be sampled after a prompt of so many."""
         room = info.max_length - prompt
         if room < 1:
@@ -259,7 +264,7 @@ class VerlClient:
                 asked = min(asked, max(1, self._prompt_length + asked - prompt))
         return room if asked is None else min(asked, room)
 
-    def _sampling(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def _sampling_fields(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Translate verl's (vLLM's and SGLang's) names; the caller's mapping is not changed."""
         left = {name: value for name, value in given.items() if value is not None}
         logprobs = left.pop("logprobs", False)
@@ -281,7 +286,7 @@ class VerlClient:
         return {**left, "top_k": max(0, top_k), "max_tokens": budget}, wants
 
 
-def _facts(output: GenerateOutput) -> dict[str, Any]:
+def _version_fields(output: GenerateOutput) -> dict[str, Any]:
     versions = [span.version for span in output.weights]
     found: dict[str, Any] = {"weights": [span.model_dump() for span in output.weights]}
     if versions:

@@ -11,7 +11,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from .verl import PoolSettings
 
-NAME = "pool"
+ROLLOUT_NAME = "pool"
 """`actor_rollout_ref.rollout.name`."""
 
 
@@ -24,7 +24,7 @@ class PoolReplica(RolloutReplica):  # type: ignore[misc]
 
     async def launch_servers(self) -> None:
         """Launch nothing."""
-        self._server_address = NAME
+        self._server_address = ROLLOUT_NAME
 
     async def init_standalone(self) -> None:
         """Take no accelerators from Ray."""
@@ -45,8 +45,10 @@ class PoolReplica(RolloutReplica):  # type: ignore[misc]
 
 def register() -> None:
     """Enter the pool into verl's registries."""
-    _ROLLOUT_REGISTRY[(NAME, "async")] = "rollout_client.integrations.verl_rollout.VerlRollout"
-    RolloutReplicaRegistry.register(NAME, lambda: PoolReplica)
+    _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = (
+        "rollout_client.integrations.verl_rollout.VerlRollout"
+    )
+    RolloutReplicaRegistry.register(ROLLOUT_NAME, lambda: PoolReplica)
 
 
 register()

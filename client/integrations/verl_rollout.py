@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rollout_client.steering.pushing.options import PushOptions
 from rollout_client.steering.spool import drain_tensors
 
-from .verl import PoolSettings, _Pools
+from .verl import PoolSettings, _LoopPools
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
 
-TAGS = ("weights", "kv_cache")
+MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class VerlRollout:
@@ -41,7 +41,7 @@ class VerlRollout:
         self.is_leader_rank = int(os.environ.get("RANK", "0") if rank is None else rank) == 0
         self.replica_rank = 0
         self._settings = PoolSettings.of(config)
-        self._pools = _Pools(self._settings.open)
+        self._pools = _LoopPools(self._settings.open)
         self._epoch: int | None = None
         self._step: int | None = None
 
@@ -55,17 +55,17 @@ class VerlRollout:
         A pool that sleeps takes new weights from a folder alone, and loads them as it wakes. With one,
         memory is taken only after the trainer has freed its own; without, both need room at once.
         """
-        unknown = sorted(set(tags) - set(TAGS))
+        unknown = sorted(set(tags) - set(MEMORY_TAGS))
         if unknown:
-            raise ValueError(f"unknown tags {unknown}: use {', '.join(TAGS)}")
+            raise ValueError(f"unknown tags {unknown}: use {', '.join(MEMORY_TAGS)}")
         needed = "kv_cache" if self._settings.folder is not None else "weights"
         if self.is_leader_rank and {needed, "kv_cache"} & set(tags):
-            await self._pools.here().wake()
+            await self._pools.current_pool().wake()
 
     async def release(self) -> None:
         """Put the pool to sleep."""
         if self.is_leader_rank:
-            await self._pools.here().sleep()
+            await self._pools.current_pool().sleep()
 
     async def update_weights(
         self,
@@ -101,17 +101,17 @@ class VerlRollout:
         if not self.is_leader_rank:
             await drain_tensors(weights)
             return
-        pool = self._pools.here()
+        pool = self._pools.current_pool()
         # verl may call from another loop, and so another pool, than before: the trainer is the same.
         pool.epoch = self._epoch
         step = (self._step or 0) if global_steps is None else global_steps
         try:
-            await pool.publish_weights(step, tensors=weights, **self._options())
+            await pool.publish_weights(step, tensors=weights, **self._push_options())
         finally:
             self._epoch = pool.epoch
         self._step = step
 
-    def _options(self) -> PushOptions:
+    def _push_options(self) -> PushOptions:
         settings = self._settings
         options: PushOptions = {"cast": True, "transport": settings.transport}
         if settings.folder is not None:

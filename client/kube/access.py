@@ -20,13 +20,13 @@ from rollout_client.errors import ClusterError
 
 from .exec_plugin import ExecPlugin
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Obj = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ClusterAccess:
     """How to reach an API server.
 
     Attributes:
@@ -44,7 +44,7 @@ class Access:
     forget: Callable[[str | None], bool] = lambda refused: False
 
 
-def access(kubeconfig: str | Path | None = None, context: str | None = None) -> Access:
+def load_access(kubeconfig: str | Path | None = None, context: str | None = None) -> ClusterAccess:
     """Return the access of this process.
 
     It comes from the given kubeconfig, else from the pod's service account, else from `$KUBECONFIG`
@@ -53,63 +53,67 @@ def access(kubeconfig: str | Path | None = None, context: str | None = None) -> 
     Raises:
         ClusterError: There is none, or it can't be used.
     """
-    if kubeconfig is None and "KUBECONFIG" not in os.environ and (ACCOUNT / "token").exists():
+    if (
+        kubeconfig is None
+        and "KUBECONFIG" not in os.environ
+        and (SERVICE_ACCOUNT_DIR / "token").exists()
+    ):
         try:
-            return _of_pod()
+            return _service_account_access()
         except (OSError, ValueError) as error:
             raise ClusterError(f"the service account can't be used: {error!r}") from error
     path = Path(kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0])
     try:
-        return _of_file(path.expanduser(), context)
+        return _kubeconfig_access(path.expanduser(), context)
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ClusterError(f"the kubeconfig {path} can't be used: {error!r}") from error
 
 
-def _of_pod() -> Access:
+def _service_account_access() -> ClusterAccess:
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
     host = f"[{host}]" if ":" in host else host
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return Access(
+    return ClusterAccess(
         server=f"https://{host}:{port}",
-        tls=ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt")),
-        token=lambda: (ACCOUNT / "token").read_text().strip(),
-        namespace=(ACCOUNT / "namespace").read_text().strip(),
+        tls=ssl.create_default_context(cafile=str(SERVICE_ACCOUNT_DIR / "ca.crt")),
+        token=lambda: (SERVICE_ACCOUNT_DIR / "token").read_text().strip(),
+        namespace=(SERVICE_ACCOUNT_DIR / "namespace").read_text().strip(),
     )
 
 
-def _of_file(path: Path, context: str | None) -> Access:
-    document = _parsed(path.read_text())
+def _kubeconfig_access(path: Path, context: str | None) -> ClusterAccess:
+    document = _parse_kubeconfig(path.read_text())
     name = context or document["current-context"]
-    chosen = _named(document, "contexts", name)["context"]
-    cluster = _named(document, "clusters", chosen["cluster"])["cluster"]
-    user = _named(document, "users", chosen["user"])["user"]
+    chosen = _find_entry(document, "contexts", name)["context"]
+    cluster = _find_entry(document, "clusters", chosen["cluster"])["cluster"]
+    user = _find_entry(document, "users", chosen["user"])["user"]
     tls = ssl.create_default_context(
-        cafile=_file(cluster, "certificate-authority", path), cadata=_text(cluster)
+        cafile=_file_path(cluster, "certificate-authority", path), cadata=_authority_pem(cluster)
     )
     if cluster.get("insecure-skip-tls-verify"):
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     _load_certificate(tls, user, path)
-    found = Access(
+    found = ClusterAccess(
         server=str(cluster["server"]).rstrip("/"),
         tls=tls,
-        token=_token(user, path),
+        token=_token_source(user, path),
         namespace=chosen.get("namespace") or "default",
     )
     if "exec" not in user or user.get("tokenFile") or user.get("token"):
         return found
     plugin = ExecPlugin(user["exec"], cluster, path, lambda pem: _load_pem(tls, pem))
-    return replace(found, token=plugin.token, forget=plugin.forget)
+    return replace(found, token=plugin.get_token, forget=plugin.forget_token)
 
 
-def _token(user: Obj, path: Path) -> Callable[[], str | None]:
+def _token_source(user: Obj, path: Path) -> Callable[[], str | None]:
     """Return what gives a user's token: a file, or the kubeconfig itself."""
     if "auth-provider" in user:
         raise ValueError("users with auth-provider are not supported: use exec, or a token")
-    file, given = _file(user, "tokenFile", path), user.get("token")
+    file, given = _file_path(user, "tokenFile", path), user.get("token")
     return (lambda: Path(file).read_text().strip()) if file else lambda: given
 
 
-def _parsed(text: str) -> Obj:
+def _parse_kubeconfig(text: str) -> Obj:
     try:
         document = json.loads(text)
     except ValueError:
@@ -124,7 +128,7 @@ def _parsed(text: str) -> Obj:
     return document
 
 
-def _named(document: Obj, kind: str, name: str) -> Obj:
+def _find_entry(document: Obj, kind: str, name: str) -> Obj:
     for entry in document.get(kind) or ():
         if entry.get("name") == name:
             found: Obj = entry
@@ -132,18 +136,21 @@ def _named(document: Obj, kind: str, name: str) -> Obj:
     raise KeyError(f"{kind}: {name}")
 
 
-def _file(section: Obj, key: str, beside: Path) -> str | None:
+def _file_path(section: Obj, key: str, beside: Path) -> str | None:
     value = section.get(key)
     return None if value is None else str(beside.parent / value)
 
 
-def _text(cluster: Obj) -> str | None:
+def _authority_pem(cluster: Obj) -> str | None:
     data = cluster.get("certificate-authority-data")
     return None if data is None else base64.b64decode(data).decode()
 
 
 def _load_certificate(tls: ssl.SSLContext, user: Obj, path: Path) -> None:
-    certificate, key = _file(user, "client-certificate", path), _file(user, "client-key", path)
+    certificate, key = (
+        _file_path(user, "client-certificate", path),
+        _file_path(user, "client-key", path),
+    )
     if certificate and key:
         tls.load_cert_chain(certificate, key)
     if "client-certificate-data" in user:

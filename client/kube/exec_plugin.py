@@ -19,18 +19,18 @@ from typing import Any
 
 from rollout_client.errors import ClusterError
 
-RUN_SECONDS = 60.0
-EARLY_SECONDS = 30.0
+PLUGIN_TIMEOUT_SECONDS = 60.0
+EXPIRY_MARGIN_SECONDS = 30.0
 """How long before its end a credential is not used any more: clocks differ, requests take time."""
 
-UNDATED_SECONDS = 300.0
+UNDATED_LIFETIME_SECONDS = 300.0
 """How long one without an end is used."""
 
-MAX_SAID = 300
+MAX_STDERR_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Credential:
+class ExecCredential:
     """What the program answered.
 
     Attributes:
@@ -75,9 +75,9 @@ class ExecPlugin:
         self._cluster = cluster
         self._use_certificate = use_certificate
         self._lock = threading.Lock()
-        self._kept: Credential | None = None
+        self._kept: ExecCredential | None = None
 
-    def token(self) -> str | None:
+    def get_token(self) -> str | None:
         """Return the token for a request; blocks while the program runs.
 
         Raises:
@@ -85,20 +85,20 @@ class ExecPlugin:
         """
         with self._lock:
             if self._kept is None or time.time() >= self._kept.until:
-                found = self._credential(self._run())
+                found = self._parse_credential(self._run_program())
                 if found.certificate is not None:
                     self._use_certificate(found.certificate)
                 self._kept = found
             return self._kept.token
 
-    def forget(self, refused: str | None) -> bool:
+    def forget_token(self, refused: str | None) -> bool:
         """Note that the API server refused a token: the program is run before the next request."""
         kept = self._kept
         if kept is not None and kept.token == refused:
             self._kept = None
         return True
 
-    def _run(self) -> str:
+    def _run_program(self) -> str:
         info: dict[str, Any] = {"interactive": False}
         if self._spec.get("provideClusterInfo"):
             info["cluster"] = dict(self._cluster)
@@ -111,22 +111,24 @@ class ExecPlugin:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=RUN_SECONDS,
+                timeout=PLUGIN_TIMEOUT_SECONDS,
                 check=False,
             )
         except FileNotFoundError:
             hint = self._spec.get("installHint") or "install it, or use another user"
-            raise self._failed(f"it does not exist: {hint}") from None
+            raise self._program_error(f"it does not exist: {hint}") from None
         except subprocess.TimeoutExpired:
-            raise self._failed(f"it did not end within {RUN_SECONDS:g} s") from None
+            raise self._program_error(
+                f"it did not end within {PLUGIN_TIMEOUT_SECONDS:g} s"
+            ) from None
         except (OSError, ValueError) as error:
-            raise self._failed(str(error)) from error
+            raise self._program_error(str(error)) from error
         if done.returncode:
-            said = done.stderr.strip()[-MAX_SAID:] or "it said nothing"
-            raise self._failed(f"it ended with {done.returncode}: {said}")
+            said = done.stderr.strip()[-MAX_STDERR_CHARACTERS:] or "it said nothing"
+            raise self._program_error(f"it ended with {done.returncode}: {said}")
         return done.stdout
 
-    def _credential(self, text: str) -> Credential:
+    def _parse_credential(self, text: str) -> ExecCredential:
         try:
             answer = json.loads(text)
             status = answer["status"]
@@ -135,12 +137,12 @@ class ExecPlugin:
             if not status.get("token") and certificate is None:
                 raise ValueError("neither a token nor a certificate with its key")
             end = status.get("expirationTimestamp")
-            until = time.time() + UNDATED_SECONDS
+            until = time.time() + UNDATED_LIFETIME_SECONDS
             if end:
-                until = datetime.fromisoformat(end).timestamp() - EARLY_SECONDS
-            return Credential(status.get("token"), certificate, until)
+                until = datetime.fromisoformat(end).timestamp() - EXPIRY_MARGIN_SECONDS
+            return ExecCredential(status.get("token"), certificate, until)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._failed(f"its answer is no ExecCredential: {error!r}") from error
+            raise self._program_error(f"its answer is no ExecCredential: {error!r}") from error
 
-    def _failed(self, why: str) -> ClusterError:
+    def _program_error(self, why: str) -> ClusterError:
         return ClusterError(f"the kubeconfig's program {self._command}: {why}")

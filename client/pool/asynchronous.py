@@ -27,8 +27,8 @@ from rollout_client.generating.prompts import DEFAULT_DEADLINE_SECONDS
 from rollout_client.generating.verbs import GeneratingVerbs
 from rollout_client.generating.verdicts import MAX_FAILURES
 from rollout_client.hooks import Hook
-from rollout_client.kube.access import access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import load_access
+from rollout_client.kube.client import ClusterClient
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
 from rollout_client.routing.connections import DataToken, MemberClients
 from rollout_client.routing.health import SILENCE_LIMIT_SECONDS, HealthChecker
@@ -39,22 +39,22 @@ from rollout_client.steering.control_ports import ControlPorts, Token, read_moun
 from rollout_client.steering.direct import DirectSteering
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.protocol import Steering
-from rollout_client.turn.devices import devices_by
+from rollout_client.turn.devices import query_pod_devices
 from rollout_client.turn.verbs import TurnVerbs
 from rollout_worker.schemas import WeightsId
 from rollout_worker.transfer.tls import TLS_NAME
 
-from .background import Background
+from .background import PoolBackground
 from .options import POOL_OPTIONS, PoolOptions
-from .presence import Presence
+from .presence import MemberVerbs
 
 logger = logging.getLogger(__name__)
 
-DISCOVERY_SECONDS = 10.0
+DISCOVERY_WAIT_SECONDS = 10.0
 """How long steering waits for discovery to find the first members."""
 
 
-class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
+class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
     """Generates on all replicas of a pool; members come and go by themselves.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
@@ -93,15 +93,15 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         self.name = name
         self._hook = hook or Hook()
         self._discovery = discovery
-        self._background = Background(name)
+        self._background = PoolBackground(name)
         connections = MemberClients(data_token)
         router = RequestRouter(
             LoadBalancer(max_imbalance=max_imbalance, deterministic=deterministic),
-            self._trouble,
+            self._discovery_trouble,
             connections.drop_member,
             refused=lambda: self._discovery.refused,
         )
-        Presence.__init__(self, router, connections)
+        MemberVerbs.__init__(self, router, connections)
         self._health = HealthChecker(router, connections, silent_seconds=silent_seconds)
         self._discovered = asyncio.Event()
         shared = PoolContext(router, connections, self._hook)
@@ -137,7 +137,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         members = StaticDiscovery(static_members(urls, control_urls))
         pool = cls(members, name=name, **options)
         pool._steering = DirectSteering(
-            lambda: pool.members, direct or DirectOptions(), pool._saw_weights
+            lambda: pool.members, direct or DirectOptions(), pool._note_weights
         )
         return pool
 
@@ -199,8 +199,8 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         """
         own = ("namespace", "kubeconfig", "context", "control_token", "control_ca")
         check_option_names("from_cluster", options, (*POOL_OPTIONS, *own))
-        found = access(kubeconfig, context)
-        namespace, kube = namespace or found.namespace, Kube(found)
+        found = load_access(kubeconfig, context)
+        namespace, kube = namespace or found.namespace, ClusterClient(found)
         tls = control_ca is not None
         discovery = EndpointDiscovery(kube, name, namespace, control_tls=tls)
         pool = cls(discovery, name=f"{namespace}/{name}", **options)
@@ -208,7 +208,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         heads = ControlPorts(lambda: pool.members, token, control_ca, TLS_NAME)
         pool._steering = ClusterSteering(kube, name, namespace, heads)
         # The trainer's pod is in the pool's namespace: claims are shared within one alone.
-        pool._find_devices = partial(devices_by, kube, namespace)
+        pool._find_devices = partial(query_pod_devices, kube, namespace)
         return pool
 
     # Life.
@@ -223,18 +223,18 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
     def _start_discovery(self) -> None:
         if self._router.closed:
             raise PoolClosed("the pool was closed")
-        run_discovery = partial(self._discovery.run_discovery, self._take_members)
+        run_discovery = partial(self._discovery.run_discovery, self._set_members)
         self._background.start({"discovery": run_discovery, "health": self._health.run_checks})
 
-    def _trouble(self) -> str:
+    def _discovery_trouble(self) -> str:
         """Return why nothing new may be learnt of members at the moment; empty: all is well."""
         return "; ".join(filter(None, (self._discovery.trouble, self._background.trouble)))
 
-    def _take_members(self, members: Sequence[Member]) -> None:
+    def _set_members(self, members: Sequence[Member]) -> None:
         balancer = self._router.balancer
         before = {member.url for member in balancer.present_members()}
         balancer.set_members(members, time.monotonic())
-        self._background.works("discovery")
+        self._background.note_working("discovery")
         after = {member.url for member in balancer.present_members()}
         if before != after:
             logger.info(
@@ -263,7 +263,7 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
     async def _get_steering(self) -> Steering:
         self._start_discovery()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISCOVERY_SECONDS):
+            async with asyncio.timeout(DISCOVERY_WAIT_SECONDS):
                 await self._discovered.wait()
         return await super()._get_steering()
 
@@ -288,6 +288,6 @@ class AsyncRolloutPool(Presence, GeneratingVerbs, TurnVerbs):
         floors = (self.floor, None if self._steering is None else self._steering.lowest_identity)
         return max((floor for floor in floors if floor is not None), default=None)
 
-    def _saw_weights(self, url: str, identity: WeightsId) -> None:
+    def _note_weights(self, url: str, identity: WeightsId) -> None:
         self._router.balancer.note_weights(url, identity)
         self._router.notify_waiting()

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 logger = logging.getLogger(__name__)
 
-ANEW_SECONDS = 1.0
+PART_RESTART_SECONDS = 1.0
 """How long after a part failed, by a defect or in a hook, it begins anew."""
 
 
-class Background:
+class PoolBackground:
     """Runs the parts of a pool from `start` to `stop`.
 
     Args:
@@ -28,11 +28,11 @@ class Background:
         """Run all parts, unless they run already."""
         if not self._tasks:
             self._tasks = [
-                asyncio.create_task(self._keep(part, run), name=f"{self._name}: {part}")
+                asyncio.create_task(self._run_part(part, run), name=f"{self._name}: {part}")
                 for part, run in parts.items()
             ]
 
-    async def _keep(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
+    async def _run_part(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
         """Run a part; if it fails, say so and begin it anew, for requests need it."""
         while True:
             try:
@@ -40,9 +40,9 @@ class Background:
             except Exception as error:
                 logger.exception("the %s of %s failed and begins anew", part, self._name)
                 self._failed[part] = f"its {part} failed: {error!r}"
-            await asyncio.sleep(ANEW_SECONDS)
+            await asyncio.sleep(PART_RESTART_SECONDS)
 
-    def works(self, part: str) -> None:
+    def note_working(self, part: str) -> None:
         """Note that a part does what it should."""
         self._failed.pop(part, None)
 

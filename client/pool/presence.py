@@ -13,11 +13,11 @@ from rollout_client.routing.connections import MemberClients
 from rollout_client.routing.router import RequestRouter
 from rollout_worker.schemas import WorkerInfo
 
-INFO_SECONDS = 5.0
+INFO_TIMEOUT_SECONDS = 5.0
 """How long one replica may take to say what it is."""
 
 
-class Presence:
+class MemberVerbs:
     """Answers for `AsyncRolloutPool` who is there.
 
     Args:
@@ -81,7 +81,7 @@ class Presence:
             member = (await self.wait_serving(seconds=left))[0]
             try:
                 with self._connections.client_for(member.url) as client:
-                    answer = await client.get("/v1/info", timeout=INFO_SECONDS)
+                    answer = await client.get("/v1/info", timeout=INFO_TIMEOUT_SECONDS)
                 answer.raise_for_status()
             except httpx.HTTPError as error:
                 why = f"GET /v1/info: {type(error).__name__}: {error}".rstrip(": ")

@@ -21,8 +21,8 @@ from rollout_client.results import GenerateResult
 from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
 from rollout_client.steering.spool import drain_blocking
 from rollout_client.turn import HeldTurn, TurnOptions
-from rollout_client.turn.plan import Plan
-from rollout_client.turn.session import Session
+from rollout_client.turn.plan import TurnPlan
+from rollout_client.turn.session import TurnSession
 from rollout_worker.schemas import StreamDelta, WeightsId
 
 from .asynchronous import AsyncRolloutPool
@@ -258,15 +258,15 @@ class RolloutPool:
     def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
         """Have the devices that this process shares with the pool for a block; see `AsyncRolloutPool.turn`."""
         pool = self.asynchronous
-        plan = Plan.of(options)
-        session = Session(pool, plan, pool._find_devices)
+        plan = TurnPlan.from_options(options)
+        session = TurnSession(pool, plan, pool._find_devices)
         acquire_blocking(session, plan, self._portal)
         try:
-            yield session.held
+            yield session.held_turn
         except BaseException as error:
             # Here: nothing in the pool's thread may come between, and a forked child has no such thread.
             if session.end_block(error):
-                self._portal.call(session.leave(error))
+                self._portal.call(session.leave_turn(error))
             raise
         if session.end_block(None):
-            self._portal.call(session.leave(None))
+            self._portal.call(session.leave_turn(None))

@@ -24,7 +24,7 @@ from rollout_client.errors import (
     SteeringFailed,
 )
 from rollout_client.kube.access import Obj
-from rollout_client.kube.client import Kube, Trouble, pause_before
+from rollout_client.kube.client import ClusterClient, ReportTrouble, retry_pause
 from rollout_worker.schemas import WeightsId, WeightsSource
 
 from .barrier import Version
@@ -69,7 +69,7 @@ class ClusterSteering:
     lowest_identity: WeightsId | None = None
 
     def __init__(
-        self, kube: Kube, name: str, namespace: str, heads: ControlPorts | None = None
+        self, kube: ClusterClient, name: str, namespace: str, heads: ControlPorts | None = None
     ) -> None:
         self._kube = kube
         self._heads = heads
@@ -131,9 +131,9 @@ class ClusterSteering:
             meta = {**body.get("metadata", {})}
             meta["resourceVersion"] = pool["metadata"]["resourceVersion"]
             try:
-                return await self._kube.merge(self._path, {**body, "metadata": meta})
+                return await self._kube.merge_patch(self._path, {**body, "metadata": meta})
             except ClusterError as error:
-                pause = RETRY_SECONDS if error.status == CONFLICT else pause_before(attempt)
+                pause = RETRY_SECONDS if error.status == CONFLICT else retry_pause(attempt)
                 again = error.status == CONFLICT or error.is_transient
                 if not again or time.monotonic() + pause > until:
                     raise
@@ -248,14 +248,14 @@ class ClusterSteering:
             raise PublishFailed(f"{why}{trouble}; the operator goes on trying") from None
         raise PublishFailed(message)  # pragma: no cover - the objects come for ever
 
-    async def _objects(self, trouble: Trouble) -> AsyncGenerator[Obj]:
+    async def _objects(self, trouble: ReportTrouble) -> AsyncGenerator[Obj]:
         """Yield the object now and after each change.
 
         Raises:
             SteeringFailed: It was deleted.
         """
         params = {"fieldSelector": f"metadata.name={self._name}"}
-        async with aclosing(self._kube.follow(self._collection, params, trouble)) as found:
+        async with aclosing(self._kube.follow_objects(self._collection, params, trouble)) as found:
             async for objects in found:
                 if self._name not in objects:
                     raise SteeringFailed(f"the RolloutReplica {self._name} does not exist any more")

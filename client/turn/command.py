@@ -20,23 +20,30 @@ from pathlib import Path
 
 from rollout_client.errors import RolloutError, SteeringFailed, TurnFailed
 from rollout_client.hooks import Hook
-from rollout_client.kube.access import access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import load_access
+from rollout_client.kube.client import ClusterClient
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.verbs import SteeringVerbs
 from rollout_worker.turn import TurnError
 from rollout_worker.turn.files import holders
 
-from .devices import devices_by, pod_devices
-from .plan import DIRECTORY, ENV_DEVICES, ENV_DIRECTORY, Plan, given_devices, lock_directory
-from .running import Interrupted, Signals, run_command
-from .session import Session
+from .devices import pod_devices, query_pod_devices
+from .plan import (
+    DEFAULT_LOCK_DIRECTORY,
+    ENV_DEVICES,
+    ENV_DIRECTORY,
+    TurnPlan,
+    given_devices,
+    lock_directory,
+)
+from .running import SignalForwarder, SignalInterrupt, run_command
+from .session import TurnSession
 
-NOT_HAD, NOT_ASKED = 124, 125
-FOR_EVER = 10 * 365 * 86400.0
+EXIT_NOT_ACQUIRED, EXIT_NOT_ASKED = 124, 125
+UNLIMITED_SECONDS = 10 * 365 * 86400.0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     made = argparse.ArgumentParser(
         prog="rollout-turn",
@@ -60,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--timeout",
-        type=_seconds,
-        default=FOR_EVER,
+        type=_parse_seconds,
+        default=UNLIMITED_SECONDS,
         metavar="SECONDS",
         help="how long to wait for the pool and the locks together (default: without end)",
     )
@@ -80,73 +87,75 @@ def parser() -> argparse.ArgumentParser:
     for each in (run, status):
         each.add_argument(
             "--directory",
-            help=f"the node's lock directory (default: ${ENV_DIRECTORY}, else {DIRECTORY})",
+            help=f"the node's lock directory (default: ${ENV_DIRECTORY}, else {DEFAULT_LOCK_DIRECTORY})",
         )
     return made
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= FOR_EVER:
+    if not 0 < value <= UNLIMITED_SECONDS:
         raise argparse.ArgumentTypeError(f"give a number of seconds above 0, not {text!r}")
     return value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    made = parser()
+    made = make_parser()
     options = made.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="rollout-turn: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if options.verb == "status":
-        sys.exit(status(lock_directory(options.directory)))
+        sys.exit(print_status(lock_directory(options.directory)))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         made.error("run: give the command to run after --")
     if options.namespace and not options.pool:
         made.error("run: --namespace is the pool's: give --pool")
-    sys.exit(asyncio.run(run(options, command)))
+    sys.exit(asyncio.run(run_with_turn(options, command)))
 
 
-def status(directory: Path) -> int:
+def print_status(directory: Path) -> int:
     """Print who has which device; return the exit status."""
     try:
         found = holders(directory)
     except TurnError as error:
         print(f"rollout-turn: {error}", file=sys.stderr)  # noqa: T201
-        return NOT_ASKED
+        return EXIT_NOT_ASKED
     for device, holder in found.items():
         print(f"{device}\t{'free' if holder is None else holder}")  # noqa: T201
     return 0
 
 
-async def run(options: argparse.Namespace, command: Sequence[str]) -> int:
+async def run_with_turn(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Take the turn, run the command; return the exit status."""
     try:
-        session, close = made_session(options)
+        session, close = make_session(options)
     except (RolloutError, ValueError) as error:
-        return _refused(error)
-    with Signals() as signals:
+        return _print_refusal(error)
+    with SignalForwarder() as signals:
         try:
-            await signals.cancelling(session.acquire())
-        except Interrupted as error:
+            await signals.run_cancellable(session.acquire_turn())
+        except SignalInterrupt as error:
             return 128 + error.number
         except (TurnFailed, SteeringFailed) as error:
             late = isinstance(error, SteeringFailed) or bool(error.waiting_for)
-            return _refused(error, NOT_HAD if late else NOT_ASKED)
+            return _print_refusal(error, EXIT_NOT_ACQUIRED if late else EXIT_NOT_ASKED)
         except RolloutError as error:
-            return _refused(error)
+            return _print_refusal(error)
         else:
-            ended = await run_command(command, session.held, session.environment, signals)
-            return await _left(session, ended)
+            ended = await run_command(
+                command, session.held_turn, session.command_environment, signals
+            )
+            return await _finish_command(session, ended)
         finally:
             await close()
 
 
-async def _left(session: Session, ended: int) -> int:
+async def _finish_command(session: TurnSession, ended: int) -> int:
     """Ask for the pool; the locks fall when this process ends, unless somebody of CMD's is left."""
     try:
         await session.ask_awake()
@@ -155,7 +164,7 @@ async def _left(session: Session, ended: int) -> int:
     return ended
 
 
-def made_session(options: argparse.Namespace) -> tuple[Session, Callable[[], Awaitable[None]]]:
+def make_session(options: argparse.Namespace) -> tuple[TurnSession, Callable[[], Awaitable[None]]]:
     """Return a session, and what closes its connections.
 
     Raises:
@@ -163,27 +172,27 @@ def made_session(options: argparse.Namespace) -> tuple[Session, Callable[[], Awa
         ValueError: The options can't be met.
     """
     devices = options.devices.split(",") if options.devices else None
-    plan = Plan(
+    plan = TurnPlan(
         devices=given_devices([each.strip() for each in devices] if devices else None),
         directory=options.directory,
         seconds=options.timeout,
         serving=False,
     )
     if options.pool is None:
-        return Session(None, plan, pod_devices), _nothing
-    found = access()
-    kube = Kube(found)
+        return TurnSession(None, plan, pod_devices), _close_nothing
+    found = load_access()
+    kube = ClusterClient(found)
     namespace = options.namespace or found.namespace
     steering = ClusterSteering(kube, options.pool, namespace)
-    find = partial(devices_by, kube, namespace)
-    return Session(SteeringVerbs(steering, Hook()), plan, find), steering.close
+    find = partial(query_pod_devices, kube, namespace)
+    return TurnSession(SteeringVerbs(steering, Hook()), plan, find), steering.close
 
 
-async def _nothing() -> None:
+async def _close_nothing() -> None:
     return None
 
 
-def _refused(error: Exception, code: int = NOT_ASKED) -> int:
+def _print_refusal(error: Exception, code: int = EXIT_NOT_ASKED) -> int:
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     print(f"rollout-turn: {error}{notes}", file=sys.stderr)  # noqa: T201
     return code

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from rollout_client.errors import ClusterError, TurnFailed
-from rollout_client.kube.access import Obj, access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import Obj, load_access
+from rollout_client.kube.client import ClusterClient
 from rollout_worker.claims import device_lock_name, device_uuids, natural_sort_key, pod_claims
 
 from .plan import ENV_DEVICES, ENV_POD
 
-LOOK_SECONDS = 10.0
+DEVICE_LOOKUP_SECONDS = 10.0
 """How long each look is tried while the API server fails."""
 
-FORBIDDEN, NOT_FOUND = 403, 404
-CLAIMS = "/apis/resource.k8s.io/v1/namespaces"
-SLICES = "/apis/resource.k8s.io/v1/resourceslices"
-BY_HAND = f"or name the devices: devices=[…], {ENV_DEVICES}, --devices"
+HTTP_FORBIDDEN, HTTP_NOT_FOUND = 403, 404
+CLAIMS_PATH = "/apis/resource.k8s.io/v1/namespaces"
+SLICES_PATH = "/apis/resource.k8s.io/v1/resourceslices"
+NAME_DEVICES_ADVICE = f"or name the devices: devices=[…], {ENV_DEVICES}, --devices"
 
 
 async def pod_devices(
@@ -47,74 +47,78 @@ async def pod_devices(
         ClusterError: No rights, no credentials, or no answer.
     """
     try:
-        kube = Kube(access(kubeconfig, context))
+        kube = ClusterClient(load_access(kubeconfig, context))
     except ClusterError as error:
         raise ClusterError(
             f"the API server can't be asked which devices this process has: {error}; run in a pod with "
-            f"ResourceClaims, {BY_HAND}"
+            f"ResourceClaims, {NAME_DEVICES_ADVICE}"
         ) from error
     try:
-        return await devices_by(kube, kube.namespace, uuids)
+        return await query_pod_devices(kube, kube.namespace, uuids)
     finally:
         await kube.close()
 
 
-async def devices_by(kube: Kube, namespace: str, uuids: Sequence[str] | None = None) -> list[str]:
+async def query_pod_devices(
+    kube: ClusterClient, namespace: str, uuids: Sequence[str] | None = None
+) -> list[str]:
     """As `pod_devices`, over connections that are there."""
     name = os.environ.get(ENV_POD) or socket.gethostname()
     where = f"{namespace}/{name}"
-    pod = await _get(kube, "pods", f"/api/v1/namespaces/{namespace}/pods/{name}", where)
+    pod = await _get_object(kube, "pods", f"/api/v1/namespaces/{namespace}/pods/{name}", where)
     found: set[str] = set()
-    for claim in _claims(pod, where):
-        path = f"{CLAIMS}/{namespace}/resourceclaims/{claim}"
-        claimed = await _get(kube, "resourceclaims", path, f"{namespace}/{claim}")
-        found.update(devices_of(claimed, f"{namespace}/{claim}", where))
+    for claim in _claim_names(pod, where):
+        path = f"{CLAIMS_PATH}/{namespace}/resourceclaims/{claim}"
+        claimed = await _get_object(kube, "resourceclaims", path, f"{namespace}/{claim}")
+        found.update(allocated_devices(claimed, f"{namespace}/{claim}", where))
     names = sorted(found, key=natural_sort_key)
     if uuids is None:
         return names
     node = str((pod.get("spec") or {}).get("nodeName") or "")
-    return _chosen(names, await _uuids_on(kube, node), uuids, where)
+    return _devices_with_uuids(names, await _node_device_uuids(kube, node), uuids, where)
 
 
-async def _uuids_on(kube: Kube, node: str) -> dict[str, str]:
+async def _node_device_uuids(kube: ClusterClient, node: str) -> dict[str, str]:
     """Uuids of a node's devices by name, as their drivers publish them."""
     selector = {"fieldSelector": f"spec.nodeName={node}"}
-    listed = await _get(kube, "resourceslices", SLICES, f"devices of node {node}", selector)
+    listed = await _get_object(
+        kube, "resourceslices", SLICES_PATH, f"devices of node {node}", selector
+    )
     found: dict[str, str] = {}
-    for each in sorted(listed.get("items") or (), key=_generation):
+    for each in sorted(listed.get("items") or (), key=_slice_generation):
         found |= device_uuids(each)
     return found
 
 
-def _generation(piece: Obj) -> int:
+def _slice_generation(piece: Obj) -> int:
     found: int = piece["spec"]["pool"].get("generation", 0)
     return found
 
 
-def _chosen(
+def _devices_with_uuids(
     names: Sequence[str], known: dict[str, str], uuids: Sequence[str], where: str
 ) -> list[str]:
     """Return the names that belong to these uuids, in their order."""
-    by_uuid = {_plain(known[name]): name for name in names if name in known}
-    unknown = [uuid for uuid in map(str, uuids) if _plain(uuid) not in by_uuid]
+    by_uuid = {_bare_uuid(known[name]): name for name in names if name in known}
+    unknown = [uuid for uuid in map(str, uuids) if _bare_uuid(uuid) not in by_uuid]
     if unknown:
         told = ", ".join(f"{name}: {known.get(name, 'no uuid')}" for name in names)
         raise TurnFailed(
             f"no device of the pod {where} is published with the uuid {unknown[0]} ({told}): pass "
-            f"uuids of its own devices, {BY_HAND}"
+            f"uuids of its own devices, {NAME_DEVICES_ADVICE}"
         )
-    return [by_uuid[_plain(str(uuid))] for uuid in uuids]
+    return [by_uuid[_bare_uuid(str(uuid))] for uuid in uuids]
 
 
-def _plain(uuid: str) -> str:
+def _bare_uuid(uuid: str) -> str:
     return uuid.removeprefix("GPU-").lower()
 
 
-async def _get(
-    kube: Kube, kind: str, path: str, what: str, params: dict[str, str] | None = None
+async def _get_object(
+    kube: ClusterClient, kind: str, path: str, what: str, params: dict[str, str] | None = None
 ) -> Obj:
     try:
-        return await kube.get(path, params, seconds=LOOK_SECONDS)
+        return await kube.get(path, params, seconds=DEVICE_LOOKUP_SECONDS)
     except ClusterError as error:
         bind = f"bind this pod's service account to the role rollout-trainer, which may get {kind}"
         if kind == "resourceslices":
@@ -122,19 +126,19 @@ async def _get(
                 "put this namespace into the chart's colocation.namespaces, which lets it list them"
             )
         fix = {
-            FORBIDDEN: bind,
-            NOT_FOUND: "set POD_NAME by the downward API (fieldRef: metadata.name)"
+            HTTP_FORBIDDEN: bind,
+            HTTP_NOT_FOUND: "set POD_NAME by the downward API (fieldRef: metadata.name)"
             if kind == "pods"
             else "it was deleted, so this pod can't keep its devices: start it again",
         }.get(error.status, "try again")
         raise ClusterError(
-            f"{what} can't be read: {error}; {fix}, {BY_HAND}",
+            f"{what} can't be read: {error}; {fix}, {NAME_DEVICES_ADVICE}",
             status=error.status,
             reason=error.reason,
         ) from error
 
 
-def _claims(pod: Obj, where: str) -> list[str]:
+def _claim_names(pod: Obj, where: str) -> list[str]:
     """Return the names of a pod's ResourceClaims, each once.
 
     Raises:
@@ -149,12 +153,12 @@ def _claims(pod: Obj, where: str) -> list[str]:
     if not found:
         raise TurnFailed(
             f"the pod {where} has no ResourceClaim, so which devices it shares is not known: give it "
-            f"spec.resourceClaims, {BY_HAND}"
+            f"spec.resourceClaims, {NAME_DEVICES_ADVICE}"
         )
     return sorted(found)
 
 
-def devices_of(claim: Obj, name: str, pod: str) -> list[str]:
+def allocated_devices(claim: Obj, name: str, pod: str) -> list[str]:
     """Return the devices that a claim was given, as `<driver>/<pool>/<device>`.
 
     Raises:
@@ -166,6 +170,6 @@ def devices_of(claim: Obj, name: str, pod: str) -> list[str]:
         state = "is not allocated yet" if not allocation else "was allocated without a device"
         raise TurnFailed(
             f"the ResourceClaim {name} of the pod {pod} {state}: look at kubectl describe "
-            f"resourceclaim, {BY_HAND}"
+            f"resourceclaim, {NAME_DEVICES_ADVICE}"
         )
     return [device_lock_name(each["driver"], each["pool"], each["device"]) for each in results]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .devices import pod_devices
-from .locks import Locks
+from .locks import DeviceLocks
 from .plan import given_devices, holder_name, lock_directory
 from .session import HeldTurn
 
@@ -38,19 +38,19 @@ class local_turn:
         self._given = given_devices(devices)
         self._directory = lock_directory(directory)
         self._seconds = seconds
-        self._locks: Locks | None = None
+        self._locks: DeviceLocks | None = None
 
-    def _made(self, devices: Sequence[str]) -> Locks:
+    def _make_locks(self, devices: Sequence[str]) -> DeviceLocks:
         if self._locks is not None:
             raise RuntimeError("a local_turn is for one block: make another one")
-        self._locks = Locks(self._directory, devices, holder_name())
-        self._locks.check()
+        self._locks = DeviceLocks(self._directory, devices, holder_name())
+        self._locks.check_takeable()
         return self._locks
 
     @staticmethod
-    def _began(locks: Locks) -> HeldTurn:
-        locks.begin()
-        return HeldTurn(locks.devices, tuple(locks.filenos()))
+    def _begin_turn(locks: DeviceLocks) -> HeldTurn:
+        locks.begin_block()
+        return HeldTurn(locks.devices, tuple(locks.lock_filenos()))
 
     def __enter__(self) -> HeldTurn:
         devices = self._given
@@ -58,29 +58,29 @@ class local_turn:
             # In a thread of its own: this one may have a running loop.
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 devices = thread.submit(asyncio.run, pod_devices()).result()
-        locks = self._made(devices)
+        locks = self._make_locks(devices)
         try:
-            locks.take_here(self._seconds)
-            return self._began(locks)
+            locks.take_locks_blocking(self._seconds)
+            return self._begin_turn(locks)
         except BaseException:
-            locks.give()
+            locks.give_back()
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         assert self._locks is not None
         if error is None:
-            self._locks.give()
+            self._locks.give_back()
         else:
-            self._locks.keep_after(error)
+            self._locks.keep_after_failure(error)
 
     async def __aenter__(self) -> HeldTurn:
         devices = await pod_devices() if self._given is None else self._given
-        locks = self._made(devices)
+        locks = self._make_locks(devices)
         try:
-            await locks.take(self._seconds)
-            return self._began(locks)
+            await locks.take_locks(self._seconds)
+            return self._begin_turn(locks)
         except BaseException:
-            locks.give()
+            locks.give_back()
             raise
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -29,16 +29,18 @@ logger = logging.getLogger(__name__)
 ENV_HELD = "ROLLOUT_TURN_HELD"
 """What `rollout-turn run` holds for the command that it runs: directory and devices."""
 
-_around: ContextVar[tuple[Locks, ...]] = ContextVar("turns around this code", default=())
+_enclosing_turns: ContextVar[tuple[DeviceLocks, ...]] = ContextVar(
+    "turns around this code", default=()
+)
 
 
-_guard = threading.Lock()
-_Key = tuple[int, Path, tuple[str, ...], str]
-_idle: dict[_Key, list[Turn]] = {}
+_idle_guard = threading.Lock()
+_TurnKey = tuple[int, Path, tuple[str, ...], str]
+_idle_turns: dict[_TurnKey, list[Turn]] = {}
 """Turns of this process that nobody uses at the moment."""
 
 
-class Locks:
+class DeviceLocks:
     """See the module.
 
     Args:
@@ -51,7 +53,7 @@ class Locks:
     def __init__(
         self, directory: Path, devices: Sequence[str], holder: str, pool: object | None = None
     ) -> None:
-        with _as_failed():
+        with _raise_turn_failed():
             self._turn = Turn(directory, devices, holder) if devices else None
         self._directory = directory
         self._pool = pool
@@ -62,21 +64,21 @@ class Locks:
         self._kept = False
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this is a forked child of the process whose locks these are."""
         return self._key[0] != os.getpid()
 
     @property
-    def kept(self) -> bool:
+    def has_kept(self) -> bool:
         """Whether this process has them already: a block ended with an error."""
-        return self._left() is not None
+        return self._kept_turn() is not None
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether the turn is had."""
         return self._active
 
-    def check(self) -> None:
+    def check_takeable(self) -> None:
         """Refuse what can't be had before anybody falls asleep for it.
 
         Raises:
@@ -88,8 +90,8 @@ class Locks:
                 f"there is no lock directory {str(self._directory)!r}: mount the PersistentVolumeClaim "
                 f"rollout-turn there, or name another place by directory=, --directory or {ENV_DIRECTORY}"
             )
-        for other in _around.get():
-            if other.held and self._meets(other):
+        for other in _enclosing_turns.get():
+            if other.is_held and self._overlaps_with(other):
                 raise TurnFailed(
                     "turns don't nest: this code runs inside a turn on the same devices or of the same "
                     "pool already, and would wait for itself"
@@ -105,7 +107,7 @@ class Locks:
                 )
 
     def _check_kept(self) -> None:
-        for (pid, directory, devices, _holder), idle in list(_idle.items()):
+        for (pid, directory, devices, _holder), idle in list(_idle_turns.items()):
             if (pid, directory) != self._key[:2] or devices == self.devices:
                 continue
             mine = sorted(set(devices) & set(self.devices))
@@ -115,19 +117,19 @@ class Locks:
                     "free the memory in another turn on exactly these devices, whose end gives them back"
                 )
 
-    def _meets(self, other: Locks) -> bool:
+    def _overlaps_with(self, other: DeviceLocks) -> bool:
         if self._pool is not None and self._pool is other._pool:
             return True
         shared = set(self.devices) & set(other.devices)
         return bool(shared) and self._directory == other._directory
 
-    def begin(self) -> None:
+    def begin_block(self) -> None:
         """Note that the code that follows runs inside this turn."""
         self._active = True
-        around = tuple(each for each in _around.get() if each.held)
-        _around.set((*around, self))
+        around = tuple(each for each in _enclosing_turns.get() if each.is_held)
+        _enclosing_turns.set((*around, self))
 
-    async def take(self, seconds: float | None) -> None:
+    async def take_locks(self, seconds: float | None) -> None:
         """Wait until all are had, and the memory of a holder that died is back.
 
         Whoever is cancelled gives back what it has (`give`).
@@ -135,86 +137,88 @@ class Locks:
         Raises:
             TurnFailed: Not within these seconds, or the directory can't be used.
         """
-        if (turn := self._borrow()) is not None:
+        if (turn := self._borrow_turn()) is not None:
             began = time.monotonic()
-            with _as_failed():
-                await turn.take_async(seconds, _tell)
+            with _raise_turn_failed():
+                await turn.take_async(seconds, _log_holders)
             if turn.left_by:
-                await _room(turn.left_by, began, seconds)
+                await _wait_for_freed_memory(turn.left_by, began, seconds)
 
-    def take_here(self, seconds: float | None) -> None:
+    def take_locks_blocking(self, seconds: float | None) -> None:
         """As `take`, in a program without an event loop."""
-        if (turn := self._borrow()) is not None:
+        if (turn := self._borrow_turn()) is not None:
             began = time.monotonic()
-            with _as_failed():
-                turn.take(seconds, _tell)
+            with _raise_turn_failed():
+                turn.take(seconds, _log_holders)
             if turn.left_by:
                 # In a thread of its own: this one may have a running loop.
                 with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    thread.submit(asyncio.run, _room(turn.left_by, began, seconds)).result()
+                    thread.submit(
+                        asyncio.run, _wait_for_freed_memory(turn.left_by, began, seconds)
+                    ).result()
 
-    def give(self) -> None:
+    def give_back(self) -> None:
         """Give back what is held, for all processes that share it, and what an earlier block left.
 
         A turn that did not begin leaves that, and a forked child gives nothing.
         """
         gives = self._active or not self._kept
-        if self._turn is not None and self._borrowed and not self.forked and gives:
+        if self._turn is not None and self._borrowed and not self.is_forked and gives:
             self._turn.give()
-        self.keep()
+        self.keep_locks()
 
-    def keep(self) -> None:
+    def keep_locks(self) -> None:
         """End the block and keep what is held: until this process has ended, or its next turn on these devices."""
         self._active = False
-        if self._turn is None or not self._borrowed or self.forked:
+        if self._turn is None or not self._borrowed or self.is_forked:
             return
         self._borrowed = False
-        with _guard:
-            _idle.setdefault(self._key, []).append(self._turn)
+        with _idle_guard:
+            _idle_turns.setdefault(self._key, []).append(self._turn)
 
-    def keep_after(self, failure: BaseException) -> None:
+    def keep_after_failure(self, failure: BaseException) -> None:
         """Keep what is held because the block failed: what it had in memory hangs on the error's frames."""
-        if self._borrowed and not self.forked:
+        if self._borrowed and not self.is_forked:
             failure.add_note(
                 f"this process keeps {', '.join(self.devices)} until it ends, or until its next turn on them ends"
                 " without an error"
             )
-        self.keep()
+        self.keep_locks()
 
-    def _borrow(self) -> Turn | None:
+    def _borrow_turn(self) -> Turn | None:
         if self._turn is not None and not self._borrowed:
             self._borrowed = True
-            with _guard:
+            with _idle_guard:
                 key, self._kept = self._key, False
-                if (left := self._left()) is not None:
+                if (left := self._kept_turn()) is not None:
                     (key, self._turn), self._kept = left, True
-                    _idle[key].remove(self._turn)
-                elif idle := _idle.get(key):
+                    _idle_turns[key].remove(self._turn)
+                elif idle := _idle_turns.get(key):
                     self._turn = idle.pop()
                 self._key = key
         return self._turn
 
-    def _left(self) -> tuple[_Key, Turn] | None:
+    def _kept_turn(self) -> tuple[_TurnKey, Turn] | None:
         """What a block on these very devices left held, under whatever name."""
-        for key, idle in list(_idle.items()):
+        for key, idle in list(_idle_turns.items()):
             if key[:3] == self._key[:3]:
                 for turn in idle:
                     if turn.held:
                         return key, turn
         return None
 
-    def filenos(self) -> list[int]:
+    def lock_filenos(self) -> list[int]:
         """Return what processes inherit that shall hold the turn, too."""
         return [] if self._turn is None else self._turn.fileno_list()
 
-    def environment(self) -> dict[str, str]:
+    def command_environment(self) -> dict[str, str]:
         """Return what tells a program that these locks are held for it."""
         held = {"directory": str(self._directory), "devices": list(self.devices)}
         return {ENV_HELD: json.dumps(held)}
 
 
 @contextmanager
-def _as_failed() -> Iterator[None]:
+def _raise_turn_failed() -> Iterator[None]:
     try:
         yield
     except TurnTimeout as error:
@@ -223,12 +227,14 @@ def _as_failed() -> Iterator[None]:
         raise TurnFailed(str(error)) from error
 
 
-def _tell(waiting_for: Mapping[str, str]) -> None:
+def _log_holders(waiting_for: Mapping[str, str]) -> None:
     for device, holder in waiting_for.items():
         logger.info("waiting for %s, which %s has", device, holder)
 
 
-async def _room(left_by: Mapping[str, str], began: float, seconds: float | None) -> None:
+async def _wait_for_freed_memory(
+    left_by: Mapping[str, str], began: float, seconds: float | None
+) -> None:
     """Let the driver take back what a holder that died had; nobody waits for one that gave its turn back."""
     left = BACK_SECONDS if seconds is None else began + seconds - time.monotonic()
     missing, _ = await wait_for_memory({}, min(BACK_SECONDS, max(0.0, left)))

@@ -12,7 +12,7 @@ from typing import TypedDict
 from rollout_client.spelling import check_option_names
 from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
 
-DIRECTORY = Path("/rollout/turn")
+DEFAULT_LOCK_DIRECTORY = Path("/rollout/turn")
 """Where pods mount the node's lock directory."""
 
 ENV_DIRECTORY = "ROLLOUT_TURN_DIRECTORY"
@@ -54,7 +54,7 @@ class TurnOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TurnPlan:
     """`TurnOptions` with their defaults; see there.
 
     Raises:
@@ -88,7 +88,7 @@ class Plan:
             raise ValueError(f"devices must be a list of names, not the text {self.devices!r}")
 
     @classmethod
-    def of(cls, options: TurnOptions) -> Plan:
+    def from_options(cls, options: TurnOptions) -> TurnPlan:
         """Return the plan for these options.
 
         Raises:
@@ -97,7 +97,7 @@ class Plan:
         check_option_names("turn", options, TurnOptions.__annotations__)
         return cls(**options)
 
-    def agreed(self, yes: bool) -> bool:
+    def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes."""
         return yes if self.agree is None else bool(self.agree(yes))
 
@@ -112,7 +112,7 @@ def given_devices(devices: Sequence[str] | None) -> list[str] | None:
 
 def lock_directory(directory: str | Path | None) -> Path:
     """Return the node's lock directory."""
-    return Path(directory or os.environ.get(ENV_DIRECTORY) or DIRECTORY)
+    return Path(directory or os.environ.get(ENV_DIRECTORY) or DEFAULT_LOCK_DIRECTORY)
 
 
 def holder_name(rank: int = 0, world: int = 1) -> str:

@@ -12,17 +12,17 @@ from typing import Any, Self
 
 from .session import HeldTurn
 
-NOT_RUN, NOT_FOUND = 126, 127
+EXIT_NOT_RUN, EXIT_NOT_FOUND = 126, 127
 
-PASSED_ON = (
+FORWARDED_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
+TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT}
 """A terminal sends these to the command, too: it would get them twice."""
 
 
-class Interrupted(Exception):
+class SignalInterrupt(Exception):
     """A signal ended the wait.
 
     Attributes:
@@ -34,7 +34,7 @@ class Interrupted(Exception):
         self.number = number
 
 
-class Signals:
+class SignalForwarder:
     """Takes the signals of this process while it is entered."""
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class Signals:
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for each in PASSED_ON:
-            loop.add_signal_handler(each, self._take, each)
+        for each in FORWARDED_SIGNALS:
+            loop.add_signal_handler(each, self._note_signal, each)
         return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for each in PASSED_ON:
+        for each in FORWARDED_SIGNALS:
             loop.remove_signal_handler(each)
 
-    def _take(self, number: signal.Signals) -> None:
+    def _note_signal(self, number: signal.Signals) -> None:
         self._came.append(number)
         self._heed()
 
-    async def cancelling(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run_cancellable(self, work: Coroutine[Any, Any, None]) -> None:
         """Do some work, which a signal breaks off; one that comes too late waits for `pass_on`.
 
         Raises:
@@ -69,15 +69,15 @@ class Signals:
         except asyncio.CancelledError:
             if not self._came:
                 raise
-            raise Interrupted(self._came[0]) from None
+            raise SignalInterrupt(self._came[0]) from None
 
-    def pass_on(self, child: asyncio.subprocess.Process) -> None:
+    def forward_to(self, child: asyncio.subprocess.Process) -> None:
         """Send a process what came and what comes."""
 
         def heed() -> None:
             while self._came:
                 number = self._came.pop(0)
-                if not (number in FROM_TERMINAL and os.isatty(0)):
+                if not (number in TERMINAL_SIGNALS and os.isatty(0)):
                     with contextlib.suppress(ProcessLookupError):
                         child.send_signal(number)
 
@@ -86,7 +86,7 @@ class Signals:
 
 
 async def run_command(
-    command: Sequence[str], turn: HeldTurn, environment: Mapping[str, str], signals: Signals
+    command: Sequence[str], turn: HeldTurn, environment: Mapping[str, str], signals: SignalForwarder
 ) -> int:
     """Run a command that shares the turn; return its exit status as a shell would."""
     try:
@@ -94,14 +94,14 @@ async def run_command(
             *command, pass_fds=turn.filenos, env={**os.environ, **environment}
         )
     except FileNotFoundError:
-        return _not_run(f"{command[0]} was not found", NOT_FOUND)
+        return _print_not_run(f"{command[0]} was not found", EXIT_NOT_FOUND)
     except OSError as error:
-        return _not_run(f"{command[0]} can't be run: {error.strerror}", NOT_RUN)
-    signals.pass_on(child)
+        return _print_not_run(f"{command[0]} can't be run: {error.strerror}", EXIT_NOT_RUN)
+    signals.forward_to(child)
     ended = await child.wait()
     return ended if ended >= 0 else 128 - ended
 
 
-def _not_run(why: str, code: int) -> int:
+def _print_not_run(why: str, code: int) -> int:
     print(f"rollout-turn: {why}", file=sys.stderr)  # noqa: T201
     return code

@@ -19,18 +19,18 @@ from rollout_client.errors import (
 from rollout_client.steering.protocol import PoolState, Steering
 from rollout_client.steering.verbs import SteeringVerbs
 
-from .locks import Locks
-from .plan import Plan, given_devices, holder_name, lock_directory
+from .locks import DeviceLocks
+from .plan import TurnPlan, given_devices, holder_name, lock_directory
 
 logger = logging.getLogger(__name__)
 
-UNDO_SECONDS = 10.0
+UNDO_TIMEOUT_SECONDS = 10.0
 """How long a turn that failed tries to ask the pool back before it says that it could not."""
 
-AGAIN_SECONDS = 0.5
+TURN_RETRY_SECONDS = 0.5
 
 FindDevices = Callable[[], Awaitable[Sequence[str]]]
-Step = Callable[[], Coroutine[Any, Any, None]]
+TurnStep = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class HeldTurn:
     filenos: tuple[int, ...]
 
 
-class Caller:
+class StepRunner:
     """Does the steps of a turn for a task of an event loop.
 
     Attributes:
@@ -55,17 +55,17 @@ class Caller:
             first; the next round then fails with this.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TurnPlan) -> None:
         self._plan = plan
         self.cancelled: asyncio.CancelledError | None = None
 
-    async def run(self, step: Step) -> None:
+    async def run_step(self, step: TurnStep) -> None:
         """Do one step."""
         await step()
 
-    async def vote(self, yes: bool) -> bool:
+    async def collect_votes(self, yes: bool) -> bool:
         """Return whether all ranks vote yes; `agree` blocks, so it runs in a thread."""
-        vote = asyncio.ensure_future(asyncio.to_thread(self._plan.agreed, yes))
+        vote = asyncio.ensure_future(asyncio.to_thread(self._plan.all_agree, yes))
         while not vote.done():
             try:
                 await asyncio.wait({vote})
@@ -74,7 +74,7 @@ class Caller:
         return vote.result()
 
 
-class Session:
+class TurnSession:
     """The turn of one rank.
 
     Args:
@@ -83,26 +83,26 @@ class Session:
         find: Asks which devices this process has, where nobody names them.
     """
 
-    def __init__(self, pool: SteeringVerbs | None, plan: Plan, find: FindDevices) -> None:
+    def __init__(self, pool: SteeringVerbs | None, plan: TurnPlan, find: FindDevices) -> None:
         self._pool = pool
         self._plan = plan
         self._find = find
         self._until = time.monotonic() + plan.seconds
-        self._locks = Locks(lock_directory(plan.directory), (), "", pool)
+        self._locks = DeviceLocks(lock_directory(plan.directory), (), "", pool)
         self._before: PoolState | None = None
         self._asked = False
 
     @property
-    def held(self) -> HeldTurn:
+    def held_turn(self) -> HeldTurn:
         """What the block gets."""
-        return HeldTurn(self._locks.devices, tuple(self._locks.filenos()))
+        return HeldTurn(self._locks.devices, tuple(self._locks.lock_filenos()))
 
     @property
-    def environment(self) -> dict[str, str]:
+    def command_environment(self) -> dict[str, str]:
         """What tells a program that the turn is held for it."""
-        return self._locks.environment()
+        return self._locks.command_environment()
 
-    async def acquire(self, caller: Caller | None = None) -> None:
+    async def acquire_turn(self, caller: StepRunner | None = None) -> None:
         """Take the turn, together with the other ranks: all of them have it, or none.
 
         All ranks go through the same rounds and vote at the end of each, so that a failure of one ends the turn
@@ -116,37 +116,37 @@ class Session:
             TurnFailed: Another rank failed; what failed here is raised as it is.
             asyncio.CancelledError: The caller was cancelled; nothing is held.
         """
-        caller = Caller(self._plan) if caller is None else caller
+        caller = StepRunner(self._plan) if caller is None else caller
         rank, world = self._plan.rank, self._plan.world
-        rounds: list[Step | None] = [self.find_devices, self.sleep_pool if rank == 0 else None]
+        rounds: list[TurnStep | None] = [self.find_devices, self.sleep_pool if rank == 0 else None]
         rounds += [self.take_locks if each == rank else None for each in range(world)]
         try:
             for step in rounds:
                 await _do_round(step, caller)
             if caller.cancelled is not None:
                 raise caller.cancelled
-            self.begin()
+            self.begin_block()
         except GeneratorExit:
             raise
         except BaseException as error:
-            self.give()
+            self.give_back()
             if rank == 0:
                 try:
-                    await caller.run(self.undo_sleep)
+                    await caller.run_step(self.undo_sleep)
                 except RolloutError as second:
                     error.add_note(f"the pool could not be asked back to what it was: {second}")
             raise
 
-    def begin(self) -> None:
+    def begin_block(self) -> None:
         """Note that the code that follows runs inside this turn."""
-        self._locks.begin()
+        self._locks.begin_block()
 
-    def give(self) -> None:
+    def give_back(self) -> None:
         """Give back what is held; may be called again."""
-        self._locks.give()
+        self._locks.give_back()
 
     @property
-    def _left(self) -> float:
+    def _remaining_seconds(self) -> float:
         return max(0.0, round(self._until - time.monotonic(), 2))
 
     async def find_devices(self) -> None:
@@ -157,17 +157,19 @@ class Session:
             if devices is None:
                 devices = list(await self._find())
             who = holder_name(plan.rank, plan.world)
-            self._locks = Locks(lock_directory(plan.directory), devices, who, self._pool)
-        self._locks.check()
+            self._locks = DeviceLocks(lock_directory(plan.directory), devices, who, self._pool)
+        self._locks.check_takeable()
 
     async def sleep_pool(self) -> None:
         """Put the pool to sleep, and remember what it was before."""
         if self._pool is None:
             return
-        kept = self._locks.kept
+        kept = self._locks.has_kept
         try:
-            async with asyncio.timeout(self._left):
-                self._before = await _state(await self._pool._get_steering(), self._left)
+            async with asyncio.timeout(self._remaining_seconds):
+                self._before = await _read_wanted_state(
+                    await self._pool._get_steering(), self._remaining_seconds
+                )
         except TimeoutError:
             raise SteeringFailed(
                 f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
@@ -176,19 +178,21 @@ class Session:
         self._asked = True
         steering = await self._pool._get_steering()
         if kept:  # a worker that waits for these very locks can't be waited for
-            return await steering.ask_state("Asleep", self._left)
+            return await steering.ask_state("Asleep", self._remaining_seconds)
         while True:
             try:
-                return await self._pool.sleep(seconds=self._left)
+                return await self._pool.sleep(seconds=self._remaining_seconds)
             except SteeringFailed as error:
                 # Another trainer's turn has ended meanwhile, and it woke the pool: once more.
-                if self._left < AGAIN_SECONDS or not await _became("Active", error, steering):
+                if self._remaining_seconds < TURN_RETRY_SECONDS or not await _was_state_taken(
+                    "Active", error, steering
+                ):
                     raise
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(TURN_RETRY_SECONDS)
 
     async def take_locks(self) -> None:
         """Wait for the locks of this rank's devices."""
-        await self._locks.take(self._left)
+        await self._locks.take_locks(self._remaining_seconds)
 
     async def undo_sleep(self) -> None:
         """Ask the pool back to what it was before this turn put it to sleep."""
@@ -197,17 +201,17 @@ class Session:
             return
         steering = await self._pool._get_steering()
         if await steering.wanted_state() == "Asleep":  # else somebody has asked for another state
-            await steering.ask_state(before, UNDO_SECONDS)
+            await steering.ask_state(before, UNDO_TIMEOUT_SECONDS)
 
     def end_block(self, failure: BaseException | None) -> bool:
         """Give the locks back, or keep them after a failure; whether this process took them, and no parent of it."""
         if failure is None:
-            self.give()
+            self.give_back()
         else:
-            self._locks.keep_after(failure)
-        return not self._locks.forked
+            self._locks.keep_after_failure(failure)
+        return not self._locks.is_forked
 
-    async def leave(self, failure: BaseException | None) -> None:
+    async def leave_turn(self, failure: BaseException | None) -> None:
         """Give the turn back, then wake the pool; after a failure keep the locks and only ask for it.
 
         Raises:
@@ -219,9 +223,9 @@ class Session:
         if not took or self._pool is None or not self._plan.wake or self._plan.rank != 0:
             return
         if failure is None:
-            return await self._wake(self._pool, self._plan.serving)
+            return await self._wake_pool(self._pool, self._plan.serving)
         try:
-            await self._wake(self._pool, serving=False)
+            await self._wake_pool(self._pool, serving=False)
         except RolloutError as second:
             failure.add_note(f"the pool was not asked to wake: {second}")
         return None
@@ -229,43 +233,45 @@ class Session:
     async def ask_awake(self) -> None:
         """Ask the pool to be Active and keep the locks: they fall with the last process that has them."""
         if self._pool is not None and self._plan.wake:
-            await self._wake(self._pool, serving=False)
+            await self._wake_pool(self._pool, serving=False)
 
-    async def _wake(self, pool: SteeringVerbs, serving: bool) -> None:
+    async def _wake_pool(self, pool: SteeringVerbs, serving: bool) -> None:
         steering = await pool._get_steering()
-        seconds = self._plan.seconds if serving else UNDO_SECONDS
-        if await _state(steering, seconds) == "Paused":
+        seconds = self._plan.seconds if serving else UNDO_TIMEOUT_SECONDS
+        if await _read_wanted_state(steering, seconds) == "Paused":
             logger.info("somebody paused the pool during the turn, so it stays as they want it")
         elif serving:
-            await self._serve(pool, steering)
+            await self._wake_until_serving(pool, steering)
         else:
-            await steering.ask_state("Active", UNDO_SECONDS)
+            await steering.ask_state("Active", UNDO_TIMEOUT_SECONDS)
 
-    async def _serve(self, pool: SteeringVerbs, steering: Steering) -> None:
+    async def _wake_until_serving(self, pool: SteeringVerbs, steering: Steering) -> None:
         """Wake the pool and return once it serves; another trainer's turn before that is waited for."""
         until = time.monotonic() + self._plan.seconds
         while True:
             try:
                 return await pool.wake(seconds=max(0.0, until - time.monotonic()))
             except SteeringFailed as error:
-                if time.monotonic() > until or not await _became("Asleep", error, steering):
+                if time.monotonic() > until or not await _was_state_taken(
+                    "Asleep", error, steering
+                ):
                     raise
             # It wakes the pool at its end; asking before would only keep it from its turn.
-            await _until_awake(steering, until)
+            await _wait_until_awake(steering, until)
 
 
-async def _do_round(step: Step | None, caller: Caller) -> None:
+async def _do_round(step: TurnStep | None, caller: StepRunner) -> None:
     failure: BaseException | None = None
     try:
         if caller.cancelled is not None:
             raise caller.cancelled
         if step is not None:
-            await caller.run(step)
+            await caller.run_step(step)
     except GeneratorExit:
         raise
     except BaseException as error:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
         failure = error
-    agreed = await caller.vote(failure is None)
+    agreed = await caller.collect_votes(failure is None)
     if failure is not None or not agreed:
         raise (
             caller.cancelled
@@ -276,7 +282,7 @@ async def _do_round(step: Step | None, caller: Caller) -> None:
         )
 
 
-async def _state(steering: Steering, seconds: float) -> PoolState | None:
+async def _read_wanted_state(steering: Steering, seconds: float) -> PoolState | None:
     """Return the state that was asked for last; an API server that is away is asked for so long.
 
     Raises:
@@ -289,10 +295,10 @@ async def _state(steering: Steering, seconds: float) -> PoolState | None:
         except ClusterError as error:
             if not error.is_transient or time.monotonic() > until:
                 raise
-        await asyncio.sleep(AGAIN_SECONDS)
+        await asyncio.sleep(TURN_RETRY_SECONDS)
 
 
-async def _became(state: PoolState, error: SteeringFailed, steering: Steering) -> bool:
+async def _was_state_taken(state: PoolState, error: SteeringFailed, steering: Steering) -> bool:
     """Whether it was another trainer's turn that got in the way, which wants this state.
 
     By now it may have ended, and the pool be asked for the former state again.
@@ -302,9 +308,9 @@ async def _became(state: PoolState, error: SteeringFailed, steering: Steering) -
     return await steering.wanted_state() == state
 
 
-async def _until_awake(steering: Steering, until: float) -> None:
+async def _wait_until_awake(steering: Steering, until: float) -> None:
     """Return once somebody has asked for another state than Asleep, or when the time is up."""
     while True:
         if time.monotonic() > until or await steering.wanted_state() != "Asleep":
             return
-        await asyncio.sleep(AGAIN_SECONDS)
+        await asyncio.sleep(TURN_RETRY_SECONDS)

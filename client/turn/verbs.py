@@ -11,8 +11,8 @@ from rollout_client.steering.protocol import Steering
 from rollout_client.steering.verbs import SteeringVerbs
 
 from .devices import pod_devices
-from .plan import Plan, TurnOptions
-from .session import FindDevices, HeldTurn, Session
+from .plan import TurnOptions, TurnPlan
+from .session import FindDevices, HeldTurn, TurnSession
 
 
 class TurnVerbs(SteeringVerbs):
@@ -48,11 +48,11 @@ class TurnVerbs(SteeringVerbs):
             SteeringFailed: The pool did not fall asleep, or did not serve afterwards, in time.
             EpochLost, ClusterError: See `sleep`.
         """
-        session = Session(self, Plan.of(options), self._find_devices)
-        await session.acquire()
+        session = TurnSession(self, TurnPlan.from_options(options), self._find_devices)
+        await session.acquire_turn()
         try:
-            yield session.held
+            yield session.held_turn
         except BaseException as error:
-            await session.leave(error)
+            await session.leave_turn(error)
             raise
-        await session.leave(None)
+        await session.leave_turn(None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rollout_worker.engines.selfcheck import difference
+from rollout_worker.engines.selfcheck import find_difference
 from rollout_worker.schemas import SamplingParams
 from tests.support.engine.judging import greedy
 from tests.support.engine.workers import PROMPT
@@ -108,9 +108,9 @@ def there_and_back(scene: Scene) -> str:
         pauses.append(scene.update(in_flight="Abort")["pause_seconds"])
         seen.append(_greedy(scene))
     first, other, back = seen
-    if difference([first], [other]) is None:
+    if find_difference([first], [other]) is None:
         raise Wrong("another version makes the same tokens")
-    if (why := difference([first], [back])) is not None:
+    if (why := find_difference([first], [back])) is not None:
         raise Wrong(f"the first version does not come back: {why}")
     each = min(pauses) / scene.version_tensors * 1e6
     return f"pause {min(pauses) * 1000:.0f} ms, {each:.0f} us for each of {scene.version_tensors} tensors"

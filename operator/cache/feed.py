@@ -12,23 +12,23 @@ from rollout_operator.api.objects import PoolKey, ResourceName
 from rollout_operator.telemetry import OperatorTelemetry
 
 from .resync import Resync
-from .store import Store
+from .store import ObjectStore
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-RELIST_SECONDS = 5.0
+RELIST_DELAY_SECONDS = 5.0
 
-PACE_SECONDS = 0.001
-MAX_PACE_SECONDS = 0.5
+BATCH_SECONDS_PER_POD = 0.001
+MAX_BATCH_SECONDS = 0.5
 """How long changes to a pool's parts are collected, per pod that it has: a pass costs more in a
 larger pool, and a pool that is starting changes five times per pod."""
 
-UNPACED_PODS = 16
+UNBATCHED_PODS = 16
 """A pool of up to this many pods is looked at immediately."""
 
 
-class Feed:
+class WatchEventHandler:
     """The sink of the streams; see the module.
 
     A stream that lists again has lost its place, and kopf does not say what was deleted meanwhile,
@@ -37,11 +37,11 @@ class Feed:
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         queue: WorkQueue[PoolKey],
         telemetry: OperatorTelemetry,
         resync: Resync,
-        relist_seconds: float = RELIST_SECONDS,
+        relist_seconds: float = RELIST_DELAY_SECONDS,
     ) -> None:
         self._store = store
         self._queue = queue
@@ -53,15 +53,17 @@ class Feed:
         """Take one raw event."""
         raw = dict(obj)
         self._telemetry.note_watch_event(resource)
-        for key in self._store.take(resource, event, raw):
-            self._queue.add(key, 0.0 if resource == "pools" else self._pace(key))
+        for key in self._store.apply_event(resource, event, raw):
+            self._queue.add(key, 0.0 if resource == "pools" else self._batch_delay(key))
         if event is None:
-            self._resync.soon(self._relist_seconds)
+            self._resync.schedule_list(self._relist_seconds)
 
-    def part_changed(self, key: PoolKey) -> None:
+    def note_worker_change(self, key: PoolKey) -> None:
         """Look at a pool, one of whose workers has changed."""
-        self._queue.add(key, self._pace(key))
+        self._queue.add(key, self._batch_delay(key))
 
-    def _pace(self, key: PoolKey) -> float:
-        size = self._store.size(key)
-        return min(MAX_PACE_SECONDS, PACE_SECONDS * size) if size > UNPACED_PODS else 0.0
+    def _batch_delay(self, key: PoolKey) -> float:
+        size = self._store.pod_count(key)
+        return (
+            min(MAX_BATCH_SECONDS, BATCH_SECONDS_PER_POD * size) if size > UNBATCHED_PODS else 0.0
+        )

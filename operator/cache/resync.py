@@ -13,38 +13,38 @@ from collections.abc import Callable
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER_NAME, PLURAL
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
-from rollout_operator.kube.client import Kube
+from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
 from rollout_operator.telemetry import OperatorTelemetry
 
-from .store import Store, trimmed
+from .store import ObjectStore, trim_object
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-MANAGED = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
-OUR_SLICES = f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}"
+MANAGED_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
+OUR_SLICES_SELECTOR = f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}"
 """Kubernetes' own EndpointSlices of our Services have all labels of these, but not this one."""
 
-PATHS: dict[ResourceName, str] = {
+RESOURCE_PATHS: dict[ResourceName, str] = {
     "pools": PLURAL,
     "pods": "pods",
     "services": "services",
     "endpointslices": "endpointslices",
 }
-SELECTORS: dict[ResourceName, str | None] = {
+RESOURCE_SELECTORS: dict[ResourceName, str | None] = {
     "pools": None,
-    "pods": MANAGED,
-    "services": MANAGED,
-    "endpointslices": OUR_SLICES,
+    "pods": MANAGED_SELECTOR,
+    "services": MANAGED_SELECTOR,
+    "endpointslices": OUR_SLICES_SELECTOR,
 }
 
-RETRY_SECONDS = 2.0
-MAX_RETRY_SECONDS = 30.0
-LIST_TRIES = 3
+RESYNC_RETRY_SECONDS = 2.0
+MAX_RESYNC_RETRY_SECONDS = 30.0
+MAX_LIST_ATTEMPTS = 3
 """A list whose continuation expired is restarted this often before it counts as failed."""
 
-SPREAD = 0.5
+RESYNC_WAKE_SPREAD = 0.5
 """Share of the interval over which a resync wakes the pools in which nothing changed."""
 
 
@@ -63,8 +63,8 @@ class Resync:
 
     def __init__(
         self,
-        kube: Kube,
-        store: Store,
+        kube: KubeClient,
+        store: ObjectStore,
         queue: WorkQueue[PoolKey],
         telemetry: OperatorTelemetry,
         *,
@@ -89,11 +89,11 @@ class Resync:
         """Seconds between two lists."""
         return self._interval
 
-    def age(self) -> float | None:
+    def last_list_age(self) -> float | None:
         """Return how many seconds ago the last full list ended; None: there was none yet."""
         return None if self._finished_at is None else self._clock() - self._finished_at
 
-    def soon(self, delay: float) -> None:
+    def schedule_list(self, delay: float) -> None:
         """List again in `delay` seconds instead of at the end of the interval."""
         loop = asyncio.get_running_loop()
         if self._soon_timer is not None:
@@ -102,46 +102,46 @@ class Resync:
             self._soon_timer.cancel()
         self._soon_timer = loop.call_later(delay, self._soon.set)
 
-    async def first(self) -> None:
+    async def run_first_list(self) -> None:
         """List everything, trying until it works; the reason for waiting is logged once."""
-        delay = RETRY_SECONDS
-        while not await self._tried():
+        delay = RESYNC_RETRY_SECONDS
+        while not await self._try_list():
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
-            delay = min(MAX_RETRY_SECONDS, 1.5 * delay)
+            delay = min(MAX_RESYNC_RETRY_SECONDS, 1.5 * delay)
 
     async def run(self) -> None:
-        """List again after each interval, or `soon`, until cancelled."""
+        """List again after each interval, or `schedule_list`, until cancelled."""
         while True:
-            await self._wait()
-            if not await self._tried():
-                self.soon(2 * RETRY_SECONDS)
+            await self._wait_until_due()
+            if not await self._try_list():
+                self.schedule_list(2 * RESYNC_RETRY_SECONDS)
 
-    async def once(self) -> None:
+    async def list_everything(self) -> None:
         """List everything once, and wake every pool: at once where something changed."""
         touched: set[PoolKey] = set()
         for resource in WATCHED_RESOURCES:
             for namespace in self._namespaces:
-                touched |= await self._list(resource, namespace)
+                touched |= await self._list_resource(resource, namespace)
         self._finished_at = self._clock()
         for key in touched:
             self._queue.add(key)
-        pools = self._store.keys()
+        pools = self._store.pool_keys()
         for key in pools:
-            self._queue.add(key, random.uniform(0, SPREAD * self._interval))
+            self._queue.add(key, random.uniform(0, RESYNC_WAKE_SPREAD * self._interval))
 
-    async def _tried(self) -> bool:
+    async def _try_list(self) -> bool:
         """List everything; if that fails, log the reason unless it was the same last time."""
         try:
-            await self.once()
+            await self.list_everything()
         except KubeError as error:
-            text = _explained(error)
+            text = _explain_error(error)
             logger.log(logging.DEBUG if text == self._logged else logging.WARNING, "%s", text)
             self._logged = text
             return False
         self._logged = ""
         return True
 
-    async def _wait(self) -> None:
+    async def _wait_until_due(self) -> None:
         try:
             async with asyncio.timeout(self._interval):
                 await self._soon.wait()
@@ -152,15 +152,15 @@ class Resync:
             self._soon_timer.cancel()
             self._soon_timer = None
 
-    async def _list(self, resource: ResourceName, namespace: str | None) -> set[PoolKey]:
-        for attempt in range(1, LIST_TRIES + 1):
+    async def _list_resource(self, resource: ResourceName, namespace: str | None) -> set[PoolKey]:
+        for attempt in range(1, MAX_LIST_ATTEMPTS + 1):
             try:
-                objs, version = await self._collect(resource, namespace)
+                objs, version = await self._collect_pages(resource, namespace)
             except Gone:
-                if attempt == LIST_TRIES:
+                if attempt == MAX_LIST_ATTEMPTS:
                     raise
                 continue
-            touched, ghosts = self._store.replace(
+            touched, ghosts = self._store.replace_listed(
                 resource, objs, listed_at=version, namespace=namespace
             )
             if ghosts:
@@ -169,19 +169,21 @@ class Resync:
             return touched
         raise AssertionError("the loop returns or raises")
 
-    async def _collect(
+    async def _collect_pages(
         self, resource: ResourceName, namespace: str | None
     ) -> tuple[list[Obj], str]:
         objs: list[Obj] = []
         version = ""
-        pages = self._kube.list_pages(PATHS[resource], namespace, selector=SELECTORS[resource])
+        pages = self._kube.list_pages(
+            RESOURCE_PATHS[resource], namespace, selector=RESOURCE_SELECTORS[resource]
+        )
         async for page in pages:
             version = version or page.resource_version
-            objs.extend(trimmed(resource, obj) for obj in page.items)
+            objs.extend(trim_object(resource, obj) for obj in page.items)
         return objs, version
 
 
-def _explained(error: KubeError) -> str:
+def _explain_error(error: KubeError) -> str:
     """Return the error with what to do about it, where that is known."""
     if isinstance(error, NotFound):
         return f"{error}; is the CustomResourceDefinition installed?"

@@ -1,7 +1,7 @@
 """What the operator believes the cluster holds: pools, and what is labelled as theirs.
 
 That is pods, Services and, of Hybrid pools, EndpointSlices. Fed by the watch streams (`take`), by the
-answers to our own writes (`upsert`) and by whole lists (`replace`). A list removes ghosts: objects
+answers to our own writes (`upsert_written`) and by whole lists (`replace_listed`). A list removes ghosts: objects
 whose DELETED event never came, which happens after a 410 and when a stream was cut. Order is by
 `resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a tombstone until
 the next list, and what is older than a list is not believed after it. Nothing is copied on reading:
@@ -20,7 +20,7 @@ from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAM
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
 
 
-class Store:
+class ObjectStore:
     """Raw objects by pool; see the module.
 
     Args:
@@ -30,11 +30,13 @@ class Store:
 
     def __init__(self, operator_class: str = "") -> None:
         self._class = operator_class
-        self._kinds: dict[ResourceName, _Kind] = {name: _Kind(name) for name in WATCHED_RESOURCES}
+        self._kinds: dict[ResourceName, _ResourceStore] = {
+            name: _ResourceStore(name) for name in WATCHED_RESOURCES
+        }
 
-    def pool(self, key: PoolKey) -> Obj | None:
+    def find_pool(self, key: PoolKey) -> Obj | None:
         """Return the RolloutReplica, or None if there is none (any more)."""
-        found = self._kinds["pools"].at(key)
+        found = self._kinds["pools"].find_object(key)
         return found if self._is_ours(found) else None
 
     def _is_ours(self, pool: Obj | None) -> bool:
@@ -42,33 +44,33 @@ class Store:
         spec = {} if pool is None else pool.get("spec") or {}
         return pool is None or (spec.get("operatorClass") or "") == self._class
 
-    def _of(self, resource: ResourceName, key: PoolKey) -> list[Obj]:
-        return self._kinds[resource].of(key) if self._leads(key) else []
+    def _pool_objects(self, resource: ResourceName, key: PoolKey) -> list[Obj]:
+        return self._kinds[resource].pool_objects(key) if self._is_our_key(key) else []
 
-    def _leads(self, key: PoolKey) -> bool:
-        return self._is_ours(self._kinds["pools"].at(key))
+    def _is_our_key(self, key: PoolKey) -> bool:
+        return self._is_ours(self._kinds["pools"].find_object(key))
 
-    def pods(self, key: PoolKey) -> list[Obj]:
+    def pool_pods(self, key: PoolKey) -> list[Obj]:
         """Return the pool's pods, sorted by name."""
-        return self._of("pods", key)
+        return self._pool_objects("pods", key)
 
-    def size(self, key: PoolKey) -> int:
+    def pod_count(self, key: PoolKey) -> int:
         """Return how many pods the pool has."""
-        return self._kinds["pods"].size(key) if self._leads(key) else 0
+        return self._kinds["pods"].pool_size(key) if self._is_our_key(key) else 0
 
-    def services(self, key: PoolKey) -> list[Obj]:
+    def pool_services(self, key: PoolKey) -> list[Obj]:
         """Return the pool's Services, sorted by name."""
-        return self._of("services", key)
+        return self._pool_objects("services", key)
 
-    def slices(self, key: PoolKey) -> list[Obj]:
+    def pool_slices(self, key: PoolKey) -> list[Obj]:
         """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
-        return self._of("endpointslices", key)
+        return self._pool_objects("endpointslices", key)
 
-    def keys(self) -> list[PoolKey]:
+    def pool_keys(self) -> list[PoolKey]:
         """Return the keys of all pools of our class."""
-        return list(filter(self._leads, self._kinds["pools"].keys()))
+        return list(filter(self._is_our_key, self._kinds["pools"].object_keys()))
 
-    def take(self, resource: ResourceName, event: str | None, obj: Obj) -> set[PoolKey]:
+    def apply_event(self, resource: ResourceName, event: str | None, obj: Obj) -> set[PoolKey]:
         """Take a watch event; `event` is None for an object from a stream's first list.
 
         Returns:
@@ -76,16 +78,16 @@ class Store:
             known, an object that belongs to no pool), two where a child moved between pools.
         """
         kind = self._kinds[resource]
-        touched = kind.remove(obj) if event == "DELETED" else kind.put(obj)
-        return self._woken(resource, touched)
+        touched = kind.remove_object(obj) if event == "DELETED" else kind.put_object(obj)
+        return self._pools_to_wake(resource, touched)
 
-    def _woken(self, resource: ResourceName, touched: set[PoolKey]) -> set[PoolKey]:
+    def _pools_to_wake(self, resource: ResourceName, touched: set[PoolKey]) -> set[PoolKey]:
         """Which of the touched pools to look at: one whose name went to another class is let go."""
-        return touched if resource == "pools" else {key for key in touched if self._leads(key)}
+        return touched if resource == "pools" else {key for key in touched if self._is_our_key(key)}
 
-    def upsert(self, resource: ResourceName, obj: Obj) -> None:
+    def upsert_written(self, resource: ResourceName, obj: Obj) -> None:
         """Take the answer to a write of ours, so that the next pass sees it before the watch."""
-        self._kinds[resource].put(obj)
+        self._kinds[resource].put_object(obj)
 
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
@@ -101,11 +103,11 @@ class Store:
         """
         kind = self._kinds[resource]
         if (answer.get("metadata") or {}).get("deletionTimestamp"):
-            return bool(kind.put(answer))
-        known = kind.at(key)
-        return known is not None and _uid(known) == uid and bool(kind.remove(known))
+            return bool(kind.put_object(answer))
+        known = kind.find_object(key)
+        return known is not None and _object_uid(known) == uid and bool(kind.remove_object(known))
 
-    def replace(
+    def replace_listed(
         self,
         resource: ResourceName,
         objs: Iterable[Obj],
@@ -124,15 +126,17 @@ class Store:
         Returns:
             The pools in which something came, changed or went, and the number of ghosts.
         """
-        touched, ghosts = self._kinds[resource].replace(objs, _number(listed_at), namespace)
-        return self._woken(resource, touched), ghosts
+        touched, ghosts = self._kinds[resource].replace_listed(
+            objs, _version_number(listed_at), namespace
+        )
+        return self._pools_to_wake(resource, touched), ghosts
 
-    def counts(self) -> dict[ResourceName, int]:
+    def object_counts(self) -> dict[ResourceName, int]:
         """Return how many objects of each resource are known."""
         return {name: len(kind) for name, kind in self._kinds.items()}
 
 
-def owner(resource: ResourceName, obj: Obj) -> PoolKey | None:
+def owning_pool(resource: ResourceName, obj: Obj) -> PoolKey | None:
     """Return the pool that an object is or says it belongs to, by its labels."""
     meta = obj["metadata"]
     namespace = meta.get("namespace", "")
@@ -145,20 +149,20 @@ def owner(resource: ResourceName, obj: Obj) -> PoolKey | None:
     return PoolKey(namespace, pool)
 
 
-def _number(version: str | None) -> int:
+def _version_number(version: str | None) -> int:
     """Return a resourceVersion as a number; servers that don't number order nothing (0)."""
     return int(version) if version and version.isdecimal() else 0
 
 
-def _version(obj: Obj) -> int:
-    return _number(obj["metadata"].get("resourceVersion"))
+def _object_version(obj: Obj) -> int:
+    return _version_number(obj["metadata"].get("resourceVersion"))
 
 
-def _uid(obj: Obj) -> str:
+def _object_uid(obj: Obj) -> str:
     return str(obj["metadata"].get("uid", ""))
 
 
-class _Kind:
+class _ResourceStore:
     """All known objects of one resource, by (namespace, name), with an index by pool."""
 
     def __init__(self, resource: ResourceName) -> None:
@@ -171,56 +175,56 @@ class _Kind:
     def __len__(self) -> int:
         return len(self._objects)
 
-    def at(self, key: PoolKey) -> Obj | None:
+    def find_object(self, key: PoolKey) -> Obj | None:
         return self._objects.get(key)
 
-    def of(self, pool: PoolKey) -> list[Obj]:
+    def pool_objects(self, pool: PoolKey) -> list[Obj]:
         members = self._by_pool.get(pool, {})
         return [members[name] for name in sorted(members)]
 
-    def size(self, pool: PoolKey) -> int:
+    def pool_size(self, pool: PoolKey) -> int:
         return len(self._by_pool.get(pool, ()))
 
-    def keys(self) -> list[PoolKey]:
+    def object_keys(self) -> list[PoolKey]:
         return list(self._objects)
 
-    def put(self, obj: Obj, *, listed: bool = False) -> set[PoolKey]:
-        key = _name(obj)
+    def put_object(self, obj: Obj, *, listed: bool = False) -> set[PoolKey]:
+        key = _object_key(obj)
         if self._is_late(obj, self._objects.get(key)) or (not listed and self._is_listed(obj)):
             return set()
-        pool = owner(self._resource, obj)
-        touched = self._drop(key)
+        pool = owning_pool(self._resource, obj)
+        touched = self._drop_object(key)
         if pool is not None:
-            self._objects[key] = trimmed(self._resource, obj)
+            self._objects[key] = trim_object(self._resource, obj)
             self._by_pool[pool][key.name] = self._objects[key]
             touched.add(pool)
         return touched
 
-    def remove(self, obj: Obj) -> set[PoolKey]:
-        key = _name(obj)
-        self._tombstones[_uid(obj)] = (key.namespace, _version(obj))
+    def remove_object(self, obj: Obj) -> set[PoolKey]:
+        key = _object_key(obj)
+        self._tombstones[_object_uid(obj)] = (key.namespace, _object_version(obj))
         known = self._objects.get(key)
-        if known is None or _uid(known) != _uid(obj):
+        if known is None or _object_uid(known) != _object_uid(obj):
             return set()  # a namesake took the place already
-        if _version(obj) and _version(known) > _version(obj):
+        if _object_version(obj) and _object_version(known) > _object_version(obj):
             return set()  # its labels came back after it had left the selector
-        return self._drop(key)
+        return self._drop_object(key)
 
-    def replace(
+    def replace_listed(
         self, objs: Iterable[Obj], listed_at: int, namespace: str | None
     ) -> tuple[set[PoolKey], int]:
         touched = self._start_over_if_rewound(listed_at, namespace)
         present = set()
         ghosts = 0
         for obj in objs:
-            present.add(_uid(obj))
-            touched |= self.put(obj, listed=True)
+            present.add(_object_uid(obj))
+            touched |= self.put_object(obj, listed=True)
         for key, known in list(self._objects.items()):
-            if _uid(known) in present or namespace not in (None, key.namespace):
+            if _object_uid(known) in present or namespace not in (None, key.namespace):
                 continue
-            if listed_at and _version(known) > listed_at:
+            if listed_at and _object_version(known) > listed_at:
                 continue  # made or changed after the list was taken
-            touched |= self._drop(key)
+            touched |= self._drop_object(key)
             ghosts += 1
         self._listed_at[namespace] = listed_at
         self._tombstones = {
@@ -237,27 +241,27 @@ class _Kind:
         self._tombstones.clear()
         self._listed_at.clear()
         forgotten = [key for key in self._objects if namespace in (None, key.namespace)]
-        return set().union(*(self._drop(key) for key in forgotten))
+        return set().union(*(self._drop_object(key) for key in forgotten))
 
     def _is_late(self, obj: Obj, known: Obj | None) -> bool:
-        version = _version(obj)
-        _, buried = self._tombstones.get(_uid(obj), ("", -1))
+        version = _object_version(obj)
+        _, buried = self._tombstones.get(_object_uid(obj), ("", -1))
         if version <= buried:
             return True
         # Equal versions are the same object: nothing to wake for.
-        return known is not None and 0 < version <= _version(known)
+        return known is not None and 0 < version <= _object_version(known)
 
     def _is_listed(self, obj: Obj) -> bool:
         """Return whether the last list knew of this version: then it is in the store, or gone."""
         namespace = obj["metadata"].get("namespace", "")
         floor = max(self._listed_at.get(None, 0), self._listed_at.get(namespace, 0))
-        return 0 < _version(obj) <= floor
+        return 0 < _object_version(obj) <= floor
 
-    def _drop(self, key: PoolKey) -> set[PoolKey]:
+    def _drop_object(self, key: PoolKey) -> set[PoolKey]:
         known = self._objects.pop(key, None)
         if known is None:
             return set()
-        pool = owner(self._resource, known)
+        pool = owning_pool(self._resource, known)
         assert pool is not None, "only objects of a pool are stored"
         self._by_pool[pool].pop(key.name, None)
         if not self._by_pool[pool]:
@@ -265,15 +269,15 @@ class _Kind:
         return {pool}
 
 
-def _name(obj: Obj) -> PoolKey:
+def _object_key(obj: Obj) -> PoolKey:
     return PoolKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
 
 
-_UNREAD = frozenset({"volumes", "affinity", "tolerations", "topologySpreadConstraints"})
-_READ_OF_CONTAINERS = ("name", "image", "ports", "resources")
+_UNREAD_POD_FIELDS = frozenset({"volumes", "affinity", "tolerations", "topologySpreadConstraints"})
+_KEPT_CONTAINER_FIELDS = ("name", "image", "ports", "resources")
 
 
-def trimmed(resource: ResourceName, obj: Obj) -> Obj:
+def trim_object(resource: ResourceName, obj: Obj) -> Obj:
     """Return the object without `managedFields`, and a pod without what else is large and nobody reads.
 
     About a third of a pod is left, besides those fields; thousands are kept.
@@ -284,11 +288,11 @@ def trimmed(resource: ResourceName, obj: Obj) -> Obj:
         out = {**obj, "metadata": meta}
     if resource != "pods" or "spec" not in obj:
         return out
-    spec = {name: value for name, value in obj["spec"].items() if name not in _UNREAD}
+    spec = {name: value for name, value in obj["spec"].items() if name not in _UNREAD_POD_FIELDS}
     for kind in ("containers", "initContainers"):
         if kind in spec:
             spec[kind] = [
-                {name: each[name] for name in _READ_OF_CONTAINERS if name in each}
+                {name: each[name] for name in _KEPT_CONTAINER_FIELDS if name in each}
                 for each in spec[kind]
             ]
     return {**out, "spec": spec}

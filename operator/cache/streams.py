@@ -13,21 +13,21 @@ import kopf
 
 from rollout_operator.api.names import GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import ResourceName
-from rollout_operator.kube.credentials import login
+from rollout_operator.kube.credentials import load_connection_info
 
-from .resync import MANAGED, OUR_SLICES
+from .resync import MANAGED_SELECTOR, OUR_SLICES_SELECTOR
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[ResourceName, str | None, Any], None]
+EventSink = Callable[[ResourceName, str | None, Any], None]
 """Takes resource, type of event (None: from a list) and raw object."""
 
-BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
-CALM_SECONDS = 60.0
+STREAM_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
+STREAM_CALM_SECONDS = 60.0
 """Streams that ran this long restart after the shortest delay."""
 
 
-class Streams:
+class KopfStreams:
     """Runs kopf with our handlers.
 
     Args:
@@ -40,7 +40,7 @@ class Streams:
 
     def __init__(
         self,
-        sink: Sink,
+        sink: EventSink,
         *,
         namespaces: tuple[str, ...],
         spawned: Callable[[], None],
@@ -58,14 +58,14 @@ class Streams:
         while not self._stop.is_set():
             began = time.monotonic()
             try:
-                await self._stream()
+                await self._run_kopf()
                 reason = "without an error"
             except Exception as error:  # noqa: BLE001 - whatever ends kopf, the remedy is the same
                 reason = f"{type(error).__name__}: {error}"
             if self._stop.is_set():
                 return
-            failures = 0 if time.monotonic() - began > CALM_SECONDS else failures + 1
-            delay = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
+            failures = 0 if time.monotonic() - began > STREAM_CALM_SECONDS else failures + 1
+            delay = STREAM_BACKOFF_SECONDS[min(failures, len(STREAM_BACKOFF_SECONDS) - 1)]
             logger.warning("the watch streams ended (%s): restarting them", reason)
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
             await self._listed()
@@ -74,11 +74,11 @@ class Streams:
         """Ask `run` to end."""
         self._stop.set()
 
-    async def _stream(self) -> None:
+    async def _run_kopf(self) -> None:
         registry = kopf.OperatorRegistry()
-        register(self._sink, registry)
+        register_handlers(self._sink, registry)
         settings = kopf.OperatorSettings()
-        configure(settings, embedded=True)
+        configure_kopf(settings, embedded=True)
         tasks = await kopf.spawn_tasks(
             registry=registry,
             settings=settings,
@@ -109,12 +109,12 @@ async def _run_until_one_ends(tasks: Collection[asyncio.Task[Any]]) -> None:
             raise error
 
 
-def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
+def register_handlers(sink: EventSink, registry: kopf.OperatorRegistry | None = None) -> None:
     """Register the handlers of the streams, and our login, in a registry of kopf."""
 
     @kopf.on.login(registry=registry, id="rollout")
     async def _login(**_: Any) -> kopf.ConnectionInfo:
-        return await login()
+        return await load_connection_info()
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="pools")
     async def _pools(event: kopf.RawEvent, **_: Any) -> None:
@@ -135,11 +135,11 @@ def register(sink: Sink, registry: kopf.OperatorRegistry | None = None) -> None:
         sink("endpointslices", event["type"], event["object"])
 
 
-def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
+def configure_kopf(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     """Set what measurements showed to matter; `embedded`: kopf runs inside this process."""
-    settings.watching.label_selectors["pods"] = MANAGED
-    settings.watching.label_selectors["services"] = MANAGED
-    settings.watching.label_selectors["endpointslices"] = OUR_SLICES
+    settings.watching.label_selectors["pods"] = MANAGED_SELECTOR
+    settings.watching.label_selectors["services"] = MANAGED_SELECTOR
+    settings.watching.label_selectors["endpointslices"] = OUR_SLICES_SELECTOR
     settings.watching.chunk_size = 500
     settings.watching.server_timeout = 300
     settings.scanning.disabled = True
@@ -152,12 +152,12 @@ def configure(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = [0.5, 1, 2, 4]
     settings.persistence.finalizer = f"{GROUP}/{MANAGER_NAME}"
-    settings.persistence.diffbase_storage = _NoDiffs()
+    settings.persistence.diffbase_storage = _NoDiffStorage()
     # Embedded, the end of kopf is no reason to kill the process: our own exit is bounded.
     settings.process.ultimate_exiting_timeout = None if embedded else 25
 
 
-class _NoDiffs(kopf.DiffBaseStorage):
+class _NoDiffStorage(kopf.DiffBaseStorage):
     """Remembers nothing: our handlers take raw events, and kopf would copy every object twice."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:

@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-BASE_SECONDS = 0.5
-MAX_SECONDS = 60.0
-JITTER = 0.2
+BASE_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 60.0
+BACKOFF_JITTER = 0.2
 """A delay is stretched by up to this share, so that keys that failed together part."""
 
 
@@ -63,14 +63,14 @@ class WorkQueue(Generic[K]):
         """
         if rate_limited:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
-            delay = max(delay, self._backoff(failures))
+            delay = max(delay, self._backoff_delay(failures))
         due = self._clock() + max(0.0, delay)
         if key in self._due and self._due[key] <= due:
             return
         self._due[key] = due
         if key not in self._busy:
-            self._push(key, due)
-        self._dispatch()
+            self._push_due(key, due)
+        self._dispatch_due()
 
     async def get(self) -> K:
         """Wait for a key that is due and take it; `done` must follow.
@@ -81,12 +81,12 @@ class WorkQueue(Generic[K]):
         if self._closed:
             raise QueueClosed
         if not self._waiters:
-            key = self.take()
+            key = self.get_due()
             if key is not None:
                 return key
         waiter: asyncio.Future[K] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        self._dispatch()
+        self._dispatch_due()
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -95,9 +95,9 @@ class WorkQueue(Generic[K]):
                 self.add(waiter.result())
             raise
 
-    def take(self) -> K | None:
+    def get_due(self) -> K | None:
         """Take a key that is due now, or return None; `done` must follow."""
-        head = self._head()
+        head = self._earliest_entry()
         now = self._clock()
         if head is None or head[0] > now:
             return None
@@ -107,33 +107,33 @@ class WorkQueue(Generic[K]):
         self._on_wait(now - due)
         return key
 
-    def done(self, key: K) -> None:
+    def mark_done(self, key: K) -> None:
         """Say that the look at `key` has ended, well or not."""
         self._busy.discard(key)
         due = self._due.get(key)
         if due is not None:
-            self._push(key, due)
-            self._dispatch()
+            self._push_due(key, due)
+            self._dispatch_due()
 
-    def failures(self, key: K) -> int:
+    def failure_count(self, key: K) -> int:
         """Return how often the key was added with `rate_limited` since `forget`."""
         return self._failures.get(key, 0)
 
-    def forget(self, key: K) -> None:
+    def reset_backoff(self, key: K) -> None:
         """Reset the key's back-off, because it went well or is gone."""
         self._failures.pop(key, None)
 
-    def depth(self) -> int:
+    def due_count(self) -> int:
         """Return how many keys are due and waiting for a worker."""
         now = self._clock()
         return sum(due <= now and key not in self._busy for key, due in self._due.items())
 
     def oldest_age(self) -> float:
         """Return for how many seconds the longest waiting key has been due."""
-        head = self._head()
+        head = self._earliest_entry()
         return max(0.0, self._clock() - head[0]) if head else 0.0
 
-    def busy(self) -> int:
+    def busy_count(self) -> int:
         """Return how many keys are being worked on."""
         return len(self._busy)
 
@@ -147,16 +147,16 @@ class WorkQueue(Generic[K]):
                 waiter.set_exception(QueueClosed())
         self._waiters.clear()
 
-    def _backoff(self, failures: int) -> float:
+    def _backoff_delay(self, failures: int) -> float:
         # 2**20 is far above the maximum; the bound keeps the power from overflowing.
-        delay = min(MAX_SECONDS, BASE_SECONDS * 2.0 ** min(failures - 1, 20))
-        return delay * (1 + JITTER * self._rand())
+        delay = min(MAX_BACKOFF_SECONDS, BASE_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 20))
+        return delay * (1 + BACKOFF_JITTER * self._rand())
 
-    def _push(self, key: K, due: float) -> None:
+    def _push_due(self, key: K, due: float) -> None:
         self._ticket += 1
         heapq.heappush(self._heap, (due, self._ticket, key))
 
-    def _head(self) -> tuple[float, int, K] | None:
+    def _earliest_entry(self) -> tuple[float, int, K] | None:
         """Return the earliest entry that still counts; drop those before it that don't."""
         while self._heap:
             due, _, key = self._heap[0]
@@ -165,24 +165,24 @@ class WorkQueue(Generic[K]):
             heapq.heappop(self._heap)
         return None
 
-    def _dispatch(self) -> None:
+    def _dispatch_due(self) -> None:
         """Hand due keys to waiting workers and set the timer for the next one."""
         while self._waiters and not self._closed:
             if self._waiters[0].done():
                 self._waiters.popleft()
                 continue
-            key = self.take()
+            key = self.get_due()
             if key is None:
                 break
             self._waiters.popleft().set_result(key)
-        self._arm()
+        self._arm_timer()
 
-    def _arm(self) -> None:
+    def _arm_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        head = self._head()
+        head = self._earliest_entry()
         if head is None or not self._waiters or self._closed:
             return
         delay = max(0.0, head[0] - self._clock())
-        self._timer = asyncio.get_running_loop().call_later(delay, self._dispatch)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._dispatch_due)

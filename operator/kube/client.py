@@ -17,42 +17,46 @@ from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER_NAME, P
 from rollout_operator.api.objects import Obj
 
 from .errors import Forbidden, from_answer
-from .transport import REQUEST_SECONDS, PatchKind, Request, Transport
+from .transport import REQUEST_TIMEOUT_SECONDS, ApiRequest, ApiTransport, PatchKind
 
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Resource:
+class _ResourceType:
     prefix: str
     api_version: str
     kind: str
 
 
-RESOURCES: Mapping[str, _Resource] = {
-    PLURAL: _Resource(f"/apis/{GROUP}/{VERSION}", API_VERSION, KIND),
-    "pods": _Resource("/api/v1", "v1", "Pod"),
-    "services": _Resource("/api/v1", "v1", "Service"),
-    "endpointslices": _Resource(
+RESOURCE_TYPES: Mapping[str, _ResourceType] = {
+    PLURAL: _ResourceType(f"/apis/{GROUP}/{VERSION}", API_VERSION, KIND),
+    "pods": _ResourceType("/api/v1", "v1", "Pod"),
+    "services": _ResourceType("/api/v1", "v1", "Service"),
+    "endpointslices": _ResourceType(
         "/apis/discovery.k8s.io/v1", "discovery.k8s.io/v1", "EndpointSlice"
     ),
-    "resourceclaims": _Resource("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceClaim"),
-    "resourceslices": _Resource("/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceSlice"),
-    "serviceaccounts": _Resource("/api/v1", "v1", "ServiceAccount"),
-    "leases": _Resource("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),
-    "events": _Resource("/apis/events.k8s.io/v1", "events.k8s.io/v1", "Event"),
+    "resourceclaims": _ResourceType(
+        "/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceClaim"
+    ),
+    "resourceslices": _ResourceType(
+        "/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceSlice"
+    ),
+    "serviceaccounts": _ResourceType("/api/v1", "v1", "ServiceAccount"),
+    "leases": _ResourceType("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),
+    "events": _ResourceType("/apis/events.k8s.io/v1", "events.k8s.io/v1", "Event"),
 }
 
 
-class Page(NamedTuple):
+class ListPage(NamedTuple):
     """A part of a list; `resource_version` is that of the whole list."""
 
     items: list[Obj]
     resource_version: str
 
 
-class Kube:
+class KubeClient:
     """See the module; use it as an async context manager, or call `close`.
 
     Args:
@@ -65,15 +69,15 @@ class Kube:
         self,
         *,
         on_request: Callable[[str, str, int], None] = lambda verb, resource, code: None,
-        write_seconds: Callable[[], float] = lambda: REQUEST_SECONDS,
+        write_seconds: Callable[[], float] = lambda: REQUEST_TIMEOUT_SECONDS,
         service_account: tuple[str, str] | None = None,
     ) -> None:
-        self._transport = Transport(on_request, write_seconds)
+        self._transport = ApiTransport(on_request, write_seconds)
         self._account = service_account
         self._tokens: dict[str, tuple[float, str]] = {}
         self._token_locks: dict[str, asyncio.Lock] = {}
 
-    async def __aenter__(self) -> Kube:
+    async def __aenter__(self) -> KubeClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,20 +93,20 @@ class Kube:
 
     async def get(self, resource: str, namespace: str, name: str) -> Obj:
         """Return one object, or raise `NotFound`."""
-        return await self._send("get", resource, namespace, name)
+        return await self._send_request("get", resource, namespace, name)
 
-    async def openapi(self) -> Obj:
+    async def get_openapi(self) -> Obj:
         """Return the OpenAPI document of our API group, as the API server publishes it."""
         url = f"/openapi/v3/apis/{GROUP}/{VERSION}"
         what = f"get the OpenAPI document of {API_VERSION}"
-        request = Request("get", "openapi", url, what, None, {}, None, fenced=False)
-        return await self._transport.send(request)
+        request = ApiRequest("get", "openapi", url, what, None, {}, None, fenced=False)
+        return await self._transport.send_request(request)
 
     async def create(self, resource: str, obj: Obj) -> Obj:
         """Create an object; unknown fields are an error (`Invalid`), a taken name `AlreadyExists`."""
         params = {"fieldManager": MANAGER_NAME, "fieldValidation": "Strict"}
         namespace = obj["metadata"]["namespace"]
-        return await self._send("create", resource, namespace, body=obj, params=params)
+        return await self._send_request("create", resource, namespace, body=obj, params=params)
 
     async def delete(
         self,
@@ -123,7 +127,7 @@ class Kube:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
-        return await self._send("delete", resource, namespace, name, body=options)
+        return await self._send_request("delete", resource, namespace, name, body=options)
 
     async def patch(
         self,
@@ -145,7 +149,7 @@ class Kube:
         if kind == "apply":
             params["force"] = "true"
         path = f"{name}/{subresource}" if subresource else name
-        return await self._send(
+        return await self._send_request(
             "patch", resource, namespace, path, body=body, params=params, content=kind
         )
 
@@ -156,24 +160,24 @@ class Kube:
         *,
         selector: str | None = None,
         limit: int = 500,
-    ) -> AsyncIterator[Page]:
+    ) -> AsyncIterator[ListPage]:
         """Yield a list page by page; namespace None: all of them.
 
         Raises:
             Gone: The continuation expired (the list took minutes): begin again.
         """
-        known = RESOURCES[resource]
+        known = RESOURCE_TYPES[resource]
         params = {"limit": str(limit)}
         if selector:
             params["labelSelector"] = selector
         while True:
-            answer = await self._send("list", resource, namespace, params=params)
+            answer = await self._send_request("list", resource, namespace, params=params)
             items = answer.get("items") or []
             for item in items:
                 item.setdefault("apiVersion", known.api_version)
                 item.setdefault("kind", known.kind)
             meta = answer.get("metadata") or {}
-            yield Page(items, str(meta.get("resourceVersion", "")))
+            yield ListPage(items, str(meta.get("resourceVersion", "")))
             if not meta.get("continue"):
                 return
             params["continue"] = meta["continue"]
@@ -196,15 +200,15 @@ class Kube:
         if selector:
             params["labelSelector"] = selector
         what = f"watch {resource} {namespace or '*'}"
-        url = _url(RESOURCES[resource], resource, namespace, "")
-        request = Request("watch", resource, url, what, None, params, None, fenced=False)
-        async for event in self._transport.stream(request, seconds):
+        url = _resource_url(RESOURCE_TYPES[resource], resource, namespace, "")
+        request = ApiRequest("watch", resource, url, what, None, params, None, fenced=False)
+        async for event in self._transport.stream_objects(request, seconds):
             kind, obj = event["type"], event["object"]
             if kind == "ERROR":
                 raise from_answer(int(obj.get("code", 500)), json.dumps(obj).encode(), what, None)
             yield kind, obj
 
-    async def token(self, audience: str, seconds: int = 600) -> str:
+    async def get_token(self, audience: str, seconds: int = 600) -> str:
         """Return a token of the operator's own account for one audience, from a cache if fresh.
 
         Raises:
@@ -221,7 +225,7 @@ class Kube:
             renew_at, token = self._tokens.get(audience, (0.0, ""))
             if time.monotonic() < renew_at:
                 return token
-            token = await self._mint(self._account, audience, seconds)
+            token = await self._mint_token(self._account, audience, seconds)
             renew_at = time.monotonic() + TOKEN_RENEW_SHARE * seconds
             self._tokens[audience] = (renew_at, token)
             return token
@@ -231,19 +235,19 @@ class Kube:
         self._tokens.pop(audience, None)
         self._token_locks.pop(audience, None)
 
-    async def _mint(self, account: tuple[str, str], audience: str, seconds: int) -> str:
+    async def _mint_token(self, account: tuple[str, str], audience: str, seconds: int) -> str:
         namespace, name = account
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
             "spec": {"audiences": [audience], "expirationSeconds": seconds},
         }
-        answer = await self._send(
+        answer = await self._send_request(
             "create", "serviceaccounts", namespace, f"{name}/token", body=body, fenced=False
         )
         return str(answer["status"]["token"])
 
-    async def _send(
+    async def _send_request(
         self,
         verb: str,
         resource: str,
@@ -256,14 +260,14 @@ class Kube:
         fenced: bool | None = None,
     ) -> Obj:
         what = f"{verb} {resource} {namespace or '*'}/{path}".rstrip("/")
-        url = _url(RESOURCES[resource], resource, namespace, path)
+        url = _resource_url(RESOURCE_TYPES[resource], resource, namespace, path)
         if fenced is None:
             # The Lease is how the fence is kept; reading changes nothing.
             fenced = verb not in ("get", "list") and resource != "leases"
-        request = Request(verb, resource, url, what, body, params or {}, content, fenced)
-        return await self._transport.send(request)
+        request = ApiRequest(verb, resource, url, what, body, params or {}, content, fenced)
+        return await self._transport.send_request(request)
 
 
-def _url(known: _Resource, resource: str, namespace: str | None, path: str) -> str:
+def _resource_url(known: _ResourceType, resource: str, namespace: str | None, path: str) -> str:
     scope = f"/namespaces/{namespace}" if namespace is not None else ""
     return f"{known.prefix}{scope}/{resource}" + (f"/{path}" if path else "")

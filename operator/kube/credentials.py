@@ -20,7 +20,7 @@ from rollout_operator.config import SERVICE_ACCOUNT_DIR, own_namespace
 
 logger = logging.getLogger(__name__)
 
-TOKEN_SECONDS = 600
+TOKEN_REREAD_SECONDS = 600
 """How long a token that was read from the file is used; the kubelet renews it with hours to go."""
 
 
@@ -28,18 +28,18 @@ class LoginFailed(Exception):
     """No usable credentials; the message says what to provide."""
 
 
-async def login() -> kopf.ConnectionInfo:
+async def load_connection_info() -> kopf.ConnectionInfo:
     """Return server, certificates and token.
 
     Raises:
         LoginFailed: There is neither a service account nor a usable kubeconfig.
     """
-    if _in_cluster():
-        return _service_account()
-    return await asyncio.to_thread(_kubeconfig)
+    if _is_in_cluster():
+        return _service_account_info()
+    return await asyncio.to_thread(_kubeconfig_info)
 
 
-def _in_cluster() -> bool:
+def _is_in_cluster() -> bool:
     return (
         not os.environ.get("KUBECONFIG")
         and bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
@@ -47,7 +47,7 @@ def _in_cluster() -> bool:
     )
 
 
-def _service_account() -> kopf.ConnectionInfo:
+def _service_account_info() -> kopf.ConnectionInfo:
     host = os.environ["KUBERNETES_SERVICE_HOST"]
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if ":" in host:
@@ -62,11 +62,11 @@ def _service_account() -> kopf.ConnectionInfo:
         ca_path=str(SERVICE_ACCOUNT_DIR / "ca.crt"),
         token=token,
         default_namespace=own_namespace(),
-        expiration=now + datetime.timedelta(seconds=TOKEN_SECONDS),
+        expiration=now + datetime.timedelta(seconds=TOKEN_REREAD_SECONDS),
     )
 
 
-def _kubeconfig() -> kopf.ConnectionInfo:
+def _kubeconfig_info() -> kopf.ConnectionInfo:
     settings = kopf.OperatorSettings()
     try:
         info = kopf.login_with_kubeconfig(settings=settings)
@@ -81,10 +81,10 @@ def _kubeconfig() -> kopf.ConnectionInfo:
         raise LoginFailed(f"the kubeconfig can't be used: {error!r}") from error
     if info is None or not info.server:
         raise LoginFailed("the kubeconfig names no server for its current context")
-    return _absolute(info)
+    return _with_absolute_paths(info)
 
 
-def _absolute(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
+def _with_absolute_paths(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
     """Resolve paths beside the kubeconfig, as kubectl does."""
     first = os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0]
     folder = Path(first).expanduser().absolute().parent

@@ -54,7 +54,7 @@ class Conflict(KubeError):
     """409: stale resourceVersion, or another uid than the precondition's."""
 
     @classmethod
-    def of(cls, error: KubeError) -> Conflict:
+    def from_error(cls, error: KubeError) -> Conflict:
         """Return the conflict that another error tells of: some patches of another object are refused as invalid."""
         return cls(error.status, error.reason, error.message, said=error.said)
 
@@ -90,7 +90,7 @@ class FencedError(KubeError):
         super().__init__(0, "Fenced", f"{what} was not sent: this operator does not hold the Lease")
 
 
-_BY_STATUS: dict[int, type[KubeError]] = {
+_ERROR_BY_STATUS: dict[int, type[KubeError]] = {
     400: Invalid,
     401: Unauthorized,
     403: Forbidden,
@@ -115,7 +115,7 @@ def from_answer(status: int, body: bytes, what: str, retry_after: str | None) ->
     reason = str(answer.get("reason") or "")
     message = str(answer.get("message") or body[:256].decode(errors="replace").strip())
     message = message or "no message"
-    kind = _BY_STATUS.get(status, Unavailable if status >= 500 else KubeError)
+    kind = _ERROR_BY_STATUS.get(status, Unavailable if status >= 500 else KubeError)
     if status == 409 and reason == "AlreadyExists":
         kind = AlreadyExists
     seconds = float(retry_after) if retry_after and retry_after.isdecimal() else None

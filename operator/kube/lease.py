@@ -21,18 +21,18 @@ from collections.abc import Callable
 
 from rollout_operator.api.objects import Obj
 
-from .client import Kube
+from .client import KubeClient
 from .errors import AlreadyExists, Conflict, KubeError, NotFound
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 15
-RENEW_SECONDS = 10.0
-RETRY_SECONDS = 2.0
-STANDBY_SECONDS = 1.0
+LEASE_DURATION_SECONDS = 15
+RENEW_DEADLINE_SECONDS = 10.0
+RENEW_INTERVAL_SECONDS = 2.0
+STANDBY_POLL_SECONDS = 1.0
 """A standby looks this often, so that it takes over within 2 s of a release."""
 
-CALL_SECONDS = 5.0
+LEASE_REQUEST_SECONDS = 5.0
 """Deadline of one request for the Lease."""
 
 
@@ -59,7 +59,7 @@ class Leadership:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         *,
         namespace: str,
         name: str,
@@ -87,7 +87,7 @@ class Leadership:
         """Holder identity in the Lease while we hold it."""
         return self._identity
 
-    def held(self) -> bool:
+    def has_lease(self) -> bool:
         """Return whether the Lease is ours as far as we know (we may be fenced right now)."""
         return self._held
 
@@ -96,9 +96,9 @@ class Leadership:
         if not self._held:
             return 0.0
         now = self._clock()
-        if now - self._renewed_at > RENEW_SECONDS:
+        if now - self._renewed_at > RENEW_DEADLINE_SECONDS:
             return 0.0
-        return self._renewed_at + LEASE_SECONDS - 1 - now
+        return self._renewed_at + LEASE_DURATION_SECONDS - 1 - now
 
     def may_write(self) -> bool:
         """Return whether writes are allowed now."""
@@ -108,12 +108,12 @@ class Leadership:
         """Return how long ago the last attempt at the Lease ended, successful or not."""
         return self._clock() - self._tried_at
 
-    async def acquire(self) -> None:
+    async def acquire_lease(self) -> None:
         """Return once the Lease is ours; wait out errors of the API server."""
         complained = False
         while True:
             try:
-                async with asyncio.timeout(CALL_SECONDS):
+                async with asyncio.timeout(LEASE_REQUEST_SECONDS):
                     if await self._try_acquire():
                         logger.info("this operator leads", extra={"identity": self._identity})
                         return
@@ -123,9 +123,9 @@ class Leadership:
                 log("can't acquire the Lease: %s", str(error) or "no answer in time")
                 complained = True
             self._tried_at = self._clock()
-            await asyncio.sleep(STANDBY_SECONDS)
+            await asyncio.sleep(STANDBY_POLL_SECONDS)
 
-    async def hold(self) -> None:
+    async def hold_lease(self) -> None:
         """Renew forever.
 
         Raises:
@@ -133,10 +133,10 @@ class Leadership:
         """
         complained = False
         while True:
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(RENEW_INTERVAL_SECONDS)
             try:
-                async with asyncio.timeout(CALL_SECONDS):
-                    await self._renew()
+                async with asyncio.timeout(LEASE_REQUEST_SECONDS):
+                    await self._renew_lease()
                 complained = False
             except LeadershipLost:
                 self._held = False
@@ -147,14 +147,14 @@ class Leadership:
                 complained = True
             self._tried_at = self._clock()
 
-    async def release(self) -> None:
+    async def release_lease(self) -> None:
         """Give the Lease back, so that a standby takes it at once; errors are logged."""
         if not self._held:
             return
         self._held = False  # from here on nothing is written
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                await self._write(self._record(holder="", seconds=1))
+            async with asyncio.timeout(LEASE_REQUEST_SECONDS):
+                await self._write_lease(self._lease_spec(holder="", seconds=1))
         except (KubeError, TimeoutError) as error:
             logger.warning("can't release the Lease: %s", str(error) or "no answer in time")
 
@@ -163,9 +163,9 @@ class Leadership:
         try:
             lease = await self._kube.get("leases", self._namespace, self._name)
         except NotFound:
-            return not self._was_just_deleted(sent) and await self._create(sent)
+            return not self._was_just_deleted(sent) and await self._create_lease(sent)
         self._missed_at = None
-        if not self._free(lease, sent):
+        if not self._is_free(lease, sent):
             return False
         spec = lease.get("spec") or {}
         self._transitions = int(spec.get("leaseTransitions") or 0) + 1
@@ -173,7 +173,7 @@ class Leadership:
         self._acquired = _micro_time()
         sent = self._clock()
         try:
-            await self._write(self._record())
+            await self._write_lease(self._lease_spec())
         except (Conflict, NotFound):
             return False  # another standby was faster
         self._held, self._renewed_at = True, sent
@@ -184,25 +184,25 @@ class Leadership:
         if not self._seen_version:
             return False
         self._missed_at = now if self._missed_at is None else self._missed_at
-        return now - self._missed_at <= LEASE_SECONDS
+        return now - self._missed_at <= LEASE_DURATION_SECONDS
 
-    def _free(self, lease: Obj, now: float) -> bool:
+    def _is_free(self, lease: Obj, now: float) -> bool:
         spec = lease.get("spec") or {}
         version = lease["metadata"]["resourceVersion"]
         if version != self._seen_version:
             self._seen_version, self._seen_at = version, now
         if not spec.get("holderIdentity"):
             return True
-        seconds = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+        seconds = float(spec.get("leaseDurationSeconds") or LEASE_DURATION_SECONDS)
         return now - self._seen_at > seconds
 
-    async def _create(self, sent: float) -> bool:
+    async def _create_lease(self, sent: float) -> bool:
         self._acquired = _micro_time()
         body = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
             "metadata": {"namespace": self._namespace, "name": self._name},
-            "spec": self._record(),
+            "spec": self._lease_spec(),
         }
         try:
             lease = await self._kube.create("leases", body)
@@ -212,21 +212,21 @@ class Leadership:
         self._held, self._renewed_at = True, sent
         return True
 
-    async def _renew(self) -> None:
+    async def _renew_lease(self) -> None:
         sent = self._clock()
         try:
-            await self._write(self._record())
+            await self._write_lease(self._lease_spec())
         except Conflict:
-            await self._reread()
+            await self._reread_lease()
             return
         except NotFound:
             logger.warning("the Lease was deleted: creating it again")
-            if not await self._create(sent):
+            if not await self._create_lease(sent):
                 raise LeadershipLost("somebody else recreated the deleted Lease") from None
             return
         self._renewed_at = sent
 
-    async def _reread(self) -> None:
+    async def _reread_lease(self) -> None:
         """Continue if the Lease still names us although somebody wrote it, say `kubectl edit`."""
         lease = await self._kube.get("leases", self._namespace, self._name)
         holder = (lease.get("spec") or {}).get("holderIdentity")
@@ -234,12 +234,12 @@ class Leadership:
             raise LeadershipLost(f"the Lease is held by {holder or 'nobody'!r}")
         self._version = lease["metadata"]["resourceVersion"]
 
-    async def _write(self, spec: Obj) -> None:
+    async def _write_lease(self, spec: Obj) -> None:
         body = {"metadata": {"resourceVersion": self._version}, "spec": spec}
         lease = await self._kube.patch("leases", self._namespace, self._name, body)
         self._version = lease["metadata"]["resourceVersion"]
 
-    def _record(self, holder: str | None = None, seconds: int = LEASE_SECONDS) -> Obj:
+    def _lease_spec(self, holder: str | None = None, seconds: int = LEASE_DURATION_SECONDS) -> Obj:
         return {
             "holderIdentity": self._identity if holder is None else holder,
             "leaseDurationSeconds": seconds,
@@ -254,7 +254,7 @@ class SoleLeader:
 
     identity = "sole"
 
-    def held(self) -> bool:
+    def has_lease(self) -> bool:
         """Return True."""
         return True
 
@@ -270,14 +270,14 @@ class SoleLeader:
         """Return 0: there is nothing to try."""
         return 0.0
 
-    async def acquire(self) -> None:
+    async def acquire_lease(self) -> None:
         """Return at once."""
 
-    async def hold(self) -> None:
+    async def hold_lease(self) -> None:
         """Wait forever."""
         await asyncio.Event().wait()
 
-    async def release(self) -> None:
+    async def release_lease(self) -> None:
         """Do nothing."""
 
 

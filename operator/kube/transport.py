@@ -20,14 +20,14 @@ import kopf
 
 from rollout_operator.api.objects import Obj
 
-from .credentials import LoginFailed, login
+from .credentials import LoginFailed, load_connection_info
 from .errors import FencedError, KubeError, Unauthorized, Unavailable, from_answer
 
-REQUEST_SECONDS = 30.0
+REQUEST_TIMEOUT_SECONDS = 30.0
 STREAM_SLACK_SECONDS = 10.0
 """How much longer than it was asked for a stream may last: the API server ends it, if it lives."""
 
-CONNECT_SECONDS = 5.0
+CONNECT_TIMEOUT_SECONDS = 5.0
 
 PatchKind = Literal["merge", "json", "apply"]
 _CONTENT_TYPES: Mapping[PatchKind, str] = {
@@ -46,7 +46,7 @@ _METHODS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ApiRequest:
     """A request; `what` is it in words, for messages."""
 
     verb: str
@@ -59,7 +59,7 @@ class Request:
     fenced: bool
 
 
-class Transport:
+class ApiTransport:
     """Sends requests; see the module.
 
     Args:
@@ -84,35 +84,35 @@ class Transport:
             await self._session.close()
             self._session = None
 
-    async def send(self, request: Request) -> Obj:
+    async def send_request(self, request: ApiRequest) -> Obj:
         """Send a request; once more with fresh credentials if these were refused."""
         try:
-            return await self._attempt(request)
+            return await self._send_once(request)
         except Unauthorized:
             self._login_until = 0.0
-            return await self._attempt(request)
+            return await self._send_once(request)
 
-    async def _attempt(self, request: Request) -> Obj:
-        async with self._opened(request) as response:
+    async def _send_once(self, request: ApiRequest) -> Obj:
+        async with self._open_response(request) as response:
             raw = await response.read()
-        return _parsed(raw, request.what)
+        return _parse_object(raw, request.what)
 
-    async def stream(self, request: Request, seconds: float) -> AsyncIterator[Obj]:
+    async def stream_objects(self, request: ApiRequest, seconds: float) -> AsyncIterator[Obj]:
         """Send a request whose answer is one object in each line, as they come."""
-        async with self._opened(request, lasting=seconds + STREAM_SLACK_SECONDS) as response:
+        async with self._open_response(request, lasting=seconds + STREAM_SLACK_SECONDS) as response:
             rest = b""
             async for chunk in response.content.iter_any():
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    yield _parsed(line, request.what)
+                    yield _parse_object(line, request.what)
 
     @asynccontextmanager
-    async def _opened(
-        self, request: Request, *, lasting: float | None = None
+    async def _open_response(
+        self, request: ApiRequest, *, lasting: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request, and yield the answer unless it is an error."""
-        session, info = await self._connected(request.what)
-        seconds = self._deadline(request) if lasting is None else lasting
+        session, info = await self._ensure_session(request.what)
+        seconds = self._request_deadline(request) if lasting is None else lasting
         headers = {"Accept": "application/json", **info.as_http_headers()}
         if request.body is not None:
             kind = _CONTENT_TYPES[request.content] if request.content else "application/json"
@@ -127,7 +127,7 @@ class Transport:
                 headers=headers,
                 ssl=self._ssl if self._ssl is not None else True,
                 proxy=info.proxy_url,
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_SECONDS),
             ) as response:
                 code = response.status
                 if code >= 400:
@@ -145,19 +145,19 @@ class Transport:
         finally:
             self._on_request(request.verb, request.resource, code)
 
-    def _deadline(self, request: Request) -> float:
+    def _request_deadline(self, request: ApiRequest) -> float:
         if not request.fenced:
-            return REQUEST_SECONDS
+            return REQUEST_TIMEOUT_SECONDS
         left = self.write_seconds()
         if left <= 0:
             raise FencedError(request.what)
-        return min(REQUEST_SECONDS, left)
+        return min(REQUEST_TIMEOUT_SECONDS, left)
 
-    async def _connected(self, what: str) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
+    async def _ensure_session(self, what: str) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
         async with self._login_lock:
             if self._info is None or time.monotonic() >= self._login_until:
                 try:
-                    info = await login()
+                    info = await load_connection_info()
                 except LoginFailed as error:
                     raise Unauthorized(0, "LoginFailed", f"{what}: {error}") from error
                 if self._ssl is None or info.expiration is None:
@@ -173,7 +173,7 @@ class Transport:
             return self._session, self._info
 
 
-def _parsed(raw: bytes, what: str) -> Obj:
+def _parse_object(raw: bytes, what: str) -> Obj:
     try:
         answer = json.loads(raw)
     except ValueError as error:

@@ -114,7 +114,7 @@ async def write_status(
         if not met.reason:
             raise
         memory.unwritten = status
-        ctx.recorder.event(pool, "Warning", met.reason, met.text)
+        ctx.recorder.record_event(pool, "Warning", met.reason, met.text)
         return memory.obstacles.retry_in(STATUS_LABEL, now)
     memory.unwritten = None
     memory.obstacles.clear_obstacle(STATUS_LABEL)
@@ -131,7 +131,7 @@ async def write_unreadable_status(
     if document is None:
         return
     logger.warning("%s", why, extra={"pool": str(key)})
-    ctx.recorder.event(pool, "Warning", "UnreadableStatus", why)
+    ctx.recorder.record_event(pool, "Warning", "UnreadableStatus", why)
     writer = PoolWriter(ctx, key, pool["metadata"]["uid"])
     with suppress(NotFound):
         await writer.apply_status(pool["metadata"]["resourceVersion"], document)

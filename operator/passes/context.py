@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.cache.neighbours import Neighbourhood
-from rollout_operator.cache.store import Store
+from rollout_operator.cache.neighbours import NeighbourInformer
+from rollout_operator.cache.store import ObjectStore
 from rollout_operator.config import OperatorConfig
-from rollout_operator.kube.client import Kube
-from rollout_operator.kube.events import Recorder
+from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.events import EventRecorder
 from rollout_operator.telemetry import OperatorTelemetry
 from rollout_operator.workers.talk import WorkerClients
 
@@ -25,11 +25,11 @@ class PassContext:
     """
 
     config: OperatorConfig
-    store: Store
-    neighbours: Neighbourhood
-    kube: Kube
+    store: ObjectStore
+    neighbours: NeighbourInformer
+    kube: KubeClient
     workers: WorkerClients
-    recorder: Recorder
+    recorder: EventRecorder
     telemetry: OperatorTelemetry
     clock: Callable[[], float]
     monotonic: Callable[[], float]

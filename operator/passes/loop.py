@@ -70,7 +70,9 @@ class PassLoop:
             return
         _, late = await asyncio.wait({task}, timeout=seconds)
         if late:
-            logger.warning("cancelling %d passes that did not end in time", self._queue.busy())
+            logger.warning(
+                "cancelling %d passes that did not end in time", self._queue.busy_count()
+            )
             task.cancel()
             await asyncio.wait({task}, timeout=1)
 
@@ -83,7 +85,7 @@ class PassLoop:
             try:
                 await self._run_pass(key)
             finally:
-                self._queue.done(key)
+                self._queue.mark_done(key)
 
     async def _run_pass(self, key: PoolKey) -> None:
         if not self._may_run():
@@ -120,7 +122,7 @@ class PassLoop:
             logger.exception("the pass failed", extra=where)
             self._queue.add(key, rate_limited=True)
             return self._count_failure(key)
-        self._queue.forget(key)
+        self._queue.reset_backoff(key)
         if again is not None:
             self._queue.add(key, again)
         return "ok"

@@ -49,7 +49,9 @@ def observe_pool(
         told, beside, foreign = _observe_members(ctx, key, spec, meta["uid"])
         pods = told
     else:
-        ours, predecessors = memory.pods.read_pods(ctx.store.pods(key), key.name, meta["uid"], spec)
+        ours, predecessors = memory.pods.read_pods(
+            ctx.store.pool_pods(key), key.name, meta["uid"], spec
+        )
         foreign = memory.pods.strangers
         told = memory.witness.with_seen_seconds((*ours, *predecessors), ctx.monotonic())
         pods, beside = told[: len(ours)], _observe_trainers(ctx, key, spec, memory)
@@ -81,10 +83,10 @@ def _observe_members(
 ) -> tuple[tuple[Pod, ...], ObservedTrainers, tuple[str, ...]]:
     """The trainer's pods as members of a Hybrid pool; none while they are not listed. And who is none."""
     assert spec.colocation is not None, "the CRD demands a selector"
-    found = ctx.neighbours.inside(key, spec.colocation.trainer_selector)
+    found = ctx.neighbours.subscribe_inside(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
         return (), ObservedTrainers(unknown=found.unknown), ()
-    gates = read_gates(ctx.store.slices(key), key.name, uid)
+    gates = read_gates(ctx.store.pool_slices(key), key.name, uid)
     candidates = [pod for pod in found.pods if isinstance(pod, MemberCandidate)]
     return (
         select_members(spec, candidates, gates),
@@ -100,7 +102,7 @@ def _observe_trainers(
     if spec.colocation is None:
         return ObservedTrainers()
     selector, shared = spec.colocation.trainer_selector, spec.colocation.slots > 1
-    found = ctx.neighbours.look(key, selector, slices=shared)
+    found = ctx.neighbours.subscribe_beside(key, selector, slices=shared)
     if found.unknown is not None:
         return ObservedTrainers(unknown=found.unknown)
     trainers = tuple(pod for pod in found.pods if isinstance(pod, TrainerPod))

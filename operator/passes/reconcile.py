@@ -46,7 +46,7 @@ class Reconciler:
             KubeError: this process may not write, or the API server answers nothing; the queue tries
                 again with back-off.
         """
-        pool = self.ctx.store.pool(key)
+        pool = self.ctx.store.find_pool(key)
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._forget_deleted_pool(key, pool)
         memory = self._memory_of(key, pool)
@@ -102,7 +102,7 @@ class Reconciler:
             # Without its members nothing can be said of it: status and Services stay as they are.
             why = f"can't list the trainer's pods: {beside.unknown}"
             note = EventNote("Warning", "TrainerUnknown", why)
-            self.ctx.recorder.event(look.pool, note.type, note.reason, note.message)
+            self.ctx.recorder.record_event(look.pool, note.type, note.reason, note.message)
         return beside.claims is None
 
     async def _forget_deleted_pool(self, key: PoolKey, pool: Obj | None) -> float | None:
@@ -110,7 +110,7 @@ class Reconciler:
         memory = self._memory.setdefault(key, PoolMemory())
         for uid in memory.polled:
             self.ctx.workers.forget_head(uid)
-        self.ctx.neighbours.forget(key)
+        self.ctx.neighbours.unsubscribe_pool(key)
         self.ctx.telemetry.forget_pool(key)
         if pool is None:
             self.ctx.kube.forget_token(names.token_audience(key.namespace, key.name))
@@ -118,13 +118,13 @@ class Reconciler:
         if pool is None:
             # An object of that name that comes later is another one; what pods did is no other.
             self._memory[key] = PoolMemory(witness=memory.witness)
-            if not self.ctx.store.pods(key):
+            if not self.ctx.store.pool_pods(key):
                 del self._memory[key]
         return again
 
     async def _force_delete_orphans(self, key: PoolKey, memory: PoolMemory) -> float | None:
         ctx, next_due = self.ctx, None
-        _, orphans = memory.pods.read_pods(ctx.store.pods(key), key.name, "")
+        _, orphans = memory.pods.read_pods(ctx.store.pool_pods(key), key.name, "")
         for pod in memory.witness.with_seen_seconds(orphans, ctx.monotonic()):
             wait = RequeueAfter()
             forced = plan_forced_deletion(pod, ctx.clock(), wait)

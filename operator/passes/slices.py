@@ -20,7 +20,7 @@ SLICES: Final = "endpointslices"
 
 async def write_slices(writer: PoolWriter, members: Iterable[Pod]) -> bool:
     """Have the slices show these members; return whether anything was written."""
-    key, stored = writer.key, writer.ctx.store.slices(writer.key)
+    key, stored = writer.key, writer.ctx.store.pool_slices(writer.key)
     there = {o["metadata"]["name"]: o for o in stored if writer.is_ours(o)}
     going = {o["metadata"]["name"] for o in stored if writer.will_be_deleted(o)}
     wrote = False
@@ -51,6 +51,6 @@ async def _send_slice_patch(writer: PoolWriter, want: Obj, have: Obj) -> bool:
     answer = await writer.ctx.kube.patch(
         SLICES, writer.key.namespace, name, slice_patch(want, have), kind="merge"
     )
-    writer.ctx.store.upsert(SLICES, answer)
+    writer.ctx.store.upsert_written(SLICES, answer)
     logger.info("wrote EndpointSlice %s: %s", name, changed, extra={"pool": str(writer.key)})
     return True

@@ -31,13 +31,13 @@ EventType = Literal["Normal", "Warning"]
 def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory) -> None:
     """Post an event for each note and each condition that changed; log a new sentence."""
     for note in plan.notes:
-        ctx.recorder.event(look.pool, note.type, note.reason, note.message)
+        ctx.recorder.record_event(look.pool, note.type, note.reason, note.message)
     for condition in plan.status.conditions:
         if not _has_changed(condition, look.stored.find_condition(condition.type)):
             continue
         found = _condition_event(condition)
         if found is not None:
-            ctx.recorder.event(look.pool, *found, condition.message)
+            ctx.recorder.record_event(look.pool, *found, condition.message)
     if plan.sentence != memory.sentence:
         memory.sentence = plan.sentence
         logger.info("%s", plan.sentence, extra={"pool": str(look.key)})

@@ -53,7 +53,7 @@ class PoolWriter(WriteRunner):
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
     ) -> None:
         """Create the two Services, or repair what somebody changed."""
-        there = {o["metadata"]["name"]: o for o in self.ctx.store.services(self.key)}
+        there = {o["metadata"]["name"]: o for o in self.ctx.store.pool_services(self.key)}
         waited_for = {name for name, o in there.items() if self.will_be_deleted(o)}
         stored = {
             name: o for name, o in there.items() if self.is_ours(o) and name not in waited_for
@@ -86,8 +86,8 @@ class PoolWriter(WriteRunner):
                 "services", self.key.namespace, name, body, kind="json"
             )
         except Invalid as error:  # so the API server says that it is another one by now
-            raise Conflict.of(error) from error
-        self.ctx.store.upsert("services", answer)
+            raise Conflict.from_error(error) from error
+        self.ctx.store.upsert_written("services", answer)
 
     async def create_pods(self, bodies: Iterable[Obj]) -> None:
         """Create pods, few at first: what refuses one often refuses all."""
@@ -110,7 +110,7 @@ class PoolWriter(WriteRunner):
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
             return await self._inspect_namesake(resource, body, label)
-        self.ctx.store.upsert(resource, made)  # type: ignore[arg-type]
+        self.ctx.store.upsert_written(resource, made)  # type: ignore[arg-type]
         self.changed = True
         logger.info("created %s", label, extra=self.extra)
         return made
@@ -125,7 +125,7 @@ class PoolWriter(WriteRunner):
             if not seeking:  # gone in between: the next pass creates it
                 self.obstacles.note_obstacle(label, "", "", self.ctx.monotonic(), 0)
             return None
-        self.ctx.store.upsert(resource, found)  # type: ignore[arg-type]
+        self.ctx.store.upsert_written(resource, found)  # type: ignore[arg-type]
         if self.will_be_deleted(found):
             if not self.is_ours(found):
                 # Its name gets free, and perhaps no event says when.
@@ -169,7 +169,7 @@ class PoolWriter(WriteRunner):
         answer = await self.ctx.kube.patch(
             "pods", self.key.namespace, name, body, subresource="status"
         )
-        self.ctx.store.upsert("pods", answer)
+        self.ctx.store.upsert_written("pods", answer)
         self.relabelled += labels.items() <= (answer["metadata"].get("labels") or {}).items()
         text = "repairing pod %s: somebody changed the labels by which it is found"
         logger.info(text, name, extra=self.extra)
@@ -217,9 +217,9 @@ class PoolWriter(WriteRunner):
             )
         except Invalid as error:
             if "metadata.uid" in error.message:  # another one: taken for a change of its uid
-                raise Conflict.of(error) from error
+                raise Conflict.from_error(error) from error
             raise
-        self.ctx.store.upsert("pods", answer)
+        self.ctx.store.upsert_written("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self.extra)
 
     async def apply_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class PoolWriter(WriteRunner):
             kind="apply",
             subresource="status",
         )
-        self.ctx.store.upsert("pools", answer)
+        self.ctx.store.upsert_written("pools", answer)
 
 
 def _object_label(body: Obj) -> str:

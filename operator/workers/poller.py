@@ -223,7 +223,7 @@ class HeadPoller:
             else:
                 await self._poll_head(uid)
         finally:
-            self._queue.done(uid)
+            self._queue.mark_done(uid)
 
     async def _poll_head(self, uid: str) -> None:
         head = self._heads.get(uid)

@@ -22,9 +22,9 @@ from rollout_operator.api.names import (
 )
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.resync import Resync
-from rollout_operator.cache.store import Store
+from rollout_operator.cache.store import ObjectStore
 from rollout_operator.cache.workqueue import WorkQueue
-from rollout_operator.kube.client import Kube
+from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.errors import (
     AlreadyExists,
     Conflict,
@@ -34,7 +34,7 @@ from rollout_operator.kube.errors import (
     NotFound,
     Unavailable,
 )
-from rollout_operator.kube.events import Recorder
+from rollout_operator.kube.events import EventRecorder
 from rollout_operator.kube.installed import InstalledSchema
 from rollout_operator.telemetry import OperatorTelemetry
 from tests.support.manifests import pool, text
@@ -52,14 +52,14 @@ def cluster(crd: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def kube(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kube]:
+async def kube(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeClient]:
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    async with Kube(service_account=(NAMESPACE, "operator")) as client:
+    async with KubeClient(service_account=(NAMESPACE, "operator")) as client:
         yield client
 
 
 @pytest.fixture
-async def math(kube: Kube) -> AsyncIterator[Obj]:
+async def math(kube: KubeClient) -> AsyncIterator[Obj]:
     """A pool of a fresh name each time, called KEY.name in none of the others' lists."""
     name = f"math-{uuid.uuid4().hex[:6]}"
     made = await kube.create(PLURAL, pool_object(name))
@@ -91,7 +91,7 @@ def status(made: Obj, **fields: Any) -> Obj:
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "status": fields}
 
 
-async def test_create_get_delete(kube: Kube) -> None:
+async def test_create_get_delete(kube: KubeClient) -> None:
     made = await kube.create("services", service("one"))
     assert (await kube.get("services", NAMESPACE, "one"))["metadata"]["uid"] == made["metadata"][
         "uid"
@@ -109,7 +109,7 @@ async def test_create_get_delete(kube: Kube) -> None:
 
 @pytest.mark.parametrize("grace", [None, 30, 0])
 async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
-    kube: Kube, cluster: Cluster, grace: int | None
+    kube: KubeClient, cluster: Cluster, grace: int | None
 ) -> None:
     """Of a pod on a node, of one without, and of one that goes at once."""
     containers = [{"name": "worker", "image": "localhost/none"}]
@@ -121,18 +121,18 @@ async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
     if grace == 30:
         spec["nodeName"] = "a-node"
     made = await kube.create("pods", body)
-    store = Store()
-    store.upsert("pods", made)
+    store = ObjectStore()
+    store.upsert_written("pods", made)
     key, uid = PoolKey(NAMESPACE, name), made["metadata"]["uid"]
     answer = await kube.delete("pods", NAMESPACE, key.name, uid=uid, grace=grace)
     assert store.upsert_deleted("pods", key, uid, answer)
-    for known in store.pods(KEY):
+    for known in store.pool_pods(KEY):
         assert known["metadata"]["deletionTimestamp"]
-    assert store.take("pods", "MODIFIED", made) == set(), "an event from before"
-    assert [p for p in store.pods(KEY) if "deletionTimestamp" not in p["metadata"]] == []
+    assert store.apply_event("pods", "MODIFIED", made) == set(), "an event from before"
+    assert [p for p in store.pool_pods(KEY) if "deletionTimestamp" not in p["metadata"]] == []
 
 
-async def test_wrong_and_unknown_fields_are_invalid_and_named(kube: Kube) -> None:
+async def test_wrong_and_unknown_fields_are_invalid_and_named(kube: KubeClient) -> None:
     wrong = service("wrong")
     wrong["spec"]["ports"] = [{"port": 99999}]
     with pytest.raises(Invalid, match=r"spec\.ports\[0\]\.port"):
@@ -143,7 +143,7 @@ async def test_wrong_and_unknown_fields_are_invalid_and_named(kube: Kube) -> Non
         await kube.create("services", unknown)
 
 
-async def test_merge_patch_with_a_stale_version_is_a_conflict(kube: Kube, math: Obj) -> None:
+async def test_merge_patch_with_a_stale_version_is_a_conflict(kube: KubeClient, math: Obj) -> None:
     name = math["metadata"]["name"]
     stale = math["metadata"]["resourceVersion"]
     body = {"metadata": {"resourceVersion": stale, "labels": {"a": "1"}}}
@@ -153,7 +153,7 @@ async def test_merge_patch_with_a_stale_version_is_a_conflict(kube: Kube, math: 
         await kube.patch(PLURAL, NAMESPACE, name, body)
 
 
-async def test_json_patch_edits_a_list(kube: Kube, math: Obj) -> None:
+async def test_json_patch_edits_a_list(kube: KubeClient, math: Obj) -> None:
     name = math["metadata"]["name"]
     operations = [{"op": "add", "path": "/metadata/labels", "value": {"b": "2"}}]
     answer = await kube.patch(PLURAL, NAMESPACE, name, operations, kind="json")
@@ -171,7 +171,7 @@ def condition(kind: str, value: str) -> Obj:
 
 
 async def test_status_apply_keeps_the_conditions_of_others(
-    kube: Kube, cluster: Cluster, math: Obj
+    kube: KubeClient, cluster: Cluster, math: Obj
 ) -> None:
     name = math["metadata"]["name"]
     foreign = {
@@ -197,7 +197,7 @@ async def test_status_apply_keeps_the_conditions_of_others(
     assert "message" not in answer["status"], "what we no longer say goes"
 
 
-async def test_a_list_comes_in_pages_of_one_moment(kube: Kube) -> None:
+async def test_a_list_comes_in_pages_of_one_moment(kube: KubeClient) -> None:
     names = {f"page-{number}" for number in range(5)}
     for name in names:
         await kube.create("services", service(name, of="pages"))
@@ -212,22 +212,22 @@ async def test_a_list_comes_in_pages_of_one_moment(kube: Kube) -> None:
         await kube.delete("services", NAMESPACE, name)
 
 
-async def test_a_token_is_for_its_audience_and_kept(kube: Kube) -> None:
-    token = await kube.token("rollout.dev/kube/math")
+async def test_a_token_is_for_its_audience_and_kept(kube: KubeClient) -> None:
+    token = await kube.get_token("rollout.dev/kube/math")
     claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
     assert claims["aud"] == ["rollout.dev/kube/math"]
     assert claims["sub"] == "system:serviceaccount:kube:operator"
     assert claims["exp"] - claims["iat"] == 600
-    assert await kube.token("rollout.dev/kube/math") == token
-    assert await kube.token("rollout.dev/kube/code") != token
+    assert await kube.get_token("rollout.dev/kube/math") == token
+    assert await kube.get_token("rollout.dev/kube/code") != token
     kube.forget_token("rollout.dev/kube/math")
-    assert await kube.token("rollout.dev/kube/math") != token
+    assert await kube.get_token("rollout.dev/kube/math") != token
 
 
-async def test_without_an_account_there_is_no_token(kube: Kube) -> None:
-    async with Kube() as other:
+async def test_without_an_account_there_is_no_token(kube: KubeClient) -> None:
+    async with KubeClient() as other:
         with pytest.raises(Forbidden, match="--service-account"):
-            await other.token("any")
+            await other.get_token("any")
 
 
 async def test_a_missing_right_is_forbidden(
@@ -235,12 +235,12 @@ async def test_a_missing_right_is_forbidden(
 ) -> None:
     path = cluster.service_account_kubeconfig(NAMESPACE, "operator")
     monkeypatch.setenv("KUBECONFIG", str(path))
-    async with Kube() as other:
+    async with KubeClient() as other:
         with pytest.raises(Forbidden, match='cannot create resource "services"'):
             await other.create("services", service("no"))
 
 
-async def test_a_fenced_client_reads_and_does_not_write(kube: Kube, math: Obj) -> None:
+async def test_a_fenced_client_reads_and_does_not_write(kube: KubeClient, math: Obj) -> None:
     name = math["metadata"]["name"]
     kube.fence_with(lambda: 0.0)
     assert await kube.get(PLURAL, NAMESPACE, name)
@@ -255,7 +255,7 @@ async def test_a_fenced_client_reads_and_does_not_write(kube: Kube, math: Obj) -
         await kube.get("services", NAMESPACE, "fenced")
 
 
-async def test_a_write_does_not_outlast_the_lease(kube: Kube) -> None:
+async def test_a_write_does_not_outlast_the_lease(kube: KubeClient) -> None:
     kube.fence_with(lambda: 1e-6)
     with pytest.raises(Unavailable):
         await kube.create("services", service("too-late"))
@@ -264,7 +264,7 @@ async def test_a_write_does_not_outlast_the_lease(kube: Kube) -> None:
 async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
     seen: list[tuple[str, str, int]] = []
-    async with Kube(on_request=lambda *request: seen.append(request)) as counted:
+    async with KubeClient(on_request=lambda *request: seen.append(request)) as counted:
         with pytest.raises(NotFound):
             await counted.get("pods", NAMESPACE, "none")
         async for _ in counted.list_pages("pods", NAMESPACE):
@@ -275,8 +275,8 @@ async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.Monkey
 class Lists:
     """A resync around a store."""
 
-    def __init__(self, kube: Kube) -> None:
-        self.store = Store()
+    def __init__(self, kube: KubeClient) -> None:
+        self.store = ObjectStore()
         self.queue: WorkQueue[PoolKey] = WorkQueue()
         self.telemetry = OperatorTelemetry()
         self.resync = Resync(
@@ -294,46 +294,46 @@ class Lists:
         return value
 
 
-async def test_a_resync_removes_ghosts_and_wakes_their_pool(kube: Kube, math: Obj) -> None:
+async def test_a_resync_removes_ghosts_and_wakes_their_pool(kube: KubeClient, math: Obj) -> None:
     lists = Lists(kube)
     key = PoolKey(NAMESPACE, math["metadata"]["name"])
-    assert lists.resync.age() is None
+    assert lists.resync.last_list_age() is None
     await kube.create("services", service("ghost", of=key.name))
-    await lists.resync.once()
-    assert lists.store.pool(key) is not None
-    assert [s["metadata"]["name"] for s in lists.store.services(key)] == ["ghost"]
-    assert "managedFields" not in lists.store.services(key)[0]["metadata"]
-    while (woken := lists.queue.take()) is not None:
-        lists.queue.done(woken)
+    await lists.resync.list_everything()
+    assert lists.store.find_pool(key) is not None
+    assert [s["metadata"]["name"] for s in lists.store.pool_services(key)] == ["ghost"]
+    assert "managedFields" not in lists.store.pool_services(key)[0]["metadata"]
+    while (woken := lists.queue.get_due()) is not None:
+        lists.queue.mark_done(woken)
 
     await kube.delete("services", NAMESPACE, "ghost")  # and nobody tells the store
-    await lists.resync.once()
-    assert lists.store.services(key) == []
-    assert lists.queue.take() == key
+    await lists.resync.list_everything()
+    assert lists.store.pool_services(key) == []
+    assert lists.queue.get_due() == key
     assert lists.ghosts() == 1
-    age = lists.resync.age()
+    age = lists.resync.last_list_age()
     assert age is not None
     assert age < 5
 
 
-async def test_a_strangers_namesake_is_not_listed(kube: Kube) -> None:
+async def test_a_strangers_namesake_is_not_listed(kube: KubeClient) -> None:
     lists = Lists(kube)
     stranger = service("stranger")
     stranger["metadata"]["labels"].pop(LABEL_MANAGED_BY)
     await kube.create("services", stranger)
-    await lists.resync.once()
-    assert lists.store.services(KEY) == []
+    await lists.resync.list_everything()
+    assert lists.store.pool_services(KEY) == []
     await kube.delete("services", NAMESPACE, "stranger")
 
 
-async def test_events_are_posted_once(kube: Kube, cluster: Cluster, math: Obj) -> None:
-    recorder = Recorder(kube, instance="operator-0")
+async def test_events_are_posted_once(kube: KubeClient, cluster: Cluster, math: Obj) -> None:
+    recorder = EventRecorder(kube, instance="operator-0")
     running = asyncio.create_task(recorder.run())
     name = math["metadata"]["name"]
     for _ in range(3):
-        recorder.event(math, "Warning", "NameConflict", "pod/x belongs to another")
-    recorder.event(math, "Normal", "Created", "ü" * 2000)
-    await recorder.flush(running)
+        recorder.record_event(math, "Warning", "NameConflict", "pod/x belongs to another")
+    recorder.record_event(math, "Normal", "Created", "ü" * 2000)
+    await recorder.flush_events(running)
     assert running.done()
     found = json.loads(
         cluster.kubectl(
@@ -349,12 +349,12 @@ async def test_events_are_posted_once(kube: Kube, cluster: Cluster, math: Obj) -
     assert "NameConflict" in described
 
 
-async def test_the_installed_crd_has_every_field_of_status(kube: Kube) -> None:
+async def test_the_installed_crd_has_every_field_of_status(kube: KubeClient) -> None:
     installed = InstalledSchema(kube)
     for _ in range(60):  # the API server publishes it a moment after the CRD
-        if await installed.look():
+        if await installed.compare_schema():
             break
         await asyncio.sleep(0.5)
     else:
-        pytest.fail(f"its schema is not there: {installed.check()}")
-    assert installed.check() is None
+        pytest.fail(f"its schema is not there: {installed.schema_problem()}")
+    assert installed.schema_problem() is None

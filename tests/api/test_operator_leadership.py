@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from localkube import Cluster
-from rollout_operator.kube.client import Kube
+from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.lease import (
-    LEASE_SECONDS,
-    RENEW_SECONDS,
+    LEASE_DURATION_SECONDS,
+    RENEW_DEADLINE_SECONDS,
     Leadership,
     LeadershipLost,
     SoleLeader,
@@ -41,7 +41,7 @@ def cluster(api_server: Cluster) -> Iterator[Cluster]:
 class Election:
     """Candidates for one Lease, each with a clock of its own."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: KubeClient) -> None:
         self.kube = kube
         self.lease = f"lease-{next(_numbers)}"
         self.clocks: dict[str, Clock] = {}
@@ -60,13 +60,13 @@ class Election:
 @pytest.fixture
 async def election(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Election]:
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         yield Election(kube)
 
 
 async def acquired(leader: Leadership) -> None:
     async with asyncio.timeout(10):
-        await leader.acquire()
+        await leader.acquire_lease()
 
 
 async def test_permission_to_write_ends_before_the_lease(election: Election) -> None:
@@ -75,13 +75,13 @@ async def test_permission_to_write_ends_before_the_lease(election: Election) -> 
     assert not leader.may_write()
     await acquired(leader)
     assert leader.may_write()
-    assert leader.write_seconds() == LEASE_SECONDS - 1
-    clock.now += RENEW_SECONDS
-    assert leader.write_seconds() == LEASE_SECONDS - 1 - RENEW_SECONDS
+    assert leader.write_seconds() == LEASE_DURATION_SECONDS - 1
+    clock.now += RENEW_DEADLINE_SECONDS
+    assert leader.write_seconds() == LEASE_DURATION_SECONDS - 1 - RENEW_DEADLINE_SECONDS
     clock.now += 0.1
     assert leader.write_seconds() == 0
     assert not leader.may_write()
-    assert leader.held(), "fenced, but nobody else has it"
+    assert leader.has_lease(), "fenced, but nobody else has it"
 
 
 async def test_a_renewal_that_comes_through_lifts_the_fence(election: Election) -> None:
@@ -89,7 +89,7 @@ async def test_a_renewal_that_comes_through_lifts_the_fence(election: Election) 
     await acquired(leader)
     election.clocks["a"].now += 3600
     assert not leader.may_write()
-    holding = asyncio.create_task(leader.hold())
+    holding = asyncio.create_task(leader.hold_lease())
     await until(leader.may_write, 10, what="the renewal")
     holding.cancel()
     await asyncio.wait({holding})
@@ -98,9 +98,9 @@ async def test_a_renewal_that_comes_through_lifts_the_fence(election: Election) 
 async def test_a_standby_waits_out_the_lease_by_its_own_clock(election: Election) -> None:
     leader, standby = election.candidate("a"), election.candidate("b")
     await acquired(leader)
-    waiting = asyncio.create_task(standby.acquire())
+    waiting = asyncio.create_task(standby.acquire_lease())
     await asyncio.sleep(1.5)
-    election.clocks["b"].now += LEASE_SECONDS - 1
+    election.clocks["b"].now += LEASE_DURATION_SECONDS - 1
     await asyncio.sleep(1.5)
     assert not waiting.done()
     election.clocks["b"].now += 2
@@ -109,19 +109,19 @@ async def test_a_standby_waits_out_the_lease_by_its_own_clock(election: Election
 
     with pytest.raises(LeadershipLost, match="held by 'b'"):
         async with asyncio.timeout(10):
-            await leader.hold()
-    assert not leader.held()
+            await leader.hold_lease()
+    assert not leader.has_lease()
     assert not leader.may_write()
 
 
 async def test_a_leader_that_renews_is_left_alone(election: Election) -> None:
     leader, standby = election.candidate("a"), election.candidate("b")
     await acquired(leader)
-    holding = asyncio.create_task(leader.hold())
-    waiting = asyncio.create_task(standby.acquire())
+    holding = asyncio.create_task(leader.hold_lease())
+    waiting = asyncio.create_task(standby.acquire_lease())
     for _ in range(4):
         await asyncio.sleep(2.2)
-        election.clocks["b"].now += LEASE_SECONDS - 1
+        election.clocks["b"].now += LEASE_DURATION_SECONDS - 1
     assert not waiting.done()
     for task in (holding, waiting):
         task.cancel()
@@ -131,21 +131,21 @@ async def test_a_leader_that_renews_is_left_alone(election: Election) -> None:
 async def test_a_released_lease_is_taken_at_once(election: Election) -> None:
     leader, standby = election.candidate("a"), election.candidate("b")
     await acquired(leader)
-    await leader.release()
+    await leader.release_lease()
     assert not leader.may_write()
     async with asyncio.timeout(1):
-        await standby.acquire()
+        await standby.acquire_lease()
     lease = await election.kube.get("leases", NAMESPACE, election.lease)
     assert lease["spec"]["holderIdentity"] == "b"
     assert lease["spec"]["leaseTransitions"] == 1
-    assert lease["spec"]["leaseDurationSeconds"] == LEASE_SECONDS
-    await leader.release()  # what it does not hold it can't give away
+    assert lease["spec"]["leaseDurationSeconds"] == LEASE_DURATION_SECONDS
+    await leader.release_lease()  # what it does not hold it can't give away
     assert await election.holder() == "b"
 
 
 async def test_of_many_standbys_one_wins(election: Election) -> None:
     candidates = [election.candidate(name) for name in "abcdefgh"]
-    waiting = [asyncio.create_task(c.acquire()) for c in candidates]
+    waiting = [asyncio.create_task(c.acquire_lease()) for c in candidates]
     await asyncio.wait(waiting, timeout=3)
     assert [c.may_write() for c in candidates].count(True) == 1
     for task in waiting:
@@ -158,8 +158,8 @@ async def test_an_edit_that_leaves_the_holder_is_survived(election: Election) ->
     await acquired(leader)
     label = {"metadata": {"labels": {"edited": "yes"}}}
     await election.kube.patch("leases", NAMESPACE, election.lease, label)
-    election.clocks["a"].now += RENEW_SECONDS + 1
-    holding = asyncio.create_task(leader.hold())
+    election.clocks["a"].now += RENEW_DEADLINE_SECONDS + 1
+    holding = asyncio.create_task(leader.hold_lease())
     await until(leader.may_write, 10, what="the renewal")
     assert not holding.done()
     holding.cancel()
@@ -174,19 +174,19 @@ async def test_without_an_api_server_one_waits(
     path = cluster.state / "dead.kubeconfig"
     path.write_text(dead)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         leader = Leadership(kube, namespace=NAMESPACE, name="dead", identity="a")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.5):
-                await leader.acquire()
+                await leader.acquire_lease()
         assert leader.silent_seconds() < 2
     assert caplog.text.count("can't acquire the Lease") == 1, "told once"
 
 
 async def test_a_sole_leader_always_may() -> None:
     leader = SoleLeader()
-    await leader.acquire()
+    await leader.acquire_lease()
     assert leader.may_write()
-    assert leader.held()
+    assert leader.has_lease()
     assert leader.silent_seconds() == 0
-    await leader.release()
+    await leader.release_lease()

@@ -20,7 +20,11 @@ import pytest
 
 from localkube import Cluster
 from localkube.processes import recorded
-from rollout_operator.kube.lease import LEASE_SECONDS, RENEW_SECONDS, STANDBY_SECONDS
+from rollout_operator.kube.lease import (
+    LEASE_DURATION_SECONDS,
+    RENEW_DEADLINE_SECONDS,
+    STANDBY_POLL_SECONDS,
+)
 from tests.support.api.apiclient import POOLS, ApiError, api_of
 from tests.support.clusters import await_crd
 from tests.support.manifests import pool, text
@@ -158,7 +162,7 @@ def test_a_clean_stop_hands_over_within_two_seconds(cluster: Cluster, start: Any
     first = start("first")
     until_sync(first.leads, 10, what="the first to lead")
     second = start("second")
-    time.sleep(STANDBY_SECONDS * 2)
+    time.sleep(STANDBY_POLL_SECONDS * 2)
     assert not second.leads()
     assert second.get("/readyz") == (200, "ok\n"), "a standby is ready"
     assert second.passes() == [], "a standby does nothing"
@@ -195,9 +199,13 @@ def test_a_killed_leader_is_followed_within_the_leases_time(cluster: Cluster, st
     time.sleep(2)
     began = time.monotonic()
     first.end(signal.SIGKILL)
-    until_sync(second.leads, LEASE_SECONDS + 3 * STANDBY_SECONDS + 2, what="the second to lead")
+    until_sync(
+        second.leads,
+        LEASE_DURATION_SECONDS + 3 * STANDBY_POLL_SECONDS + 2,
+        what="the second to lead",
+    )
     took = time.monotonic() - began
-    assert took > LEASE_SECONDS - 5, "nobody may take the Lease before it has run out"
+    assert took > LEASE_DURATION_SECONDS - 5, "nobody may take the Lease before it has run out"
     until_sync(second.passes, 5, what="the second's first pass")
 
 
@@ -240,7 +248,7 @@ def test_an_outage_of_the_api_server_fences_and_passes(cluster: Cluster, start: 
     assert server is not None
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        time.sleep(RENEW_SECONDS - 4)
+        time.sleep(RENEW_DEADLINE_SECONDS - 4)
         assert process.get("/readyz")[0] == 200, "an outage of seconds is no reason"
         until_sync(lambda: process.get("/readyz")[0] == 503, 12, what="the fence")
         assert "fenced" in process.get("/readyz")[1]

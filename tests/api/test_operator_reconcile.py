@@ -13,7 +13,7 @@ import pytest_asyncio
 from localkube import Cluster
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.cache.store import Store
+from rollout_operator.cache.store import ObjectStore
 from rollout_operator.core.plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
 from rollout_operator.kube.errors import Conflict
@@ -349,10 +349,10 @@ async def test_nothing_is_made_for_a_pool_that_is_gone(lab: PoolLab) -> None:
     ghost["spec"]["suspend"] = False
     ghost["metadata"]["generation"] += 1
     lab.api.delete(lab.path("pools", "ghost"))
-    await lab.until("the operator knows", lambda: context.store.pool(key) is None)
+    await lab.until("the operator knows", lambda: context.store.find_pool(key) is None)
     lab.writes()
-    store = Store()
-    store.upsert("pools", ghost)
+    store = ObjectStore()
+    store.upsert_written("pools", ghost)
     assert await Reconciler(dataclasses.replace(context, store=store)).reconcile(key) is None
     assert [(w.resource, w.code) for w in lab.writes()] == [("rolloutreplicas/status", 404)]
 
@@ -479,10 +479,10 @@ async def test_a_pod_that_outlives_its_grace_is_freed_even_without_its_pool(
         "the pod terminates",
         lambda: "deletionTimestamp" in settled.api.get(pod)["metadata"],
     )
-    await settled.until("the operator knows", lambda: context.store.pool(key) is None)
+    await settled.until("the operator knows", lambda: context.store.find_pool(key) is None)
     await settled.until(
         "the operator sees the pod terminate",
-        lambda: [p for p in context.store.pods(key) if "deletionTimestamp" in p["metadata"]],
+        lambda: [p for p in context.store.pool_pods(key) if "deletionTimestamp" in p["metadata"]],
     )
     settled.writes()
     passed = [0.0]

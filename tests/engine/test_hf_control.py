@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidRequest
-from rollout_worker.engines import EngineOptions, create
+from rollout_worker.engines import EngineOptions, create_engine
 from rollout_worker.engines.hf.engine import HfEngine
 from rollout_worker.schemas import AbortReason, Progress, StopReason
 from tests.support.engine.engines import (
@@ -212,7 +212,7 @@ async def test_a_hung_step_is_noticed(tiny_models: TinyModels) -> None:
         def block() -> None:
             asyncio.run_coroutine_threadsafe(hold.wait(), loop).result(10)
 
-        blocked = parts.thread.call(block)
+        blocked = parts.thread.run_command(block)
         await asyncio.sleep(0.2)
         wrong = engine.alive()
         hold.set()
@@ -237,7 +237,7 @@ async def test_stop_ends_everybody_and_is_final(tiny_models: TinyModels) -> None
 
 
 async def test_progress_and_metrics(tiny_models: TinyModels) -> None:
-    engine = create("hf", EngineOptions(tiny_models.model(1), device="cpu"))
+    engine = create_engine("hf", EngineOptions(tiny_models.model(1), device="cpu"))
     seen: list[Progress] = []
     assert engine.metrics() == ""
     assert engine.alive() is None
@@ -252,7 +252,7 @@ async def test_progress_and_metrics(tiny_models: TinyModels) -> None:
 
 
 async def started(options: EngineOptions) -> None:
-    await create("hf", options).start(lambda _: None)
+    await create_engine("hf", options).start(lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -280,4 +280,4 @@ def test_engines_are_imported_only_when_made() -> None:
 
 def test_unknown_engines_are_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="use one of hf"):
-        create("tgi", EngineOptions(tmp_path))
+        create_engine("tgi", EngineOptions(tmp_path))

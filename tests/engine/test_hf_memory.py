@@ -228,7 +228,7 @@ async def test_memory_really_falls_by_the_weights(
         parts = cast(HfEngine, engine)._parts
         assert parts is not None
         version = await staged(engine, folder)
-        parts.memory.free(lambda: time.sleep(0.5))
+        parts.memory.free_in_thread(lambda: time.sleep(0.5))
         await flip(engine, version.sink, V1, "keep")  # what it leaves behind is freed after that
         await engine.pause()
         await engine.sleep(level, ["weights", "kv_cache"], nothing)

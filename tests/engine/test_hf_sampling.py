@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rollout_worker.engine import EngineRequest
-from rollout_worker.engines.hf.sampling import Sampler
+from rollout_worker.engines.hf.sampling import BatchSampler
 from rollout_worker.engines.sampling.asks import sampling_asks
-from rollout_worker.engines.sampling.batch_rows import Row
-from rollout_worker.engines.sampling.token_draw import uniform
+from rollout_worker.engines.sampling.batch_rows import SampledRow
+from rollout_worker.engines.sampling.token_draw import seeded_uniform
 from rollout_worker.schemas import LogprobsOf, SamplingParams, StopReason
 from tests.support.engine.engines import PROMPT, request, run, run_all, serving
 from tests.support.engine.reference import Reference, distribution
@@ -134,7 +134,7 @@ async def test_extreme_parameters_stay_finite(
 
 @dataclass
 class Sampled:
-    row: Row
+    row: SampledRow
     temperature: float
     produced: int
 
@@ -142,7 +142,7 @@ class Sampled:
 def sampled(seed: int, produced: int, stops: frozenset[int] = frozenset(), **asked: Any) -> Sampled:
     params = SamplingParams.model_validate({"seed": seed, **asked})
     asks = sampling_asks(EngineRequest("r", (0,), params, "sampling"), stops)
-    return Sampled(Row(asks, (0,), ()), params.temperature, produced)
+    return Sampled(SampledRow(asks, (0,), ()), params.temperature, produced)
 
 
 def rows(count: int, **sampling: Any) -> list[Sampled]:
@@ -158,7 +158,7 @@ def test_draws_follow_the_distribution(sampling: dict[str, Any]) -> None:
     """Chi-square over 20 000 draws; seeds are fixed, so it cannot flake."""
     count, vocab = 20_000, 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    drawn, _ = Sampler().draw(logits.expand(count, vocab), rows(count, **sampling))
+    drawn, _ = BatchSampler().draw_tokens(logits.expand(count, vocab), rows(count, **sampling))
     params = SamplingParams.model_validate(sampling)
     expected = distribution(logits, [], [], params).exp() * count
     counts = Counter(drawn)
@@ -173,7 +173,7 @@ def test_logits_that_are_not_finite_give_no_logprob() -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = torch.nan
     logits[2, 2] = torch.inf
-    tokens, (first, second, third) = Sampler().draw(logits, rows(3))
+    tokens, (first, second, third) = BatchSampler().draw_tokens(logits, rows(3))
     assert all(0 <= token < 5 for token in tokens)
     assert first == pytest.approx(-math.log(5))
     assert not math.isfinite(second)
@@ -184,7 +184,9 @@ def test_logits_that_are_not_finite_give_no_logprob() -> None:
 def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) -> None:
     """They would be 0 in float32, and 0 / 0 no number."""
     logits = torch.randn(200, generator=torch.Generator().manual_seed(5))
-    tokens, logprobs = Sampler().draw(logits.expand(50, 200), rows(50, temperature=temperature))
+    tokens, logprobs = BatchSampler().draw_tokens(
+        logits.expand(50, 200), rows(50, temperature=temperature)
+    )
     assert set(tokens) == {int(logits.argmax())}
     assert logprobs == pytest.approx([0.0] * 50)
 
@@ -193,7 +195,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) 
 def test_any_vocabulary_is_drawn_from_to_its_ends(vocab: int) -> None:
     logits = torch.full((400, vocab), -torch.inf)
     logits[:, 0] = logits[:, -1] = 0.0
-    tokens, logprobs = Sampler().draw(logits, rows(400))
+    tokens, logprobs = BatchSampler().draw_tokens(logits, rows(400))
     assert set(tokens) == {0, vocab - 1}
     assert logprobs == pytest.approx([-math.log(2)] * 400)
 
@@ -202,7 +204,7 @@ def test_any_vocabulary_is_drawn_from_to_its_ends(vocab: int) -> None:
 def test_top_p_beyond_the_likeliest_few_looks_at_all(top_p: float) -> None:
     """A flat distribution needs more tokens than are looked at first."""
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.1
-    _, (got,) = Sampler().draw(logits[None], rows(1, top_p=top_p))
+    _, (got,) = BatchSampler().draw_tokens(logits[None], rows(1, top_p=top_p))
     params = SamplingParams.model_validate({"top_p": top_p})
     expected = distribution(logits, [], [], params)
     kept = expected[expected > -torch.inf]
@@ -213,23 +215,23 @@ def test_a_batch_that_stays_counts_on() -> None:
     """Three tokens in a row of one batch: positions, penalties and `min_tokens` move along."""
     state = {"frequency_penalty": 2.0, "min_tokens": 2, "temperature": 0}
     row = sampled(1, 0, frozenset({3}), **state)
-    sampler, logits = Sampler(), torch.tensor([[0.0, 3.0, 2.5, 9.0, -9.0]])
+    sampler, logits = BatchSampler(), torch.tensor([[0.0, 3.0, 2.5, 9.0, -9.0]])
     drawn = []
     for row.produced in range(4):
-        drawn += sampler.draw(logits, [row])[0]
+        drawn += sampler.draw_tokens(logits, [row])[0]
     assert drawn == [1, 2, 3, 3]
 
 
 def test_draws_leave_the_generator_of_torch_alone() -> None:
     """The process may be a trainer's."""
     before = torch.get_rng_state()
-    Sampler().draw(torch.zeros(3, 5), rows(3))
+    BatchSampler().draw_tokens(torch.zeros(3, 5), rows(3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_uniform_numbers_depend_on_seed_and_position() -> None:
     seeds = torch.arange(50)
-    numbers = torch.cat([uniform(seeds, torch.full((50,), at)) for at in range(50)])
+    numbers = torch.cat([seeded_uniform(seeds, torch.full((50,), at)) for at in range(50)])
     assert len(set(numbers.tolist())) == 2500
     assert ((numbers >= 0) & (numbers < 1)).all()
     assert float(numbers.mean()) == pytest.approx(0.5, abs=0.02)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import InvalidRequest
-from rollout_worker.engines.model_folder import decode, load_tokenizer
+from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
 from tests.support.engine.engines import PROMPT, request, run, serving
@@ -90,9 +90,11 @@ async def test_stop_strings(tiny_models: TinyModels, reference: Reference) -> No
     async with serving(tiny_models.model(1)) as (engine, _):
         # From within the text of one token into the next, so that no id could match.
         tokenizer = load_tokenizer(tiny_models.model(1))
-        text, upto = (decode(tokenizer, ids, special=False) for ids in (greedy, greedy[:5]))
+        text, upto = (decode_tokens(tokenizer, ids, special=False) for ids in (greedy, greedy[:5]))
         stop = text[len(upto) - 1 : len(upto) + 2]
-        end = next(n for n in range(13) if stop in decode(tokenizer, greedy[:n], special=False))
+        end = next(
+            n for n in range(13) if stop in decode_tokens(tokenizer, greedy[:n], special=False)
+        )
         output = await run(engine, request(max_tokens=12, stop=["absent", stop]))
         late = await run(engine, request(max_tokens=12, stop=[stop], min_tokens=12))
     assert output.token_ids == greedy[:end]
@@ -131,7 +133,7 @@ def checked(
     params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=count)
     checker = StopChecker(params, frozenset(), decode)
     for token in range(count):
-        verdict = checker.check(token, token + 1)
+        verdict = checker.check_token(token, token + 1)
         if verdict is not None:
             return token, verdict[1]
     raise AssertionError("never ended")

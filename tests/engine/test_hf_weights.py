@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout_worker.engine import EngineError, Entry, TensorSpec, WeightsRejected
+from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.sources.files import open_source
 from rollout_worker.sources.filling import fill_sink
 from tests.support.engine.engines import (
@@ -99,7 +99,7 @@ async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: 
         with pytest.raises(
             EngineError, match=r"no room for \d+ bytes of weights in memory.*stagingMemory"
         ):
-            await engine.open_slot([Entry(name, huge)])
+            await engine.open_slot([TensorEntry(name, huge)])
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])

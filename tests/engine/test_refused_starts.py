@@ -15,7 +15,7 @@ import pytest
 
 from rollout_worker.engines.sglang import settings as of_sglang
 from rollout_worker.engines.vllm import settings as of_vllm
-from rollout_worker.engines.vllm.launch import LEFT_TO_OTHERS
+from rollout_worker.engines.vllm.launch import SHARED_DEVICE_FLAGS
 from tests.support.engine.engine_kinds import KINDS, ROOT
 from tests.support.engine.tinymodels import script
 
@@ -89,12 +89,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_refused_flag_is_one_of_vllms(vllm: dict[str, Any]) -> None:
     known = {name for names in vllm["flags"] for name in names}
     # vLLM's parser takes --config before it looks at its flags.
-    assert set(of_vllm.REFUSED) - known == {"--config"}
-    assert {f"--{name.replace('_', '-')}" for name in LEFT_TO_OTHERS} <= known
+    assert set(of_vllm.REFUSED_FLAGS) - known == {"--config"}
+    assert {f"--{name.replace('_', '-')}" for name in SHARED_DEVICE_FLAGS} <= known
 
 
 def test_every_refused_flag_is_one_of_sglangs_with_all_its_names() -> None:
-    flags, refused = said("sglang")["flags"], set(of_sglang.REFUSED)
+    flags, refused = said("sglang")["flags"], set(of_sglang.REFUSED_FLAGS)
     known = {name for names in flags for name in names}
     assert refused <= known
     half = [names for names in flags if refused & set(names) and not set(names) <= refused]

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.request_checks import stop_ids
 from rollout_worker.engines.sampling import token_draw, truncation
-from rollout_worker.engines.sampling.batch_rows import Row, Rows
-from rollout_worker.engines.sampling.token_draw import draw, pick, uniform
-from rollout_worker.engines.sglang.streams import child_request
+from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
+from rollout_worker.engines.sampling.token_draw import draw_tokens, pick_tokens, seeded_uniform
+from rollout_worker.engines.sglang.streams import make_child_request
 from rollout_worker.schemas import WeightsId
 from tests.support.engine.engines import request
 
@@ -33,10 +33,10 @@ class Wanted:
     asked: EngineRequest
     output: tuple[int, ...] = ()
 
-    def row(self) -> Row:
-        sent = child_request(self.asked, EOS, "0", WeightsId(epoch=0, version=0))
+    def row(self) -> SampledRow:
+        sent = make_child_request(self.asked, EOS, "0", WeightsId(epoch=0, version=0))
         asks: Mapping[str, Any] = sent["sampling_params"]["custom_params"]
-        return Row(asks, self.asked.token_ids, self.output)
+        return SampledRow(asks, self.asked.token_ids, self.output)
 
     @property
     def temperature(self) -> float:
@@ -99,9 +99,9 @@ CASES = [
 ]
 
 
-def batch(cases: Sequence[Wanted]) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+def batch(cases: Sequence[Wanted]) -> tuple[SampledRows, torch.Tensor, torch.Tensor]:
     """Rows, temperatures and positions as SGLang would have them."""
-    rows = Rows([case.row() for case in cases], CPU)
+    rows = SampledRows([case.row() for case in cases], CPU)
     heat = torch.tensor([[case.temperature] for case in cases])
     lengths = [len(case.asked.token_ids) + len(case.output) - 1 for case in cases]
     return rows, heat, torch.tensor(lengths)
@@ -112,7 +112,7 @@ def test_each_row_of_a_mixed_batch_is_drawn_from_its_own_distribution() -> None:
     for _ in range(30):
         logits = torch.randn(len(CASES), VOCAB) * 3
         rows, heat, positions = batch(CASES)
-        tokens, logprobs = draw(logits.clone(), rows, heat, positions)
+        tokens, logprobs = draw_tokens(logits.clone(), rows, heat, positions)
         for index, case in enumerate(CASES):
             want = case.logprobs(logits[index])
             token = int(tokens[index])
@@ -145,10 +145,10 @@ def test_what_is_cut_off_is_what_exact_arithmetic_cuts_off(
     cases = [Wanted(request(temperature=1.0, **cut)) for cut in CUTS]
     rows, _, positions = batch(cases)
     work = logits.to(torch.float32, copy=True)
-    rows.edit(work, positions)
+    rows.edit_logits(work, positions)
     work -= work.amax(dim=-1, keepdim=True)
-    assert rows.truncated is not None
-    truncation.cut_off(work, *rows.truncated)
+    assert rows.truncated_rows is not None
+    truncation.truncate_logits(work, *rows.truncated_rows)
     for at, case in enumerate(cases):
         want = case.logprobs(logits[at])
         stays, should = set(kept(work[at])), set(kept(want))
@@ -157,7 +157,7 @@ def test_what_is_cut_off_is_what_exact_arithmetic_cuts_off(
         got = work[at].double().log_softmax(dim=-1)
         both = sorted(stays & should)
         assert torch.allclose(got[both], want[both], atol=2e-3 if odd else 1e-5), CUTS[at]
-    tokens, logprobs = draw(logits, rows, torch.ones(len(cases), 1), positions)
+    tokens, logprobs = draw_tokens(logits, rows, torch.ones(len(cases), 1), positions)
     got = work.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     assert torch.equal(logprobs, got), "a step in pieces draws from the same"
 
@@ -192,7 +192,7 @@ def test_no_step_waits_for_the_device_row_by_row(asks: dict[str, Any], most: int
     rows, heat, positions = batch([Wanted(request(temperature=1.0, **asks))] * 9)
     with Waits() as waits:
         for _ in range(2):
-            draw(torch.randn(9, WIDE), rows, heat, positions)
+            draw_tokens(torch.randn(9, WIDE), rows, heat, positions)
     assert waits.count <= 2 * most
 
 
@@ -210,9 +210,9 @@ def peak(count: int) -> int:
     """Bytes at most that a step takes beside its logits."""
     rows, heat, positions = batch([Wanted(request(temperature=1.0, top_p=0.9))] * count)
     logits = torch.randn(count, WIDE) * 4
-    draw(logits, rows, heat, positions)
+    draw_tokens(logits, rows, heat, positions)
     with torch.profiler.profile(profile_memory=True) as profile:
-        draw(logits, rows, heat, positions)
+        draw_tokens(logits, rows, heat, positions)
     events: Any = profile.profiler.kineto_results.events()
     taken = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return int(max(itertools.accumulate(nbytes for _, nbytes in taken)))
@@ -225,7 +225,7 @@ def test_raw_logprobs_are_the_models_own() -> None:
     ]
     logits = torch.randn(2, VOCAB)
     rows, heat, positions = batch(cases)
-    tokens, logprobs = draw(logits.clone(), rows, heat, positions)
+    tokens, logprobs = draw_tokens(logits.clone(), rows, heat, positions)
     want = logits.log_softmax(dim=-1)[torch.arange(2), tokens]
     assert torch.allclose(logprobs, want, atol=1e-5)
 
@@ -236,9 +236,9 @@ def test_penalties_count_what_is_drawn_and_survive_filter_and_merge() -> None:
     rows, heat, positions = batch([other, case])
     logits = torch.zeros(2, VOCAB)
     logits[:, 40], logits[:, 41] = 3.0, 2.5
-    first, _ = draw(logits.clone(), rows, heat, positions)
-    later = rows.kept([1]).with_rows(rows.kept([0]))
-    second, _ = draw(logits.clone(), later, heat, positions + 1)
+    first, _ = draw_tokens(logits.clone(), rows, heat, positions)
+    later = rows.select_rows([1]).with_rows(rows.select_rows([0]))
+    second, _ = draw_tokens(logits.clone(), later, heat, positions + 1)
     assert first.tolist() == [40, 40]
     assert second.tolist() == [41, 40]
 
@@ -250,7 +250,7 @@ def test_seeds_give_the_same_tokens_whatever_else_is_in_the_batch() -> None:
     drawn = set()
     for others in ([], [noise], [noise, noise]):
         rows, heat, positions = batch([*others, seeded])
-        tokens, _ = draw(logits.repeat(len(others) + 1, 1), rows, heat, positions)
+        tokens, _ = draw_tokens(logits.repeat(len(others) + 1, 1), rows, heat, positions)
         drawn.add(int(tokens[-1]))
     assert len(drawn) == 1
 
@@ -258,7 +258,7 @@ def test_seeds_give_the_same_tokens_whatever_else_is_in_the_batch() -> None:
 def test_the_numbers_of_a_seed_are_spread_evenly() -> None:
     seeds = torch.arange(200).repeat_interleave(50)
     produced = torch.arange(50).repeat(200)
-    numbers = uniform(seeds, produced)
+    numbers = seeded_uniform(seeds, produced)
     assert ((numbers >= 0) & (numbers < 1)).all()
     counts = torch.histc(numbers, bins=20, min=0, max=1)
     # 10 000 numbers in 20 bins: chi-square with 19 degrees of freedom is below 43.8 at p = 0.001.
@@ -274,7 +274,7 @@ def test_tokens_are_picked_as_often_as_their_weights_say(vocab: int) -> None:
     weights = weights / weights.sum()
     count = 20_000
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    picked = torch.bincount(pick(weights.expand(count, -1), numbers), minlength=vocab)
+    picked = torch.bincount(pick_tokens(weights.expand(count, -1), numbers), minlength=vocab)
     # Evenly spread numbers leave no room for chance: each token is off by what its ends cut.
     assert (picked - weights[0] * count).abs().max() <= 1
     assert not picked[weights[0] == 0].any()
@@ -283,7 +283,7 @@ def test_tokens_are_picked_as_often_as_their_weights_say(vocab: int) -> None:
 def test_no_number_picks_an_impossible_token() -> None:
     weights = torch.zeros(2, 300)
     weights[:, [131, 140]] = torch.tensor([1e-30, 1.0])
-    assert pick(weights, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)).tolist() == [
+    assert pick_tokens(weights, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)).tolist() == [
         131,
         140,
     ]

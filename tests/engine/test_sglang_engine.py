@@ -16,8 +16,8 @@ import pytest_asyncio
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.engine import SglangEngine
-from rollout_worker.engines.sglang.process import session
-from rollout_worker.engines.sglang.streams import UNREAD_SECONDS
+from rollout_worker.engines.sglang.process import session_processes
+from rollout_worker.engines.sglang.streams import UNREAD_INTERVAL_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.files import open_source
 from rollout_worker.sources.filling import fill_sink
@@ -95,7 +95,7 @@ def resident(engine: SglangEngine) -> int:
     """Bytes that the child's processes hold, shared memory left out."""
     assert engine._node._process is not None
     total = 0
-    for pid in engine._node._process.pids():
+    for pid in engine._node._process.session_pids():
         fields = Path("/proc", str(pid), "status").read_text().splitlines()
         total += sum(int(f.split()[1]) for f in fields if f.startswith("RssAnon"))
     return total * 1024
@@ -120,7 +120,7 @@ async def test_its_schedulers_share_the_turn_for_the_devices(
     engine: SglangEngine, lock: Path
 ) -> None:
     assert engine._node._process is not None
-    found = [look(pid) for pid in engine._node._process.pids()]
+    found = [look(pid) for pid in engine._node._process.session_pids()]
     schedulers = [p.pid for p in found if p is not None and "sglang::scheduler" in p.command]
     assert schedulers
     assert all(shares_lock(pid, lock) for pid in schedulers)
@@ -181,12 +181,12 @@ async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(
     unread = replace(request("unread", max_tokens=200), streamed=False)
     task = asyncio.create_task(follow(engine, unread, output))
     await reaches(output, 20)
-    await asyncio.sleep(UNREAD_SECONDS / 2)
+    await asyncio.sleep(UNREAD_INTERVAL_SECONDS / 2)
     await flip(engine, version.sink, V4, "keep")
     await task
     assert len(output.token_ids) == 200
     # The first token, the last ones and those before the pause come at once.
-    assert output.deltas <= (time.monotonic() - began) / UNREAD_SECONDS + 3
+    assert output.deltas <= (time.monotonic() - began) / UNREAD_INTERVAL_SECONDS + 3
     turn = output.versions.index((4, True))
     before = reference_2.greedy(PROMPT, turn + 3)
     assert output.token_ids[:turn] == before[:turn]
@@ -248,10 +248,10 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
     output = Output()
     assert engine._node._process is not None
     assert engine._node._process._folder is not None
-    folder, leader = engine._node._process._folder, engine._node._process._main
+    folder, leader = engine._node._process._folder, engine._node._process._main_pid
     assert leader is not None
     try:
-        scheduler = max(engine._node._process.pids(), key=lambda pid: pid != leader)
+        scheduler = max(engine._node._process.session_pids(), key=lambda pid: pid != leader)
         task = asyncio.create_task(follow(engine, request(max_tokens=240), output))
         await reaches(output, 3)
         os.kill(scheduler, how)
@@ -264,7 +264,7 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
     await task
     assert output.abort_reason is AbortReason.ENGINE
     assert len(output.token_ids) >= 3
-    assert session(leader) == []
+    assert session_processes(leader) == []
     assert not folder.exists()
     assert not [name for name in os.listdir("/dev/shm") if str(leader) in name]
 

@@ -17,8 +17,15 @@ from typing import Any, cast
 
 import pytest
 
-from rollout_worker.engine import Engine, Entry, Gang, Member, Refill, Sink
-from rollout_worker.engines import EngineOptions, create, create_member
+from rollout_worker.engine import (
+    Engine,
+    EngineMember,
+    GangMembership,
+    Sink,
+    TensorEntry,
+    WeightsRefill,
+)
+from rollout_worker.engines import EngineOptions, create_engine, create_member
 from rollout_worker.observe.processes import command_line_of, find_descendants
 from rollout_worker.schemas import MemoryTag
 from tests.support.engine.engine_kinds import KINDS
@@ -42,8 +49,8 @@ class Two:
     """The head's engine, the member, and which ranks belong to whom."""
 
     def __init__(self, options: Callable[[int], EngineOptions]) -> None:
-        self.head: Engine = create("sglang", options(0))
-        self.member: Member = create_member("sglang", options(1))
+        self.head: Engine = create_engine("sglang", options(0))
+        self.member: EngineMember = create_member("sglang", options(1))
         self.beside: Sink | None = None
 
     async def start(self) -> None:
@@ -78,7 +85,7 @@ class Two:
         await self.head.commit(identity, version.sink, kv)
         await self.head.resume()
 
-    def refill(self, folder: Path) -> Refill:
+    def refill(self, folder: Path) -> WeightsRefill:
         """What the worker gives to `wake`; the member's slot is freed at the next update."""
 
         async def refill(*, on_disk: bool = False) -> Sink:
@@ -94,11 +101,11 @@ class Two:
 class _Slot:
     """What `fill` wants of an engine, on the member's side."""
 
-    def __init__(self, member: Member, slot: str) -> None:
+    def __init__(self, member: EngineMember, slot: str) -> None:
         self._member = member
         self._slot = slot
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(self, entries: Sequence[TensorEntry], *, on_disk: bool = False) -> Sink:
         return await self._member.open_slot(self._slot, entries, on_disk=on_disk)
 
 
@@ -129,7 +136,7 @@ async def two_nodes(
             max_length=256,
             spill_dir=tmp_path,
             args=("--python", str(node)),
-            gang=Gang(nodes=2, rank=rank, leader="127.0.0.1", port=port, slots=slots),
+            gang=GangMembership(nodes=2, rank=rank, leader="127.0.0.1", port=port, slots=slots),
         )
 
     two = Two(options)

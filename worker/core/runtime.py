@@ -15,7 +15,14 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from rollout_worker.engine import Engine, EngineCrashed, EngineError, EngineInfo, EngineStats, Gang
+from rollout_worker.engine import (
+    Engine,
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    GangMembership,
+)
 from rollout_worker.gang.head import GangHead
 from rollout_worker.observe.telemetry import WorkerTelemetry
 from rollout_worker.schemas import Lifecycle, Progress, Resident
@@ -58,7 +65,7 @@ class ChangeNotifier:
 class WorkerRuntime:
     """The shared state of one worker process."""
 
-    def __init__(self, settings: WorkerSettings, gang: Gang | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, gang: GangMembership | None = None) -> None:
         self.settings = settings
         self.boot_id = uuid.uuid4().hex
         self.telemetry = WorkerTelemetry(settings.pool, settings.namespace)

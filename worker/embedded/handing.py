@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollout_worker.core.holds import EVERYTHING, WantedState
-from rollout_worker.engine import Tensors
+from rollout_worker.engine import TrainerTensors
 from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.schemas import (
     CommitRequest,
@@ -61,7 +61,7 @@ class HandOverOptions:
 
 
 async def hand_over_weights(
-    worker: WorkerService, given: Tensors, asked: HandOverOptions
+    worker: WorkerService, given: TrainerTensors, asked: HandOverOptions
 ) -> HandedOver:
     """Stage tensors of this process, and commit them unless an operator does.
 
@@ -107,7 +107,7 @@ async def _wake_without_values(worker: WorkerService) -> None:
 
 
 async def _stage_tensors(
-    worker: WorkerService, given: Tensors, identity: WeightsId, asked: HandOverOptions
+    worker: WorkerService, given: TrainerTensors, identity: WeightsId, asked: HandOverOptions
 ) -> StagedWeights:
     request = StageRequest(
         epoch=identity.epoch,

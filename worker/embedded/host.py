@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rollout_worker.engine import Engine
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.ports.auth import make_authorizer
 from rollout_worker.ports.server import HttpServers, serve_until
 from rollout_worker.schemas import Lifecycle
@@ -48,7 +48,7 @@ class WorkerHost:
     ) -> None:
         self.settings = settings
         self._make_engine = make_engine or make_engine_factory(
-            settings, Staging(settings.staging_memory), guest=True
+            settings, StagingBudget(settings.staging_memory), guest=True
         )
         self._pid = os.getpid()
         self._ready: Future[None] = Future()

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from rollout_worker import service
-from rollout_worker.engine import Engine, Tensors
+from rollout_worker.engine import Engine, TrainerTensors
 from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.schemas import WorkerState
 from rollout_worker.settings import WorkerSettings
@@ -82,7 +82,7 @@ class _EmbeddedBase:
     ) -> Callable[[service.WorkerService], Coroutine[Any, Any, HandedOver]]:
         tensors = named(weights)
         settled(tensors)
-        given = Tensors(tensors, tensors.clear, copy)
+        given = TrainerTensors(tensors, tensors.clear, copy)
         return lambda worker: handing.hand_over_weights(worker, given, asked)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollout_worker.engine import ENGINES, Engine, EngineError, Gang, Member
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engine import ENGINES, Engine, EngineError, EngineMember, GangMembership
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.schemas import LogprobsOf
 
 
@@ -37,21 +37,21 @@ class EngineOptions:
     max_batch_tokens: int | None = None
     logprobs: LogprobsOf = "sampling"
     args: tuple[str, ...] = ()
-    staging: Staging = field(default_factory=Staging)
-    gang: Gang | None = None
+    staging: StagingBudget = field(default_factory=StagingBudget)
+    gang: GangMembership | None = None
     guest: bool = False
 
 
-def create(engine: str, options: EngineOptions) -> Engine:
+def create_engine(engine: str, options: EngineOptions) -> Engine:
     """Make an engine; nothing is loaded before its `start`.
 
     Raises:
         EngineError: an unknown engine or flag; the text says which there are.
     """
-    with _uncollected():
+    with _without_garbage_collection():
         if engine == "hf":
             if options.gang is not None:
-                raise _one_node(engine)
+                raise _single_node_error(engine)
             from .hf.engine import HfEngine
 
             return HfEngine(options)
@@ -67,7 +67,7 @@ def create(engine: str, options: EngineOptions) -> Engine:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Import without garbage collection: modules stay, and looking for garbage takes a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -78,13 +78,13 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def create_member(engine: str, options: EngineOptions) -> Member:
+def create_member(engine: str, options: EngineOptions) -> EngineMember:
     """Make the part of an engine that runs on a node beside the head's.
 
     Raises:
         EngineError: this engine runs on one node.
     """
-    with _uncollected():
+    with _without_garbage_collection():
         if engine == "vllm":
             from .vllm.member import VllmMember
 
@@ -93,10 +93,10 @@ def create_member(engine: str, options: EngineOptions) -> Member:
             from .sglang.node import SglangMember
 
             return SglangMember(options)
-    raise _one_node(engine)
+    raise _single_node_error(engine)
 
 
-def _one_node(engine: str) -> EngineError:
+def _single_node_error(engine: str) -> EngineError:
     return EngineError(
         f"parallelism.nodes: the {engine} engine runs on one node: set it to 1, or use vllm or sglang"
     )

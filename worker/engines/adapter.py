@@ -14,12 +14,12 @@ from rollout_worker.engine import (
     EngineError,
     EngineInfo,
     EngineStats,
-    Entry,
-    Given,
+    GivenWeights,
     KvPolicy,
-    Layout,
-    Refill,
     Sink,
+    TensorEntry,
+    WeightsLayout,
+    WeightsRefill,
 )
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
@@ -27,7 +27,7 @@ from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 
-class Parts(Protocol):
+class EngineParts(Protocol):
     """What exists once an engine runs."""
 
     @property
@@ -46,33 +46,33 @@ class Parts(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Parts)
+EnginePartsT = TypeVar("EnginePartsT", bound=EngineParts)
 
 
-class EngineAdapter(Engine, Generic[P]):
+class EngineAdapter(Engine, Generic[EnginePartsT]):
     """An `Engine` that can't be called before `start` has set its parts, nor after its end."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._give_up = threading.Event()
-        self._parts: P | None = None
+        self._parts: EnginePartsT | None = None
         self._ended: str | None = None
         self.on_end: Callable[[str], None] = lambda why: None
 
-    def _require_parts(self) -> P:
+    def _require_parts(self) -> EnginePartsT:
         if self._ended is not None:
             raise EngineCrashed(self._ended)
         if self._parts is None:
             raise EngineError("the engine is not started")
         return self._parts
 
-    def _describe(
+    def _engine_info(
         self,
         engine: str,
         version: str,
         model: ServedModel,
         root_hash: str,
-        layout: Layout,
+        layout: WeightsLayout,
         *,
         by_path: bool = True,
     ) -> EngineInfo:
@@ -89,7 +89,11 @@ class EngineAdapter(Engine, Generic[P]):
 
     @override
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> Sink:
         versions = self._require_parts().versions
         return await versions.open_slot(entries, on_disk=on_disk, given=given)
@@ -100,12 +104,12 @@ class EngineAdapter(Engine, Generic[P]):
 
     @override
     async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: WeightsRefill
     ) -> None:
         await self._require_parts().versions.sleep(level, tags, refill)
 
     @override
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: WeightsRefill | None) -> None:
         await self._require_parts().versions.wake(tags, refill)
 
     @override
@@ -114,4 +118,4 @@ class EngineAdapter(Engine, Generic[P]):
         if parts is None:
             return EngineStats(0, Resident(weights=False, kv_cache=False))
         running = parts.running
-        return EngineStats(len(running), parts.versions.resident(), running, parts.pinned)
+        return EngineStats(len(running), parts.versions.resident_memory(), running, parts.pinned)

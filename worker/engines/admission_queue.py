@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from rollout_worker.engine import EngineRequest
 
 
-class Queued(Protocol):
+class QueuedRequest(Protocol):
     """A request that waits: `arrival` is its number among all, `done` that it has ended meanwhile."""
 
     request: EngineRequest
@@ -24,10 +24,10 @@ class Queued(Protocol):
         ...
 
 
-Q = TypeVar("Q", bound=Queued)
+QueuedRequestT = TypeVar("QueuedRequestT", bound=QueuedRequest)
 
 
-class AdmissionQueue(Generic[Q]):
+class AdmissionQueue(Generic[QueuedRequestT]):
     """Starts requests by priority, then arrival. Not safe for use by several threads.
 
     Args:
@@ -35,10 +35,14 @@ class AdmissionQueue(Generic[Q]):
         start: Starts a request.
     """
 
-    def __init__(self, has_capacity: Callable[[Q], bool], start: Callable[[Q], None]) -> None:
+    def __init__(
+        self,
+        has_capacity: Callable[[QueuedRequestT], bool],
+        start: Callable[[QueuedRequestT], None],
+    ) -> None:
         self._has_capacity = has_capacity
         self._start = start
-        self._waiting: list[tuple[int, int, Q]] = []
+        self._waiting: list[tuple[int, int, QueuedRequestT]] = []
         self.is_open = True
         """Whether requests may be started at all."""
 
@@ -46,11 +50,11 @@ class AdmissionQueue(Generic[Q]):
         return len(self._waiting)
 
     @property
-    def requests(self) -> list[Q]:
+    def requests(self) -> list[QueuedRequestT]:
         """All that wait, in no order."""
         return [request for *_, request in self._waiting]
 
-    def add_request(self, request: Q) -> None:
+    def add_request(self, request: QueuedRequestT) -> None:
         """Queue a request; it keeps its arrival, and so its place, if it was started before."""
         heapq.heappush(self._waiting, (request.request.priority, request.arrival, request))
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_worker.engine import EngineError, Entry, Layout
+from rollout_worker.engine import EngineError, TensorEntry, WeightsLayout
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import Report, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
@@ -21,8 +21,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-COMPUTED = ("rotary_emb.inv_freq",)
+EMBEDDING_TENSORS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+)
+COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
 """Old checkpoints hold them; every model computes them itself."""
 
 COMPUTE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -41,7 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(file)
 
 
-def eos_ids(folder: Path, own: object) -> frozenset[int]:
+def read_eos_ids(folder: Path, own: object) -> frozenset[int]:
     """Return the ids that end an output: those of generation_config.json, else `own`.
 
     Args:
@@ -65,7 +70,7 @@ def eos_ids(folder: Path, own: object) -> frozenset[int]:
     return frozenset(ids)
 
 
-def max_length(asked: int | None, known: int | None) -> int:
+def resolve_max_length(asked: int | None, known: int | None) -> int:
     """Return the most tokens of prompt and output together.
 
     Args:
@@ -107,7 +112,7 @@ def load_tokenizer(folder: Path) -> Any | None:
         ) from error
 
 
-def decode(tokenizer: Any | None, token_ids: Iterable[int], *, special: bool) -> str:
+def decode_tokens(tokenizer: Any | None, token_ids: Iterable[int], *, special: bool) -> str:
     """Return the text of token ids, nothing tidied; `special`: with its special tokens.
 
     Raises:
@@ -131,20 +136,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def layout_of(entries: Sequence[Entry], *, tied: bool = False) -> Layout:
+def checkpoint_layout(entries: Sequence[TensorEntry], *, tied: bool = False) -> WeightsLayout:
     """Return what a version must hold: what the checkpoint holds, a tied output head or not."""
     specs = {entry.name: entry.spec for entry in entries}
-    required = {name: spec for name, spec in specs.items() if not name.endswith(COMPUTED)}
+    required = {name: spec for name, spec in specs.items() if not name.endswith(COMPUTED_TENSORS)}
     optional = {name: spec for name, spec in specs.items() if name not in required}
-    embedding = next((name for name in sorted(specs) if name.endswith(EMBEDDINGS)), None)
+    embedding = next((name for name in sorted(specs) if name.endswith(EMBEDDING_TENSORS)), None)
     if not tied or embedding is None:
-        return Layout(required, optional, {})
+        return WeightsLayout(required, optional, {})
     required.pop(OUTPUT_HEAD, None)
     optional[OUTPUT_HEAD] = specs[embedding]
-    return Layout(required, optional, {OUTPUT_HEAD: embedding})
+    return WeightsLayout(required, optional, {OUTPUT_HEAD: embedding})
 
 
-def dtype_of(entries: Sequence[Entry]) -> str | None:
+def checkpoint_dtype(entries: Sequence[TensorEntry]) -> str | None:
     """Return the dtype of most of its bytes, None if the model could run in none of theirs.
 
     Bytes, not tensors: a quantised checkpoint has a small float32 scale for every weight.
@@ -156,7 +161,7 @@ def dtype_of(entries: Sequence[Entry]) -> str | None:
     return found.most_common(1)[0][0] if found else None
 
 
-def hash_of(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
+def hash_checkpoint(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
     """Return the root hash of a checkpoint; blocks while it is read, which caches its pages, too.
 
     Raises:
@@ -166,7 +171,7 @@ def hash_of(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
     return read_source(open_source(folder), {}, lambda _: None, report, cancelled)
 
 
-def hash_meanwhile(
+def start_while_hashing(
     folder: Path,
     report: Callable[[Progress], None],
     cancelled: Callable[[], bool],
@@ -189,7 +194,7 @@ def hash_meanwhile(
         return failed.is_set() or cancelled()
 
     with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(_hash_reporting, folder, report, given_up)
+        hashing = pool.submit(_hash_with_progress, folder, report, given_up)
         try:
             started = start()
         except BaseException:
@@ -202,7 +207,7 @@ def hash_meanwhile(
             raise
 
 
-def _hash_reporting(
+def _hash_with_progress(
     folder: Path, report: Callable[[Progress], None], cancelled: Callable[[], bool]
 ) -> str:
     """Hash, and report the progress."""
@@ -213,4 +218,4 @@ def _hash_reporting(
         else:
             report(Progress(message="starting vLLM's processes"))
 
-    return hash_of(folder, advance, cancelled)
+    return hash_checkpoint(folder, advance, cancelled)

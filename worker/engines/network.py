@@ -18,11 +18,11 @@ from rollout_worker.engine import EngineError
 from rollout_worker.sources.files import ReadCancelled
 
 SIOCGIFADDR = 0x8915
-RETRY_SECONDS = 1.0
-INET6 = Path("/proc/net/if_inet6")
+RESOLVE_RETRY_SECONDS = 1.0
+IF_INET6_FILE = Path("/proc/net/if_inet6")
 
 
-def address_of(host: str, cancelled: Callable[[], bool]) -> str:
+def resolve_address(host: str, cancelled: Callable[[], bool]) -> str:
     """Return the address of a host, once its name is known: a pod's comes to be after the pod.
 
     Raises:
@@ -35,7 +35,7 @@ def address_of(host: str, cancelled: Callable[[], bool]) -> str:
         except OSError:
             if cancelled():
                 raise ReadCancelled from None
-            time.sleep(RETRY_SECONDS)
+            time.sleep(RESOLVE_RETRY_SECONDS)
 
 
 def own_address(other: str) -> str:
@@ -49,7 +49,7 @@ def own_address(other: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """Return the name of the interface that has this address.
 
     Raises:
@@ -59,12 +59,12 @@ def interface_of(address: str) -> str:
     if wanted.is_loopback:
         return "lo"
     for _, name in socket.if_nameindex():
-        if wanted in _addresses(name):
+        if wanted in _interface_addresses(name):
             return name
     raise EngineError(f"no network interface has the address {address}")
 
 
-def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def _interface_addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -72,7 +72,7 @@ def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Add
             found.append(ipaddress.IPv4Address(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]))
         except OSError:
             pass  # it has none of version 4
-    lines = INET6.read_text().splitlines() if INET6.exists() else []
+    lines = IF_INET6_FILE.read_text().splitlines() if IF_INET6_FILE.exists() else []
     for line in lines:
         digits, *_, name = line.split()
         if name == interface:

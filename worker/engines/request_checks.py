@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.engines.model_folder import decode
+from rollout_worker.engines.model_folder import decode_tokens
 from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
 
-Verdict = tuple[StopReason, StopMatch | None]
-Decode = Callable[[Sequence[int]], str]
+StopVerdict = tuple[StopReason, StopMatch | None]
+DecodeTokens = Callable[[Sequence[int]], str]
 
-OPEN = 3
+INCOMPLETE_TOKENS = 3
 """A character that lacks bytes has at most 3 of its 4, hence lies in the last 3 tokens."""
-MAX_OPEN = 16
+MAX_INCOMPLETE_TOKENS = 16
 """Tokens after which text that never becomes whole is taken as it is."""
-BROKEN = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """What bytes decode to that are no character, or none yet."""
 
 
@@ -51,7 +51,7 @@ class ServedModel(Protocol):
         ...
 
 
-def check_unused(request_id: str, running: Collection[str]) -> None:
+def check_id_unused(request_id: str, running: Collection[str]) -> None:
     """Refuse a request whose id another one has.
 
     Raises:
@@ -86,17 +86,19 @@ def with_max_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest
     return replace(request, sampling=request.sampling.model_copy(update={"max_tokens": left}))
 
 
-def check_fits(request: EngineRequest, model: ServedModel) -> None:
+def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
     """Refuse what no engine could serve with this model.
 
     Raises:
         InvalidRequest: names the field and the fix.
     """
     sampling = request.sampling
-    _check_ids("token_ids", request.token_ids, model.vocab_size)
-    _check_ids("sampling.logit_bias", sampling.logit_bias, model.vocab_size)
-    _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model.vocab_size)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, model.vocab_size)
+    _check_token_ids("token_ids", request.token_ids, model.vocab_size)
+    _check_token_ids("sampling.logit_bias", sampling.logit_bias, model.vocab_size)
+    _check_token_ids(
+        "sampling.allowed_token_ids", sampling.allowed_token_ids or (), model.vocab_size
+    )
+    _check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model.vocab_size)
     if not request.token_ids:
         raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
     needed = len(request.token_ids) + (sampling.max_tokens or 1)
@@ -125,7 +127,7 @@ def check_fits(request: EngineRequest, model: ServedModel) -> None:
         )
 
 
-def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
+def _check_token_ids(field: str, ids: Iterable[int], vocab: int) -> None:
     for token in ids:
         if not 0 <= token < vocab:
             raise InvalidRequest(
@@ -136,7 +138,7 @@ def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
 class TextTail:
     """Decodes an output token by token, keeping just as much text as a stop string needs."""
 
-    def __init__(self, decode: Decode, keep: int) -> None:
+    def __init__(self, decode: DecodeTokens, keep: int) -> None:
         self._decode = decode
         self._keep = keep
         self._context: list[int] = []  # its text is out already; spacing depends on it
@@ -144,30 +146,30 @@ class TextTail:
         self._text = ""
         self._seen = 0  # characters from the start of the text that were returned before
 
-    def push(self, token: int) -> tuple[str, int]:
+    def push_token(self, token: int) -> tuple[str, int]:
         """Add a token; return the kept text with what it completed, and where that begins."""
         self._fresh.append(token)
         before = len(self._decode(self._context))
         after = self._decode(self._context + self._fresh)
-        whole = not after.endswith(BROKEN)
+        whole = not after.endswith(REPLACEMENT_CHARACTER)
         # A half character at the end may become a whole one: it is not shown before.
-        text = self._text + after[before:].rstrip(BROKEN if not whole else "")
+        text = self._text + after[before:].rstrip(REPLACEMENT_CHARACTER if not whole else "")
         begin, self._seen = self._seen, max(self._seen, len(text))
-        cut = len(self._fresh) if whole else self._settled(after)
+        cut = len(self._fresh) if whole else self._count_settled(after)
         if cut:
-            self._forget(cut, self._decode(self._context + self._fresh[:cut])[before:])
+            self._drop_text(cut, self._decode(self._context + self._fresh[:cut])[before:])
         return text, begin
 
-    def _settled(self, after: str) -> int:
+    def _count_settled(self, after: str) -> int:
         """Return how many fresh tokens no later one can add to, given the text with all of them."""
-        last = len(self._fresh) - OPEN
+        last = len(self._fresh) - INCOMPLETE_TOKENS
         for cut in range(last, 0, -1):
             # Elsewhere a cut would go through a character.
             if after.startswith(self._decode(self._context + self._fresh[:cut])):
                 return cut
-        return last if len(self._fresh) >= MAX_OPEN else 0
+        return last if len(self._fresh) >= MAX_INCOMPLETE_TOKENS else 0
 
-    def _forget(self, cut: int, shown: str) -> None:
+    def _drop_text(self, cut: int, shown: str) -> None:
         self._context, self._fresh = self._fresh[:cut], self._fresh[cut:]
         text = self._text + shown
         self._text = text[-self._keep :] if self._keep else ""
@@ -178,7 +180,7 @@ class StopChecker:
     """Looks at each token of one output; nothing of the first `min_tokens` ends it."""
 
     def __init__(
-        self, sampling: SamplingParams, eos: frozenset[int], decode: Decode | None
+        self, sampling: SamplingParams, eos: frozenset[int], decode: DecodeTokens | None
     ) -> None:
         self._ids = stop_ids(sampling, eos)
         self._strings = sampling.stop
@@ -187,9 +189,9 @@ class StopChecker:
         # All but the newest character of the longest string may stand in the text kept.
         self._tail = TextTail(decode, longest - 1) if decode and self._strings else None
 
-    def check(self, token: int, produced: int) -> Verdict | None:
+    def check_token(self, token: int, produced: int) -> StopVerdict | None:
         """Return why the output ends with `token`, its `produced`-th, or None if it goes on."""
-        text = self._completed(token)
+        text = self._completed_stop(token)
         if produced > self._min:
             if token in self._ids:
                 return StopReason.STOP, StopMatch(token_id=token)
@@ -199,11 +201,11 @@ class StopChecker:
             return StopReason.LENGTH, None
         return None
 
-    def _completed(self, token: int) -> str | None:
+    def _completed_stop(self, token: int) -> str | None:
         """Return the stop string that this token completes, the one that begins first."""
         if self._tail is None:
             return None
-        text, fresh = self._tail.push(token)
+        text, fresh = self._tail.push_token(token)
         hits = [
             (at, stop)
             for stop in self._strings
@@ -217,7 +219,7 @@ def make_stop_checker(sampling: SamplingParams, model: ServedModel) -> StopCheck
     """Return the checker for one output of this model."""
 
     def decode_text(token_ids: Sequence[int]) -> str:
-        return decode(model.tokenizer, token_ids, special=True)
+        return decode_tokens(model.tokenizer, token_ids, special=True)
 
     return StopChecker(
         sampling, model.eos_token_ids, None if model.tokenizer is None else decode_text

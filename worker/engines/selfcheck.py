@@ -18,24 +18,24 @@ from rollout_worker.schemas import LogprobsOf, Progress, SamplingParams, StopRea
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--self-update-check"
+SELF_CHECK_FLAG = "--self-update-check"
 """Among `engine.args`, for engines that load a checkpoint in another way than an update."""
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 24, 8
-LONG_TOKENS = 8192
+WARM_UP_TOKENS = 8192
 """Prompt of a warm-up: what an engine computes in one piece by default."""
-NATS = 0.1
+MAX_LOGPROB_DIFFERENCE = 0.1
 """By how much a logprob may differ: the weights are the same, so only the order of sums does."""
 
 Generate = Callable[[EngineRequest], AsyncIterator[EngineDelta]]
-Outputs = Sequence[tuple[Sequence[int], Sequence[float]]]
+ProbeOutputs = Sequence[tuple[Sequence[int], Sequence[float]]]
 
-_proven: set[Hashable] = set()
+_passed_checks: set[Hashable] = set()
 """What passed in this process: an engine that is restarted is the same as the one before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class UpdateProbe:
     """How to try an engine that runs: its `generate`, and what its model takes."""
 
     generate: Generate
@@ -43,28 +43,30 @@ class Probe:
     max_length: int
     logprobs: LogprobsOf
 
-    async def warm_up(self, tokens: int = LONG_TOKENS) -> None:
+    async def warm_up(self, tokens: int = WARM_UP_TOKENS) -> None:
         """Make a few tokens from a long prompt, so that nobody's request waits for what is compiled lazily."""
         length = max(1, min(tokens, self.max_length - 2))
         sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
-        await self._one("warm-up", self._prompt(0, length), sampling)
+        await self._generate_one("warm-up", self._make_prompt(0, length), sampling)
 
-    async def outputs(self, round_: str) -> Outputs:
+    async def generate_outputs(self, round_: str) -> ProbeOutputs:
         """Return greedy outputs of fixed prompts, each alone in its batch; no round shares another's prefixes."""
         room = max(1, min(TOKENS, self.max_length - 1))
         sampling = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
         length = max(1, min(PROMPT_TOKENS, self.max_length - room))
         return [
-            await self._one(f"self-update-{round_}-{i}", self._prompt(i, length), sampling)
+            await self._generate_one(
+                f"self-update-{round_}-{i}", self._make_prompt(i, length), sampling
+            )
             for i in range(PROMPTS)
         ]
 
-    def _prompt(self, number: int, length: int) -> tuple[int, ...]:
+    def _make_prompt(self, number: int, length: int) -> tuple[int, ...]:
         """Return ids from the first thousand: behind them a vocabulary may have ids with a meaning."""
         ids = min(self.vocab_size, 1000)
         return tuple((number * 331 + i * 97 + i * i) % ids for i in range(length))
 
-    async def _one(
+    async def _generate_one(
         self, name: str, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         tokens: list[int] = []
@@ -78,13 +80,13 @@ class Probe:
         return tuple(tokens), tuple(logprobs)
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
+def add_self_check_flag(parser: argparse.ArgumentParser) -> None:
     """Make the flag known."""
-    parser.add_argument(FLAG, choices=("on", "off"), default="on")
+    parser.add_argument(SELF_CHECK_FLAG, choices=("on", "off"), default="on")
 
 
 async def check_update(
-    probe: Probe,
+    probe: UpdateProbe,
     reload: Callable[[], Awaitable[None]],
     report: Callable[[Progress], None],
     key: Hashable,
@@ -100,33 +102,35 @@ async def check_update(
     Raises:
         EngineError: the engine can't update this model; the text says why and what to change.
     """
-    if key in _proven:
+    if key in _passed_checks:
         return
     report(Progress(message="loading the checkpoint once more, as an update"))
     began = time.monotonic()
-    before = await probe.outputs("before")
+    before = await probe.generate_outputs("before")
     try:
         await reload()
-        after = await probe.outputs("after")
+        after = await probe.generate_outputs("after")
     except EngineError as error:
-        raise _refusal(f"the attempt failed: {error}") from error
-    why = difference(before, after)
+        raise _not_updatable_error(f"the attempt failed: {error}") from error
+    why = find_difference(before, after)
     if why is not None:
-        raise _refusal(f"its own checkpoint, loaded as an update, changes its outputs: {why}")
-    _proven.add(key)
+        raise _not_updatable_error(
+            f"its own checkpoint, loaded as an update, changes its outputs: {why}"
+        )
+    _passed_checks.add(key)
     logger.info(
         "the engine takes updates of this model", extra={"seconds": time.monotonic() - began}
     )
 
 
-def difference(before: Outputs, after: Outputs) -> str | None:
+def find_difference(before: ProbeOutputs, after: ProbeOutputs) -> str | None:
     """Return how two rounds of outputs differ by more than the order of sums, None if they don't.
 
     Where two tokens are as likely as each other, an output may go on with either from there.
     """
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         for at, (token, was, other, now) in enumerate(zip(*old, *new, strict=True)):
-            if not (math.isfinite(now) and abs(was - now) <= NATS):
+            if not (math.isfinite(now) and abs(was - now) <= MAX_LOGPROB_DIFFERENCE):
                 return f"token {at} of output {number} had logprob {was:.4g}, now {now:.4g}"
             if token != other:
                 if at == 0:
@@ -135,8 +139,8 @@ def difference(before: Outputs, after: Outputs) -> str | None:
     return None
 
 
-def _refusal(why: str) -> EngineError:
+def _not_updatable_error(why: str) -> EngineError:
     return EngineError(
         f"this engine can't update this model's weights ({why}): use another engine or a checkpoint "
-        f"that is not quantised, or add {FLAG}=off to engine.args if its weights never change"
+        f"that is not quantised, or add {SELF_CHECK_FLAG}=off to engine.args if its weights never change"
     )

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-FLAG = "--allow-untested-version"
+ALLOW_UNTESTED_FLAG = "--allow-untested-version"
 """The flag among `engine.args` that lets another version start."""
 
-VERSIONS = {"vLLM": "0.32.0", "SGLang": "0.5.23"}
+TESTED_VERSIONS = {"vLLM": "0.32.0", "SGLang": "0.5.23"}
 
 
-def refusal(engine: str, found: str) -> str | None:
+def untested_version_refusal(engine: str, found: str) -> str | None:
     """Return why this version does not start, None if it does; a local part (`+cpu`) is ignored."""
-    tested = VERSIONS[engine]
+    tested = TESTED_VERSIONS[engine]
     if found.partition("+")[0] == tested:
         return None
     return (
         f"the worker was tested with {engine} {tested}; found {found}: install {tested}, or add "
-        f"{FLAG} to engine.args to try this one"
+        f"{ALLOW_UNTESTED_FLAG} to engine.args to try this one"
     )
 
 
-def flags_refused(why: str, *flags: str) -> Iterable[tuple[str, str]]:
+def refused_flag_entries(why: str, *flags: str) -> Iterable[tuple[str, str]]:
     """Yield an entry of a table of refused flags for each of these."""
     return ((flag, why) for flag in flags)

@@ -13,23 +13,23 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rollout_worker.engine import (
     EngineError,
-    Entry,
-    Given,
+    GivenWeights,
     KvPolicy,
-    Refill,
     Sink,
+    TensorEntry,
+    WeightsRefill,
     WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.shared_memory.ranks import Ranks
+from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.schemas import MemoryTag, Resident, WeightsId, WeightsSpan
 
-Change = tuple[int, WeightsId, bool]
+WeightsChange = tuple[int, WeightsId, bool]
 """From this token of an output on: the weights that made it, and whether KV of older ones was in use."""
 
 
-def spans_within(changes: Sequence[Change], begin: int, end: int) -> tuple[WeightsSpan, ...]:
+def spans_within(changes: Sequence[WeightsChange], begin: int, end: int) -> tuple[WeightsSpan, ...]:
     """Return the spans of the tokens [begin, end) of an output; `changes` are in order."""
     spans = []
     stops = [*(start for start, _, _ in changes[1:]), end][: len(changes)]
@@ -54,10 +54,10 @@ class SealableSink(Sink, Protocol):
     sealed: bool
 
 
-S = TypeVar("S", bound=SealableSink)
+SinkT = TypeVar("SinkT", bound=SealableSink)
 
 
-def require_sealed(sink: Sink, kind: type[S]) -> S:
+def require_sealed(sink: Sink, kind: type[SinkT]) -> SinkT:
     """Return the sink as what it is: only verified weights may ever serve.
 
     Raises:
@@ -68,7 +68,7 @@ def require_sealed(sink: Sink, kind: type[S]) -> S:
     return sink
 
 
-class WeightVersions(ABC, Generic[S]):
+class WeightVersions(ABC, Generic[SinkT]):
     """The weights of one running engine: memory for new ones, the switch to them, and where they are.
 
     Args:
@@ -76,7 +76,7 @@ class WeightVersions(ABC, Generic[S]):
         asleep: Where it notes which memory is given back; shared with what must know it.
     """
 
-    def __init__(self, kind: type[S], asleep: set[MemoryTag] | None = None) -> None:
+    def __init__(self, kind: type[SinkT], asleep: set[MemoryTag] | None = None) -> None:
         self._kind = kind
         self._lock = asyncio.Lock()
         self._asleep: set[MemoryTag] = set() if asleep is None else asleep
@@ -87,7 +87,11 @@ class WeightVersions(ABC, Generic[S]):
 
     @abstractmethod
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> Sink:
         """Open a sink as `Engine.open_slot` does."""
 
@@ -97,14 +101,14 @@ class WeightVersions(ABC, Generic[S]):
             async with self._lock:
                 if "weights" in self._asleep and not self._empty:
                     raise EngineError("the weights are asleep: wake them before the commit")
-                await self._switch(identity, self._require_sealed(sink), kv)
+                await self._switch_weights(identity, self._require_sealed(sink), kv)
         except BaseException:  # also if it is cancelled while another verb has the lock
             await asyncio.to_thread(sink.close)
             raise
         await self._close_committed(sink)
 
     async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: WeightsRefill
     ) -> None:
         """Give memory back as `Engine.sleep` does."""
         self._check_sleep(level, tags)
@@ -117,13 +121,13 @@ class WeightVersions(ABC, Generic[S]):
             if not going:
                 return
             await self._prepare_sleep(level, going, refill)
-            async with self._no_steps("falling asleep"):
-                await self._release(level, going)
+            async with self._without_steps("falling asleep"):
+                await self._release_memory(level, going)
                 self._asleep |= going
             if "weights" in going:
                 self._has_copy = level == 1
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: WeightsRefill | None) -> None:
         """Take memory back as `Engine.wake` does."""
         async with self._lock:
             back = set(tags) & self._asleep
@@ -136,10 +140,10 @@ class WeightVersions(ABC, Generic[S]):
             # Read and checked first: a refusal leaves everything asleep as it was.
             sink = await self._read_back(refill) if weights and refill is not None else None
             try:
-                async with self._no_steps("waking"):
+                async with self._without_steps("waking"):
                     if weights and refill is None:
                         await self._forget_copy()
-                    await self._retake(back, sink)
+                    await self._retake_memory(back, sink)
                     self._empty = self._empty or (weights and refill is None)
                     self._asleep -= back - {"weights"} if self._empty else back
             finally:
@@ -148,12 +152,12 @@ class WeightVersions(ABC, Generic[S]):
             if weights:
                 self._has_copy = False
 
-    def resident(self) -> Resident:
+    def resident_memory(self) -> Resident:
         """Return which memory is there."""
         there = "weights" not in self._asleep or self._empty
         return Resident(weights=there, kv_cache="kv_cache" not in self._asleep)
 
-    def _require_sealed(self, sink: Sink) -> S:
+    def _require_sealed(self, sink: Sink) -> SinkT:
         return require_sealed(sink, self._kind)
 
     def _mark_loaded(self) -> None:
@@ -167,29 +171,29 @@ class WeightVersions(ABC, Generic[S]):
             await self._drop_copy()
         self._has_copy = False
 
-    async def _read_back(self, refill: Refill) -> S | None:
+    async def _read_back(self, refill: WeightsRefill) -> SinkT | None:
         """Return the sleeping weights' values; None if the engine's own copy has them."""
         return None if self._has_copy else self._require_sealed(await refill())
 
     # What differs between engines.
 
     @abstractmethod
-    async def _switch(self, identity: WeightsId, sink: S, kv: KvPolicy) -> None:
+    async def _switch_weights(self, identity: WeightsId, sink: SinkT, kv: KvPolicy) -> None:
         """Make the weights of a sink serve, and call `_mark_loaded` before the next step."""
 
     @abstractmethod
-    async def _release(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+    async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
         """Give this memory back; at level 1 with a copy of the weights."""
 
     @abstractmethod
-    async def _retake(self, tags: set[MemoryTag], sink: S | None) -> None:
+    async def _retake_memory(self, tags: set[MemoryTag], sink: SinkT | None) -> None:
         """Take this memory back, weights with the values of the sink or else of the copy, if there is one."""
 
     @abstractmethod
     async def _drop_copy(self) -> None:
         """Give up the copy of sleeping weights."""
 
-    def _no_steps(self, what: str) -> AbstractAsyncContextManager[None]:
+    def _without_steps(self, what: str) -> AbstractAsyncContextManager[None]:
         """Keep the engine from stepping inside the block; `what` names the work in errors."""
         return nullcontext()
 
@@ -197,7 +201,7 @@ class WeightVersions(ABC, Generic[S]):
         """Raise `EngineError` if this engine can't sleep so."""
 
     async def _prepare_sleep(
-        self, level: Literal[1, 2], tags: set[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: set[MemoryTag], refill: WeightsRefill
     ) -> None:
         """Do what takes long before steps stop, or raise `EngineError` for want of room."""
 
@@ -219,18 +223,18 @@ class RankVersions(WeightVersions[MappedSink]):
     def __init__(self, options: EngineOptions, asleep: set[MemoryTag] | None = None) -> None:
         super().__init__(MappedSink, asleep)
         self._nodes = 1 if options.gang is None else options.gang.nodes
-        self._ranks: Ranks | None = None
+        self._ranks: EngineRanks | None = None
 
-    def _notified_ranks(self) -> Ranks:
+    def _notified_ranks(self) -> EngineRanks:
         """Return this engine's ranks, which hear of sinks that are sealed and closed."""
         if self._ranks is None:
-            self._ranks = Ranks(self._call_ranks, self._count_ranks() // self._nodes)
+            self._ranks = EngineRanks(self._call_ranks, self._count_ranks() // self._nodes)
         return self._ranks
 
-    def end(self) -> None:
+    def stop_calling_ranks(self) -> None:
         """Call the ranks no more: the engine is about to be stopped."""
         if self._ranks is not None:
-            self._ranks.end()
+            self._ranks.stop_calling()
 
     @abstractmethod
     def _count_ranks(self) -> int:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from rollout_worker.engine import ContentMismatch, EngineError, Gang
+from rollout_worker.engine import ContentMismatch, EngineError, GangMembership
 from rollout_worker.schemas import StageSource
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.wire.gang import GangSlot, GangState, SlotRequest
@@ -87,7 +87,11 @@ class GangHead:
     """
 
     def __init__(
-        self, settings: WorkerSettings, gang: Gang, boot_id: str, crashed: Callable[[str], None]
+        self,
+        settings: WorkerSettings,
+        gang: GangMembership,
+        boot_id: str,
+        crashed: Callable[[str], None],
     ) -> None:
         self.started = False
         """Whether the head's engine runs: from then on silence counts sooner."""

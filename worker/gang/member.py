@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable
 
 from rollout_worker.engine import (
-    Gang,
-    Member,
+    EngineMember,
+    GangMembership,
     MemberInfo,
 )
 from rollout_worker.schemas import Progress
@@ -54,8 +54,8 @@ class MemberWorker:
     def __init__(
         self,
         settings: WorkerSettings,
-        gang: Gang,
-        create: Callable[[], Member],
+        gang: GangMembership,
+        create: Callable[[], EngineMember],
         claim: Claim,
         locks: Locks | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class MemberWorker:
         self.boot_id = uuid.uuid4().hex
         self._gang = gang
         self._create = create
-        self._member: Member | None = None
+        self._member: EngineMember | None = None
         self._info: MemberInfo | None = None
         self._leader: str | None = None
         self._leader_started = False

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rollout_worker.engine import Gang
+from rollout_worker.engine import GangMembership
 from rollout_worker.settings import WorkerSettings
 
 SLOT_FOLDER_PREFIX = "rollout-slots-"
@@ -20,7 +20,7 @@ class GangBroken(Exception):
     """The gang can't go on and isn't repaired in place: the process ends; the text says why."""
 
 
-def make_gang(settings: WorkerSettings) -> Gang | None:
+def make_gang(settings: WorkerSettings) -> GangMembership | None:
     """Return what the settings say of a gang, with a new folder for slots; None: it is one node.
 
     The folders of workers that were killed are removed.
@@ -34,7 +34,7 @@ def make_gang(settings: WorkerSettings) -> Gang | None:
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(folder, ignore_errors=True)
     slots = Path(tempfile.mkdtemp(prefix=f"{SLOT_FOLDER_PREFIX}{os.getpid()}-", dir=home))
-    return Gang(
+    return GangMembership(
         settings.nodes,
         settings.rank,
         settings.leader_address,

@@ -11,11 +11,11 @@ from pathlib import Path
 from rollout_worker.engine import (
     ContentMismatch,
     EngineError,
-    Entry,
-    Given,
-    Member,
+    EngineMember,
+    GivenWeights,
     MemberInfo,
     Sink,
+    TensorEntry,
 )
 from rollout_worker.schemas import CHECKPOINT, PushedBytes
 from rollout_worker.settings import WorkerSettings
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 SOURCE_LOOKUP_SECONDS = 10.0
 
 Claim = Callable[[int], Callable[[], None]]
-"""Charges memory of staged weights, as `Staging.claim`; returns what gives it back."""
+"""Charges memory of staged weights, as `StagingBudget.claim_memory`; returns what gives it back."""
 
 
 class MemberSlot:
@@ -121,7 +121,7 @@ class MemberSlots:
         return (held.to_view() for held in self._held.values())
 
     def open_slot(
-        self, slot: str, request: SlotRequest, member: Member, info: MemberInfo
+        self, slot: str, request: SlotRequest, member: EngineMember, info: MemberInfo
     ) -> GangSlot:
         """Begin to fill a slot; a repeated call changes nothing."""
         held = self._held.get(slot)
@@ -152,15 +152,17 @@ class MemberSlots:
         for slot in list(self._held):
             await self.close(slot)
 
-    async def _fill_slot(self, held: MemberSlot, member: Member, info: MemberInfo) -> None:
+    async def _fill_slot(self, held: MemberSlot, member: EngineMember, info: MemberInfo) -> None:
         seconds, pushed = held.request.deadline_seconds, held.request.source.pushed
 
-        def unread(entries: Sequence[Entry]) -> frozenset[str]:
+        def unread(entries: Sequence[TensorEntry]) -> frozenset[str]:
             if self._settings.gang_fetch == "needed":
                 held.unread = member.unread(entries)
             return held.unread
 
-        async def open_slot(entries: Sequence[Entry], given: Given | None = None) -> Sink:
+        async def open_slot(
+            entries: Sequence[TensorEntry], given: GivenWeights | None = None
+        ) -> Sink:
             # Given memory isn't passed on: ranks find a slot in its folder, so it is copied there.
             if pushed is None:
                 await asyncio.to_thread(unread, entries)
@@ -191,7 +193,7 @@ class MemberSlots:
         pushed: PushedBytes,
         info: MemberInfo,
         open_slot: OpenSlot,
-        unread: Callable[[Sequence[Entry]], frozenset[str]],
+        unread: Callable[[Sequence[TensorEntry]], frozenset[str]],
     ) -> Sink:
         """Fetch pushed bytes from the head, those that ranks read here, and keep none beside the sink."""
         check = partial(check_layout, info.layout, where="what was pushed")

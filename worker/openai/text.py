@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.model_folder import decode, load_tokenizer
+from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.threads import SharedCall
 from rollout_worker.wire.problems import ProblemError
 
@@ -145,7 +145,7 @@ class ModelText:
         """A function (ids, keep special tokens) -> text, fast enough to call on the event loop."""
         tokenizer = await self._run_in_thread(lambda tokenizer: tokenizer)
 
-        return lambda ids, special: decode(tokenizer, ids, special=special)
+        return lambda ids, special: decode_tokens(tokenizer, ids, special=special)
 
     async def _run_in_thread(self, work: Callable[[Any], T]) -> T:
         def run() -> T:

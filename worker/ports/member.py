@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.core.device_turn import DeviceTurn
-from rollout_worker.engine import Gang, Member
+from rollout_worker.engine import EngineMember, GangMembership
 from rollout_worker.gang.member import MemberWorker
 from rollout_worker.gang.places import EXIT_GANG_BROKEN, GangBroken
 from rollout_worker.gang.slots import Claim
@@ -162,7 +162,7 @@ def make_head_authorizer(settings: WorkerSettings) -> Authorizer:
 
 
 async def serve_member(
-    settings: WorkerSettings, gang: Gang, create: Callable[[], Member], claim: Claim
+    settings: WorkerSettings, gang: GangMembership, create: Callable[[], EngineMember], claim: Claim
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until the gang is broken; returns the exit status.
 

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine, ProcessSpent
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.gang.places import EXIT_GANG_BROKEN, GangBroken, make_gang
 from rollout_worker.service import WorkerService, make_member_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
@@ -233,9 +233,9 @@ async def serve_worker(
     if gang is not None and gang.rank > 0:
         from .member import serve_member
 
-        staging = Staging(settings.staging_memory)
+        staging = StagingBudget(settings.staging_memory)
         create = make_member_factory(settings, gang, staging)
-        return await serve_member(settings, gang, create, staging.claim)
+        return await serve_member(settings, gang, create, staging.claim_memory)
     worker = WorkerService(settings, make_engine, gang)
     servers = HttpServers(worker, make_authorizer(settings))
     stop = asyncio.Event()

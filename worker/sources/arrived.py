@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rollout_worker.engine import Entry, TensorSpec, WeightsRejected
+from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.transfer.frames import CHUNK_BYTES
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.weights import HASH
@@ -49,7 +49,7 @@ class Arrived:
         return self._incoming.end
 
     def read_chunks(
-        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """See `ReadableSource.read_chunks`: follows what arrives."""
         self._cancelled = cancelled
@@ -82,7 +82,7 @@ class Arrived:
 def chunks_of(
     layout: PushLayout,
     memory: Memory,
-    entry: Entry,
+    entry: TensorEntry,
     view: memoryview | None,
     there: Callable[[int], None] = lambda end: None,
 ) -> Iterator[memoryview]:
@@ -113,6 +113,8 @@ def content_bytes(layout: PushLayout, left_out: Collection[str] = ()) -> int:
     return sum(placed.nbytes for placed in layout.tensors if placed.name not in left_out)
 
 
-def entries_of(layout: PushLayout) -> tuple[Entry, ...]:
+def entries_of(layout: PushLayout) -> tuple[TensorEntry, ...]:
     """Return the tensors of a layout."""
-    return tuple(Entry(each.name, TensorSpec(each.dtype, each.shape)) for each in layout.tensors)
+    return tuple(
+        TensorEntry(each.name, TensorSpec(each.dtype, each.shape)) for each in layout.tensors
+    )

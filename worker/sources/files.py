@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from rollout_worker.engine import Entry, TensorSpec, WeightsRejected
+from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.weights import HASH, check_tied_weights, compute_root_hash
 
 MAX_HEADER_BYTES = 100 << 20
@@ -33,13 +33,13 @@ two looks at progress and cancellation: some milliseconds of any disk."""
 
 SINGLE, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 
-Allocate = Callable[[Entry], memoryview | None]
+Allocate = Callable[[TensorEntry], memoryview | None]
 """As `Sink.allocate`."""
 
 Report = Callable[[int, int], None]
 """Told (bytes done, bytes in all), in the thread that reads."""
 
-Found = dict[str, tuple[Entry, "TensorOffset"]]
+Found = dict[str, tuple[TensorEntry, "TensorOffset"]]
 
 
 class ReadCancelled(Exception):
@@ -78,7 +78,7 @@ class FileSource(WholeVersion):
     """An opened source: its headers were read and are sound, its bytes were not."""
 
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     places: Mapping[str, TensorOffset]
     manifest: WeightsManifest | None
 
@@ -88,7 +88,7 @@ class FileSource(WholeVersion):
         return sum(entry.spec.nbytes for entry in self.entries)
 
     def read_chunks(
-        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """See `ReadableSource.read_chunks`."""
         return _read_chunks(entry, self.places[entry.name], view)
@@ -102,7 +102,7 @@ class ReadableSource(Protocol):
     """A version whose bytes can be read: of files, or of a sender."""
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         """Its tensors, in the order of their names."""
         ...
 
@@ -124,7 +124,7 @@ class ReadableSource(Protocol):
         ...
 
     def read_chunks(
-        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget.
 
@@ -208,7 +208,7 @@ def _load_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _read_header(file: Path) -> list[tuple[Entry, int]]:
+def _read_header(file: Path) -> list[tuple[TensorEntry, int]]:
     """Return the tensors of a file and where each begins in it."""
     if not file.is_file():
         raise _broken_file(file, "it is no regular file")
@@ -236,12 +236,12 @@ def _read_header(file: Path) -> list[tuple[Entry, int]]:
     return found
 
 
-def _parse_entry(name: str, fields: Mapping[str, Any], base: int) -> tuple[Entry, int]:
+def _parse_entry(name: str, fields: Mapping[str, Any], base: int) -> tuple[TensorEntry, int]:
     spec = TensorSpec(str(fields["dtype"]), tuple(int(size) for size in fields["shape"]))
     begin, end = (int(offset) for offset in fields["data_offsets"])
     if min((*spec.shape, begin), default=begin) < 0 or end - begin != spec.nbytes:
         raise ValueError(f"tensor {name!r} has {end - begin} bytes for {spec}")
-    return Entry(name, spec), base + begin
+    return TensorEntry(name, spec), base + begin
 
 
 def _broken_file(file: Path, why: str) -> WeightsRejected:
@@ -284,7 +284,7 @@ def read_source(
 
     Returns the root hash of the whole version.
 
-    Blocks; call it in a thread. `tied`: as `Layout.tied`. `cancelled` is asked between chunks.
+    Blocks; call it in a thread. `tied`: as `WeightsLayout.tied`. `cancelled` is asked between chunks.
 
     Raises:
         WeightsRejected: a file changed or ended early, a hash differs.
@@ -332,7 +332,7 @@ def _digest_tensors(
 
 
 def _read_chunks(
-    entry: Entry, place: TensorOffset, view: memoryview | None
+    entry: TensorEntry, place: TensorOffset, view: memoryview | None
 ) -> Iterator[memoryview]:
     """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget."""
     size, begin = entry.spec.nbytes, 0

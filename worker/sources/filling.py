@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import ContentMismatch, EngineError, Given, Layout, Sink
+from rollout_worker.engine import ContentMismatch, EngineError, GivenWeights, Sink, WeightsLayout
 from rollout_worker.schemas import WeightsSource
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import run_in_thread
@@ -123,7 +123,7 @@ def _refused_path(path: str, fix: str) -> ProblemError:
 
 async def fill_sink(
     open_slot: OpenSlot,
-    layout: Layout,
+    layout: WeightsLayout,
     located: Located,
     verify: Callable[[str], None],
     report: Report = lambda done, total: None,
@@ -150,13 +150,13 @@ async def fill_sink(
 
 async def fill_from_source(
     open_slot: OpenSlot,
-    layout: Layout,
+    layout: WeightsLayout,
     source: ReadableSource,
     verify: Callable[[str], None],
     report: Report = lambda done, total: None,
     elsewhere: Elsewhere | None = None,
     *,
-    given: Given | None = None,
+    given: GivenWeights | None = None,
 ) -> Sink:
     """As `fill`, with an opened source; `given`: memory that has its bytes, which the sink may take."""
     cancel = threading.Event()
@@ -183,7 +183,7 @@ async def fill_from_source(
     return sink
 
 
-def _open_located(layout: Layout, located: Located) -> FileSource:
+def _open_located(layout: WeightsLayout, located: Located) -> FileSource:
     path, roots = located
     source = open_source(path, roots=roots)
     check_layout(layout, source.entries, str(path))
@@ -192,7 +192,7 @@ def _open_located(layout: Layout, located: Located) -> FileSource:
 
 async def _read_into_sink(
     source: ReadableSource,
-    layout: Layout,
+    layout: WeightsLayout,
     sink: Sink,
     report: Report,
     cancel: threading.Event,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from rollout_worker.engine import Entry
+from rollout_worker.engine import TensorEntry
 from rollout_worker.schemas import KeptWeights, WeightsId
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed
@@ -50,7 +50,7 @@ class Kept(WholeVersion):
         )
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         """See `ReadableSource.entries`."""
         return entries_of(self.layout)
 
@@ -60,7 +60,7 @@ class Kept(WholeVersion):
         return content_bytes(self.layout)
 
     def read_chunks(
-        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """See `ReadableSource.read_chunks`."""
         return chunks_of(self.layout, self.memory, entry, view)

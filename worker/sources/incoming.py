@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout_worker.engine import EngineError, Entry, WeightsRejected
+from rollout_worker.engine import EngineError, TensorEntry, WeightsRejected
 from rollout_worker.schemas import PushedBytes, WeightsId
 from rollout_worker.transfer.arena import ArenaError
 from rollout_worker.transfer.connection import Connection
@@ -84,10 +84,10 @@ class Incoming:
         self,
         identity: WeightsId,
         wanted: PushedBytes,
-        check: Callable[[Sequence[Entry]], None],
+        check: Callable[[Sequence[TensorEntry]], None],
         room: Room,
         basis: Basis | None = None,
-        unread: Callable[[Sequence[Entry]], frozenset[str]] = lambda entries: frozenset(),
+        unread: Callable[[Sequence[TensorEntry]], frozenset[str]] = lambda entries: frozenset(),
     ) -> None:
         self.identity = identity
         self._unread = unread

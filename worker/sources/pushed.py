@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from rollout_worker.engine import Layout, Mapped, Sink
+from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
 from rollout_worker.schemas import OfferResponse, Peer, PushedBytes, StageSource, Transfer
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import Frame, Kind, Malformed
@@ -208,7 +208,7 @@ def no_ticket() -> Refusal:
     return Refusal("bad-ticket", detail)
 
 
-def mapped(layout: PushLayout, memory: Memory) -> Mapped:
+def mapped(layout: PushLayout, memory: Memory) -> MappedWeights:
     """Return the memory of a version as engines take it, held until it is released."""
     starts = {placed.name: placed.start for placed in layout.tensors}
     give_back, view = memory.hold(), memory.bytes(0, memory.size)
@@ -217,12 +217,12 @@ def mapped(layout: PushLayout, memory: Memory) -> Mapped:
         view.release()  # the frames of an error may keep it
         give_back()
 
-    return Mapped(memory.handle, memory.size, starts, release, view)
+    return MappedWeights(memory.handle, memory.size, starts, release, view)
 
 
 async def receive(
     open_slot: OpenSlot,
-    layout: Layout,
+    layout: WeightsLayout,
     incoming: Incoming,
     verify: Callable[[str], None],
     report: Report,
@@ -251,7 +251,7 @@ async def receive(
 
 async def refill(
     open_slot: OpenSlot,
-    layout: Layout,
+    layout: WeightsLayout,
     kept: Kept,
     verify: Callable[[str], None],
     elsewhere: Elsewhere | None = None,
@@ -267,9 +267,9 @@ async def refill(
 
 async def _pour(
     open_slot: OpenSlot,
-    layout: Layout,
+    layout: WeightsLayout,
     source: ReadableSource,
-    given: Mapped,
+    given: MappedWeights,
     verify: Callable[[str], None],
     report: Report,
     elsewhere: Elsewhere | None,

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.engine import Entry, Layout, Sink, Tensors, TensorSpec, WeightsRejected
+from rollout_worker.engine import (
+    Sink,
+    TensorEntry,
+    TensorSpec,
+    TrainerTensors,
+    WeightsLayout,
+    WeightsRejected,
+)
 from rollout_worker.threads import run_in_thread
 from rollout_worker.transfer.layout import TORCH_NAMES
 from rollout_worker.weights import check_layout
@@ -34,7 +41,7 @@ class HandedOver(WholeVersion):
     tensors: Mapping[str, Tensor]
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         """Its tensors, in the order of their names.
 
         Raises:
@@ -48,7 +55,7 @@ class HandedOver(WholeVersion):
         return sum(entry.spec.nbytes for entry in self.entries)
 
     def read_chunks(
-        self, entry: Entry, view: memoryview | None, cancelled: Callable[[], bool]
+        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
     ) -> Iterator[memoryview]:
         """See `ReadableSource.read_chunks`."""
         begin = 0
@@ -98,7 +105,7 @@ def _plain(name: str, tensor: Any) -> Tensor:
     return tensor.detach()
 
 
-def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """Describe tensors as their checkpoint's file would, ordered by name.
 
     Raises:
@@ -112,7 +119,7 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
                 f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors does not support",
                 tensor=name,
             )
-        found.append(Entry(name, TensorSpec(dtype, tuple(tensor.shape))))
+        found.append(TensorEntry(name, TensorSpec(dtype, tuple(tensor.shape))))
     return tuple(found)
 
 
@@ -139,8 +146,8 @@ def settled(tensors: Mapping[str, Tensor]) -> None:
 
 async def fill(
     open_slot: OpenSlot,
-    layout: Layout,
-    given: Tensors,
+    layout: WeightsLayout,
+    given: TrainerTensors,
     verify: Callable[[str], None],
     report: Report = lambda done, total: None,
 ) -> Sink:
@@ -165,7 +172,7 @@ async def fill(
     return sink
 
 
-async def content_of(given: Tensors) -> str:
+async def content_of(given: TrainerTensors) -> str:
     """Return the root hash of what was handed over.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_worker.core.runtime import WorkerRuntime
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.schemas import (
     ActiveWeights,
     Base,
@@ -45,9 +45,9 @@ class PushedWeights:
         staging: What memory of staged weights is charged to.
     """
 
-    def __init__(self, runtime: WorkerRuntime, staging: Staging) -> None:
+    def __init__(self, runtime: WorkerRuntime, staging: StagingBudget) -> None:
         self._runtime = runtime
-        self._claim, self._freeing = staging.claim, staging.freeing
+        self._claim, self._freeing = staging.claim_memory, staging.freeing
         self.spare = staging.spare
         self.desk = Desk()
         self.kept: Kept | None = None

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from rollout_worker.engine import ContentMismatch, Engine, Layout, Sink, Tensors
+from rollout_worker.engine import ContentMismatch, Engine, Sink, TrainerTensors, WeightsLayout
 from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
 from rollout_worker.sources import tensors
 from rollout_worker.sources.filling import Elsewhere, Located, fill_sink
@@ -30,7 +30,7 @@ class StagingSlot:
         self,
         request: StageRequest,
         resolved: WeightsSource,
-        given: Tensors | None = None,
+        given: TrainerTensors | None = None,
         *,
         caller: str = "",
         incoming: Incoming | None = None,
@@ -62,7 +62,7 @@ class StagingSlot:
     async def fill_slot(
         self,
         engine: Engine,
-        layout: Layout,
+        layout: WeightsLayout,
         located: Located,
         elsewhere: Elsewhere | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class StagingSlot:
         self._filled = True
 
     async def receive_pushed(
-        self, engine: Engine, layout: Layout, elsewhere: Elsewhere | None
+        self, engine: Engine, layout: WeightsLayout, elsewhere: Elsewhere | None
     ) -> None:
         """Bring pushed bytes; raises what `receive` raises."""
         assert self.incoming is not None

@@ -16,8 +16,8 @@ from typing import Any
 
 from rollout_worker.core.fence import WeightsFence
 from rollout_worker.core.runtime import WorkerRuntime
-from rollout_worker.engine import EngineError, EngineInfo, Sink, Tensors, WeightsRejected
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engine import EngineError, EngineInfo, Sink, TrainerTensors, WeightsRejected
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.schemas import (
     CHECKPOINT,
     ActiveWeights,
@@ -62,15 +62,15 @@ CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 class WeightUpdates:
     """The weights' state of one worker."""
 
-    def __init__(self, runtime: WorkerRuntime, staging: Staging) -> None:
+    def __init__(self, runtime: WorkerRuntime, staging: StagingBudget) -> None:
         self._runtime = runtime
         self.pushes = PushedWeights(runtime, staging)
-        self.freeing, self._settle = staging.freeing, staging.settle
+        self.freeing, self._settle = staging.freeing, staging.wait_until_freed
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
-        self.given: Tensors | None = None
+        self.given: TrainerTensors | None = None
         """The active weights' bytes, if they are tensors of this process and still there."""
         self.empty = False
         """Whether the weights' memory is there without values; then nothing is generated."""
@@ -147,7 +147,7 @@ class WeightUpdates:
     # Stage.
 
     async def stage_weights(
-        self, caller: str, request: StageRequest, given: Tensors | None = None
+        self, caller: str, request: StageRequest, given: TrainerTensors | None = None
     ) -> StagedWeights:
         """Begin to stage beside the serving weights; returns at once.
 
@@ -213,7 +213,7 @@ class WeightUpdates:
         caller: str,
         request: StageRequest,
         resolved: WeightsSource,
-        given: Tensors | None,
+        given: TrainerTensors | None,
     ) -> StagedWeights:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         # A commit or a sleep may have gone by while we waited for the slot.
@@ -311,7 +311,7 @@ class WeightUpdates:
         return self.source.pushed is not None and not handed_over and self.pushes.kept is None
 
     async def refill_active(self, *, on_disk: bool = False) -> Sink:
-        """Bring the active weights again; see `engine.Refill`."""
+        """Bring the active weights again; see `engine.WeightsRefill`."""
         engine, info, active = self._runtime.engine, self._runtime.info, self.active
         assert engine is not None
         assert info is not None

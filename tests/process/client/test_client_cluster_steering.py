@@ -16,8 +16,8 @@ from aiohttp import web
 
 from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
 from rollout_client.hooks import Hook
-from rollout_client.kube.access import access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import load_access
+from rollout_client.kube.client import ClusterClient
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, read_mounted_token
 from rollout_client.steering.protocol import Published
@@ -116,7 +116,7 @@ async def api() -> AsyncIterator[FlakyApi]:
 
 @pytest.fixture
 async def steering(api: FlakyApi, tmp_path: Path) -> AsyncIterator[ClusterSteering]:
-    kube = Kube(access(kubeconfig(tmp_path, api.server.url)))
+    kube = ClusterClient(load_access(kubeconfig(tmp_path, api.server.url)))
     made = ClusterSteering(kube, "math", "train")
     yield made
     await made.close()
@@ -220,7 +220,7 @@ async def pushing(
     receivers = [Receiver(each.member.name) for each in controls]
     for control, receiver in zip(controls, receivers, strict=True):
         control.transfer, control.phase = receiver.transfer, "Staging"
-    kube = Kube(access(kubeconfig(home, api.server.url)))
+    kube = ClusterClient(load_access(kubeconfig(home, api.server.url)))
     heads = ControlPorts(lambda: [each.member for each in controls], None)
     steering = ClusterSteering(kube, "math", "train", heads)
     pusher = Pusher()

@@ -500,7 +500,7 @@ async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
     known: list[WeightsId | None] = []
 
     async def dry(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        pool._saw_weights(url, WeightsId(epoch=0, version=5))
+        pool._note_weights(url, WeightsId(epoch=0, version=5))
         return await tokens([], "aborted", abort="weights")(request, body)
 
     async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -524,7 +524,7 @@ async def test_connections_to_a_member_that_left_end_with_its_last_request(
     worker.steps = [slow]
     running = asyncio.create_task(pool.generate(PROMPT, sampling=END))
     await until(lambda: len(worker.bodies) == 1, what="the request")
-    pool._take_members([])
+    pool._set_members([])
     assert worker.url in pool._connections._clients
     leave.set()
     await running

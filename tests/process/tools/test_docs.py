@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel
 from safetensors.numpy import save_file
 
-from rollout_client.conversation.data import Counter
+from rollout_client.conversation.data import CounterName
 from rollout_operator import config
 from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import PoolKey
@@ -28,7 +28,7 @@ from rollout_operator.telemetry import OperatorTelemetry as OperatorTelemetry
 from rollout_operator.telemetry import PoolMetrics
 from rollout_worker import schemas
 from rollout_worker.core.states import MOVES
-from rollout_worker.engine import Entry, Sink, TensorSpec
+from rollout_worker.engine import Sink, TensorEntry, TensorSpec
 from rollout_worker.engines import (
     adapter,
     admission_queue,
@@ -63,11 +63,11 @@ from tests.support.unit.emitted import reasons
 
 ROOT = Path(__file__).parents[3]
 INTERNAL = {
-    "`adapter.Parts`",
-    "`admission_queue.Queued`",
+    "`adapter.EngineParts`",
+    "`admission_queue.QueuedRequest`",
     "`request_checks.ServedModel`",
     "`request_checks.TextTail`",
-    "`sinks.open_unnamed`",
+    "`sinks.open_unnamed_file`",
     "`weight_versions.SealableSink`",
 }
 """What engines share but new ones need not know."""
@@ -345,11 +345,11 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
     sink = names["Buffers"]()
 
     class Giver:
-        async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+        async def open_slot(self, entries: Sequence[TensorEntry], *, on_disk: bool = False) -> Sink:
             assert [entry.spec for entry in entries] == [TensorSpec("F32", (2, 3))]
             return cast("Sink", sink)
 
-    layout = model_folder.layout_of(checkpoints.open_source(tmp_path).entries)
+    layout = model_folder.checkpoint_layout(checkpoints.open_source(tmp_path).entries)
     await fill_sink(Giver().open_slot, layout, (tmp_path, ()), lambda _: None)
     assert bytes(sink.tensors["w"]) == have.tobytes()
     assert (sink.sealed, sink.nbytes) == (True, 24)
@@ -421,7 +421,7 @@ def test_every_file_of_the_contract_suite_is_described() -> None:
 
 def test_fields_of_conversations_are_described() -> None:
     text = page("docs/multi-turn.md")
-    assert named(section(text, "Templates"), 0) == set(get_args(Counter))
+    assert named(section(text, "Templates"), 0) == set(get_args(CounterName))
     made = named(section(text, "Batches"), 0)
     assert made == set(names_of_batch())
 

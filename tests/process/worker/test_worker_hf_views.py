@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout_worker.engine import EngineError, Layout, Sink, Tensors, WeightsRejected
-from rollout_worker.engines.hf.weights.buffers import Buffers
-from rollout_worker.engines.hf.weights.loading import Loaded
-from rollout_worker.engines.hf.weights.memory import Memory
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engine import EngineError, Sink, TrainerTensors, WeightsLayout, WeightsRejected
+from rollout_worker.engines.hf.weights.buffers import TensorSink
+from rollout_worker.engines.hf.weights.loading import LoadedModel
+from rollout_worker.engines.hf.weights.memory import WeightsMemory
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.sources.tensors import entries_of, fill, named
 
-LAYOUT = Layout({each.name: each.spec for each in entries_of(nn.Linear(3, 4).state_dict())}, {}, {})
+LAYOUT = WeightsLayout(
+    {each.name: each.spec for each in entries_of(nn.Linear(3, 4).state_dict())}, {}, {}
+)
 
 
 class Trainer:
@@ -29,11 +31,11 @@ class Trainer:
             for tensor in self.model.parameters():
                 tensor.fill_(value)
 
-    def given(self, *, copy: bool = False) -> Tensors:
+    def given(self, *, copy: bool = False) -> TrainerTensors:
         def give_back() -> None:
             self.returned += 1
 
-        return Tensors(named(self.model), give_back, copy)
+        return TrainerTensors(named(self.model), give_back, copy)
 
     def step(self) -> None:
         """As an optimizer's: in place."""
@@ -46,43 +48,43 @@ class Trainer:
         return {tensor.data_ptr() for tensor in self.model.parameters()}
 
 
-def engine_memory(dtype: torch.dtype = torch.float32, *, crowded: bool = False) -> Memory:
+def engine_memory(dtype: torch.dtype = torch.float32, *, crowded: bool = False) -> WeightsMemory:
     """That of an engine; `crowded`: as on a GPU without room for a second version."""
     model = nn.Linear(3, 4).to(dtype).requires_grad_(requires_grad=False)
     targets: dict[str, Tensor] = dict(model.named_parameters())
-    loaded = Loaded(model, None, Layout({}, {}, {}), targets, "", frozenset(), 8, 8)
+    loaded = LoadedModel(model, None, WeightsLayout({}, {}, {}), targets, "", frozenset(), 8, 8)
 
     def full(specs: object) -> dict[str, Tensor]:
         raise torch.OutOfMemoryError
 
-    return Memory(loaded, None, Staging(), full if crowded else None)
+    return WeightsMemory(loaded, None, StagingBudget(), full if crowded else None)
 
 
-async def taken(memory: Memory, given: Tensors) -> Buffers:
+async def taken(memory: WeightsMemory, given: TrainerTensors) -> TensorSink:
     """Fill a sink as the worker does."""
 
-    async def open_slot(entries: object, *, given: Tensors) -> Sink:
-        return memory.buffers(list(entries_of(given.tensors)), given)
+    async def open_slot(entries: object, *, given: TrainerTensors) -> Sink:
+        return memory.open_sink(list(entries_of(given.tensors)), given)
 
     sink = await fill(open_slot, LAYOUT, given, lambda _: None)
-    assert isinstance(sink, Buffers)
+    assert isinstance(sink, TensorSink)
     return sink
 
 
-def swap(memory: Memory, sink: Buffers, *, pin: bool = False) -> None:
-    memory.swap(sink, pin=pin)
+def swap(memory: WeightsMemory, sink: TensorSink, *, pin: bool = False) -> None:
+    memory.swap_weights(sink, pin=pin)
     sink.close()
 
 
-def serving(memory: Memory) -> Mapping[str, Tensor]:
+def serving(memory: WeightsMemory) -> Mapping[str, Tensor]:
     return memory._targets
 
 
-def addresses(memory: Memory) -> set[int]:
+def addresses(memory: WeightsMemory) -> set[int]:
     return {tensor.data_ptr() for tensor in serving(memory).values()}
 
 
-def is_all(memory: Memory, value: float) -> bool:
+def is_all(memory: WeightsMemory, value: float) -> bool:
     return all(bool((tensor == value).all()) for tensor in serving(memory).values())
 
 
@@ -92,13 +94,13 @@ async def test_views_are_given_back_once_others_serve() -> None:
     assert addresses(memory) == first.addresses
     assert first.returned == 0
     swap(memory, await taken(memory, second.given()), pin=True)
-    memory.use(pinned=True)
+    memory.use_weights(pinned=True)
     assert addresses(memory) == first.addresses
-    memory.use(pinned=False)
+    memory.use_weights(pinned=False)
     assert first.returned == 0
     memory.release_pinned()
     assert first.returned >= 1
-    memory.drop()
+    memory.drop_weights()
     assert second.returned >= 1
 
 
@@ -109,7 +111,7 @@ async def test_copies_are_given_back_at_once() -> None:
     trainer.step()
     swap(memory, sink)
     assert is_all(memory, 1)
-    memory.check()
+    memory.check_unchanged()
 
 
 async def test_a_crowded_device_never_writes_over_the_trainers_tensors() -> None:
@@ -125,10 +127,10 @@ async def test_a_crowded_device_never_writes_over_the_trainers_tensors() -> None
 async def test_what_was_changed_serves_no_more(*, pin: bool) -> None:
     memory, first, second = engine_memory(), Trainer(1), Trainer(2)
     swap(memory, await taken(memory, first.given()))
-    memory.check()
-    assert memory.intact
+    memory.check_unchanged()
+    assert memory.is_intact
     first.step()
-    assert not memory.intact
+    assert not memory.is_intact
     with pytest.raises(EngineError, match=r"'bias' was changed in place|'weight' was changed in"):
         memory.check()
     sink = await taken(memory, second.given())
@@ -145,8 +147,8 @@ async def test_what_is_changed_between_hash_and_commit_is_refused() -> None:
     sink = await taken(memory, trainer.given())
     trainer.step()
     with pytest.raises(EngineError, match="was changed in place"):
-        memory.swap(sink)
-    sink = memory.buffers(list(entries_of(named(trainer.model))), trainer.given(copy=True))
+        memory.swap_weights(sink)
+    sink = memory.open_sink(list(entries_of(named(trainer.model))), trainer.given(copy=True))
     trainer.step()
     with pytest.raises(WeightsRejected, match="was changed while it was handed over"):
         await asyncio.to_thread(sink.seal)
@@ -166,6 +168,6 @@ async def test_tensors_whose_writes_torch_does_not_count_are_copied() -> None:
     memory = engine_memory()
     with torch.inference_mode():
         tensors = {name: torch.ones(each.shape) for name, each in serving(memory).items()}
-    swap(memory, await taken(memory, Tensors(named(tensors), lambda: None)))
+    swap(memory, await taken(memory, TrainerTensors(named(tensors), lambda: None)))
     assert addresses(memory).isdisjoint(each.data_ptr() for each in tensors.values())
     assert is_all(memory, 1)

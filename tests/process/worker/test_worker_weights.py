@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from rollout_worker.engine import Entry, Layout, TensorSpec, WeightsRejected
+from rollout_worker.engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
 from rollout_worker.sources import files
 from rollout_worker.sources.files import ReadCancelled, open_source, write_manifest
 from rollout_worker.weights import check_layout
@@ -25,7 +25,7 @@ TENSORS: dict[str, Any] = {
     "model.scale": np.array(2.5, dtype=np.float32),
     "model.empty": np.zeros((0, 3), dtype=np.float32),
 }
-LAYOUT = Layout(
+LAYOUT = WeightsLayout(
     required={
         "model.embed_tokens.weight": TensorSpec("F32", (4, 3)),
         "model.norm.weight": TensorSpec("F16", (3,)),
@@ -54,12 +54,12 @@ def publish(folder: Path, shards: int = 1, **changes: Any) -> Path:
     return folder
 
 
-def read(path: Path, layout: Layout = LAYOUT) -> tuple[dict[str, bytearray], str]:
+def read(path: Path, layout: WeightsLayout = LAYOUT) -> tuple[dict[str, bytearray], str]:
     source = open_source(path)
     check_layout(layout, source.entries, str(path))
     kept: dict[str, bytearray] = {}
 
-    def allocate(entry: Entry) -> memoryview:
+    def allocate(entry: TensorEntry) -> memoryview:
         kept[entry.name] = bytearray(entry.spec.nbytes)
         return memoryview(kept[entry.name])
 

@@ -23,8 +23,8 @@ from localkube import Cluster
 from localkube.settings import free_ports
 from rollout_client import Hook, Published
 from rollout_client.discovery.members import Member
-from rollout_client.kube.access import access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import load_access
+from rollout_client.kube.client import ClusterClient
 from rollout_client.steering.cluster import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.steering.protocol import OnProgress
@@ -124,7 +124,7 @@ async def push_lab(cluster: Cluster, namespace: str, replicas: int) -> AsyncIter
                     found = {n: p["status"].get("podIP") for n, p in lab.pods(POOL).items()}
                     raise AssertionError(f"{error}; addresses: {found}") from None
                 heads = ControlPorts(lambda: [each.member for each in workers], None)
-                kube = Kube(access(os.environ["KUBECONFIG"]))
+                kube = ClusterClient(load_access(os.environ["KUBECONFIG"]))
                 steering = ClusterSteering(kube, POOL, namespace, heads)
                 try:
                     yield PushLab(lab, workers, SteeringVerbs(steering, Hook()))

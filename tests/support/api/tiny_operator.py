@@ -26,14 +26,14 @@ def make_pass(context: PassContext, folder: Path) -> ReconcileFunction:
     log = folder / f"{context.config.pod_name}.passes"
 
     async def reconcile(key: PoolKey) -> float | None:
-        pool = context.store.pool(key)
+        pool = context.store.find_pool(key)
         with log.open("a") as file:
-            file.write(f"{key} {len(context.store.pods(key))} {pool is not None}\n")
+            file.write(f"{key} {len(context.store.pool_pods(key))} {pool is not None}\n")
         if pool is None:
             return None
         slow = float(pool["metadata"].get("annotations", {}).get("test/slow", 0))
         await asyncio.sleep(slow)
-        message = f"{len(context.store.pods(key))} pods"
+        message = f"{len(context.store.pool_pods(key))} pods"
         if (pool.get("status") or {}).get("message") == message:
             return None
         body = {
@@ -45,8 +45,8 @@ def make_pass(context: PassContext, folder: Path) -> ReconcileFunction:
         answer = await context.kube.patch(
             PLURAL, key.namespace, key.name, body, kind="apply", subresource="status"
         )
-        context.store.upsert("pools", answer)
-        context.recorder.event(answer, "Normal", "Counted", message)
+        context.store.upsert_written("pools", answer)
+        context.recorder.record_event(answer, "Normal", "Counted", message)
         return None
 
     return reconcile

@@ -15,12 +15,12 @@ from rollout_worker.engine import (
     EngineDelta,
     EngineInfo,
     EngineRequest,
-    Refill,
     Sink,
+    WeightsRefill,
     WeightsRejected,
 )
-from rollout_worker.engines import EngineOptions, create
-from rollout_worker.engines.model_folder import layout_of
+from rollout_worker.engines import EngineOptions, create_engine
+from rollout_worker.engines.model_folder import checkpoint_layout
 from rollout_worker.schemas import (
     AbortReason,
     LogprobsOf,
@@ -119,7 +119,7 @@ async def serving(
     model: Path, *args: str, **options: Any
 ) -> AsyncIterator[tuple[Engine, EngineInfo]]:
     """Run an hf engine on the CPU."""
-    engine = create("hf", EngineOptions(model=model, device="cpu", args=args, **options))
+    engine = create_engine("hf", EngineOptions(model=model, device="cpu", args=args, **options))
     info = await engine.start(lambda _: None)
     try:
         yield engine, info
@@ -136,7 +136,11 @@ async def staged(engine: Engine, folder: Path, report: Report = lambda done, tot
         root = found
 
     sink = await fill_sink(
-        engine.open_slot, layout_of(open_source(folder).entries), (folder, ()), verify, report
+        engine.open_slot,
+        checkpoint_layout(open_source(folder).entries),
+        (folder, ()),
+        verify,
+        report,
     )
     return Staged(sink, root)
 
@@ -163,12 +167,12 @@ async def flip(engine: Engine, sink: Sink, identity: WeightsId, kv: Any) -> None
     await engine.resume()
 
 
-def refilling(engine: Engine, folder: Path) -> Refill:
+def refilling(engine: Engine, folder: Path) -> WeightsRefill:
     """What the worker gives to `sleep` and `wake` when a folder's are the active weights."""
 
     async def refill(*, on_disk: bool = False) -> Sink:
         source = open_source(folder)
-        layout = layout_of(source.entries)
+        layout = checkpoint_layout(source.entries)
         open_slot = partial(engine.open_slot, on_disk=on_disk)
         return await fill_sink(open_slot, layout, (folder, ()), lambda _: None)
 

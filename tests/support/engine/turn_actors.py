@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from rollout_client.turn import local_turn
-from rollout_worker.engine import Engine, EngineCrashed, EngineInfo, Refill
+from rollout_worker.engine import Engine, EngineCrashed, EngineInfo, WeightsRefill
 from rollout_worker.ports.auth import make_authorizer
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import MemoryTag, Progress
@@ -77,14 +77,14 @@ class ChildEngine(TinyEngine):
         return await super().start(report)
 
     async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: WeightsRefill
     ) -> None:
         await super().sleep(level, tags, refill)
         if not any(self.resident.values()):
             await self._ask("free", "freed")
             self._log.say("freed")
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: WeightsRefill | None) -> None:
         if not any(self.resident.values()):
             self._log.say("had")
             await self._ask("have", "has")

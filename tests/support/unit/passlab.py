@@ -19,14 +19,14 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import parse_spec
-from rollout_operator.cache.neighbours import Neighbourhood
-from rollout_operator.cache.store import Store
+from rollout_operator.cache.neighbours import NeighbourInformer
+from rollout_operator.cache.store import ObjectStore
 from rollout_operator.config import EngineDefaults, OperatorConfig
 from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.services import pool_services
 from rollout_operator.core.trainers import parse_resource_claim, parse_resource_slice, parse_trainer
-from rollout_operator.kube.client import Kube
-from rollout_operator.kube.events import Recorder
+from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.events import EventRecorder
 from rollout_operator.passes.context import PassContext
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.telemetry import OperatorTelemetry
@@ -60,14 +60,14 @@ class Clock:
     steady: float = 1000.0
 
 
-class Told(Recorder):
+class Told(EventRecorder):
     """Keeps events instead of posting them: (type, reason, message)."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: KubeClient) -> None:
         super().__init__(kube, instance="o")
         self.events: list[tuple[str, str, str]] = []
 
-    def event(self, pool: Obj, type: str, reason: str, message: str) -> None:  # noqa: A002
+    def record_event(self, pool: Obj, type: str, reason: str, message: str) -> None:  # noqa: A002
         """See the base class."""
         assert pool["metadata"]["name"] == KEY.name
         self.events.append((type, reason, message))
@@ -94,7 +94,7 @@ class Watched(HeadPoller):
 class PassLab:
     """See the module; made by `pass_lab`."""
 
-    def __init__(self, api: Loopback, kube: Kube) -> None:
+    def __init__(self, api: Loopback, kube: KubeClient) -> None:
         self.api = api
         self.clock = Clock()
         self.workers: dict[str, SimWorker] = {}
@@ -112,8 +112,8 @@ class PassLab:
         self.calls = WorkerCalls(lambda key: None, clock=lambda: self.clock.steady)
         self.ctx = PassContext(
             config=OperatorConfig(engines={"hf": EngineDefaults(image="localhost/none")}),
-            store=Store(),
-            neighbours=Neighbourhood(
+            store=ObjectStore(),
+            neighbours=NeighbourInformer(
                 kube,
                 {
                     "pods": parse_trainer,
@@ -138,13 +138,13 @@ class PassLab:
     def has_pool(self, **spec: Any) -> Obj:
         """Put the pool into the store, and its Services."""
         found = pool(**spec)
-        self.ctx.store.upsert("pools", found)
+        self.ctx.store.upsert_written("pools", found)
         settled_services(self.ctx, selecting=spec.get("mode") != "Hybrid")
         return found
 
     def has_pod(self, found: Obj, worker: SimWorker | None = None) -> str:
         """Put a pod into the store, and its worker behind its address; returns the pod's uid."""
-        self.ctx.store.upsert("pods", found)
+        self.ctx.store.upsert_written("pods", found)
         name = found["metadata"]["name"]
         self.api.answers["PATCH", f"{PODS}/{name}/status"] = self._take_conditions
         self.api.answers["DELETE", f"{PODS}/{name}"] = self._take_delete
@@ -156,7 +156,7 @@ class PassLab:
     async def _take_status(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
         self.written.append(body["status"])
-        now = self.ctx.store.pool(KEY)
+        now = self.ctx.store.find_pool(KEY)
         assert now is not None
         version = str(int(body["metadata"]["resourceVersion"]) + 1)
         meta = {**now["metadata"], "resourceVersion": version}
@@ -165,7 +165,9 @@ class PassLab:
     async def _take_conditions(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
         now = next(
-            p for p in self.ctx.store.pods(KEY) if p["metadata"]["uid"] == body["metadata"]["uid"]
+            p
+            for p in self.ctx.store.pool_pods(KEY)
+            if p["metadata"]["uid"] == body["metadata"]["uid"]
         )
         meta = {**now["metadata"], "resourceVersion": str(int(_version(now)) + 1)}
         meta["labels"] = {**meta["labels"], **body["metadata"].get("labels", {})}
@@ -178,7 +180,7 @@ class PassLab:
     async def _take_delete(self, request: web.Request) -> web.StreamResponse:
         """Let the pod terminate; one that terminates already stays as it is."""
         uid = json.loads(await request.text())["preconditions"]["uid"]
-        [now] = [p for p in self.ctx.store.pods(KEY) if p["metadata"]["uid"] == uid]
+        [now] = [p for p in self.ctx.store.pool_pods(KEY) if p["metadata"]["uid"] == uid]
         going = {
             "deletionTimestamp": "1970-01-12T13:46:40Z",
             "resourceVersion": str(int(_version(now)) + 1),
@@ -307,7 +309,7 @@ async def pass_lab(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """A pool whose API server answers 404 to whatever a test does not say."""
     async with loopback() as server:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(folder, server.url)))
-        async with Kube() as kube:
+        async with KubeClient() as kube:
             lab = PassLab(server, kube)
             yield lab
             await lab.calls.cancel_all()
@@ -389,7 +391,7 @@ def settled_services(ctx: PassContext, *, selecting: bool = True) -> None:
     """Put the pool's Services into the store."""
     for service in pool_services("math", "rl", "ours", selecting=selecting):
         service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
-        ctx.store.upsert("services", service)
+        ctx.store.upsert_written("services", service)
 
 
 def condition(status: Obj, kind: str) -> tuple[str, str]:

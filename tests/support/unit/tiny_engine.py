@@ -26,16 +26,16 @@ from rollout_worker.engine import (
     EngineInfo,
     EngineRequest,
     EngineStats,
-    Entry,
-    Given,
+    GivenWeights,
     InvalidRequest,
     KvPolicy,
-    Layout,
-    Mapped,
+    MappedWeights,
     ProcessSpent,
-    Refill,
     Sink,
+    TensorEntry,
     TensorSpec,
+    WeightsLayout,
+    WeightsRefill,
 )
 from rollout_worker.schemas import (
     CHECKPOINT,
@@ -52,7 +52,7 @@ from rollout_worker.sources.files import open_source, read_source
 
 MAX_LENGTH = 64
 SPEC = TensorSpec("U8", (1,))
-LAYOUT = Layout({"number": SPEC, "rest": SPEC}, {"copy": SPEC}, {"copy": "number"})
+LAYOUT = WeightsLayout({"number": SPEC, "rest": SPEC}, {"copy": SPEC}, {"copy": "number"})
 ABLE = Capabilities(
     logprobs=("sampling", "raw"),
     seed=True,
@@ -104,10 +104,10 @@ class TinySink:
     def __init__(
         self,
         engine: TinyEngine,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         *,
         on_disk: bool = False,
-        given: Mapped | None = None,
+        given: MappedWeights | None = None,
     ) -> None:
         self.given = given
         self.memory: Literal["host", "device"] = engine.memory
@@ -137,7 +137,7 @@ class TinySink:
         """As `Sink.took`."""
         return self.given is not None
 
-    def allocate(self, entry: Entry) -> memoryview | None:
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
         """As `Sink.allocate`: in the order that was promised."""
         self._engine.expect(self._left[:1] == [entry], f"{entry.name} is not next")
         self._engine.expect(self in self._engine.sinks, "a closed sink is filled")
@@ -355,13 +355,17 @@ class TinyEngine:
     # Weights.
 
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> TinySink:
         await self._begin("open_slot")
         # A refill comes on top, while it rests.
         most = 1 if self._refilling or self.paused else 0
         self.expect(len(self.sinks) <= most, "a second slot beside the first")
-        lent = given if isinstance(given, Mapped) and self.takes else None
+        lent = given if isinstance(given, MappedWeights) and self.takes else None
         sink = TinySink(self, entries, on_disk=on_disk, given=lent)
         self.sinks.append(sink)
         return sink
@@ -390,7 +394,7 @@ class TinyEngine:
                 sequence.stale = kv != "recompute"
 
     async def sleep(
-        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: WeightsRefill
     ) -> None:
         await self._begin("sleep")
         self.expect(self.paused, "put to sleep while it steps")
@@ -407,7 +411,7 @@ class TinyEngine:
         for tag in tags:
             self.resident[tag] = False
 
-    async def wake(self, tags: Collection[MemoryTag], refill: Refill | None) -> None:
+    async def wake(self, tags: Collection[MemoryTag], refill: WeightsRefill | None) -> None:
         await self._begin("wake")
         if "weights" in tags and not self.resident["weights"]:
             if refill is None:

@@ -13,14 +13,14 @@ from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import (
     Engine,
     EngineError,
-    Entry,
-    Gang,
-    Given,
+    GangMembership,
+    GivenWeights,
     MemberInfo,
     Sink,
+    TensorEntry,
 )
-from rollout_worker.engines.shared_memory.sinks import open_mapped
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence
@@ -71,7 +71,11 @@ class GangEngine(TinyEngine):
     slots: Path
 
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> TinySink:
         sink = await super().open_slot(entries, on_disk=on_disk, given=given)
         sink.slot = uuid.uuid4().hex
@@ -90,7 +94,7 @@ class GangEngine(TinyEngine):
 class TinyMember:
     """The part of that engine on another node: no ranks, real memory."""
 
-    def __init__(self, gang: Gang, info: MemberInfo) -> None:
+    def __init__(self, gang: GangMembership, info: MemberInfo) -> None:
         self.info = info
         self.slots = gang.slots
         self.wrong: str | None = None
@@ -112,13 +116,13 @@ class TinyMember:
             raise EngineError(self.start_fails)
         return self.info
 
-    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+    def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
         return self.left_alone & {entry.name for entry in entries}
 
     async def open_slot(
         self,
         slot: str,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         *,
         on_disk: bool = False,
         unread: Collection[str] = (),
@@ -127,7 +131,7 @@ class TinyMember:
         await self.go.wait()
         if not self.room:
             raise EngineError("no room here")
-        return await open_mapped(entries, slots=self.slots, slot=slot, skip=unread)
+        return await open_mapped_sink(entries, slots=self.slots, slot=slot, skip=unread)
 
     def alive(self) -> str | None:
         return self.wrong
@@ -143,7 +147,7 @@ class Node:
         gang = make_gang(settings)
         assert gang is not None
         self.member = TinyMember(gang, info)
-        claim = Staging(settings.staging_memory).claim
+        claim = StagingBudget(settings.staging_memory).claim_memory
         self.locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
         self.worker = MemberWorker(settings, gang, lambda: self.member, claim, self.locks)
         self._authorizer = make_head_authorizer(settings)

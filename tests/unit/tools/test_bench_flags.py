@@ -22,7 +22,7 @@ from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang import model as sglang_model
 from rollout_worker.engines.sglang import settings as sglang_settings
 from rollout_worker.engines.vllm import launch
-from rollout_worker.engines.vllm.settings import Settings
+from rollout_worker.engines.vllm.settings import VllmSettings
 from rollout_worker.settings import add_flags, parse_settings
 
 LISTENING = {"--host", "--port"}
@@ -76,20 +76,20 @@ def flags(words: Sequence[str]) -> dict[str, str]:
 def test_sglangs_server_gets_the_flags_of_our_child(tmp_path: Path, dtype: str) -> None:
     model = model_folder(tmp_path)
     options = options_of(sglang_server.OURS, model, dtype)
-    known = sglang_settings.parse(options.args)
+    known = sglang_settings.parse_flags(options.args)
     read = sglang_model.read_model(options)
     ours = flags(sglang_settings.child_flags(options, known, read, cpu=True))
     # The child adds this one by itself wherever the benchmark can run.
     ours["--enable-memory-saver"] = ""
     theirs = flags(sglang_server.THEIRS.words(model, dtype, 8001)[2:])
-    assert theirs["--batch-notify-size"] == str(sglang_settings.ONE_PIECE)
+    assert theirs["--batch-notify-size"] == str(sglang_settings.BATCH_NOTIFY_SIZE)
     assert ours.pop(sglang_server.ONLY_OURS).startswith("rollout_worker.")
     assert {name: value for name, value in theirs.items() if name not in LISTENING} == ours
 
 
 def test_sglangs_server_gets_the_environment_of_our_child() -> None:
     assert (
-        sglang_settings.environ(EngineOptions(model=Path()), cpu=True).items()
+        sglang_settings.child_environment(EngineOptions(model=Path()), cpu=True).items()
         <= sglang_server.ENVIRON.items()
     )
 
@@ -97,10 +97,10 @@ def test_sglangs_server_gets_the_environment_of_our_child() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vllms_server_gets_the_settings_of_our_engine(tmp_path: Path, dtype: str) -> None:
     options = options_of(vllm_server.OURS, tmp_path, dtype)
-    known = Settings(120.0, argparse.Namespace(), frozenset())
-    ours = launch._arguments(options, known, cpu=True)
+    known = VllmSettings(120.0, argparse.Namespace(), frozenset())
+    ours = launch._engine_arguments(options, known, cpu=True)
     assert (
-        ours.pop("worker_extension_cls") == launch.EXTENSION
+        ours.pop("worker_extension_cls") == launch.EXTENSION_PATH
     )  # for updates, of which there are none
     expected = flags(options.args)
     for field, value in ours.items():

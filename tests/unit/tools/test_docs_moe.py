@@ -55,7 +55,7 @@ def test_sglang_spreads_the_experts_over_all_its_ranks(monkeypatch: pytest.Monke
     for each in containers("sglang")[0]["env"]:
         if "value" in each:
             monkeypatch.setenv(each["name"], each["value"])
-    given = sglang.parse(document("sglang")["spec"]["engine"]["args"])
+    given = sglang.parse_flags(document("sglang")["spec"]["engine"]["args"])
     assert given.flags == ("--tp-size", "16", "--ep-size=16")
 
 

@@ -18,17 +18,27 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec, WeightsRejected
-from rollout_worker.engines.shared_memory.sinks import ALIGN, MappedSink, open_mapped
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engine import (
+    EngineError,
+    TensorEntry,
+    TensorSpec,
+    WeightsLayout,
+    WeightsRejected,
+)
+from rollout_worker.engines.shared_memory.sinks import (
+    TENSOR_ALIGNMENT,
+    MappedSink,
+    open_mapped_sink,
+)
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.engines.weight_versions import require_sealed
 from rollout_worker.sources import files
 from rollout_worker.sources.filling import fill_sink
 
 ENTRIES = [
-    Entry("a", TensorSpec("U8", (3,))),
-    Entry("empty", TensorSpec("F32", (0, 4))),
-    Entry("b", TensorSpec("F32", (2, 2))),
+    TensorEntry("a", TensorSpec("U8", (3,))),
+    TensorEntry("empty", TensorSpec("F32", (0, 4))),
+    TensorEntry("b", TensorSpec("F32", (2, 2))),
 ]
 VALUES = {"a": b"abc", "empty": b"", "b": bytes(range(16))}
 
@@ -52,10 +62,10 @@ def open_files() -> set[str]:
 def test_another_process_finds_every_tensor_at_its_place(tmp_path: Path, *, on_disk: bool) -> None:
     before = open_files()
     sink = filled(MappedSink(ENTRIES, tmp_path if on_disk else None))
-    ticket = json.loads(sink.ticket())
+    ticket = json.loads(sink.make_ticket())
     places = {name: (dtype, shape, start) for name, dtype, shape, start in ticket["tensors"]}
     assert places["b"][:2] == ("F32", [2, 2])
-    assert all(start % ALIGN == 0 for _, _, start in places.values())
+    assert all(start % TENSOR_ALIGNMENT == 0 for _, _, start in places.values())
     assert ticket["size"] == sink.nbytes
     handle = os.open(ticket["path"], os.O_RDONLY)
     try:
@@ -91,7 +101,7 @@ def test_with_a_header_it_is_a_file_of_safetensors() -> None:
 def test_what_is_skipped_has_no_room() -> None:
     sink = MappedSink(ENTRIES, skip={"b"})
     assert sink.allocate(ENTRIES[2]) is None
-    assert sink.nbytes == ALIGN
+    assert sink.nbytes == TENSOR_ALIGNMENT
     sink.close()
 
 
@@ -107,13 +117,13 @@ def test_only_what_was_sealed_may_serve() -> None:
 
 def test_what_is_closed_while_an_error_still_sees_it_gives_everything_back() -> None:
     """As the frames of a read do that failed in the middle of a tensor."""
-    before, staging = open_files(), Staging(1 << 20)
+    before, staging = open_files(), StagingBudget(1 << 20)
     sink = MappedSink(ENTRIES, staging=staging)
     view = sink.allocate(ENTRIES[0])
     assert view is not None
     part = view[:1]
     sink.close()
-    staging.claim(1 << 20)()
+    staging.claim_memory(1 << 20)()
     part.release()
     view.release()
     assert open_files() == before
@@ -121,22 +131,22 @@ def test_what_is_closed_while_an_error_still_sees_it_gives_everything_back() -> 
 
 def test_its_room_is_taken_before_anything_is_filled() -> None:
     """A page that is not there later would end the process."""
-    sink = MappedSink([Entry("big", TensorSpec("U8", (1 << 20,)))])
+    sink = MappedSink([TensorEntry("big", TensorSpec("U8", (1 << 20,)))])
     assert os.stat(sink.path).st_blocks * 512 >= 1 << 20
     sink.close()
 
 
 async def test_memory_without_room_is_told_before_it_is_taken() -> None:
     before = open_files()
-    full = Entry("full", TensorSpec("U8", (1 << 60,)))
+    full = TensorEntry("full", TensorSpec("U8", (1 << 60,)))
     with pytest.raises(EngineError, match=rf"no room for {1 << 60} bytes .* bytes are left"):
-        await open_mapped([full])
+        await open_mapped_sink([full])
     assert open_files() == before
 
 
 async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) -> None:
     before = open_files()
-    opening = asyncio.create_task(open_mapped(ENTRIES, tmp_path))
+    opening = asyncio.create_task(open_mapped_sink(ENTRIES, tmp_path))
     await asyncio.sleep(0)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -148,8 +158,12 @@ async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) ->
 async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", ALIGN)
-    size, slots, staging = 1024 * ALIGN, tmp_path / "slots", Staging(1025 * ALIGN)  # and its index
+    monkeypatch.setattr(files, "CHUNK_BYTES", TENSOR_ALIGNMENT)
+    size, slots, staging = (
+        1024 * TENSOR_ALIGNMENT,
+        tmp_path / "slots",
+        StagingBudget(1025 * TENSOR_ALIGNMENT),
+    )  # and its index
     slots.mkdir()
     save_file({"w": np.zeros(size, np.uint8)}, tmp_path / "model.safetensors")
     reading = threading.Event()
@@ -159,14 +173,14 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
             reading.set()
             time.sleep(0.001)
 
-    async def open_slot(entries: Sequence[Entry]) -> MappedSink:
-        return await open_mapped(entries, slots=slots, staging=staging)
+    async def open_slot(entries: Sequence[TensorEntry]) -> MappedSink:
+        return await open_mapped_sink(entries, slots=slots, staging=staging)
 
     async def elsewhere(slot: str) -> Mapping[str, str]:
         await asyncio.to_thread(reading.wait, 10)
         raise EngineError("no room there")
 
-    layout, before = Layout({"w": TensorSpec("U8", (size,))}, {}, {}), open_files()
+    layout, before = WeightsLayout({"w": TensorSpec("U8", (size,))}, {}, {}), open_files()
     filling = asyncio.create_task(
         fill_sink(
             open_slot,
@@ -187,23 +201,23 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
             await filling
     assert open_files() == before
     assert list(slots.iterdir()) == []
-    staging.claim(1025 * ALIGN)()
+    staging.claim_memory(1025 * TENSOR_ALIGNMENT)()
 
 
 def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:
-    staging = Staging(4 * ALIGN)
+    staging = StagingBudget(4 * TENSOR_ALIGNMENT)
     sink = MappedSink(ENTRIES, slots=tmp_path, staging=staging)
     view = sink.allocate(ENTRIES[0])
     sink.close()
     assert view is not None
     assert sink.nbytes == 0
     assert list(tmp_path.iterdir()) == []
-    staging.claim(4 * ALIGN)()
+    staging.claim_memory(4 * TENSOR_ALIGNMENT)()
 
 
 async def test_it_is_made_as_asked(tmp_path: Path) -> None:
-    sink = await open_mapped(ENTRIES, tmp_path, header=True, skip={"b"})
-    with_b = await open_mapped(ENTRIES, header=True)
+    sink = await open_mapped_sink(ENTRIES, tmp_path, header=True, skip={"b"})
+    with_b = await open_mapped_sink(ENTRIES, header=True)
     assert sink.allocate(ENTRIES[2]) is None
     assert with_b.allocate(ENTRIES[2]) is not None
     assert [os.readlink(each.path).startswith("/memfd:") for each in (sink, with_b)] == [
@@ -218,7 +232,7 @@ def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
     before = open_files()
     with pytest.raises(EngineError, match=r"no room for 128 bytes .*gone.*spill_dir"):
         MappedSink(ENTRIES, tmp_path / "gone")
-    full = Entry("full", TensorSpec("U8", (1 << 60,)))
+    full = TensorEntry("full", TensorSpec("U8", (1 << 60,)))
     with pytest.raises(EngineError, match="no room"):
         MappedSink([full], tmp_path)
     assert open_files() == before
@@ -226,28 +240,28 @@ def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
 
 
 async def test_its_memory_is_charged_until_it_is_closed(tmp_path: Path) -> None:
-    staging = Staging(2 * ALIGN)
-    sink = await open_mapped(ENTRIES, staging=staging)
-    on_disk = await open_mapped(ENTRIES, tmp_path, staging=staging)
+    staging = StagingBudget(2 * TENSOR_ALIGNMENT)
+    sink = await open_mapped_sink(ENTRIES, staging=staging)
+    on_disk = await open_mapped_sink(ENTRIES, tmp_path, staging=staging)
     before = open_files()
     with pytest.raises(EngineError, match=r"0 bytes are left .* spec\.weights\.stagingMemory"):
-        await open_mapped(ENTRIES, staging=staging)
+        await open_mapped_sink(ENTRIES, staging=staging)
     assert open_files() == before
     sink.seal()
     sink.close()
     sink.close()
-    again = await open_mapped(ENTRIES, staging=staging)
+    again = await open_mapped_sink(ENTRIES, staging=staging)
     for each in (again, on_disk):
         each.close()
 
 
 async def test_memory_that_is_not_had_is_not_charged() -> None:
-    staging = Staging(2 * ALIGN)
+    staging = StagingBudget(2 * TENSOR_ALIGNMENT)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
         with pytest.raises(EngineError, match="no room"):
-            await open_mapped(ENTRIES, staging=staging)
+            await open_mapped_sink(ENTRIES, staging=staging)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    staging.claim(2 * ALIGN)()
+    staging.claim_memory(2 * TENSOR_ALIGNMENT)()

@@ -9,17 +9,17 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rollout_worker.engine import EngineError, Entry, Layout, TensorSpec
+from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.vllm import backups
-from rollout_worker.engines.vllm.launch import Steps
-from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.engines.vllm.streams import Labels
+from rollout_worker.engines.vllm.launch import StepCounter
+from rollout_worker.engines.vllm.steering import SchedulerControl
+from rollout_worker.engines.vllm.streams import WeightLabels
 from rollout_worker.engines.vllm.versions import VllmVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 
-ENTRIES = [Entry("a", TensorSpec("U8", (3,)))]
+ENTRIES = [TensorEntry("a", TensorSpec("U8", (3,)))]
 BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 V1 = WeightsId(epoch=1, version=1)
 
@@ -70,18 +70,18 @@ class Sleeper:
     def __init__(self, nbytes: int = 3) -> None:
         self.device = Device(nbytes)
         config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
-        layout = Layout({"a": TensorSpec("U8", (3,))}, {}, {})
+        layout = WeightsLayout({"a": TensorSpec("U8", (3,))}, {}, {})
         launched: Any = SimpleNamespace(
-            llm=self.device, config=config, layout=layout, steps=Steps(), cpu=False
+            llm=self.device, config=config, layout=layout, steps=StepCounter(), cpu=False
         )
-        labels = Labels()
-        steering = self.steering = Steering(launched, 2, labels)
+        labels = WeightLabels()
+        steering = self.steering = SchedulerControl(launched, 2, labels)
         self.versions = VllmVersions(launched, steering, labels, EngineOptions(Path("model")))
 
     @property
     def there(self) -> set[str]:
         """What is there, as the device has it and as the worker is told."""
-        told = self.versions.resident()
+        told = self.versions.resident_memory()
         assert {tag for tag in BOTH if getattr(told, tag)} == self.device.there
         return set(self.device.there)
 
@@ -226,8 +226,8 @@ def test_room_is_counted_as_torch_takes_it() -> None:
         4: piece(5 << 20, "cudagraph"),
         5: piece(6 << 20, "weights", asleep=True),
     }
-    assert backups.pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
-    assert backups.pinned_bytes(pieces, 2) == 8 << 20
+    assert backups.count_pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
+    assert backups.count_pinned_bytes(pieces, 2) == 8 << 20
 
 
 def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
@@ -239,6 +239,6 @@ def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
         start + 64: piece(64, "weights", asleep=True),
         start + 128: piece(64, "cudagraph", asleep=True),
     }
-    backups.forget_weights(pieces, [buffer, torch.zeros(0)])
+    backups.drop_weight_backups(pieces, [buffer, torch.zeros(0)])
     kept = [at - start for at, data in pieces.items() if data.cpu_backup_tensor is not None]
     assert kept == [0, 128]

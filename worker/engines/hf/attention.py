@@ -24,12 +24,12 @@ from transformers import AttentionInterface
 
 from rollout_worker.engine import EngineError
 
-PREFIX = "rollout_"
+ATTENTION_PREFIX = "rollout_"
 """Names of our functions: this and the implementation that they stand for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AttentionBlock:
     """A rectangle of a pass: tokens [begin, end) belong to `rows`, which they see up to `width`.
 
     With one token a row (decoding) `rows` are many, else one row has many tokens. `far`, `near`:
@@ -46,29 +46,29 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ForwardPass:
     """One pass: its rectangles and which layers have a window."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AttentionBlock, ...]
     decodes: bool
     slides: Callable[[int], bool]
 
 
-class _Running(threading.local):
-    now: Pass | None = None
+class _ThreadPass(threading.local):
+    now: ForwardPass | None = None
 
 
-running = _Running()
+current_pass = _ThreadPass()
 """The pass of this thread."""
 
-Attention = Callable[..., tuple[Tensor, Any]]
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
 
-def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, one: Attention, **more: Any
+def _attend_pass(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, one: AttentionFunction, **more: Any
 ) -> tuple[Tensor, None]:
     """Attend with queries [1, H, N, D] to layers [rows, G, capacity, D]; returns [1, N, H, D]."""
-    now = running.now
+    now = current_pass.now
     if now is None:
         raise RuntimeError("attention over KV rows was called outside a pass")
     slides = now.slides(module.layer_idx)
@@ -91,10 +91,10 @@ def attend_sdpa(
     odd = [name for name in ("position_bias", "s_aux") if more.get(name) is not None]
     if odd:
         raise RuntimeError(f"attention with {odd[0]} needs --attention eager")
-    return _attend(module, query, key, value, _folded, scaling=more.get("scaling"))
+    return _attend_pass(module, query, key, value, _sdpa_grouped_heads, scaling=more.get("scaling"))
 
 
-def _folded(
+def _sdpa_grouped_heads(
     _: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None
 ) -> tuple[Tensor, None]:
     batch, heads, count, width = query.shape
@@ -117,10 +117,10 @@ def attend_eager(
     """Stand in for the eager attention of the model at hand, which knows its peculiarities."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     more = {name: given for name, given in more.items() if name != "dropout"}
-    return _attend(module, query, key, value, own, **more)
+    return _attend_pass(module, query, key, value, own, **more)
 
 
-def implementation(model_class: Any, kind: str) -> str:
+def attention_implementation(model_class: Any, kind: str) -> str:
     """Return the name under which a model is to be loaded, for `kind` sdpa or eager.
 
     Raises:
@@ -136,8 +136,8 @@ def implementation(model_class: Any, kind: str) -> str:
             f"transformers lets nobody replace the {kind} attention of {model_class.__name__}: "
             "try --attention eager (or sdpa), or serve it with the vllm or sglang engine"
         )
-    return f"{PREFIX}{kind}"
+    return f"{ATTENTION_PREFIX}{kind}"
 
 
-AttentionInterface.register(f"{PREFIX}sdpa", attend_sdpa)
-AttentionInterface.register(f"{PREFIX}eager", attend_eager)
+AttentionInterface.register(f"{ATTENTION_PREFIX}sdpa", attend_sdpa)
+AttentionInterface.register(f"{ATTENTION_PREFIX}eager", attend_eager)

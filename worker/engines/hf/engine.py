@@ -31,45 +31,45 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.adapter import EngineAdapter
-from rollout_worker.engines.request_checks import check_fits, check_unused
+from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
 from rollout_worker.schemas import AbortReason, Progress, StopReason
 from rollout_worker.sources.files import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
 from . import metrics, settings
-from .core import Core, Delivery
-from .parts import Parts, assemble, capabilities
+from .core import BatchCore, DeltaDelivery
+from .parts import HfParts, assemble_parts, make_capabilities
 from .sequence import make_sequence
 from .thread import describe_spent, find_lasting_fault
-from .weights.loading import Loaded, load
-from .weights.memory import release_freed, settle_heap
+from .weights.loading import LoadedModel, load_model
+from .weights.memory import freeze_heap, release_freed
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STOP_SECONDS = 30.0
+THREAD_STOP_SECONDS = 30.0
 """How long `stop` waits for the step that runs."""
 
 
 @dataclass(slots=True)
-class _Stream:
+class _OutputStream:
     """The reader's end of one output."""
 
     request: EngineRequest
     deltas: asyncio.Queue[EngineDelta]
 
 
-class HfEngine(EngineAdapter[Parts]):
+class HfEngine(EngineAdapter[HfParts]):
     """Serves one transformers model."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        self._settings = settings.parse(options.args)
-        self._streams: dict[str, _Stream] = {}
+        self._settings = settings.parse_settings(options.args)
+        self._streams: dict[str, _OutputStream] = {}
         self._arrivals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.capabilities = capabilities(stop_strings=True, reloads=True)
+        self.capabilities = make_capabilities(stop_strings=True, reloads=True)
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
@@ -81,10 +81,10 @@ class HfEngine(EngineAdapter[Parts]):
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
 
-        def work(cancelled: Callable[[], bool]) -> Loaded:
-            loaded = load(self._options, self._settings, relay, cancelled)
+        def work(cancelled: Callable[[], bool]) -> LoadedModel:
+            loaded = load_model(self._options, self._settings, relay, cancelled)
             if not self._options.guest:  # garbage of the process's owner would stay for ever, too
-                settle_heap()
+                freeze_heap()
             return loaded
 
         try:
@@ -95,14 +95,18 @@ class HfEngine(EngineAdapter[Parts]):
             if (why := find_lasting_fault(error)) is not None:
                 raise ProcessSpent(describe_spent(why)) from error
             raise
-        self._parts = assemble(loaded, self._options, self._settings, self._deliver, self._on_crash)
+        self._parts = assemble_parts(
+            loaded, self._options, self._settings, self._deliver_deltas, self._on_crash
+        )
         self._parts.thread.start()
-        self.capabilities = capabilities(
+        self.capabilities = make_capabilities(
             stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         version = transformers.__version__
-        return self._describe("hf", version, loaded, loaded.root_hash, loaded.layout, by_path=False)
+        return self._engine_info(
+            "hf", version, loaded, loaded.root_hash, loaded.layout, by_path=False
+        )
 
     @override
     async def stop(self) -> None:
@@ -110,7 +114,7 @@ class HfEngine(EngineAdapter[Parts]):
         parts, self._parts = self._parts, None
         if parts is not None:
             large = (weakref.ref(parts.loaded.model), weakref.ref(parts.core))
-            ended = await self._halt(parts)
+            ended = await self._stop_thread(parts)
             del parts
             await asyncio.to_thread(release_freed)
             if any(each() is not None for each in large) and not self._options.guest:
@@ -121,20 +125,22 @@ class HfEngine(EngineAdapter[Parts]):
                     "the step thread did not end, so memory of its model is still here"
                 )
 
-    async def _halt(self, parts: Parts) -> bool:
+    async def _stop_thread(self, parts: HfParts) -> bool:
         with contextlib.suppress(EngineCrashed, TimeoutError):
-            end = parts.thread.call(lambda: parts.core.abort(None, AbortReason.ENGINE))
-            await asyncio.wait_for(asyncio.wrap_future(end), STOP_SECONDS)
+            end = parts.thread.run_command(
+                lambda: parts.core.abort_requests(None, AbortReason.ENGINE)
+            )
+            await asyncio.wait_for(asyncio.wrap_future(end), THREAD_STOP_SECONDS)
         parts.memory.forget_spill()
-        ended = await asyncio.to_thread(parts.thread.stop, STOP_SECONDS)
+        ended = await asyncio.to_thread(parts.thread.stop, THREAD_STOP_SECONDS)
         if not ended:
-            logger.error("the step thread did not end within %.0f s", STOP_SECONDS)
+            logger.error("the step thread did not end within %.0f s", THREAD_STOP_SECONDS)
         self._end_streams("the engine was stopped")
         return ended
 
     @override
     def validate(self, request: EngineRequest) -> None:
-        check_fits(request, self._require_parts().loaded)
+        check_model_limits(request, self._require_parts().loaded)
         if request.cache_salt is not None:
             raise InvalidRequest(
                 "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
@@ -145,11 +151,11 @@ class HfEngine(EngineAdapter[Parts]):
         parts = self._require_parts()
         self.validate(request)
         name = request.request_id
-        check_unused(name, self._streams)
-        stream = self._streams[name] = _Stream(request, asyncio.Queue())
+        check_id_unused(name, self._streams)
+        stream = self._streams[name] = _OutputStream(request, asyncio.Queue())
         finished = False
         try:
-            await self._enter(parts, stream)
+            await self._queue_request(parts, stream)
             while not finished:
                 delta = await stream.deltas.get()
                 finished = delta.stop_reason is not None
@@ -158,9 +164,11 @@ class HfEngine(EngineAdapter[Parts]):
             if self._streams.get(name) is stream:
                 del self._streams[name]
             if not finished:
-                parts.thread.call(lambda: parts.core.abort([name], AbortReason.CLIENT))
+                parts.thread.run_command(
+                    lambda: parts.core.abort_requests([name], AbortReason.CLIENT)
+                )
 
-    async def _enter(self, parts: Parts, stream: _Stream) -> None:
+    async def _queue_request(self, parts: HfParts, stream: _OutputStream) -> None:
         self._arrivals += 1
         arrival = self._arrivals
 
@@ -168,33 +176,33 @@ class HfEngine(EngineAdapter[Parts]):
             sink = stream.deltas.put_nowait
             parts.core.add_request(make_sequence(stream.request, parts.loaded, arrival, sink))
 
-        await asyncio.wrap_future(parts.thread.call(enter))
+        await asyncio.wrap_future(parts.thread.run_command(enter))
 
     @override
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
-        return await self._command(lambda core: core.abort(request_ids, reason))
+        return await self._run_command(lambda core: core.abort_requests(request_ids, reason))
 
     @override
     async def hold_admission(self) -> None:
-        def hold(core: Core) -> None:
+        def hold(core: BatchCore) -> None:
             core.queue.is_open = False
 
-        await self._command(hold)
+        await self._run_command(hold)
 
     @override
     async def pause(self) -> None:
-        def pause(core: Core) -> None:
+        def pause(core: BatchCore) -> None:
             core.paused = True
 
-        await self._command(pause)
+        await self._run_command(pause)
 
     @override
     async def resume(self) -> None:
-        def resume(core: Core) -> None:
+        def resume(core: BatchCore) -> None:
             core.check_weights()
             core.paused, core.queue.is_open = False, True
 
-        await self._command(resume)
+        await self._run_command(resume)
 
     @override
     async def reset_cache(self) -> None:
@@ -204,29 +212,29 @@ class HfEngine(EngineAdapter[Parts]):
     def alive(self) -> str | None:
         if self._parts is None:
             return self._ended
-        return self._parts.thread.wrong(self._settings.step_deadline_seconds) or self._ended
+        return self._parts.thread.find_problem(self._settings.step_deadline_seconds) or self._ended
 
     @override
     def metrics(self) -> str:
         parts = self._parts
         if parts is None:
             return ""
-        return metrics.render(parts.core.totals, parts.core.census, parts.kv, parts.memory)
+        return metrics.render_metrics(parts.core.totals, parts.core.census, parts.kv, parts.memory)
 
-    async def _command(self, command: Callable[[Core], T]) -> T:
+    async def _run_command(self, command: Callable[[BatchCore], T]) -> T:
         parts = self._require_parts()
-        return await asyncio.wrap_future(parts.thread.call(lambda: command(parts.core)))
+        return await asyncio.wrap_future(parts.thread.run_command(lambda: command(parts.core)))
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
+    def _deliver_deltas(self, deliveries: list[DeltaDelivery]) -> None:
         """Called in the step thread: hand new tokens to their readers, in order."""
         if deliveries:
-            self._soon(lambda: _hand_over(deliveries))
+            self._call_in_loop(lambda: _hand_over_deltas(deliveries))
 
     def _on_crash(self, why: str) -> None:
         """Called in the step thread as its last act."""
-        self._soon(lambda: self._end_streams(why))
+        self._call_in_loop(lambda: self._end_streams(why))
 
-    def _soon(self, callback: Callable[[], object]) -> None:
+    def _call_in_loop(self, callback: Callable[[], object]) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback)
 
@@ -245,6 +253,6 @@ class HfEngine(EngineAdapter[Parts]):
             )
 
 
-def _hand_over(deliveries: list[Delivery]) -> None:
+def _hand_over_deltas(deliveries: list[DeltaDelivery]) -> None:
     for sequence, delta in deliveries:
         sequence.sink(delta)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import Pass, Piece, running
+from .attention import AttentionBlock, ForwardPass, current_pass
 from .kv import KvRows
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class RowFeed:
     """Tokens to feed to a row that holds `start` tokens already."""
 
     row: int
@@ -28,7 +28,7 @@ class Feed:
         return self.start + len(self.tokens)
 
 
-class Forward:
+class ForwardRunner:
     """Runs a model on any mixture of rows and lengths; the answer for a row is that of it alone."""
 
     def __init__(self, model: Any, kv: KvRows) -> None:
@@ -41,7 +41,7 @@ class Forward:
         self._slides = [kind == "sliding_attention" for kind in kinds] if kinds else None
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def run(self, singles: Sequence[Feed], pieces: Sequence[Feed], asked: int) -> Tensor:
+    def run_pass(self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed], asked: int) -> Tensor:
         """Feed one token to each row of `singles`, and some to each of `pieces`.
 
         Returns the logits [K, V] after the last tokens of the singles and of the first `asked`
@@ -62,13 +62,15 @@ class Forward:
             end += len(feed.tokens)
             last.append(end - 1)
         self._kv.places = (places[0], places[1])
-        running.now = Pass(self._pieces(singles, pieces, places[1]), bool(singles), self._near)
+        current_pass.now = ForwardPass(
+            self._make_blocks(singles, pieces, places[1]), bool(singles), self._has_window
+        )
         try:
-            return self._call(ids.to(self._device), places[1:], last)
+            return self._call_model(ids.to(self._device), places[1:], last)
         finally:
-            running.now = self._kv.places = None
+            current_pass.now = self._kv.places = None
 
-    def _call(self, ids: Tensor, positions: Tensor, last: list[int]) -> Tensor:
+    def _call_model(self, ids: Tensor, positions: Tensor, last: list[int]) -> Tensor:
         every = len(last) == ids.shape[1]
         picked = None if every else torch.tensor(last, dtype=torch.long, device=self._device)
         extra = {"logits_to_keep": picked} if self._keeps and not every else {}
@@ -81,53 +83,53 @@ class Forward:
         ).logits[0]
         return logits if every or self._keeps else logits[picked]
 
-    def _near(self, layer: int) -> bool:
+    def _has_window(self, layer: int) -> bool:
         if self._window is None:
             return False
         return True if self._slides is None else self._slides[layer]
 
-    def _pieces(
-        self, singles: Sequence[Feed], pieces: Sequence[Feed], columns: Tensor
-    ) -> tuple[Piece, ...]:
+    def _make_blocks(
+        self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed], columns: Tensor
+    ) -> tuple[AttentionBlock, ...]:
         found = []
         at = len(singles)
         if singles:
             rows = [feed.row for feed in singles]
             run = range(rows[0], rows[0] + len(rows))
-            where = slice(run.start, run.stop) if rows == list(run) else self._index(rows)
-            found.append(self._piece(0, at, where, singles, columns[:at].view(-1, 1)))
+            where = slice(run.start, run.stop) if rows == list(run) else self._row_index(rows)
+            found.append(self._make_block(0, at, where, singles, columns[:at].view(-1, 1)))
         for feed in pieces:
             end = at + len(feed.tokens)
             where = slice(feed.row, feed.row + 1)
-            found.append(self._piece(at, end, where, [feed], columns[at:end].view(1, -1)))
+            found.append(self._make_block(at, end, where, [feed], columns[at:end].view(1, -1)))
             at = end
         return tuple(found)
 
-    def _piece(
+    def _make_block(
         self,
         begin: int,
         end: int,
         rows: slice | Tensor,
-        feeds: Sequence[Feed],
+        feeds: Sequence[RowFeed],
         positions: Tensor,
-    ) -> Piece:
+    ) -> AttentionBlock:
         """Return the rectangle of tokens at `positions` [B, C]."""
         width = max(feed.end for feed in feeds)
         behind = positions[:, None, :, None] - torch.arange(width, device=self._device)
         # One token of each row, all rows equally long: nothing to hide.
         whole = positions.shape[1] == 1 and all(feed.end == width for feed in feeds)
-        far = None if whole else self._hidden(behind < 0)
+        far = None if whole else self._additive_mask(behind < 0)
         near = far
         if self._window is not None and width > self._window:
-            near = self._hidden((behind < 0) | (behind >= self._window))
-        return Piece(begin, end, rows, width, far, near)
+            near = self._additive_mask((behind < 0) | (behind >= self._window))
+        return AttentionBlock(begin, end, rows, width, far, near)
 
-    def _hidden(self, mask: Tensor) -> Tensor:
+    def _additive_mask(self, mask: Tensor) -> Tensor:
         """Return what to add to the scores so that nobody sees what `mask` says."""
         least = torch.finfo(self._model.dtype).min
         return torch.zeros(mask.shape, dtype=self._model.dtype, device=self._device).masked_fill_(
             mask, least
         )
 
-    def _index(self, rows: Sequence[int]) -> Tensor:
+    def _row_index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, device=self._device)

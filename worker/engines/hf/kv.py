@@ -39,7 +39,7 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
         layers = [*self._keys.values(), *self._values.values()]
         return sum(layer.numel() * layer.element_size() for layer in layers)
 
-    def reserve(self, rows: int, columns: int, longest: int) -> None:
+    def reserve_rows(self, rows: int, columns: int, longest: int) -> None:
         """Make room for `rows` rows of `columns` columns, which never get longer than `longest`."""
         if rows <= self._rows and columns <= self._capacity:
             return
@@ -50,9 +50,9 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
         self._capacity = capacity
         for layers in (self._keys, self._values):
             for index, old in layers.items():
-                layers[index] = self._grown(old)
+                layers[index] = self._grow_layer(old)
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _grow_layer(self, old: Tensor) -> Tensor:
         heads, width = old.shape[1], old.shape[3]
         new = old.new_zeros(self._rows, heads, self._capacity, width)
         rows, columns = min(self._rows, old.shape[0]), min(self._capacity, old.shape[2])
@@ -65,14 +65,14 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
             if row < layer.shape[0]:
                 layer[row].zero_()
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` columns of a row over another row, and zero the rest of it."""
         for layer in (*self._keys.values(), *self._values.values()):
             row = layer[target]
             row[:, :length] = layer[source, :, :length]
             row[:, length:].zero_()
 
-    def drop(self) -> None:
+    def drop_rows(self) -> None:
         """Give all memory back; every row is lost."""
         self._keys.clear()
         self._values.clear()
@@ -83,11 +83,11 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values [1, H, N, D] to their places; return whole layers."""
         return (
-            self._write(self._keys, layer_idx, key_states),
-            self._write(self._values, layer_idx, value_states),
+            self._write_states(self._keys, layer_idx, key_states),
+            self._write_states(self._values, layer_idx, value_states),
         )
 
-    def _write(self, layers: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
+    def _write_states(self, layers: dict[int, Tensor], index: int, states: Tensor) -> Tensor:
         if self.places is None:
             raise RuntimeError("the KV rows were used outside a forward pass")
         if index not in layers:

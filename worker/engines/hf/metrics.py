@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .kv import KvRows
-from .weights.memory import Memory
+from .weights.memory import WeightsMemory
 
 
 @dataclass(slots=True)
-class Totals:
+class StepTotals:
     """What happened since the start, for `metrics`."""
 
     steps: int = 0
@@ -19,7 +19,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class BatchCensus:
     """Who runs, which of them on the former weights, and how many wait."""
 
     running: frozenset[str] = frozenset()
@@ -27,7 +27,9 @@ class Census:
     pinned: frozenset[str] = frozenset()
 
 
-def render(totals: Totals, census: Census, kv: KvRows, memory: Memory) -> str:
+def render_metrics(
+    totals: StepTotals, census: BatchCensus, kv: KvRows, memory: WeightsMemory
+) -> str:
     """Return the page."""
     rows = (
         ("hf_engine_steps_total", "counter", "Steps made.", totals.steps),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-NEWCOMERS_SECONDS = 0.1
+PREFILL_SECONDS_PER_STEP = 0.1
 """What newcomers may add to a step, however short it is without them."""
 LEAST, MOST = 64, 8192
-_WEIGHT = 0.2
+_AVERAGE_WEIGHT = 0.2
 
 
-class Pace:
+class PrefillPace:
     """Limits the prefixes of a step so that it lasts about twice as long as one without.
 
     Neither running outputs nor a pause must wait for long prompts. `fixed`: the limit, whatever
@@ -21,18 +21,18 @@ class Pace:
         self._decode: float | None = None
         self._warm = False
 
-    def note(self, seconds: float, fed: int) -> None:
+    def note_pass(self, seconds: float, fed: int) -> None:
         """Learn from a pass that fed `fed` tokens of prefixes."""
         if not self._warm:  # the first pass also sets up what later ones find
             self._warm = True
         elif not fed:
             old = self._decode
-            self._decode = seconds if old is None else old + _WEIGHT * (seconds - old)
+            self._decode = seconds if old is None else old + _AVERAGE_WEIGHT * (seconds - old)
         else:
             alone = self._decode or 0.0
-            self._adapt((seconds - alone) / max(NEWCOMERS_SECONDS, alone), fed)
+            self._adapt_budget((seconds - alone) / max(PREFILL_SECONDS_PER_STEP, alone), fed)
 
-    def _adapt(self, share: float, fed: int) -> None:
+    def _adapt_budget(self, share: float, fed: int) -> None:
         """Follow what newcomers took, as a share of what they may take."""
         # A pass that was not full says nothing of what a full one takes, unless it was too long.
         if share > 1:
@@ -40,6 +40,6 @@ class Pace:
         elif share < 0.5 and fed > self._budget // 2:
             self._budget = min(MOST, self._budget * 2)
 
-    def budget(self) -> int:
+    def prefill_budget(self) -> int:
         """Return how many tokens the next step may take in, at least one."""
         return self._fixed or self._budget

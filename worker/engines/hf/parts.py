@@ -9,32 +9,32 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 from rollout_worker.schemas import Capabilities
 
-from .core import Core, Delivery
-from .forward import Forward
+from .core import BatchCore, DeltaDelivery
+from .forward import ForwardRunner
 from .kv import KvRows
-from .pace import Pace
-from .settings import Settings
+from .pace import PrefillPace
+from .settings import HfSettings
 from .thread import StepThread
 from .versions import HfVersions
 from .weights.allocations import device_allocator
-from .weights.loading import Loaded
-from .weights.memory import Memory
+from .weights.loading import LoadedModel
+from .weights.memory import WeightsMemory
 
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
-PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
+FIRST_PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens of prefixes in the first steps, before the device's speed is known."""
 
 
 @dataclass(slots=True)
-class Parts:
+class HfParts:
     """What exists once the model is loaded."""
 
-    loaded: Loaded
+    loaded: LoadedModel
     kv: KvRows
-    memory: Memory
-    core: Core
+    memory: WeightsMemory
+    core: BatchCore
     thread: StepThread
     versions: HfVersions
 
@@ -49,13 +49,13 @@ class Parts:
         return self.core.census.pinned
 
 
-def assemble(
-    loaded: Loaded,
+def assemble_parts(
+    loaded: LoadedModel,
     options: EngineOptions,
-    settings: Settings,
-    deliver: Callable[[list[Delivery]], None],
+    settings: HfSettings,
+    deliver: Callable[[list[DeltaDelivery]], None],
     on_crash: Callable[[str], None],
-) -> Parts:
+) -> HfParts:
     """Put the parts together; the step thread is not started.
 
     Raises:
@@ -68,23 +68,23 @@ def assemble(
             "it or lower max_length, else the longest request could never run"
         )
     kv = KvRows(settings.max_batch_size, max_tokens)
-    memory = Memory(
+    memory = WeightsMemory(
         loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)
     )
-    core = Core(
-        Forward(loaded.model, kv),
+    core = BatchCore(
+        ForwardRunner(loaded.model, kv),
         kv,
         memory,
         deliver,
         max_rows=settings.max_batch_size,
         max_tokens=max_tokens,
-        pace=Pace(settings.prefill_tokens, PREFILL_TOKENS[loaded.device]),
+        pace=PrefillPace(settings.prefill_tokens, FIRST_PREFILL_TOKENS[loaded.device]),
     )
     thread = StepThread(core, on_crash)
-    return Parts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread))
+    return HfParts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread))
 
 
-def capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
+def make_capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
     """Return what the engine can do; `reloads`: the model's weights can be read again."""
     return Capabilities(
         logprobs=("sampling", "raw"),

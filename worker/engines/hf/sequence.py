@@ -10,31 +10,31 @@ from dataclasses import dataclass, field
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import (
     StopChecker,
-    Verdict,
+    StopVerdict,
     make_stop_checker,
     stop_ids,
     with_max_tokens,
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
-from rollout_worker.engines.sampling.batch_rows import Row
-from rollout_worker.engines.weight_versions import Change, spans_within
+from rollout_worker.engines.sampling.batch_rows import SampledRow
+from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.schemas import AbortReason, StopReason, WeightsId
 
-from .weights.loading import Loaded
+from .weights.loading import LoadedModel
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class OutputSequence:
     """A request on its way: prompt and output so far, and how much of it the KV cache holds.
 
-    The rest (`pending`) must go through the model: one token in normal decoding, the whole prefix
+    The rest (`pending_tokens`) must go through the model: one token in normal decoding, the whole prefix
     at first and after its KV was lost. `stale` says that the KV holds entries of older weights,
     `pinned` that it runs on the weights before the active ones. Tokens are handed over by `delta`,
     one or many at a time.
     """
 
     request: EngineRequest
-    row: Row
+    row: SampledRow
     stop: StopChecker
     arrival: int
     sink: Callable[[EngineDelta], None]
@@ -49,8 +49,8 @@ class Sequence:
     _prompt: int = 0
     _delivered: int = 0
     _logprobs: list[float] = field(default_factory=list)
-    _changes: list[Change] = field(default_factory=list)
-    _verdict: Verdict | None = None
+    _changes: list[WeightsChange] = field(default_factory=list)
+    _verdict: StopVerdict | None = None
     _abort: AbortReason | None = None
     _not_finite: WeightsId | None = None
 
@@ -69,22 +69,22 @@ class Sequence:
         return self.request.sampling.temperature
 
     @property
-    def pending(self) -> int:
+    def pending_tokens(self) -> int:
         """How many tokens the model has not seen yet."""
         return len(self.tokens) - self.cached
 
     @property
-    def reserved(self) -> int:
+    def reserved_tokens(self) -> int:
         """Longest that it can become, in tokens."""
         return self._prompt + (self.request.sampling.max_tokens or 1)
 
     @property
-    def urgent(self) -> bool:
+    def is_urgent(self) -> bool:
         """Whether somebody waits for what is undelivered: its first token, or its end."""
         return self.done or not self._delivered
 
     @property
-    def waits(self) -> bool:
+    def has_undelivered(self) -> bool:
         """Whether it has tokens that were not handed over."""
         return self.produced > self._delivered
 
@@ -93,7 +93,7 @@ class Sequence:
         self.cached = 0
         self.stale = False
 
-    def take(self, token: int, logprob: float, weights: WeightsId) -> None:
+    def append_token(self, token: int, logprob: float, weights: WeightsId) -> None:
         """Append a drawn token; sets `done` with the last one."""
         start = self.produced
         last = self._changes[-1] if self._changes else None
@@ -101,15 +101,15 @@ class Sequence:
             self._changes.append((start, weights, self.stale))
         self.tokens.append(token)
         self._logprobs.append(logprob)
-        self._verdict = self.stop.check(token, start + 1)
+        self._verdict = self.stop.check_token(token, start + 1)
         self.done = self._verdict is not None
 
-    def abort(self, reason: AbortReason, not_finite: WeightsId | None = None) -> None:
+    def abort_output(self, reason: AbortReason, not_finite: WeightsId | None = None) -> None:
         """End it from outside, or because of weights whose logits are not finite; what it has stays."""
         self.done = True
         self._abort, self._not_finite = reason, not_finite
 
-    def delta(self) -> EngineDelta:
+    def take_delta(self) -> EngineDelta:
         """Return what is new since the last call; with the reason of the end once it is done."""
         begin, end = self._delivered, self.produced
         reason, match = self._verdict or (None, None)
@@ -134,16 +134,16 @@ class Sequence:
 
 
 def make_sequence(
-    request: EngineRequest, loaded: Loaded, arrival: int, sink: Callable[[EngineDelta], None]
-) -> Sequence:
+    request: EngineRequest, loaded: LoadedModel, arrival: int, sink: Callable[[EngineDelta], None]
+) -> OutputSequence:
     """Set up a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_max_tokens(request, loaded)
     asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
     # Of its own: torch's generator may be a trainer's, and seeded alike on each replica.
     asks.setdefault("seed", secrets.randbits(63))
-    return Sequence(
+    return OutputSequence(
         request=request,
-        row=Row(asks, request.token_ids, ()),
+        row=SampledRow(asks, request.token_ids, ()),
         stop=make_stop_checker(request.sampling, loaded),
         arrival=arrival,
         sink=sink,

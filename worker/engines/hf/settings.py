@@ -11,7 +11,7 @@ from rollout_worker.engine import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HfSettings:
     """What the flags say.
 
     `max_batch_size`: most outputs in one step. `prefill_tokens`: most prompt tokens that a step
@@ -27,37 +27,37 @@ class Settings:
     threads: int = 0
 
 
-DEFAULTS = Settings()
+DEFAULTS = HfSettings()
 
 
-class _Parser(argparse.ArgumentParser):
+class _HfFlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flags = " ".join(sorted(flag for flag in self._option_string_actions))
         raise EngineError(f"engine.args of the hf engine: {message}; its flags are {flags}")
 
 
-def _positive(text: str) -> int:
+def _positive_integer(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError
     return value
 
 
-_positive.__name__ = "positive int"  # what argparse calls it in its message
+_positive_integer.__name__ = "positive int"  # what argparse calls it in its message
 
 
-def parse(args: Sequence[str]) -> Settings:
+def parse_settings(args: Sequence[str]) -> HfSettings:
     """Parse the flags.
 
     Raises:
         EngineError: an unknown flag or a bad value; lists the flags.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--max-batch-size", type=_positive, default=DEFAULTS.max_batch_size)
-    parser.add_argument("--prefill-tokens", type=_positive, default=DEFAULTS.prefill_tokens)
+    parser = _HfFlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--max-batch-size", type=_positive_integer, default=DEFAULTS.max_batch_size)
+    parser.add_argument("--prefill-tokens", type=_positive_integer, default=DEFAULTS.prefill_tokens)
     parser.add_argument(
         "--step-deadline-seconds", type=float, default=DEFAULTS.step_deadline_seconds
     )
     parser.add_argument("--attention", choices=("sdpa", "eager"), default=DEFAULTS.attention)
-    parser.add_argument("--threads", type=_positive, default=DEFAULTS.threads)
-    return Settings(**vars(parser.parse_args(list(args))))
+    parser.add_argument("--threads", type=_positive_integer, default=DEFAULTS.threads)
+    return HfSettings(**vars(parser.parse_args(list(args))))

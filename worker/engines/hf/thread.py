@@ -20,23 +20,23 @@ import torch
 
 from rollout_worker.engine import EngineCrashed, EngineError, ProcessSpent
 
-from .core import Core
+from .core import BatchCore
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SIGN = "CUDA error:"
+CUDA_ERROR_PREFIX = "CUDA error:"
 """How torch begins what CUDA reports, in classes that differ between its calls and versions."""
 
-PASSING = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What a full GPU says."""
 
 
 class StepThread:
     """Owns a core from `start` on."""
 
-    def __init__(self, core: Core, on_crash: Callable[[str], None]) -> None:
+    def __init__(self, core: BatchCore, on_crash: Callable[[str], None]) -> None:
         self._core = core
         self._spent: str | None = None  # what CUDA said before it gave up
         self._on_crash = on_crash
@@ -45,13 +45,13 @@ class StepThread:
         self._stopping = False
         self._crash: str | None = None
         self._busy_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name="hf-steps", daemon=True)
+        self._thread = threading.Thread(target=self._run_steps, name="hf-steps", daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
-    def call(self, command: Callable[[], T]) -> Future[T]:
+    def run_command(self, command: Callable[[], T]) -> Future[T]:
         """Run `command` at the next step boundary."""
         future: Future[T] = Future()
         with self._wake:
@@ -71,7 +71,7 @@ class StepThread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def wrong(self, deadline: float) -> str | None:
+    def find_problem(self, deadline: float) -> str | None:
         """Return what is wrong, None if it makes progress or idles.
 
         Raises:
@@ -88,19 +88,19 @@ class StepThread:
             return f"one step has been running for {age:.0f} s, its deadline is {deadline:.0f} s"
         return None
 
-    def _run(self) -> None:
+    def _run_steps(self) -> None:
         try:
             with torch.no_grad():
-                while self._turn():
+                while self._run_turn():
                     pass
         except BaseException as error:  # whatever it was, nobody may hang
             logger.exception("the step thread died")
             self._spent = find_lasting_fault(error)
-            self._crashed(f"the step thread died: {type(error).__name__}: {error}")
+            self._report_crash(f"the step thread died: {type(error).__name__}: {error}")
         else:
-            self._refuse("the engine was stopped")
+            self._refuse_commands("the engine was stopped")
 
-    def _turn(self) -> bool:
+    def _run_turn(self) -> bool:
         with self._wake:
             while not self._commands and not self._stopping and not self._core.can_step():
                 self._wake.wait()
@@ -110,21 +110,21 @@ class StepThread:
             self._commands.clear()
         self._busy_since = time.monotonic()
         if commands:
-            self._core.flush()  # nothing made before a command is told after it
+            self._core.flush_deltas()  # nothing made before a command is told after it
         for index, (command, future) in enumerate(commands):
             try:
-                self._execute(command, future)
+                self._execute_command(command, future)
             except BaseException:
                 with self._wake:
                     self._commands.extendleft(reversed(commands[index + 1 :]))
                 raise
         if self._core.can_step():
-            self._core.step()
+            self._core.run_step()
         self._busy_since = None
         return True
 
     @staticmethod
-    def _execute(command: Callable[[], Any], future: Future[Any]) -> None:
+    def _execute_command(command: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -137,11 +137,11 @@ class StepThread:
             future.set_exception(crash)
             raise
 
-    def _crashed(self, why: str) -> None:
-        self._refuse(why)
+    def _report_crash(self, why: str) -> None:
+        self._refuse_commands(why)
         self._on_crash(why)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse_commands(self, why: str) -> None:
         with self._wake:
             self._crash = why
             left = list(self._commands)
@@ -159,9 +159,9 @@ def find_lasting_fault(error: BaseException | None) -> str | None:
     """
     while error is not None:
         of_cuda = isinstance(error, torch.AcceleratorError) or (
-            isinstance(error, RuntimeError) and SIGN in str(error)
+            isinstance(error, RuntimeError) and CUDA_ERROR_PREFIX in str(error)
         )
-        if of_cuda and not any(words in str(error) for words in PASSING):
+        if of_cuda and not any(words in str(error) for words in OUT_OF_MEMORY_WORDS):
             return str(error).partition("\n")[0]
         error = error.__cause__ or error.__context__
     return None

@@ -7,12 +7,12 @@ from typing import Any
 from rollout_worker.engine import EngineRequest
 from rollout_worker.schemas import SamplingParams
 
-LEAST_REPETITION = 1e-30
+MIN_REPETITION_PENALTY = 1e-30
 """Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
 
 
 def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
-    """Return the asks of one output that the sampler knows (`batch_rows.Row`); `stops`: what ends it."""
+    """Return the asks of one output that the sampler knows (`batch_rows.SampledRow`); `stops`: what ends it."""
     sampling = request.sampling
     asks: dict[str, Any] = {
         "greedy": sampling.temperature == 0,
@@ -23,7 +23,7 @@ def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, An
     if sampling.temperature > 0 and _is_truncated(sampling):
         asks["cut"] = [sampling.min_p, sampling.top_k, sampling.top_p]
     penalties = (
-        max(LEAST_REPETITION, sampling.repetition_penalty),
+        max(MIN_REPETITION_PENALTY, sampling.repetition_penalty),
         sampling.presence_penalty,
         sampling.frequency_penalty,
     )

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .truncation import TOP, Cuts
+from .truncation import TOP_TOKENS, TruncationParams
 
 MAX_BIAS = 1e30
 """Beyond, sums leave the range of float32; it is as good as infinite already."""
-BIAS = ("bias_ids", "bias_values")
+BIAS_KEYS = ("bias_ids", "bias_values")
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SampledRow:
     """One output: `asks` as `sampling_asks` wrote it, its prompt, what it has produced."""
 
     asks: Mapping[str, Any]
@@ -37,55 +37,55 @@ class Row:
         self.raw = bool(self.asks.get("raw"))
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether earlier tokens matter."""
         return "penalties" in self.asks
 
-    def prepare(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def prepare_counts(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `counts` and `in_prompt`, made when they are needed first."""
         if self.counts is None or self.in_prompt is None:
-            output = _sent(self.output, torch.long, device)
+            output = _to_device(self.output, torch.long, device)
             ones = torch.ones(len(output), dtype=torch.int32, device=device)
             self.counts = torch.zeros(vocab, dtype=torch.int32, device=device)
             self.counts.scatter_add_(0, output, ones)
             self.in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
-            self.in_prompt[_sent(self.prompt, torch.long, device)] = True
+            self.in_prompt[_to_device(self.prompt, torch.long, device)] = True
         return self.counts, self.in_prompt
 
 
-class Rows:
+class SampledRows:
     """The rows of one batch; made anew when its composition changes."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
         self.rows = list(rows)
         self._device = device
-        self._pieces: list[Rows] = []
+        self._pieces: list[SampledRows] = []
         self._history: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def kept(self, indices: Sequence[int]) -> Rows:
+    def select_rows(self, indices: Sequence[int]) -> SampledRows:
         """Return the rows at these indices."""
-        return Rows([self.rows[index] for index in indices], self._device)
+        return SampledRows([self.rows[index] for index in indices], self._device)
 
-    def with_rows(self, other: Rows) -> Rows:
+    def with_rows(self, other: SampledRows) -> SampledRows:
         """Return these rows, then the others."""
-        return Rows([*self.rows, *other.rows], self._device)
+        return SampledRows([*self.rows, *other.rows], self._device)
 
-    def pieces(self, size: int) -> list[Rows]:
+    def split_rows(self, size: int) -> list[SampledRows]:
         """Return these rows in pieces of a size, always the same ones."""
         if len(self.rows) <= size:
             return [self]
         if not self._pieces:
             starts = range(0, len(self.rows), size)
-            self._pieces = [Rows(self.rows[at : at + size], self._device) for at in starts]
+            self._pieces = [SampledRows(self.rows[at : at + size], self._device) for at in starts]
         return self._pieces
 
     @cached_property
-    def greedy(self) -> Tensor:
+    def greedy_rows(self) -> Tensor:
         """[B] rows that take the most likely token."""
-        return self._tensor([row.greedy for row in self.rows], torch.bool)
+        return self._device_tensor([row.greedy for row in self.rows], torch.bool)
 
     @cached_property
     def all_greedy(self) -> bool:
@@ -98,39 +98,40 @@ class Rows:
         return any(row.greedy for row in self.rows)
 
     @cached_property
-    def raw(self) -> Tensor | None:
+    def raw_rows(self) -> Tensor | None:
         """[B] rows whose logprobs are the model's own; None if there are none."""
         marks = [row.raw for row in self.rows]
-        return self._tensor(marks, torch.bool) if any(marks) else None
+        return self._device_tensor(marks, torch.bool) if any(marks) else None
 
     @cached_property
-    def prompts(self) -> Tensor:
+    def prompt_lengths(self) -> Tensor:
         """[B] lengths of the prompts."""
-        return self._tensor([len(row.prompt) for row in self.rows], torch.long)
+        return self._device_tensor([len(row.prompt) for row in self.rows], torch.long)
 
     @cached_property
-    def seeded(self) -> tuple[Tensor, Tensor] | None:
+    def seeded_rows(self) -> tuple[Tensor, Tensor] | None:
         """Indices of rows with a seed, and their seeds."""
-        at = self._where("seed")
+        at = self._rows_with("seed")
         if not at:
             return None
         seeds = [self.rows[index].asks["seed"] for index in at]
-        return self._tensor(at, torch.long), self._tensor(seeds, torch.long)
+        return self._device_tensor(at, torch.long), self._device_tensor(seeds, torch.long)
 
     @cached_property
-    def truncated(self) -> tuple[Tensor, Cuts] | None:
+    def truncated_rows(self) -> tuple[Tensor, TruncationParams] | None:
         """Indices of rows that are cut off, and how."""
-        at = self._where("cut")
+        at = self._rows_with("cut")
         if not at:
             return None
         cuts = [self.rows[index].asks["cut"] for index in at]
         min_p, top_k, top_p = (
-            self._tensor(column, torch.float64).unsqueeze(1) for column in zip(*cuts, strict=True)
+            self._device_tensor(column, torch.float64).unsqueeze(1)
+            for column in zip(*cuts, strict=True)
         )
-        sure = all(0 < count <= TOP // 2 for _, count, _ in cuts)
-        return self._tensor(at, torch.long), Cuts(min_p, top_k, top_p, sure)
+        sure = all(0 < count <= TOP_TOKENS // 2 for _, count, _ in cuts)
+        return self._device_tensor(at, torch.long), TruncationParams(min_p, top_k, top_p, sure)
 
-    def edit(self, logits: Tensor, positions: Tensor) -> None:
+    def edit_logits(self, logits: Tensor, positions: Tensor) -> None:
         """Apply what comes before the temperature to `logits` [B, V], in place."""
         if self._biases is not None:
             at, ids, values = self._biases
@@ -141,33 +142,33 @@ class Rows:
             logits.index_fill_(0, rows, -torch.inf)
             logits[at, ids] = allowed
         self._apply_penalties(logits)
-        if self._withheld is not None:
-            at, ids, least = self._withheld
-            early = positions[at] + 1 - self.prompts[at] < least
+        if self._withheld_stops is not None:
+            at, ids, least = self._withheld_stops
+            early = positions[at] + 1 - self.prompt_lengths[at] < least
             logits[at, ids] = torch.where(early, -torch.inf, logits[at, ids])
 
     def _apply_penalties(self, logits: Tensor) -> None:
         if self._penalties is None:
             return
         at, factors = self._penalties
-        made, prompts = self._so_far(logits.shape[1])
+        made, prompts = self._token_history(logits.shape[1])
         logits[at] = apply_penalties(logits[at], prompts, made, factors)
 
-    def _so_far(self, vocab: int) -> tuple[Tensor, Tensor]:
+    def _token_history(self, vocab: int) -> tuple[Tensor, Tensor]:
         """Return [P, V] how often tokens were produced in the penalised rows, and which are in their prompts.
 
         The rows keep views, so that the next batch that they are in knows what this one counts.
         """
         if self._history is None:
-            rows = [self.rows[index] for index in self._where("penalties")]
-            found = [row.prepare(vocab, self._device) for row in rows]
+            rows = [self.rows[index] for index in self._rows_with("penalties")]
+            found = [row.prepare_counts(vocab, self._device) for row in rows]
             made, prompts = (torch.stack(column) for column in zip(*found, strict=True))
             for row, *views in zip(rows, made, prompts, strict=True):
                 row.counts, row.in_prompt = views
             self._history = made, prompts
         return self._history
 
-    def count(self, tokens: Tensor) -> None:
+    def count_tokens(self, tokens: Tensor) -> None:
         """Note the tokens [B] just drawn."""
         if self._penalties is not None and self._history is not None:
             drawn = tokens[self._penalties[0]].long().unsqueeze(1)
@@ -178,62 +179,63 @@ class Rows:
         """Rows, tokens and what is added to them."""
         entries = [
             (index, token, max(-MAX_BIAS, min(MAX_BIAS, value)))
-            for index in self._where("bias_ids")
-            for token, value in zip(*map(self.rows[index].asks.get, BIAS), strict=True)
+            for index in self._rows_with("bias_ids")
+            for token, value in zip(*map(self.rows[index].asks.get, BIAS_KEYS), strict=True)
         ]
-        return self._columns(entries, torch.long, torch.long, torch.float32)
+        return self._column_tensors(entries, torch.long, torch.long, torch.float32)
 
     @cached_property
     def _allowed(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Restricted rows; and rows and tokens of all that is allowed in them."""
-        restricted = self._where("allowed")
+        restricted = self._rows_with("allowed")
         if not restricted:
             return None
         entries = [(i, token) for i in restricted for token in self.rows[i].asks["allowed"]]
-        at, ids = (self._tensor(c, torch.long) for c in zip(*entries, strict=True))
-        return self._tensor(restricted, torch.long), at, ids
+        at, ids = (self._device_tensor(c, torch.long) for c in zip(*entries, strict=True))
+        return self._device_tensor(restricted, torch.long), at, ids
 
     @cached_property
     def _penalties(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
         """Penalised rows, and their repetition, presence and frequency as columns."""
-        at = self._where("penalties")
+        at = self._rows_with("penalties")
         if not at:
             return None
         factors = [self.rows[index].asks["penalties"] for index in at]
         repetition, presence, frequency = (
-            self._tensor(column, torch.float32).unsqueeze(1)
+            self._device_tensor(column, torch.float32).unsqueeze(1)
             for column in zip(*factors, strict=True)
         )
-        return self._tensor(at, torch.long), (repetition, presence, frequency)
+        return self._device_tensor(at, torch.long), (repetition, presence, frequency)
 
     @cached_property
-    def _withheld(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _withheld_stops(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Rows, tokens that would end them, and the least tokens of the row before they may."""
         entries = [
             (index, stop, self.rows[index].asks["min_tokens"])
-            for index in self._where("min_tokens")
+            for index in self._rows_with("min_tokens")
             for stop in self.rows[index].asks["stops"]
         ]
-        return self._columns(entries, torch.long, torch.long, torch.long)
+        return self._column_tensors(entries, torch.long, torch.long, torch.long)
 
-    def _columns(
+    def _column_tensors(
         self, entries: Sequence[tuple[Any, Any, Any]], *dtypes: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         if not entries:
             return None
         first, second, third = (
-            self._tensor(c, d) for c, d in zip(zip(*entries, strict=True), dtypes, strict=True)
+            self._device_tensor(c, d)
+            for c, d in zip(zip(*entries, strict=True), dtypes, strict=True)
         )
         return first, second, third
 
-    def _where(self, ask: str) -> list[int]:
+    def _rows_with(self, ask: str) -> list[int]:
         return [index for index, row in enumerate(self.rows) if ask in row.asks]
 
-    def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return _sent(values, dtype, self._device)
+    def _device_tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return _to_device(values, dtype, self._device)
 
 
-def _sent(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor on the device; nobody waits until it is there."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

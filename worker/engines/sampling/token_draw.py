@@ -11,105 +11,105 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch_rows import Rows
-from .truncation import cut_off
+from .batch_rows import SampledRows
+from .truncation import truncate_logits
 
-BLOCK = 128
+BLOCK_TOKENS = 128
 """Tokens that are summed first when one is drawn; usual vocabularies are multiples of it."""
 
 PIECE_LOGITS = 1 << 25
 """Logits that are worked on at once: a few copies of them in float32 are what a step takes, however many rows it has."""
 
 
-def draw(
-    logits: Tensor, rows: Rows, temperatures: Tensor, positions: Tensor
+def draw_tokens(
+    logits: Tensor, rows: SampledRows, temperatures: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for each row of `logits` [B, V]; return tokens [B] and their logprobs [B].
 
     `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token.
     """
-    pieces = rows.pieces(max(1, PIECE_LOGITS // logits.shape[1]))
+    pieces = rows.split_rows(max(1, PIECE_LOGITS // logits.shape[1]))
     sizes = [len(piece) for piece in pieces]
     columns = (torch.split(each, sizes) for each in (logits, temperatures, positions))
-    drawn = [_draw(*part) for part in zip(pieces, *columns, strict=True)]
+    drawn = [_draw_piece(*part) for part in zip(pieces, *columns, strict=True)]
     if len(drawn) == 1:
         return drawn[0]
     tokens, logprobs = zip(*drawn, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _draw(
-    rows: Rows, logits: Tensor, temperatures: Tensor, positions: Tensor
+def _draw_piece(
+    rows: SampledRows, logits: Tensor, temperatures: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    work = logits.to(torch.float32, copy=rows.raw is not None)
-    norm = work.logsumexp(dim=-1) if rows.raw is not None else None
-    rows.edit(work, positions)
+    work = logits.to(torch.float32, copy=rows.raw_rows is not None)
+    norm = work.logsumexp(dim=-1) if rows.raw_rows is not None else None
+    rows.edit_logits(work, positions)
     # Shifting by the maximum first keeps the quotient in range however small the temperature.
     work.sub_(work.amax(dim=-1, keepdim=True)).div_(temperatures)
-    if rows.truncated is not None:
-        cut_off(work, *rows.truncated)
+    if rows.truncated_rows is not None:
+        truncate_logits(work, *rows.truncated_rows)
     logprobs = work.log_softmax(dim=-1)
     del work
     if rows.all_greedy:
         tokens = logprobs.argmax(dim=-1)
     else:
-        tokens = pick(logprobs.exp(), _numbers(rows, positions))
+        tokens = pick_tokens(logprobs.exp(), _random_numbers(rows, positions))
         if rows.any_greedy:
-            tokens = torch.where(rows.greedy, logprobs.argmax(dim=-1), tokens)
-    chosen = _at(logprobs, tokens)
-    if rows.raw is not None and norm is not None:
-        chosen = torch.where(rows.raw, _at(logits, tokens).float() - norm, chosen)
-    rows.count(tokens)
+            tokens = torch.where(rows.greedy_rows, logprobs.argmax(dim=-1), tokens)
+    chosen = _values_at(logprobs, tokens)
+    if rows.raw_rows is not None and norm is not None:
+        chosen = torch.where(rows.raw_rows, _values_at(logits, tokens).float() - norm, chosen)
+    rows.count_tokens(tokens)
     return tokens, chosen
 
 
-def _at(values: Tensor, tokens: Tensor) -> Tensor:
+def _values_at(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def _numbers(rows: Rows, positions: Tensor) -> Tensor:
+def _random_numbers(rows: SampledRows, positions: Tensor) -> Tensor:
     """Return what decides each row, [B] in [0, 1): by its seed if it has one."""
-    at, seeds = rows.seeded or (None, None)
+    at, seeds = rows.seeded_rows or (None, None)
     if at is None or seeds is None or len(at) < len(rows):
         numbers = torch.rand(len(rows), dtype=torch.float64, device=positions.device)
     else:  # torch's generator is left alone: it may be a trainer's
         numbers = torch.empty(len(rows), dtype=torch.float64, device=positions.device)
     if at is not None and seeds is not None:
-        numbers[at] = uniform(seeds, positions[at] + 1 - rows.prompts[at])
+        numbers[at] = seeded_uniform(seeds, positions[at] + 1 - rows.prompt_lengths[at])
     return numbers
 
 
-def pick(weights: Tensor, numbers: Tensor) -> Tensor:
+def pick_tokens(weights: Tensor, numbers: Tensor) -> Tensor:
     """Return the tokens [B] at these places `numbers` [B] of the cumulated `weights` [B, V].
 
     Sums whole blocks first and adds up only the chosen one, in double precision: on a CPU many
     times quicker than `torch.multinomial`, which draws a number for every token.
     """
     count = weights.shape[1]
-    if count % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, -count % BLOCK))
-    blocks = weights.reshape(len(weights), -1, BLOCK)
+    if count % BLOCK_TOKENS:
+        weights = torch.nn.functional.pad(weights, (0, -count % BLOCK_TOKENS))
+    blocks = weights.reshape(len(weights), -1, BLOCK_TOKENS)
     tokens = find_tokens(blocks, blocks.sum(dim=-1).double().cumsum(dim=-1), numbers)
     return tokens.clamp_(max=count - 1)  # beyond only if the weights were not finite
 
 
-def uniform(seeds: Tensor, produced: Tensor) -> Tensor:
+def seeded_uniform(seeds: Tensor, produced: Tensor) -> Tensor:
     """Return numbers in [0, 1) of these seeds [S] at these lengths of the output [S].
 
     A hash of both (SplitMix64), hence the same whatever else is in the batch, on every device, and
     after a prefix was computed again.
     """
-    mixed = _mix(_mix(seeds) + produced.long() * -7046029254386353131)
+    mixed = _mix_bits(_mix_bits(seeds) + produced.long() * -7046029254386353131)
     return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685
-    return x ^ _shifted(x, 31)
+def _mix_bits(x: Tensor) -> Tensor:
+    x = (x ^ _shift_unsigned(x, 30)) * -4658895280553007687
+    x = (x ^ _shift_unsigned(x, 27)) * -7723592293110705685
+    return x ^ _shift_unsigned(x, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_unsigned(x: Tensor, bits: int) -> Tensor:
     """Shift to the right without the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -123,15 +123,15 @@ def find_tokens(blocks: Tensor, cumulative: Tensor, numbers: Tensor) -> Tensor:
         numbers: [B] in [0, 1), double.
     """
     size = blocks.shape[2]
-    target = _below(numbers.unsqueeze(1) * cumulative[:, -1:], cumulative[:, -1:])
+    target = _clamp_below(numbers.unsqueeze(1) * cumulative[:, -1:], cumulative[:, -1:])
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inner = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
     inner = inner.double().cumsum(dim=-1)
-    place = torch.searchsorted(inner, _below(target - before, inner[:, -1:]), right=True)
+    place = torch.searchsorted(inner, _clamp_below(target - before, inner[:, -1:]), right=True)
     return (block * size + place.clamp_(max=size - 1)).squeeze(1)
 
 
-def _below(target: Tensor, total: Tensor) -> Tensor:
+def _clamp_below(target: Tensor, total: Tensor) -> Tensor:
     """Keep strictly below the total, so that the first sum above is of a possible token."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -13,12 +13,12 @@ from torch import Tensor
 
 SORT_LOGITS = 1 << 22
 """Logits that are sorted at once, which takes ten times their memory."""
-TOP = 1024
+TOP_TOKENS = 1024
 """Most likely tokens that are looked at first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class TruncationParams:
     """What is cut off of rows, [B, 1] each in double; `sure`: every row has a small `top_k`."""
 
     min_p: Tensor
@@ -26,33 +26,37 @@ class Cuts:
     top_p: Tensor
     sure: bool = False
 
-    def of(self, rows: Tensor) -> Cuts:
+    def select_rows(self, rows: Tensor) -> TruncationParams:
         """Return those of these rows."""
-        return Cuts(self.min_p[rows], self.top_k[rows], self.top_p[rows])
+        return TruncationParams(self.min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
-def cut_off(work: Tensor, at: Tensor, cuts: Cuts) -> None:
+def truncate_logits(work: Tensor, at: Tensor, cuts: TruncationParams) -> None:
     """Mask in the rows `at` of `work` [B, V] what is cut off, in place; the maximum of each row is 0."""
     part = work[at]
-    exact = _cut_top(part, cuts) if work.shape[1] > TOP else torch.zeros_like(at, dtype=torch.bool)
+    exact = (
+        _truncate_top(part, cuts)
+        if work.shape[1] > TOP_TOKENS
+        else torch.zeros_like(at, dtype=torch.bool)
+    )
     work[at] = part
-    if cuts.sure and work.shape[1] > TOP:
+    if cuts.sure and work.shape[1] > TOP_TOKENS:
         return  # its tokens are among the most likely ones: nothing to look at, nothing to wait for
     left = exact.logical_not().nonzero().squeeze(1)
     for some in torch.split(left, max(1, SORT_LOGITS // work.shape[1])):
-        work[at[some]] = _cut_all(part[some], cuts.of(some))
+        work[at[some]] = _truncate_sorted(part[some], cuts.select_rows(some))
 
 
-def _cut_top(part: Tensor, cuts: Cuts) -> Tensor:
-    """Mask rows whose kept tokens are among the `TOP` most likely ones; return which are, [B]."""
-    top, order = part.topk(TOP, dim=-1)
+def _truncate_top(part: Tensor, cuts: TruncationParams) -> Tensor:
+    """Mask rows whose kept tokens are among the `TOP_TOKENS` most likely ones; return which are, [B]."""
+    top, order = part.topk(TOP_TOKENS, dim=-1)
     order, by_id = order.sort(dim=-1)
     top, by_value = top.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     floor = cuts.min_p.log()
     likely = part.exp().masked_fill_(part < floor, 0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    kept = _kept(top, cuts, likely)
+    kept = _kept_mask(top, cuts, likely)
     # What is as likely as the last one may go on behind it, and so may the sum of a large top_k.
-    exact = ~(kept & (top == top[:, -1:])).any(dim=-1) & (cuts.top_k.squeeze(1) <= TOP)
+    exact = ~(kept & (top == top[:, -1:])).any(dim=-1) & (cuts.top_k.squeeze(1) <= TOP_TOKENS)
     if cuts.sure:
         exact = torch.ones_like(exact)
     cut = torch.full_like(part, -torch.inf)
@@ -61,14 +65,14 @@ def _cut_top(part: Tensor, cuts: Cuts) -> Tensor:
     return exact
 
 
-def _cut_all(part: Tensor, cuts: Cuts) -> Tensor:
+def _truncate_sorted(part: Tensor, cuts: TruncationParams) -> Tensor:
     """Return the rows with what is cut off masked, whatever is kept: all tokens are sorted."""
     ordered, order = part.sort(dim=-1, descending=True, stable=True)
-    ordered.masked_fill_(~_kept(ordered, cuts, None), -torch.inf)
+    ordered.masked_fill_(~_kept_mask(ordered, cuts, None), -torch.inf)
     return torch.empty_like(ordered).scatter_(1, order, ordered)
 
 
-def _kept(ordered: Tensor, cuts: Cuts, likely: Tensor | None) -> Tensor:
+def _kept_mask(ordered: Tensor, cuts: TruncationParams, likely: Tensor | None) -> Tensor:
     """Return which tokens stay of those that are in order; the first one always does.
 
     `likely`: [B, 1] mass of all that `min_p` leaves where these are not all tokens.

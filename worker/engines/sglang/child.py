@@ -16,10 +16,10 @@ from rollout_worker.engines import tested
 from rollout_worker.turn.sharing import join
 
 PR_SET_PDEATHSIG = 1
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-ASK_SECONDS = 30.0
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+NVIDIA_SMI_TIMEOUT_SECONDS = 30.0
 
-_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
+_NVIDIA_SMI_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -35,22 +35,26 @@ def number_devices() -> None:
     SGLang 0.5 makes numbers of the parts of CUDA_VISIBLE_DEVICES (its own all-reduce, NVLink), and fails
     on uuids, which is how a pool next to a trainer names its devices.
     """
-    visible = os.environ.get(VARIABLE, "")
+    visible = os.environ.get(DEVICES_VARIABLE, "")
     if "GPU-" not in visible:
         return
     try:
         told = subprocess.run(
-            _COMMAND, capture_output=True, text=True, timeout=ASK_SECONDS, check=True
+            _NVIDIA_SMI_COMMAND,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return
-    numbers = numbered(visible, told.stdout)
+    numbers = numbers_for_uuids(visible, told.stdout)
     if numbers is not None:
-        os.environ[VARIABLE] = numbers
+        os.environ[DEVICES_VARIABLE] = numbers
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi counts so
 
 
-def numbered(visible: str, told: str) -> str | None:
+def numbers_for_uuids(visible: str, told: str) -> str | None:
     """Return `visible` with numbers for uuids; None if one of them is not told.
 
     Args:
@@ -72,14 +76,14 @@ def main() -> None:
     descriptor, parent, flags = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     die_with_parent(parent)
     join()  # this process has no memory of the device to speak of, but what it imports may look at it
-    if tested.FLAG in flags:
-        flags.remove(tested.FLAG)
-    elif (why := tested.refusal("SGLang", version("sglang"))) is not None:
+    if tested.ALLOW_UNTESTED_FLAG in flags:
+        flags.remove(tested.ALLOW_UNTESTED_FLAG)
+    elif (why := tested.untested_version_refusal("SGLang", version("sglang"))) is not None:
         sys.exit(f"Error: {why}")
     number_devices()
     from rollout_worker.engines.sglang import serving
 
-    serving.run(descriptor, flags)
+    serving.run_child(descriptor, flags)
 
 
 if __name__ == "__main__":

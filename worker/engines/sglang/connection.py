@@ -26,16 +26,16 @@ from rollout_worker.engine import EngineCrashed, EngineError
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 """Longest line, in bytes: a pause lists every running request, a page of metrics is one line."""
 
 
-def frame(message: Any) -> bytes:
+def encode_frame(message: Any) -> bytes:
     """Return a message as it goes over the wire."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Connection:
+class ChildConnection:
     """The worker's end."""
 
     def __init__(self, on_tokens: Callable[[list[Any]], None]) -> None:
@@ -49,14 +49,14 @@ class Connection:
 
     async def run(self, sock: socket.socket) -> None:
         """Read until the child's end closes."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
         try:
             while line := await reader.readline():
-                self._take(json.loads(line))
+                self._take_message(json.loads(line))
         except ConnectionError:
             pass
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take_message(self, message: dict[str, Any]) -> None:
         if "tokens" in message:
             self._on_tokens(message["tokens"])
         elif "id" in message:
@@ -73,13 +73,13 @@ class Connection:
         elif "progress" in message:
             self.on_progress(message["progress"])
 
-    def send(self, op: str, /, **args: Any) -> None:
+    def send_command(self, op: str, /, **args: Any) -> None:
         """Send a command without waiting for an answer."""
         if self._writer is None or self._why is not None:
             raise EngineCrashed(self._why or "SGLang's process has not started")
-        self._writer.write(frame({"id": next(self._ids), "op": op, "args": args}))
+        self._writer.write(encode_frame({"id": next(self._ids), "op": op, "args": args}))
 
-    async def call(self, op: str, /, **args: Any) -> Any:
+    async def call_child(self, op: str, /, **args: Any) -> Any:
         """Send a command and return its result.
 
         Raises:
@@ -90,13 +90,13 @@ class Connection:
             raise EngineCrashed(self._why or "SGLang's process has not started")
         number = next(self._ids)
         call = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame({"id": number, "op": op, "args": args}))
+        self._writer.write(encode_frame({"id": number, "op": op, "args": args}))
         try:
             return await call
         finally:
             self._calls.pop(number, None)
 
-    def end(self, why: str) -> None:
+    def fail_calls(self, why: str) -> None:
         """Fail the calls that wait: nothing can be called any more."""
         if self._why is not None:
             return
@@ -117,18 +117,18 @@ class CallFailed(Exception):
 class MetricsPage:
     """SGLang's own metrics: asks for the next page whenever the latest is taken, since asking takes a while."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ChildConnection) -> None:
         self._connection = connection
         self._text = ""
         self._asking: asyncio.Task[None] | None = None
 
-    def latest(self) -> str:
+    def latest_text(self) -> str:
         """Return the page; empty before the first one has come."""
         if self._asking is None or self._asking.done():
             with contextlib.suppress(RuntimeError):  # called outside the loop: no newer page
-                self._asking = asyncio.get_running_loop().create_task(self._ask())
+                self._asking = asyncio.get_running_loop().create_task(self._fetch_page())
         return self._text
 
-    async def _ask(self) -> None:
+    async def _fetch_page(self) -> None:
         with contextlib.suppress(EngineError, CallFailed):
-            self._text = await self._connection.call("metrics")
+            self._text = await self._connection.call_child("metrics")

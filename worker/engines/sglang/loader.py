@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollout_worker.engines.shared_memory import rank_mappings
-from rollout_worker.engines.shared_memory.tensors import Place
+from rollout_worker.engines.shared_memory.tensors import TensorPlace
 from rollout_worker.sources.files import open_source
 
 
@@ -35,7 +35,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     else:
         ours = rank_mappings.find_mapping(where)
         model.load_weights(
-            _read(rank_mappings.path_of(where)) if ours is None else _read_mapped(ours)
+            _read_file(rank_mappings.sink_path(where)) if ours is None else _read_mapped(ours)
         )
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still read locked memory
@@ -45,10 +45,10 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield what the files of a checkpoint have, as a version of it would have it."""
     for file in sorted({place.file for place in open_source(folder).places.values()}):
-        yield from _read(str(file))
+        yield from _read_file(str(file))
 
 
-def _read(path: str) -> Iterator[tuple[str, Tensor]]:
+def _read_file(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as source:
         for name in source.keys():  # noqa: SIM118 - no mapping
             yield name, source.get_tensor(name)
@@ -56,12 +56,12 @@ def _read(path: str) -> Iterator[tuple[str, Tensor]]:
 
 def _read_mapped(ours: rank_mappings.RankMapping) -> Iterator[tuple[str, Tensor]]:
     """Yield what a file of safetensors has, from memory that is mapped already."""
-    first = 8 + int.from_bytes(ours.first(8), "little")
-    places: list[Place] = [
+    first = 8 + int.from_bytes(ours.first_bytes(8), "little")
+    places: list[TensorPlace] = [
         (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
-        for name, field in json.loads(ours.first(first)[8:]).items()
+        for name, field in json.loads(ours.first_bytes(first)[8:]).items()
     ]
-    return ours.tensors(places)
+    return ours.read_views(places)
 
 
 def check_updatable(scheduler: Any) -> None:
@@ -79,11 +79,11 @@ def check_updatable(scheduler: Any) -> None:
         raise ValueError(why)
 
 
-def map_ahead(scheduler: Any, command: str) -> None:
-    """Map a sink before it is loaded, in a scheduler: `command` has the arguments of `rank_mappings.map_ahead`."""
-    rank_mappings.map_ahead(**json.loads(command), gpu=torch.cuda.is_available())
+def map_sink(scheduler: Any, command: str) -> None:
+    """Map a sink before it is loaded, in a scheduler: `command` has the arguments of `rank_mappings.begin_mapping`."""
+    rank_mappings.begin_mapping(**json.loads(command), gpu=torch.cuda.is_available())
 
 
-def unmap(scheduler: Any, command: str) -> None:
-    """Unmap a sink: `command` has the arguments of `rank_mappings.unmap`."""
-    rank_mappings.unmap(**json.loads(command))
+def unmap_sink(scheduler: Any, command: str) -> None:
+    """Unmap a sink: `command` has the arguments of `rank_mappings.close_mappings`."""
+    rank_mappings.close_mappings(**json.loads(command))

@@ -7,37 +7,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.engine import EngineError, EngineRequest, Entry, Layout
+from rollout_worker.engine import EngineError, EngineRequest, TensorEntry, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
     COMPUTE_DTYPES,
-    dtype_of,
-    eos_ids,
-    layout_of,
+    checkpoint_dtype,
+    checkpoint_layout,
     load_tokenizer,
-    max_length,
     read_config,
+    read_eos_ids,
+    resolve_max_length,
 )
-from rollout_worker.engines.request_checks import check_fits, check_temperature
+from rollout_worker.engines.request_checks import check_model_limits, check_temperature
 from rollout_worker.schemas import Capabilities
 from rollout_worker.sources.files import open_source
 
-FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
+QUANTISATION_FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
 FP8_DEVICES = (8, 9), (10, 0)
 """Compute capabilities, the second one excluded, on which SGLang keeps block-wise fp8 as it is loaded."""
 
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Below, SGLang takes a request for greedy and its temperature for 1."""
 
-Capability = tuple[int, int]
+ComputeCapability = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class SglangModel:
     """A model folder, read. `quantisation`: what it says of it, empty if it is not quantised."""
 
     tokenizer: Any | None
-    layout: Layout
+    layout: WeightsLayout
     eos_token_ids: frozenset[int]
     max_length: int
     vocab_size: int
@@ -46,7 +46,7 @@ class Model:
     quantisation: Mapping[str, Any]
 
 
-def read_model(options: EngineOptions) -> Model:
+def read_model(options: EngineOptions) -> SglangModel:
     """Read everything but the weights' bytes; blocks.
 
     Raises:
@@ -59,19 +59,19 @@ def read_model(options: EngineOptions) -> Model:
         vocab = int(config["vocab_size"])
     except (KeyError, ValueError) as error:
         raise EngineError("the model's config.json names no vocab_size") from error
-    return Model(
+    return SglangModel(
         tokenizer=load_tokenizer(options.model),
-        layout=layout_of(source.entries, tied=bool(config.get("tie_word_embeddings"))),
-        eos_token_ids=eos_ids(options.model, config.get("eos_token_id")),
-        max_length=max_length(options.max_length, config.get("max_position_embeddings")),
+        layout=checkpoint_layout(source.entries, tied=bool(config.get("tie_word_embeddings"))),
+        eos_token_ids=read_eos_ids(options.model, config.get("eos_token_id")),
+        max_length=resolve_max_length(options.max_length, config.get("max_position_embeddings")),
         vocab_size=vocab,
-        dtype=_dtype(options, config, source.entries),
+        dtype=_model_dtype(options, config, source.entries),
         bytes_total=source.bytes_total,
-        quantisation=_quantisation(options.model, config),
+        quantisation=_read_quantisation(options.model, config),
     )
 
 
-def _quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what SGLang looks at, in its order."""
     named = config.get("quantization_config") or config.get("compression_config")
     if named or not (folder / "hf_quant_config.json").exists():
@@ -79,7 +79,7 @@ def _quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"quant_method": "modelopt"}
 
 
-def refuse_updates(quantisation: Mapping[str, Any], device: Capability | None) -> str | None:
+def update_refusal(quantisation: Mapping[str, Any], device: ComputeCapability | None) -> str | None:
     """Return why SGLang 0.5.23 can't update such weights, None where it is known to do it right.
 
     What it packs or requantises at the load it would have to undo before each update, and it does so for
@@ -93,9 +93,9 @@ def refuse_updates(quantisation: Mapping[str, Any], device: Capability | None) -
         return None
     method = quantisation.get("quant_method", "unknown")
     if method != "fp8":
-        return f"the model is quantised by {method!r}, which SGLang packs at the load: {FIX}"
+        return f"the model is quantised by {method!r}, which SGLang packs at the load: {QUANTISATION_FIX}"
     if not quantisation.get("weight_block_size"):
-        return f"the model is fp8 with a scale for each tensor, which SGLang reworks at the load: {FIX}"
+        return f"the model is fp8 with a scale for each tensor, which SGLang reworks at the load: {QUANTISATION_FIX}"
     if device is None or FP8_DEVICES[0] <= device < FP8_DEVICES[1]:
         return None
     number = ".".join(map(str, device))
@@ -105,27 +105,29 @@ def refuse_updates(quantisation: Mapping[str, Any], device: Capability | None) -
     )
 
 
-def _dtype(options: EngineOptions, config: dict[str, Any], entries: Sequence[Entry]) -> str:
+def _model_dtype(
+    options: EngineOptions, config: dict[str, Any], entries: Sequence[TensorEntry]
+) -> str:
     """Return the checkpoint's dtype, which SGLang's own `auto` would halve if it is float32."""
     if options.dtype != "auto":
         return options.dtype
     named = config.get("dtype") or config.get("torch_dtype")
     if named in COMPUTE_DTYPES.values():
         return str(named)
-    return dtype_of(entries) or "auto"
+    return checkpoint_dtype(entries) or "auto"
 
 
-def check(request: EngineRequest, model: Model) -> None:
+def check_request(request: EngineRequest, model: SglangModel) -> None:
     """Refuse what cannot be served.
 
     Raises:
         InvalidRequest: names the field and the fix.
     """
-    check_fits(request, model)
-    check_temperature(request, "SGLang", LEAST_TEMPERATURE)
+    check_model_limits(request, model)
+    check_temperature(request, "SGLang", MIN_TEMPERATURE)
 
 
-def capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:
+def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:
     """Return what the engine can do; `facts`: what the child said of itself, empty before.
 
     With SGLang's overlapping schedule a step's tokens are known only after the next one has begun,

@@ -18,9 +18,9 @@ from rollout_worker.turn.sharing import join
 
 from . import loader, sampler, spilling
 from .child import die_with_parent
-from .streams import UNREAD_SECONDS
+from .streams import UNREAD_INTERVAL_SECONDS
 
-NEVER = 1 << 30
+NEVER_INTERVAL = 1 << 30
 
 _installed = False
 
@@ -29,41 +29,41 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Be a scheduler of SGLang, changed."""
     die_with_parent()
     join()  # before anything touches the device
-    install()
+    install_patches()
     return run_scheduler_process(*args, **kwargs)
 
 
-def install() -> None:
+def install_patches() -> None:
     """Change this process, before SGLang starts in it."""
     global _installed
     if _installed:
         return
     _installed = True
-    sampler.register()
-    _give_methods()
-    _rest_while_paused()
+    sampler.register_sampler()
+    _add_scheduler_methods()
+    _sleep_while_paused()
     _keep_answers_in_order()
-    _pass_many_tokens_on_at_once()
+    _batch_unread_tokens()
     # Segments in /dev/shm outlive a killed process; our folder goes with the engine.
     load_snapshot.shm_path_for = _snapshot_path
 
 
-def _give_methods() -> None:
+def _add_scheduler_methods() -> None:
     """Give the schedulers the methods that `serving` calls in all of them."""
-    Scheduler.rollout_keep = spilling.keep
-    Scheduler.rollout_bring_back = spilling.bring_back
-    Scheduler.rollout_forget = spilling.forget
-    Scheduler.rollout_meet = spilling.meet
+    Scheduler.rollout_keep = spilling.spill_weights
+    Scheduler.rollout_bring_back = spilling.restore_weights
+    Scheduler.rollout_forget = spilling.drop_spilled_weights
+    Scheduler.rollout_meet = spilling.wait_for_ranks
     Scheduler.rollout_check = loader.check_updatable
-    Scheduler.rollout_map = loader.map_ahead
-    Scheduler.rollout_unmap = loader.unmap
+    Scheduler.rollout_map = loader.map_sink
+    Scheduler.rollout_unmap = loader.unmap_sink
 
 
 def _snapshot_path(ipc_name: str) -> str:
     return os.path.join(tempfile.gettempdir(), f"loads-{os.path.basename(ipc_name)}")
 
 
-def _rest_while_paused() -> None:
+def _sleep_while_paused() -> None:
     """Wait for commands while paused: SGLang's loop would turn as fast as it can."""
     record = Scheduler._record_scheduler_state_for_paused_engine
 
@@ -88,7 +88,7 @@ def _keep_answers_in_order() -> None:
     SchedulerIpcChannels.create = classmethod(create_ordered)
 
 
-def _holders(scheduler: Any) -> Iterator[Any]:
+def _requests_with_tokens(scheduler: Any) -> Iterator[Any]:
     """Return every request that may hold tokens that nobody was sent.
 
     A retracted one waits in the queue; where steps overlap, the pause has given it a token more.
@@ -99,11 +99,11 @@ def _holders(scheduler: Any) -> Iterator[Any]:
     yield from scheduler.waiting_queue
 
 
-def _unsent(req: Any) -> bool:
+def _has_unsent_tokens(req: Any) -> bool:
     return not req.finished() and len(req.output_ids) > req.send_token_offset
 
 
-def _pass_many_tokens_on_at_once() -> None:
+def _batch_unread_tokens() -> None:
     """Pass tokens that nobody reads along on when it is time, and before the engine rests."""
     send, pause = SchedulerOutputStreamer._stream_output_generation, Scheduler.pause_generation
     last = 0.0
@@ -111,19 +111,19 @@ def _pass_many_tokens_on_at_once() -> None:
     def send_due(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         nonlocal last
         now = time.monotonic()
-        due = now - last >= UNREAD_SECONDS
+        due = now - last >= UNREAD_INTERVAL_SECONDS
         if due:
             last = now
         for req in reqs:
             if (req.sampling_params.custom_params or {}).get("unread"):
                 # The first and the last tokens go at once whatever the interval.
-                req.sampling_params.stream_interval = 1 if due else NEVER
+                req.sampling_params.stream_interval = 1 if due else NEVER_INTERVAL
         send(self, reqs, *args, **kwargs)
 
     def pause_and_send(self: Any, command: Any) -> None:
         nonlocal last
         pause(self, command)
-        rest = {req.rid: req for req in _holders(self) if _unsent(req)}
+        rest = {req.rid: req for req in _requests_with_tokens(self) if _has_unsent_tokens(req)}
         if rest:
             last = 0.0
             logprobs = any(req.return_logprob for req in rest.values())

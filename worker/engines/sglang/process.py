@@ -30,16 +30,16 @@ from rollout_worker.observe.processes import (
 
 logger = logging.getLogger("rollout_worker.sglang")
 
-CHILD = "rollout_worker.engines.sglang.child"
-FOLDER = "rollout-sglang-"
-KILL_SECONDS = 15.0
-TITLE = "sglang::"
+CHILD_MODULE = "rollout_worker.engines.sglang.child"
+FOLDER_PREFIX = "rollout-sglang-"
+KILL_TIMEOUT_SECONDS = 15.0
+PROCESS_TITLE = "sglang::"
 """What SGLang's processes call themselves."""
-LINES = 40
+KEPT_LINES = 40
 """How much of the child's last output is kept to say why it died."""
 
 
-class Process:
+class SglangProcess:
     """One child; `on_exit` is called once in the loop when it or a descendant ended by itself."""
 
     def __init__(self, on_exit: Callable[[str], None], on_line: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ class Process:
         self._watched: dict[int, int] = {}  # descriptor of a process -> its id
         self._reader: asyncio.Task[None] | None = None
         self._standing = StandstillDetector()
-        self._last: deque[str] = deque(maxlen=LINES)
+        self._last: deque[str] = deque(maxlen=KEPT_LINES)
 
     def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
         """Start the child; returns our end of its socket.
@@ -58,16 +58,16 @@ class Process:
         Raises:
             EngineError: there is no such interpreter.
         """
-        sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+        remove_stale_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            command = [python, "-m", CHILD, str(number), str(os.getpid()), *flags]
+            command = [python, "-m", CHILD_MODULE, str(number), str(os.getpid()), *flags]
             try:
                 self._popen = subprocess.Popen(
                     command,
-                    env=self._environ(environ),
+                    env=self._child_environment(environ),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -81,10 +81,10 @@ class Process:
                 ) from error
         ours.setblocking(False)
         self._reader = asyncio.create_task(self._read_lines())
-        self._watch(self._popen.pid)
+        self._watch_process(self._popen.pid)
         return ours
 
-    def _environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def _child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         own = str(Path(__file__).resolve().parents[3])
         package = next((p for p in sys.path if Path(p, "rollout_worker").is_dir()), own)
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
@@ -125,15 +125,15 @@ class Process:
 
         Others may: torch's compile workers do after a minute without work.
         """
-        for pid in self.pids():
-            if command_line_of(pid).startswith(TITLE):
-                self._watch(pid)
+        for pid in self.session_pids():
+            if command_line_of(pid).startswith(PROCESS_TITLE):
+                self._watch_process(pid)
 
-    def pids(self) -> list[int]:
+    def session_pids(self) -> list[int]:
         """Processes of the child's session that are alive, itself included."""
-        return [] if self._popen is None else session(self._popen.pid)
+        return [] if self._popen is None else session_processes(self._popen.pid)
 
-    def _watch(self, pid: int) -> None:
+    def _watch_process(self, pid: int) -> None:
         if pid in self._watched.values():
             return
         try:
@@ -141,25 +141,25 @@ class Process:
         except ProcessLookupError:
             return
         self._watched[descriptor] = pid
-        asyncio.get_running_loop().add_reader(descriptor, self._gone, descriptor)
+        asyncio.get_running_loop().add_reader(descriptor, self._on_process_end, descriptor)
 
-    def _gone(self, descriptor: int) -> None:
+    def _on_process_end(self, descriptor: int) -> None:
         pid = self._watched[descriptor]
-        self._unwatch()
-        self._on_exit(f"{self._name(pid)} ended")
+        self._unwatch_all()
+        self._on_exit(f"{self._describe_process(pid)} ended")
 
     @property
-    def _main(self) -> int | None:
+    def _main_pid(self) -> int | None:
         return None if self._popen is None else self._popen.pid
 
-    def stopped(self, seconds: float = STANDSTILL_SECONDS) -> str | None:
+    def find_stopped(self, seconds: float = STANDSTILL_SECONDS) -> str | None:
         """Return which watched process has been stopped (SIGSTOP) for so long; None: none has."""
         there = (find_process(pid) for pid in self._watched.values())
         still = self._standing.find_stopped((each for each in there if each is not None), seconds)
-        return None if still is None else f"{self._name(still.pid)} is stopped"
+        return None if still is None else f"{self._describe_process(still.pid)} is stopped"
 
-    def _name(self, pid: int) -> str:
-        what = "SGLang's process" if pid == self._main else "a process of SGLang"
+    def _describe_process(self, pid: int) -> str:
+        what = "SGLang's process" if pid == self._main_pid else "a process of SGLang"
         return f"{what} (pid {pid})"
 
     def last_words(self) -> str:
@@ -168,7 +168,7 @@ class Process:
         lines = telling[-3:] or list(self._last)[-3:]
         return " | ".join(line.strip() for line in lines)
 
-    def _unwatch(self) -> None:
+    def _unwatch_all(self) -> None:
         loop = asyncio.get_running_loop()
         while self._watched:
             descriptor, _ = self._watched.popitem()
@@ -177,9 +177,9 @@ class Process:
 
     async def stop(self) -> None:
         """Kill the child and all that it started; returns when none is left."""
-        self._unwatch()
+        self._unwatch_all()
         if self._popen is not None:
-            await asyncio.to_thread(self._kill, self._popen)
+            await asyncio.to_thread(self._kill_session, self._popen)
         if self._reader is not None:
             with contextlib.suppress(TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(self._reader, 5)
@@ -190,20 +190,20 @@ class Process:
         self._popen = None
 
     @staticmethod
-    def _kill(popen: subprocess.Popen[bytes]) -> None:
-        until = time.monotonic() + KILL_SECONDS
-        while (left := session(popen.pid)) or popen.poll() is None:
+    def _kill_session(popen: subprocess.Popen[bytes]) -> None:
+        until = time.monotonic() + KILL_TIMEOUT_SECONDS
+        while (left := session_processes(popen.pid)) or popen.poll() is None:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            _reap(popen)
+            _reap_children(popen)
             if time.monotonic() > until:
                 logger.error("processes %s of SGLang could not be killed", left)
                 return
             time.sleep(0.02)
 
 
-def _reap(popen: subprocess.Popen[bytes]) -> None:
+def _reap_children(popen: subprocess.Popen[bytes]) -> None:
     """Collect the child, and its children if they became ours (process 1 of a pod inherits)."""
     popen.poll()
     with contextlib.suppress(ChildProcessError):
@@ -211,7 +211,7 @@ def _reap(popen: subprocess.Popen[bytes]) -> None:
             pass
 
 
-def session(leader: int) -> list[int]:
+def session_processes(leader: int) -> list[int]:
     """Return the processes of a session, without the zombies that are others' to collect."""
     found = []
     for entry in os.listdir("/proc"):
@@ -228,15 +228,15 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def sweep() -> None:
+def remove_stale_folders() -> None:
     """Remove what workers that were killed have left in the temporary folder."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        owner = folder.name.removeprefix(FOLDER).partition("-")[0]
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if owner.isdigit() and int(owner) != os.getpid() and not Path("/proc", owner).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def milestone(line: str) -> str | None:
+def startup_milestone(line: str) -> str | None:
     """Return what a line of SGLang's log says of its start."""
     for sign, text in (
         ("Load weight begin", "loading weights"),

@@ -1,7 +1,7 @@
 """Our sampler inside SGLang: registered in place of its own, fed by three of its extension points.
 
 SGLang keeps what requests ask for in one `SamplingBatchInfo` a batch, which it filters and merges
-as requests come and go; `Rows` goes along with it.
+as requests come and go; `SampledRows` goes along with it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from sglang.srt.layers import sampler as base
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from rollout_worker.engines.sampling.batch_rows import Row, Rows
-from rollout_worker.engines.sampling.token_draw import draw
+from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
+from rollout_worker.engines.sampling.token_draw import draw_tokens
 
-BACKENDS = ("flashinfer", "pytorch")
+REPLACED_BACKENDS = ("flashinfer", "pytorch")
 """Which of SGLang's samplers ours replaces; it names one itself according to the platform."""
 
 
@@ -34,7 +34,7 @@ class RolloutSampler(base.Sampler):  # type: ignore[misc]
         **more: Any,
     ) -> torch.Tensor:
         """Return the next token of each row; see the base class."""
-        rows: Rows | None = getattr(sampling_info, "rollout_rows", None)
+        rows: SampledRows | None = getattr(sampling_info, "rollout_rows", None)
         logits = logits_output.next_token_logits
         if rows is None or len(rows) != logits.shape[0]:
             return super().forward(  # type: ignore[no-any-return]
@@ -47,7 +47,7 @@ class RolloutSampler(base.Sampler):  # type: ignore[misc]
                 **more,
             )
         logits = self._preprocess_logits(logits, sampling_info)
-        tokens, logprobs = draw(logits, rows, sampling_info.temperatures, positions)
+        tokens, logprobs = draw_tokens(logits, rows, sampling_info.temperatures, positions)
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
         tokens = tokens.to(torch.int32)
@@ -55,26 +55,28 @@ class RolloutSampler(base.Sampler):  # type: ignore[misc]
         return tokens
 
 
-def _from_batch(self: Any, batch: Any, vocab_size: int) -> None:
-    self.rollout_rows = Rows([_row(request) for request in batch.reqs], torch.device(batch.device))
+def _rows_from_batch(self: Any, batch: Any, vocab_size: int) -> None:
+    self.rollout_rows = SampledRows(
+        [_make_row(request) for request in batch.reqs], torch.device(batch.device)
+    )
 
 
-def _row(request: Any) -> Row:
+def _make_row(request: Any) -> SampledRow:
     asks = request.sampling_params.custom_params or {"greedy": request.sampling_params.top_k == 1}
-    return Row(asks, tuple(request.origin_input_ids), tuple(request.output_ids))
+    return SampledRow(asks, tuple(request.origin_input_ids), tuple(request.output_ids))
 
 
-def _filter(self: Any, keep_indices: Sequence[int], keep_indices_device: Any) -> None:
+def _filter_rows(self: Any, keep_indices: Sequence[int], keep_indices_device: Any) -> None:
     if getattr(self, "rollout_rows", None) is not None:
         self.rollout_rows = self.rollout_rows.kept([int(index) for index in keep_indices])
 
 
-def _merge(self: Any, other: Any) -> None:
+def _merge_rows(self: Any, other: Any) -> None:
     mine, theirs = getattr(self, "rollout_rows", None), getattr(other, "rollout_rows", None)
     self.rollout_rows = None if mine is None or theirs is None else mine.with_rows(theirs)
 
 
-def register() -> None:
+def register_sampler() -> None:
     """Make the sampler known in this process."""
     copy = SamplingBatchInfo.copy_for_forward
 
@@ -84,8 +86,8 @@ def register() -> None:
         return made
 
     SamplingBatchInfo.copy_for_forward = copy_with_rows
-    SamplingBatchInfo.adjusted_from_schedule_batch = _from_batch
-    SamplingBatchInfo.adjusted_filter_batch = _filter
-    SamplingBatchInfo.adjusted_merge_batch = _merge
-    for backend in BACKENDS:
+    SamplingBatchInfo.adjusted_from_schedule_batch = _rows_from_batch
+    SamplingBatchInfo.adjusted_filter_batch = _filter_rows
+    SamplingBatchInfo.adjusted_merge_batch = _merge_rows
+    for backend in REPLACED_BACKENDS:
         base.register_sampler_backend(backend, RolloutSampler)

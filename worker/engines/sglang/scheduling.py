@@ -16,8 +16,8 @@ from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import AbortReason, WeightsId
 
-from .connection import Connection
-from .streams import Stream
+from .connection import ChildConnection
+from .streams import SglangStream
 
 logger = logging.getLogger(__name__)
 
@@ -25,28 +25,28 @@ logger = logging.getLogger(__name__)
 class RequestScheduler:
     """The requests of one child. `posted`: by the child's id, until the child has ended them."""
 
-    def __init__(self, connection: Connection, max_running: int, weights: WeightsId) -> None:
+    def __init__(self, connection: ChildConnection, max_running: int, weights: WeightsId) -> None:
         self._connection = connection
         self._weights = weights
-        self._queue = AdmissionQueue[Stream](
-            lambda _: not self.paused and len(self._posted) < max_running, self._post
+        self._queue = AdmissionQueue[SglangStream](
+            lambda _: not self.paused and len(self._posted) < max_running, self._post_request
         )
-        self._posted: dict[str, Stream | None] = {}  # None: ended here, not there yet
+        self._posted: dict[str, SglangStream | None] = {}  # None: ended here, not there yet
         self._numbers = itertools.count()
         self.paused = False
         self._ordered_at: float | None = None  # an order to rest or go on that is not answered yet
         self._progress = time.monotonic()
 
-    def add_request(self, stream: Stream) -> None:
+    def add_request(self, stream: SglangStream) -> None:
         """Queue a request."""
         self._queue.add_request(stream)
         self._queue.admit_requests()
 
-    def _post(self, stream: Stream) -> None:
+    def _post_request(self, stream: SglangStream) -> None:
         if not self._posted:
             self._progress = time.monotonic()
         rid = f"{next(self._numbers):016x}"
-        self._connection.send("generate", **stream.post(rid, self._weights))
+        self._connection.send_command("generate", **stream.begin_request(rid, self._weights))
         self._posted[rid] = stream
 
     def take_frames(self, frames: list[Any]) -> None:
@@ -60,35 +60,35 @@ class RequestScheduler:
             if "error" in about:
                 del self._posted[rid]
                 if stream is not None:
-                    stream.fail(_failure(about["error"]))
+                    stream.fail_output(_request_error(about["error"]))
                 continue
-            if stream is not None and stream.take(ids, logprobs, about):
+            if stream is not None and stream.take_tokens(ids, logprobs, about):
                 surplus.append(rid)
             if about["finish"] is not None:
                 del self._posted[rid]
             elif stream is not None and stream.done:
                 self._posted[rid] = None
         if surplus:
-            self._connection.send("abort", rids=surplus)
+            self._connection.send_command("abort", rids=surplus)
         self._queue.admit_requests()
 
-    def abort_requests(self, streams: Collection[Stream], reason: AbortReason) -> None:
+    def abort_requests(self, streams: Collection[SglangStream], reason: AbortReason) -> None:
         """End requests with what they have; the child lets go of them when it can."""
         rids = []
         for stream in streams:
-            stream.end(reason)
+            stream.end_output(reason)
             if stream.rid is not None and self._posted.get(stream.rid) is stream:
                 self._posted[stream.rid] = None
                 rids.append(stream.rid)
         if rids:
-            self._connection.send("abort", rids=rids)
+            self._connection.send_command("abort", rids=rids)
 
     def hold_admission(self) -> None:
         """Post nothing more, and take back what the child has not begun."""
         self._queue.is_open = False
         for rid, stream in list(self._posted.items()):
             if stream is not None and not stream.produced:
-                self._requeue(rid, stream)
+                self._requeue_stream(rid, stream)
 
     async def pause(self) -> None:
         """Return once the child makes no step."""
@@ -97,17 +97,17 @@ class RequestScheduler:
 
     async def stop_steps(self, mode: Literal["in_place", "retract"]) -> None:
         """Bring the child to rest, or what rests already into its queue (`retract`)."""
-        self._made = await self._order("pause", mode=mode)
+        self._made = await self._order_child("pause", mode=mode)
         if mode == "retract":
             # Those that ended here while the child was paused: now they can go there, too.
             left = [rid for rid, stream in self._posted.items() if stream is None]
             if left:
-                await self._order("abort", rids=left)
+                await self._order_child("abort", rids=left)
 
-    async def _order(self, op: str, **args: Any) -> Any:
+    async def _order_child(self, op: str, **args: Any) -> Any:
         self._ordered_at = time.monotonic()
         try:
-            return await self._connection.call(op, **args)
+            return await self._connection.call_child(op, **args)
         finally:
             self._ordered_at = None
 
@@ -119,28 +119,28 @@ class RequestScheduler:
                 continue
             made = self._made.get(rid, stream.produced)
             if made == 0:
-                self._requeue(rid, stream)
+                self._requeue_stream(rid, stream)
             else:
-                stream.switch(made, weights, stale=keep)
+                stream.switch_weights(made, weights, stale=keep)
 
-    def _requeue(self, rid: str, stream: Stream) -> None:
+    def _requeue_stream(self, rid: str, stream: SglangStream) -> None:
         """Queue what has made nothing again; it belongs to the weights of the time it begins."""
         self._posted[rid] = None
-        self._connection.send("abort", rids=[rid])
+        self._connection.send_command("abort", rids=[rid])
         stream.rid = None
         self._queue.add_request(stream)
 
     def note_recomputed(self) -> None:
         """Note that the KV of everything that runs was dropped and will be computed again."""
         for rid, stream in self._posted.items():
-            if stream is not None and stream.stale:
+            if stream is not None and stream.has_stale_kv:
                 made = self._made.get(rid, stream.produced)
-                stream.switch(made, stream.changes[-1][1], stale=False)
+                stream.switch_weights(made, stream.changes[-1][1], stale=False)
 
     async def resume(self) -> None:
         """Let the child step and post what waits."""
         if self.paused:
-            await self._order("resume")
+            await self._order_child("resume")
         self.paused, self._queue.is_open = False, True
         self._progress = time.monotonic()
         self._queue.admit_requests()
@@ -166,7 +166,7 @@ class RequestScheduler:
         )
 
 
-def _failure(error: str) -> EngineError:
+def _request_error(error: str) -> EngineError:
     """Return what an error of the child means: a ValueError is about the request alone."""
     kind, _, why = error.partition(": ")
     if kind == ValueError.__name__:

@@ -25,38 +25,42 @@ from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from sglang.version import __version__
 
 from . import patches
-from .connection import LIMIT, frame
-from .settings import with_graphs
-from .streams import child_tokens
+from .connection import MAX_LINE_BYTES, encode_frame
+from .settings import with_graph_tags
+from .streams import to_child_tokens
 
 logger = logging.getLogger(__name__)
 
-LOADER = "rollout_worker.engines.sglang.loader.load"
+LOADER_PATH = "rollout_worker.engines.sglang.loader.load"
 
 
-def run(descriptor: int, flags: Sequence[str]) -> None:
+def run_child(descriptor: int, flags: Sequence[str]) -> None:
     """Start the engine and serve until the worker is gone; never returns normally."""
-    patches.install()
+    patches.install_patches()
     sock = socket.socket(fileno=descriptor)
     sock.setblocking(True)
-    sock.sendall(frame({"progress": "starting SGLang's processes"}))
+    sock.sendall(encode_frame({"progress": "starting SGLang's processes"}))
     set_prometheus_multiproc_dir()
     saver = ["--enable-memory-saver"] if _can_save_memory() else []
-    engine = _Engine(server_args=prepare_server_args([*saver, *flags]))
+    engine = _ChildEngine(server_args=prepare_server_args([*saver, *flags]))
     # SGLang has one where requests come in, on the first node.
-    serve = _attend if engine.tokenizer_manager is None else _Server(engine).serve
+    serve = (
+        _attend_member_node
+        if engine.tokenizer_manager is None
+        else _ChildServer(engine).serve_worker
+    )
     engine.loop.run_until_complete(serve(sock))
     os._exit(0)
 
 
-async def _attend(sock: socket.socket) -> None:
+async def _attend_member_node(sock: socket.socket) -> None:
     """Stay beside the schedulers of another node than the first until the worker is gone."""
-    reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
-    writer.write(frame({"ready": {"version": __version__}}))
+    reader, writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
+    writer.write(encode_frame({"ready": {"version": __version__}}))
     await reader.read()
 
 
-class _Engine(Engine):  # type: ignore[misc]
+class _ChildEngine(Engine):  # type: ignore[misc]
     """SGLang's engine with our schedulers, and without the process that makes text of tokens."""
 
     run_scheduler_process_func = staticmethod(patches.run_scheduler)
@@ -79,7 +83,7 @@ def _can_save_memory() -> bool:
     return torch.cuda.is_available() or not isinstance(saver, adapter._TorchMemorySaverAdapterReal)
 
 
-class _Server:
+class _ChildServer:
     """Answers the worker."""
 
     def __init__(self, engine: Any) -> None:
@@ -91,27 +95,27 @@ class _Server:
         self._fresh: list[Any] = []  # token frames not sent yet
         self._calling = asyncio.Lock()
 
-    async def serve(self, sock: socket.socket) -> None:
+    async def serve_worker(self, sock: socket.socket) -> None:
         """Serve until the other end closes."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
-        self._send({"ready": await self._describe()})
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
+        self._send_message({"ready": await self._describe_engine()})
         while line := await reader.readline():
             call = json.loads(line)
             if call["op"] == "generate":
-                await self._generate(call["args"])
+                await self._start_request(call["args"])
             else:
-                self._spawn(self._answer(call))
+                self._spawn_task(self._answer_call(call))
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, message: Any) -> None:
-        self._flush()  # an answer never overtakes tokens
-        self._writer.write(frame(message))
+    def _send_message(self, message: Any) -> None:
+        self._flush_tokens()  # an answer never overtakes tokens
+        self._writer.write(encode_frame(message))
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe_engine(self) -> dict[str, Any]:
         state = (await self._manager.get_internal_state())[0]
         keep = ("disable_overlap_schedule", "disable_radix_cache", "enable_memory_saver")
         return {
@@ -119,13 +123,13 @@ class _Server:
             "max_tokens": self._info["max_total_num_tokens"],
             "max_running": state.get("effective_max_running_requests_per_dp")
             or state.get("max_running_requests"),
-            "no_updates": await self._refusal(),
+            "no_updates": await self._update_refusal(),
             "device": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
             "ranks": state.get("tp_size", 1) * state.get("pp_size", 1),
             **{name: bool(state.get(name)) for name in keep},
         }
 
-    async def _refusal(self) -> str | None:
+    async def _update_refusal(self) -> str | None:
         """Return why the schedulers would refuse every update, None if they would not."""
         try:
             await self._call_schedulers("rollout_check")
@@ -133,43 +137,43 @@ class _Server:
             return str(error)
         return None
 
-    async def _answer(self, call: dict[str, Any]) -> None:
+    async def _answer_call(self, call: dict[str, Any]) -> None:
         operation: Callable[..., Awaitable[Any]] = getattr(self, f"_do_{call['op']}")
         try:
             result = await operation(**call["args"])
         except Exception as error:
             logger.exception("%s failed", call["op"])
-            self._send({"id": call["id"], "error": f"{type(error).__name__}: {error}"})
+            self._send_message({"id": call["id"], "error": f"{type(error).__name__}: {error}"})
         else:
-            self._send({"id": call["id"], "result": result})
+            self._send_message({"id": call["id"], "result": result})
 
     # Tokens.
 
-    async def _generate(self, args: dict[str, Any]) -> None:
-        """Hand a request to the schedulers; what they make of it comes to a `_Reader`."""
+    async def _start_request(self, args: dict[str, Any]) -> None:
+        """Hand a request to the schedulers; what they make of it comes to a `_OutputReader`."""
         rid, manager = args["rid"], self._manager
         try:
             request = messages.GenerateReqInput(stream=True, **args)
             request.normalize_batch_and_arguments()
             manager._init_req_state(request)
             state = manager.rid_to_state[rid]
-            state.event = _Reader(rid, state.out_list, self._deliver)
+            state.event = _OutputReader(rid, state.out_list, self._deliver_tokens)
             await manager._send_one_request(await manager._tokenize_one_request(request))
         except Exception as error:
             logger.exception("request %s failed", rid)
             manager.rid_to_state.pop(rid, None)
-            self._deliver([rid, [], None, {"error": f"{type(error).__name__}: {error}"}])
+            self._deliver_tokens([rid, [], None, {"error": f"{type(error).__name__}: {error}"}])
 
-    def _deliver(self, tokens: Any) -> None:
+    def _deliver_tokens(self, tokens: Any) -> None:
         """Send what one step made in one piece."""
         if not self._fresh:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush_tokens)
         self._fresh.append(tokens)
 
-    def _flush(self) -> None:
+    def _flush_tokens(self) -> None:
         if self._fresh:
             fresh, self._fresh = self._fresh, []
-            self._writer.write(frame({"tokens": fresh}))
+            self._writer.write(encode_frame({"tokens": fresh}))
 
     # Commands.
 
@@ -202,21 +206,21 @@ class _Server:
         payload = pickle.dumps([("load", tensor)])
         update = messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self._manager.server_args.tp_size,
-            load_format=LOADER,
+            load_format=LOADER_PATH,
             flush_cache=flush,
             weight_version=version,
         )
         begin = messages.BeginWeightUpdateReqInput(selector="all")
-        _check(await self._manager.begin_weight_update(begin))
-        _check(await self._manager.update_weights_from_tensor(update))
-        _check(await self._manager.end_weight_update(messages.EndWeightUpdateReqInput()))
+        _check_answer(await self._manager.begin_weight_update(begin))
+        _check_answer(await self._manager.update_weights_from_tensor(update))
+        _check_answer(await self._manager.end_weight_update(messages.EndWeightUpdateReqInput()))
 
     async def _do_spill(self, what: str) -> None:
         """Run a function of `spilling` in every scheduler."""
         await self._call_schedulers(f"rollout_{what}")
 
     async def _do_call_ranks(self, method: str, **args: Any) -> None:
-        """Run `loader.map_ahead` or `loader.unmap` in every scheduler."""
+        """Run `loader.map_sink` or `loader.unmap_sink` in every scheduler."""
         await self._call_schedulers(
             method, command=json.dumps(args)
         )  # arguments of SGLang's are flat
@@ -229,13 +233,13 @@ class _Server:
             raise OSError(str(error)) from error
 
     async def _do_release(self, tags: list[str]) -> None:
-        give = messages.ReleaseMemoryOccupationReqInput(tags=with_graphs(tags))
+        give = messages.ReleaseMemoryOccupationReqInput(tags=with_graph_tags(tags))
         await self._manager.release_memory_occupation(give)
         # That is the first rank's answer; the others may still be at it, and their devices go to others.
         await self._call_schedulers("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
-        take = messages.ResumeMemoryOccupationReqInput(tags=with_graphs(tags))
+        take = messages.ResumeMemoryOccupationReqInput(tags=with_graph_tags(tags))
         await self._manager.resume_memory_occupation(take)
 
     async def _do_flush(self) -> bool:
@@ -249,12 +253,12 @@ class _Server:
         return (await asyncio.to_thread(generate_latest, registry)).decode()
 
 
-def _check(answer: tuple[bool, str]) -> None:
+def _check_answer(answer: tuple[bool, str]) -> None:
     if not answer[0]:
         raise RuntimeError(answer[1])
 
 
-class _Reader:
+class _OutputReader:
     """Takes a request's outputs where SGLang would wake somebody to fetch them."""
 
     def __init__(self, rid: str, outputs: list[Any], deliver: Callable[[Any], None]) -> None:
@@ -265,5 +269,5 @@ class _Reader:
     def set(self) -> None:
         """Pass on what SGLang has just put into the list, as it does before it sets its event."""
         for output in self._outputs:
-            self._deliver(child_tokens(self._rid, output))
+            self._deliver(to_child_tokens(self._rid, output))
         self._outputs.clear()

@@ -15,45 +15,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.shared_memory.sinks import open_unnamed
+from rollout_worker.engines.shared_memory.sinks import open_unnamed_file
 
-from .settings import FOLDER_VARIABLE
+from .settings import SPILL_FOLDER_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
 
-_kept: list[int] = []  # descriptor of this rank's file, while it has one
+_spill_descriptors: list[int] = []  # descriptor of this rank's file, while it has one
 
 
-def keep(scheduler: Any) -> None:
+def spill_weights(scheduler: Any) -> None:
     """Write this rank's weights to a file.
 
     Raises:
         OSError: one of the ranks has no room; then none has a file.
     """
-    forget(scheduler)
+    drop_spilled_weights(scheduler)
     try:
-        _together(scheduler, _keep)
+        _run_in_all_ranks(scheduler, _write_weights)
     except OSError:
-        forget(scheduler)
+        drop_spilled_weights(scheduler)
         raise
 
 
-def bring_back(scheduler: Any) -> None:
+def restore_weights(scheduler: Any) -> None:
     """Read this rank's weights from its file, which goes.
 
     Raises:
         OSError: one of the ranks can't; the model is of no use then.
     """
-    _together(scheduler, _bring_back)
+    _run_in_all_ranks(scheduler, _read_weights)
 
 
-def meet(scheduler: Any) -> None:
+def wait_for_ranks(scheduler: Any) -> None:
     """Do nothing: SGLang answers this once all ranks have done what was asked before."""
 
 
-def _together(scheduler: Any, work: Callable[[Any], None]) -> None:
+def _run_in_all_ranks(scheduler: Any, work: Callable[[Any], None]) -> None:
     """Do it in all ranks, and fail in all if one does: SGLang tells what its first rank says.
 
     Raises:
@@ -64,26 +64,28 @@ def _together(scheduler: Any, work: Callable[[Any], None]) -> None:
         work(scheduler.tp_worker.model_runner.model)
     except Exception as error:  # whatever it was, the others wait below
         logger.exception("the weights of this rank could not be moved")
-        wrong = f"{os.environ[FOLDER_VARIABLE]!r}: {getattr(error, 'strerror', None) or error}"
+        wrong = (
+            f"{os.environ[SPILL_FOLDER_VARIABLE]!r}: {getattr(error, 'strerror', None) or error}"
+        )
     errors: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
     torch.distributed.all_gather_object(errors, wrong, group=scheduler.tp_cpu_group)
     if any(errors):
         raise OSError(next(filter(None, errors)))
 
 
-def _keep(model: Any) -> None:
+def _write_weights(model: Any) -> None:
     pieces = _model_bytes(model)
-    _kept.append(open_unnamed(Path(os.environ[FOLDER_VARIABLE])))
-    os.posix_fallocate(_kept[0], 0, max(sum(len(tensor) for tensor in pieces), 1))
-    with os.fdopen(os.dup(_kept[0]), "r+b", buffering=0) as file:
-        for part in _parts(pieces):
-            _write(file.fileno(), part.cpu().numpy().data)
+    _spill_descriptors.append(open_unnamed_file(Path(os.environ[SPILL_FOLDER_VARIABLE])))
+    os.posix_fallocate(_spill_descriptors[0], 0, max(sum(len(tensor) for tensor in pieces), 1))
+    with os.fdopen(os.dup(_spill_descriptors[0]), "r+b", buffering=0) as file:
+        for part in _split_chunks(pieces):
+            _write_all(file.fileno(), part.cpu().numpy().data)
 
 
-def _bring_back(model: Any) -> None:
-    with os.fdopen(_kept.pop(), "rb", buffering=0) as file:
+def _read_weights(model: Any) -> None:
+    with os.fdopen(_spill_descriptors.pop(), "rb", buffering=0) as file:
         file.seek(0)
-        for part in _parts(_model_bytes(model)):
+        for part in _split_chunks(_model_bytes(model)):
             held = torch.empty(part.shape, dtype=torch.uint8)
             view = held.numpy().data
             while view:
@@ -94,13 +96,13 @@ def _bring_back(model: Any) -> None:
             part.copy_(held)
 
 
-def forget(_: Any) -> None:
+def drop_spilled_weights(_: Any) -> None:
     """Give up this rank's file, if there is one."""
-    while _kept:
-        os.close(_kept.pop())
+    while _spill_descriptors:
+        os.close(_spill_descriptors.pop())
 
 
-def _write(handle: int, view: memoryview) -> None:
+def _write_all(handle: int, view: memoryview) -> None:
     while view:
         view = view[os.write(handle, view) :]
 
@@ -120,6 +122,6 @@ def _model_bytes(model: Any) -> list[Tensor]:
     ]
 
 
-def _parts(pieces: Sequence[Tensor]) -> list[Tensor]:
+def _split_chunks(pieces: Sequence[Tensor]) -> list[Tensor]:
     """Return bytes in parts, which share their memory."""
     return [part for tensor in pieces for part in torch.split(tensor, CHUNK_BYTES)]

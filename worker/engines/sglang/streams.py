@@ -16,16 +16,16 @@ from typing import Any
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
-from rollout_worker.engines.weight_versions import Change, spans_within
+from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.schemas import AbortReason, StopReason, WeightsId, WeightsSpan
 
-UNREAD_SECONDS = 0.1
+UNREAD_INTERVAL_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than
 to make with a small model."""
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class SglangStream:
     """A request from its arrival to its last delta.
 
     `changes`: from which token on the weights were others, and whether KV of older ones was in use.
@@ -41,28 +41,28 @@ class Stream:
     done: bool = False
     cached: int = 0
     retractions: int = 0
-    changes: list[Change] = field(default_factory=list)
+    changes: list[WeightsChange] = field(default_factory=list)
     entered: float = field(default_factory=time.monotonic)
     queued: float = 0.0
 
-    def post(self, rid: str, weights: WeightsId) -> dict[str, Any]:
+    def begin_request(self, rid: str, weights: WeightsId) -> dict[str, Any]:
         """Return what the child is asked, to be made by `weights` from the first token on."""
         self.rid = rid
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
-        return child_request(self.request, self.eos, rid, weights)
+        return make_child_request(self.request, self.eos, rid, weights)
 
-    def switch(self, at: int, weights: WeightsId, stale: bool) -> None:
+    def switch_weights(self, at: int, weights: WeightsId, stale: bool) -> None:
         """Note that tokens from index `at` on are made by other weights."""
         self.changes = [change for change in self.changes if change[0] < at]
         self.changes.append((at, weights, stale))
 
     @property
-    def stale(self) -> bool:
+    def has_stale_kv(self) -> bool:
         """Whether KV of older weights is in use."""
         return bool(self.changes) and self.changes[-1][2]
 
-    def take(
+    def take_tokens(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, about: dict[str, Any]
     ) -> bool:
         """Pass new tokens on; returns whether the child goes on although the output has ended."""
@@ -72,7 +72,7 @@ class Stream:
         verdict, used = None, 0
         for token in ids:
             used += 1
-            verdict = self.stop.check(token, self.produced + used)
+            verdict = self.stop.check_token(token, self.produced + used)
             if verdict is not None:
                 break
         reason, match = verdict or (None, None)
@@ -83,7 +83,7 @@ class Stream:
         self.done = reason is not None
         kept = None if logprobs is None else tuple(logprobs[:used])
         start, self.produced = self.produced, self.produced + used
-        self._put(
+        self._put_delta(
             tuple(ids[:used]),
             kept,
             spans_within(self.changes, start, self.produced),
@@ -93,19 +93,19 @@ class Stream:
         )
         return self.done and finish is None
 
-    def end(self, reason: AbortReason) -> None:
+    def end_output(self, reason: AbortReason) -> None:
         """End the output with what it has."""
         if not self.done:
             self.done = True
-            self._put((), (), (), stop_reason=StopReason.ABORTED, abort_reason=reason)
+            self._put_delta((), (), (), stop_reason=StopReason.ABORTED, abort_reason=reason)
 
-    def fail(self, error: Exception) -> None:
+    def fail_output(self, error: Exception) -> None:
         """Let the reader see an error."""
         if not self.done:
             self.done = True
             self.deltas.put_nowait(error)
 
-    def _put(
+    def _put_delta(
         self,
         token_ids: tuple[int, ...],
         logprobs: tuple[float, ...] | None,
@@ -127,13 +127,13 @@ class Stream:
         )
 
 
-def child_request(
+def make_child_request(
     request: EngineRequest, eos: frozenset[int], rid: str, weights: WeightsId
 ) -> dict[str, Any]:
     """Return the fields of SGLang's request.
 
     Every id that ends the output goes as a stop id, EOS too; stop strings are found here. What the
-    sampler must know beyond SGLang's own parameters is in `custom_params`, see `batch_rows.Row`.
+    sampler must know beyond SGLang's own parameters is in `custom_params`, see `batch_rows.SampledRow`.
     """
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
@@ -158,7 +158,7 @@ def child_request(
     }
 
 
-def child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
+def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
     """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `connection` describes it.
 
     What SGLang counts as a bad request becomes a ValueError: it is about this request alone.

@@ -16,36 +16,36 @@ from typing_extensions import override
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
-    Entry,
-    Given,
+    GivenWeights,
     KvPolicy,
     Sink,
+    TensorEntry,
     WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.shared_memory.ranks import Ranks
-from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped
+from rollout_worker.engines.shared_memory.ranks import EngineRanks
+from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
 from rollout_worker.engines.weight_versions import RankVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 
-from .connection import CallFailed, Connection
-from .model import Model, refuse_updates
+from .connection import CallFailed, ChildConnection
+from .model import SglangModel, update_refusal
 from .scheduling import RequestScheduler
 
-TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-FIX = "enable SGLang's memory saver (on by default on a GPU)"
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+MEMORY_SAVER_FIX = "enable SGLang's memory saver (on by default on a GPU)"
 
 
-async def open_slot(
+async def open_node_slot(
     options: EngineOptions,
-    model: Model,
-    entries: Sequence[Entry],
+    model: SglangModel,
+    entries: Sequence[TensorEntry],
     slot: str | None = None,
-    given: Given | None = None,
-    ranks: Ranks | None = None,
+    given: GivenWeights | None = None,
+    ranks: EngineRanks | None = None,
 ) -> Sink:
     """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
-    return await open_mapped(
+    return await open_mapped_sink(
         entries,
         header=True,
         skip=model.layout.tied,
@@ -72,8 +72,8 @@ class SglangVersions(RankVersions):
     def __init__(
         self,
         options: EngineOptions,
-        model: Model,
-        connection: Connection,
+        model: SglangModel,
+        connection: ChildConnection,
         scheduler: RequestScheduler,
         facts: dict[str, Any],
         give_up: Callable[[str], None],
@@ -86,24 +86,28 @@ class SglangVersions(RankVersions):
         self._facts = facts
         self._give_up = give_up
         device = facts.get("device")
-        self._no_updates: str | None = facts.get("no_updates") or refuse_updates(
+        self._no_updates: str | None = facts.get("no_updates") or update_refusal(
             model.quantisation, None if device is None else tuple(device)
         )
 
     @override
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> Sink:
         self._check_updatable()
         ranks = self._notified_ranks()
-        return await open_slot(self._options, self._model, entries, given=given, ranks=ranks)
+        return await open_node_slot(self._options, self._model, entries, given=given, ranks=ranks)
 
     def _check_updatable(self) -> None:
         """Refuse weights that SGLang would refuse, before anything is touched for them."""
         if self._no_updates is not None:
             raise WeightsRejected(self._no_updates)
 
-    async def reload(self) -> None:
+    async def reload_checkpoint(self) -> None:
         """Load the checkpoint once more as a commit loads a version; nothing runs.
 
         Raises:
@@ -112,11 +116,11 @@ class SglangVersions(RankVersions):
         """
         self._check_updatable()
         folder = {"folder": str(self._options.model)}
-        async with self._lock, self._no_steps("the update"):
+        async with self._lock, self._without_steps("the update"):
             await self._scheduler.pause()
             # What has ended here may still be there: with it the child's cache can't be flushed.
             await self._scheduler.stop_steps("retract")
-            await self._connection.call("load", where=folder, version=None, flush=True)
+            await self._connection.call_child("load", where=folder, version=None, flush=True)
             await self._scheduler.resume()
 
     @override
@@ -125,60 +129,64 @@ class SglangVersions(RankVersions):
 
     @override
     async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
-        await self._connection.call("call_ranks", method=method, **args)
+        await self._connection.call_child("call_ranks", method=method, **args)
 
     @override
-    async def _switch(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
+    async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
         keep = kv == "keep" and "kv_cache" not in self._asleep
-        async with self._no_steps("the commit"):
+        async with self._without_steps("the commit"):
             await self._scheduler.stop_steps("in_place" if keep else "retract")
-            await self._load(sink, str(identity), flush=not keep)
+            await self._load_weights(sink, str(identity), flush=not keep)
         self._mark_loaded()
         self._scheduler.switch_weights(identity, keep=keep)
 
-    async def _load(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
-        where = sink.where
+    async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
+        where = sink.sink_location
         if isinstance(sink, BorrowedSink):
             where = {"ticket": sink.ticket_path()}
-        await self._connection.call("load", where=where, version=version, flush=flush)
+        await self._connection.call_child("load", where=where, version=version, flush=flush)
 
     @override
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         if not self._facts["enable_memory_saver"]:
-            raise EngineError(f"this engine cannot give memory back: {FIX}")
+            raise EngineError(f"this engine cannot give memory back: {MEMORY_SAVER_FIX}")
 
     @override
-    async def _release(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+    async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
         # Memory in use must not go: what runs waits in the queue, without KV.
         await self._scheduler.stop_steps("retract")
         if "weights" in tags and level == 1:
             try:
-                await self._connection.call("spill", what="keep")
+                await self._connection.call_child("spill", what="keep")
             except CallFailed as error:
                 raise EngineError(
                     f"cannot spill the weights: {error}; free space there, set another spill_dir, "
                     "or sleep at level 2"
                 ) from error
-        await self._connection.call("release", tags=[tag for tag in TAGS if tag in tags])
+        await self._connection.call_child(
+            "release", tags=[tag for tag in MEMORY_TAGS if tag in tags]
+        )
         if "kv_cache" in tags:
             self._scheduler.note_recomputed()
 
     @override
     async def _drop_copy(self) -> None:
-        async with self._no_steps("giving up the spilled weights"):
-            await self._connection.call("spill", what="forget")
+        async with self._without_steps("giving up the spilled weights"):
+            await self._connection.call_child("spill", what="forget")
 
     @override
-    async def _retake(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
-        await self._connection.call("retake", tags=[tag for tag in TAGS if tag in tags])
+    async def _retake_memory(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
+        await self._connection.call_child(
+            "retake", tags=[tag for tag in MEMORY_TAGS if tag in tags]
+        )
         if sink is not None:
-            await self._load(sink, None, flush=False)
+            await self._load_weights(sink, None, flush=False)
         elif "weights" in tags and self._has_copy:
-            await self._connection.call("spill", what="bring_back")
+            await self._connection.call_child("spill", what="bring_back")
 
     @override
     @asynccontextmanager
-    async def _no_steps(self, what: str) -> AsyncIterator[None]:
+    async def _without_steps(self, what: str) -> AsyncIterator[None]:
         """Let what is inside happen wholly, or end the child."""
         try:
             yield
@@ -190,6 +198,6 @@ class SglangVersions(RankVersions):
             raise
 
     @property
-    def awake(self) -> bool:
+    def is_awake(self) -> bool:
         """Whether nothing is asleep."""
         return not self._asleep

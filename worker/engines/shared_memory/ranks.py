@@ -19,23 +19,23 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CALL_SECONDS = 30.0
+RANK_CALL_SECONDS = 30.0
 """A call waits for the step under way."""
-LEAST_SECONDS = 10.0
-LOCKED_PER_SECOND = 1 << 30
+MIN_MAPPING_SECONDS = 10.0
+LOCKED_BYTES_PER_SECOND = 1 << 30
 """Bytes: slower than any machine locks them."""
-LOOK_SECONDS = 0.005
-ENDED_SECONDS = 0.2
+TALLY_POLL_SECONDS = 0.005
+STOP_POLL_SECONDS = 0.2
 """How often a call that waits looks whether the engine was stopped."""
 
 LOCKED, MAPPED = b"L", b"M"
 """How a rank that is done holds the memory: what it adds to the tally."""
 
-Call = Callable[[str, Mapping[str, Any]], Awaitable[object]]
+CallRanks = Callable[[str, Mapping[str, Any]], Awaitable[object]]
 """Runs `rollout_map` or `rollout_unmap` with these arguments in all ranks; awaited in the loop."""
 
 
-class Ranks:
+class EngineRanks:
     """The ranks of one engine; made in the loop.
 
     Args:
@@ -43,13 +43,13 @@ class Ranks:
         count: How many of them run on this node.
     """
 
-    def __init__(self, call: Call, count: int) -> None:
+    def __init__(self, call: CallRanks, count: int) -> None:
         self._call, self._count = call, count
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
         self._tasks: set[Future[None]] = set()
 
-    def end(self) -> None:
+    def stop_calling(self) -> None:
         """Ask them for nothing any more, and wait for nobody."""
         self._ended.set()
 
@@ -61,13 +61,18 @@ class Ranks:
             size: Its bytes.
             borrowed: It is somebody else's, to be read only.
         """
-        with _Tally() as tally:
-            args = {"where": dict(where), "size": size, "tally": tally.told, "borrowed": borrowed}
-            if not self._ask("rollout_map", args):
+        with _MappingTally() as tally:
+            args = {
+                "where": dict(where),
+                "size": size,
+                "tally": tally.path_and_words,
+                "borrowed": borrowed,
+            }
+            if not self._call_all("rollout_map", args):
                 return
-            seconds = LEAST_SECONDS + size / LOCKED_PER_SECOND
+            seconds = MIN_MAPPING_SECONDS + size / LOCKED_BYTES_PER_SECOND
             until = time.monotonic() + seconds
-            while len(tally.marks) < self._count and not self._ended.wait(LOOK_SECONDS):
+            while len(tally.marks) < self._count and not self._ended.wait(TALLY_POLL_SECONDS):
                 if time.monotonic() > until:
                     logger.warning(
                         "%d of %d ranks have mapped the staged weights after %.0f s: the others map them"
@@ -88,24 +93,24 @@ class Ranks:
 
     def unmap_sink(self, where: Mapping[str, str]) -> None:
         """Have all let go of a sink; blocks, but in the loop's own thread."""
-        self._ask("rollout_unmap", {"where": dict(where)})
+        self._call_all("rollout_unmap", {"where": dict(where)})
 
-    def _ask(self, method: str, args: Mapping[str, Any]) -> bool:
+    def _call_all(self, method: str, args: Mapping[str, Any]) -> bool:
         """Whether all were reached."""
         if self._ended.is_set() or self._loop.is_closed():
             return False
-        asked = asyncio.run_coroutine_threadsafe(self._asking(method, args), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self._call_coroutine(method, args), self._loop)
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:  # which can't wait for itself
                 self._tasks.add(asked)
                 asked.add_done_callback(self._tasks.discard)
                 return False
-        return self._heard(method, asked)
+        return self._wait_for_call(method, asked)
 
-    def _heard(self, method: str, asked: Future[None]) -> bool:
-        until = time.monotonic() + CALL_SECONDS
+    def _wait_for_call(self, method: str, asked: Future[None]) -> bool:
+        until = time.monotonic() + RANK_CALL_SECONDS
         while not asked.done() and not self._ended.is_set() and time.monotonic() < until:
-            wait([asked], ENDED_SECONDS)
+            wait([asked], STOP_POLL_SECONDS)
         if not asked.done():
             asked.cancel()
             return False
@@ -114,14 +119,14 @@ class Ranks:
             logger.warning("the engine's ranks could not be told of %s: %s", method, error)
         return not asked.cancelled() and error is None
 
-    def _asking(self, method: str, args: Mapping[str, Any]) -> Coroutine[Any, Any, None]:
+    def _call_coroutine(self, method: str, args: Mapping[str, Any]) -> Coroutine[Any, Any, None]:
         async def ask() -> None:
             await self._call(method, args)
 
         return ask()
 
 
-class _Tally:
+class _MappingTally:
     """A file without a name in which each rank that is done leaves a byte."""
 
     def __init__(self) -> None:
@@ -129,14 +134,14 @@ class _Tally:
         self._handle = os.memfd_create("rollout-tally", os.MFD_CLOEXEC)
         os.write(self._handle, self._words.encode())
 
-    def __enter__(self) -> _Tally:
+    def __enter__(self) -> _MappingTally:
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
 
     @property
-    def told(self) -> tuple[str, str]:
+    def path_and_words(self) -> tuple[str, str]:
         """What a rank has to know of it."""
         return f"/proc/{os.getpid()}/fd/{self._handle}", self._words
 

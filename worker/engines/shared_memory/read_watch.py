@@ -2,7 +2,7 @@
 
 Nothing is guessed from names. While a rank is loaded from a whole version, every call of torch's is watched. A tensor
 that none was made with, not even for its shape, and that nobody has kept can't have got into the model. Its bytes need not
-come the next time: then the loader gets `Absent` in its place, which raises whatever it is asked for. It is
+come the next time: then the loader gets `AbsentTensor` in its place, which raises whatever it is asked for. It is
 not left out: vLLM keeps the old values of a layer that gets nothing, or fresh memory as it lies (0.32).
 """
 
@@ -21,20 +21,20 @@ from torch.overrides import TorchFunctionMode
 from .tensors import TORCH_DTYPES
 
 
-class AbsentRead(RuntimeError):
+class AbsentTensorRead(RuntimeError):
     """The loader asked for a tensor that is not on this node."""
 
 
-class Absent(Tensor):
+class AbsentTensor(Tensor):
     """Stands for a tensor whose bytes are not on this node: without values, and any call with it raises."""
 
     _rollout_name: str
 
     @staticmethod
-    def of(name: str, dtype: str, shape: Sequence[int]) -> Absent:
+    def stand_in_for(name: str, dtype: str, shape: Sequence[int]) -> AbsentTensor:
         """Return one for this tensor."""
         empty = torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
-        made: Absent = empty.as_subclass(Absent)
+        made: AbsentTensor = empty.as_subclass(AbsentTensor)
         made._rollout_name = name
         return made
 
@@ -51,8 +51,11 @@ class Absent(Tensor):
         Raises:
             AbsentRead: names the tensor and what to do.
         """
-        name = next((each._rollout_name for each in flat((args, kwargs)) if type(each) is cls), "?")
-        raise AbsentRead(
+        name = next(
+            (each._rollout_name for each in flatten_tensors((args, kwargs)) if type(each) is cls),
+            "?",
+        )
+        raise AbsentTensorRead(
             f"the loader reads tensor {name!r}, which it did not before, so its bytes did not come to"
             " this node: start the workers with --gang-fetch all, and report this model"
         )
@@ -72,7 +75,7 @@ class ReadWatch(TorchFunctionMode):
         super().__init__()
         self._source = tensors
         self._kept: list[Tensor] = [torch.empty(0)]
-        self._alone = self._references(0)
+        self._alone = self._reference_count(0)
         """How many a tensor has that nobody keeps but this."""
         self._names: list[str] = [""]
         self._where: list[tuple[int, int]] = []
@@ -99,23 +102,23 @@ class ReadWatch(TorchFunctionMode):
                 name, tensor = next(source, ("", None))
                 if tensor is None:
                     return
-                bisect.insort(self._where, (_address(tensor), len(self._kept)))
+                bisect.insort(self._where, (_data_address(tensor), len(self._kept)))
             self._names.append(name)
             self._kept.append(tensor)
             yield name, tensor
 
     @property
-    def untouched(self) -> frozenset[str]:
+    def untouched_names(self) -> frozenset[str]:
         """The names of those that were yielded, with which nothing was called, and which nobody has kept."""
         numbers = set(range(len(self._kept))) - self._touched
-        return frozenset(self._names[n] for n in numbers if self._references(n) <= self._alone)
+        return frozenset(self._names[n] for n in numbers if self._reference_count(n) <= self._alone)
 
-    def _references(self, number: int) -> int:
+    def _reference_count(self, number: int) -> int:
         return sys.getrefcount(self._kept[number])
 
-    def _touch(self, tensor: Tensor) -> None:
+    def _note_touched(self, tensor: Tensor) -> None:
         """Note a call with it, or with a part of it."""
-        address = _address(tensor)
+        address = _data_address(tensor)
         at = bisect.bisect_right(self._where, (address, len(self._kept)))
         while at:  # all without bytes are at 0
             begin, number = self._where[at - 1]
@@ -132,12 +135,12 @@ class ReadWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Note what the call is made with, and make it."""
-        for each in flat((args, kwargs)):
-            self._touch(each)
+        for each in flatten_tensors((args, kwargs)):
+            self._note_touched(each)
         return func(*args, **(kwargs or {}))
 
 
-def _address(tensor: Tensor) -> int:
+def _data_address(tensor: Tensor) -> int:
     """Return where its bytes begin; 0 if it has none."""
     try:
         return tensor.data_ptr()
@@ -145,13 +148,13 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def flat(value: object) -> Iterator[Any]:
+def flatten_tensors(value: object) -> Iterator[Any]:
     """Yield the tensors in arguments, however deep they lie."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from flat(each)
+            yield from flatten_tensors(each)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for each in value:
-            yield from flat(each)
+            yield from flatten_tensors(each)

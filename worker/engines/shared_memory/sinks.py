@@ -20,29 +20,29 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from rollout_worker.engine import EngineError, Entry, Given, Mapped, Sink
+from rollout_worker.engine import EngineError, GivenWeights, MappedWeights, Sink, TensorEntry
 from rollout_worker.threads import open_in_thread
 
-from .ranks import Ranks
-from .staging import Staging
+from .ranks import EngineRanks
+from .staging import StagingBudget
 
 SLOTS_VARIABLE = "ROLLOUT_SLOTS"
 """Tells the ranks of an engine where the slots of their node are."""
 
-ALIGN = 64
+TENSOR_ALIGNMENT = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
 
 
 class MappedSink(Sink):
     """The `Sink` of engines whose model is in another process.
 
-    Taking its room may take its time: see `open_mapped`.
+    Taking its room may take its time: see `open_mapped_sink`.
 
     Args:
         entries: What it has room for.
         folder: Where its unnamed file is to be; None: in memory.
         header: Begin with a header of safetensors, so that it can be read as such a file.
-            Without one, in a gang's folder, it begins with an index of its own (`index_in`).
+            Without one, in a gang's folder, it begins with an index of its own (`read_index`).
         skip: Names whose values aren't needed.
         staging: What it is charged to if it is in memory, until it is closed.
         slots: The gang's folder of slots: the sink is found there by its id as long as it is open.
@@ -56,34 +56,38 @@ class MappedSink(Sink):
     slot = ""
     took = False
     borrowed = False
-    ranks: Ranks | None = None
+    ranks: EngineRanks | None = None
     """The processes that map it as long as it is sealed; None: none has to before the commit."""
     _ranks_notified = False
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         folder: Path | None = None,
         *,
         header: bool = False,
         skip: Collection[str] = (),
-        staging: Staging | None = None,
+        staging: StagingBudget | None = None,
         slots: Path | None = None,
         slot: str | None = None,
     ) -> None:
         kept = [entry for entry in entries if entry.name not in skip]
-        laid = _safetensors if header else _aligned if slots is None else _indexed
+        laid = (
+            _safetensors_layout if header else _aligned_layout if slots is None else _indexed_layout
+        )
         first, self._starts, size = laid(kept)
         self._entries = kept
         self._size = max(size, 1)
         self._on_disk = folder is not None
         self._map: mmap.mmap | None = None
         self.sealed = False
-        self._give_back = _free if folder else (staging or Staging()).claim(size)
+        self._give_back = (
+            _free_nothing if folder else (staging or StagingBudget()).claim_memory(size)
+        )
         try:
-            self._handle = _open(folder)
+            self._handle = _open_file(folder)
             try:
-                self._map = self._mapped()
+                self._map = self._map_file()
             except OSError:
                 os.close(self._handle)
                 raise
@@ -97,9 +101,9 @@ class MappedSink(Sink):
         self.slot = ""
         self._link: Path | None = None
         if slots is not None:
-            self._publish(slots, slot or uuid.uuid4().hex)
+            self._publish_slot(slots, slot or uuid.uuid4().hex)
 
-    def _publish(self, slots: Path, slot: str) -> None:
+    def _publish_slot(self, slots: Path, slot: str) -> None:
         """Let the ranks of this node find it."""
         link = slots / slot
         try:
@@ -109,7 +113,7 @@ class MappedSink(Sink):
             raise EngineError(f"slot {slot} can't be opened in {slots}: {error}") from error
         self.slot, self._link = slot, link
 
-    def _mapped(self) -> mmap.mmap:
+    def _map_file(self) -> mmap.mmap:
         # A hole that can't be filled later would end the process, not raise.
         os.posix_fallocate(self._handle, 0, self._size)
         return mmap.mmap(self._handle, self._size)
@@ -125,20 +129,20 @@ class MappedSink(Sink):
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     @property
-    def where(self) -> dict[str, str]:
+    def sink_location(self) -> dict[str, str]:
         """Where a process of the engine finds it: in a gang each on its own node."""
         return {"slot": self.slot} if self.slot else {"path": self.path}
 
-    def ticket(self) -> str:
+    def make_ticket(self) -> str:
         """Return what a process needs to read the tensors without a header (`rank_mappings`)."""
         tensors = [
             (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
             for entry in self._entries
         ]
-        return json.dumps({**self.where, "size": self._size, "tensors": tensors})
+        return json.dumps({**self.sink_location, "size": self._size, "tensors": tensors})
 
     @override
-    def allocate(self, entry: Entry) -> memoryview | None:
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
         start = self._starts.get(entry.name)
         if start is None or self._map is None:
             return None
@@ -147,20 +151,20 @@ class MappedSink(Sink):
     @override
     def seal(self) -> None:
         """Gives up this process's own view, and has the ranks take theirs."""
-        self._unmap(flush=self._on_disk)
+        self._unmap_view(flush=self._on_disk)
         self.sealed = True
         if self.ranks is not None and not self._on_disk:
             self._ranks_notified = True
-            self.ranks.map_sink(self.where, self._size, borrowed=self.borrowed)
+            self.ranks.map_sink(self.sink_location, self._size, borrowed=self.borrowed)
 
     @override
     def close(self) -> None:
         if self._ranks_notified and self.ranks is not None:
             self._ranks_notified = False
-            self.ranks.unmap_sink(self.where)
+            self.ranks.unmap_sink(self.sink_location)
         # The frames of an error may still have a view of it: the pages go with them then.
         with contextlib.suppress(BufferError):
-            self._unmap(flush=False)
+            self._unmap_view(flush=False)
         self.sealed = False
         link, self._link = self._link, None
         if link is not None:
@@ -170,7 +174,7 @@ class MappedSink(Sink):
             os.close(handle)
         self._give_back()
 
-    def _unmap(self, *, flush: bool) -> None:
+    def _unmap_view(self, *, flush: bool) -> None:
         mapped, self._map = self._map, None
         if mapped is not None:
             if flush:
@@ -191,7 +195,7 @@ class BorrowedSink(MappedSink):
     borrowed = True
 
     def __init__(
-        self, entries: Sequence[Entry], given: Mapped, *, skip: Collection[str] = ()
+        self, entries: Sequence[TensorEntry], given: MappedWeights, *, skip: Collection[str] = ()
     ) -> None:
         self._entries = [entry for entry in entries if entry.name not in skip]
         self._starts = given.starts
@@ -216,7 +220,7 @@ class BorrowedSink(MappedSink):
         if self._ticket_file < 0:
             self._ticket_file = os.memfd_create("rollout-ticket", os.MFD_CLOEXEC)
             with open(self._ticket_file, "wb", closefd=False) as file:
-                file.write(self.ticket().encode())
+                file.write(self.make_ticket().encode())
         return f"/proc/{os.getpid()}/fd/{self._ticket_file}"
 
     @override
@@ -227,17 +231,17 @@ class BorrowedSink(MappedSink):
         super().close()
 
 
-async def open_mapped(
-    entries: Sequence[Entry],
+async def open_mapped_sink(
+    entries: Sequence[TensorEntry],
     folder: Path | None = None,
     *,
     header: bool = False,
     skip: Collection[str] = (),
-    staging: Staging | None = None,
+    staging: StagingBudget | None = None,
     slots: Path | None = None,
     slot: str | None = None,
-    given: Given | None = None,
-    ranks: Ranks | None = None,
+    given: GivenWeights | None = None,
+    ranks: EngineRanks | None = None,
 ) -> MappedSink:
     """Make a `MappedSink` in a thread, of which `ranks` are told; a cancelled caller gets none, and none stays.
 
@@ -247,7 +251,12 @@ async def open_mapped(
     Raises:
         EngineError: there is no room.
     """
-    if isinstance(given, Mapped) and given.handle is not None and folder is None and slots is None:
+    if (
+        isinstance(given, MappedWeights)
+        and given.handle is not None
+        and folder is None
+        and slots is None
+    ):
         sink: MappedSink = BorrowedSink(entries, given, skip=skip)
     else:
         sink = await open_in_thread(
@@ -259,28 +268,28 @@ async def open_mapped(
     return sink
 
 
-def located(slot: str) -> str:
+def slot_path(slot: str) -> str:
     """Return where a rank finds a slot of its node."""
     return str(Path(os.environ[SLOTS_VARIABLE]) / slot)
 
 
-def _aligned(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
+def _aligned_layout(entries: Sequence[TensorEntry]) -> tuple[bytes, Mapping[str, int], int]:
     """Return what comes first, where each tensor begins, and the size of all."""
     starts, end = {}, 0
     for entry in entries:
         starts[entry.name] = end
-        end += -(-entry.spec.nbytes // ALIGN) * ALIGN
+        end += -(-entry.spec.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
     return b"", starts, end
 
 
-def _indexed(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
+def _indexed_layout(entries: Sequence[TensorEntry]) -> tuple[bytes, Mapping[str, int], int]:
     """Return the same for memory that begins with its index."""
-    _, starts, size = _aligned(entries)
-    first = _headed(starts)
+    _, starts, size = _aligned_layout(entries)
+    first = _encode_header(starts)
     return first, {name: len(first) + start for name, start in starts.items()}, len(first) + size
 
 
-def index_in(handle: int) -> dict[str, int]:
+def read_index(handle: int) -> dict[str, int]:
     """Return where each tensor begins in what lies in a gang's folder, by its own word.
 
     Each node may hold others of a version's tensors, so the head's ticket can't say it. What is not named is not there.
@@ -290,14 +299,14 @@ def index_in(handle: int) -> dict[str, int]:
     return {name: 8 + length + start for name, start in starts.items()}
 
 
-def _headed(fields: Mapping[str, Any]) -> bytes:
+def _encode_header(fields: Mapping[str, Any]) -> bytes:
     """Return a header as safetensors begin with: its length, and what is where behind it."""
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
+    text += b" " * (-(8 + len(text)) % TENSOR_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _safetensors(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], int]:
+def _safetensors_layout(entries: Sequence[TensorEntry]) -> tuple[bytes, Mapping[str, int], int]:
     """Return the same for a file of safetensors, which knows no gaps."""
     fields: dict[str, Any] = {}
     end = 0
@@ -308,24 +317,24 @@ def _safetensors(entries: Sequence[Entry]) -> tuple[bytes, Mapping[str, int], in
             "shape": list(entry.spec.shape),
             "data_offsets": [begin, end],
         }
-    first = _headed(fields)
+    first = _encode_header(fields)
     starts = {name: len(first) + field["data_offsets"][0] for name, field in fields.items()}
     return first, starts, len(first) + end
 
 
-def _free() -> None:
+def _free_nothing() -> None:
     """Give nothing back: a file is charged to no budget of memory."""
 
 
-def _open(folder: Path | None) -> int:
+def _open_file(folder: Path | None) -> int:
     return (
         os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
         if folder is None
-        else open_unnamed(folder)
+        else open_unnamed_file(folder)
     )
 
 
-def open_unnamed(folder: Path) -> int:
+def open_unnamed_file(folder: Path) -> int:
     """Return a descriptor of a new file without a name, which can't outlive who has it open."""
     handle, name = tempfile.mkstemp(prefix="rollout-spill-", dir=folder)
     os.unlink(name)

@@ -14,16 +14,16 @@ from rollout_worker.threads import BackgroundFreeing
 from rollout_worker.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
 from rollout_worker.transfer.spare import Spare
 
-_FIXES = {
+_BOUND_FIXES = {
     LIMIT: "raise spec.resources.limits.memory (or the limit of its cgroup)",
     MACHINE: "use a machine with more, or run less on it",
 }
 
-SETTLE_SECONDS = 10.0
+FREEING_WAIT_SECONDS = 10.0
 """How long memory that is being freed is waited for before more is taken."""
 
 
-class Staging:
+class StagingBudget:
     """The memory that staged weights may take in this process: `spec.weights.stagingMemory`.
 
     Args:
@@ -41,11 +41,11 @@ class Staging:
         self.freeing = BackgroundFreeing()
         """Frees memory of former weights; `claim` waits for it."""
 
-    def settle(self) -> None:
+    def wait_until_freed(self) -> None:
         """Wait until what is given back is free, for `SETTLE_SECONDS` at most."""
-        self.freeing.wait_until_freed(SETTLE_SECONDS)
+        self.freeing.wait_until_freed(FREEING_WAIT_SECONDS)
 
-    def claim(self, nbytes: int, there: int = 0) -> Callable[[], None]:
+    def claim_memory(self, nbytes: int, there: int = 0) -> Callable[[], None]:
         """Charge memory that is taken next; returns what gives it back, once however often called.
 
         Args:
@@ -55,16 +55,16 @@ class Staging:
         Raises:
             EngineError: names the bound, what is left of it, and the fix.
         """
-        self.settle()
+        self.wait_until_freed()
         try:
-            return self._claim(nbytes, there, self.spare.nbytes)
+            return self._claim_once(nbytes, there, self.spare.nbytes)
         except EngineError:
             if not self.spare.nbytes:
                 raise
             self.spare.drop()
-            return self._claim(nbytes, there, 0)
+            return self._claim_once(nbytes, there, 0)
 
-    def _claim(self, nbytes: int, there: int, spare: int) -> Callable[[], None]:
+    def _claim_once(self, nbytes: int, there: int, spare: int) -> Callable[[], None]:
         with self._lock:
             left = nbytes if self._limit is None else self._limit - self._taken - spare
             if nbytes > left:
@@ -102,5 +102,5 @@ def check_memory_left(nbytes: int, root: Path = Path("/")) -> None:
     if nbytes + MARGIN_BYTES > left:
         raise EngineError(
             f"there is no room for {nbytes} bytes of weights in memory: {max(left, 0)} bytes are "
-            f"left of {what}, and {MARGIN_BYTES} stay free; {_FIXES[what]}"
+            f"left of {what}, and {MARGIN_BYTES} stay free; {_BOUND_FIXES[what]}"
         )

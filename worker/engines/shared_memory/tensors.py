@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout_worker.transfer.layout import TORCH_NAMES
 
-Place = tuple[str, str, Sequence[int], int]
+TensorPlace = tuple[str, str, Sequence[int], int]
 """Name, dtype as safetensors call it, shape, and where its bytes begin."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -20,14 +20,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 """Safetensors' names of dtypes as those of torch."""
 
 
-def tensors_in(
-    memory: mmap.mmap | memoryview, places: Iterable[Place]
+def view_memory(
+    memory: mmap.mmap | memoryview, places: Iterable[TensorPlace]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield views by name; the mapping lives as long as any of them."""
-    return views(torch.frombuffer(memory, dtype=torch.uint8), places)
+    return view_tensors(torch.frombuffer(memory, dtype=torch.uint8), places)
 
 
-def views(whole: Tensor, places: Iterable[Place]) -> Iterator[tuple[str, Tensor]]:
+def view_tensors(whole: Tensor, places: Iterable[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
     """Yield parts of bytes ([n] uint8) by name; one that doesn't lie as its dtype wants is a copy."""
     for name, dtype, shape, start in places:
         kind = TORCH_DTYPES[dtype]

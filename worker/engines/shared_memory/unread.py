@@ -16,21 +16,23 @@ from pathlib import Path
 
 import xxhash
 
-from rollout_worker.engine import Entry
+from rollout_worker.engine import TensorEntry
 
 logger = logging.getLogger(__name__)
 
-Described = tuple[str, str, Sequence[int]]
+TensorDescription = tuple[str, str, Sequence[int]]
 """Name, dtype as safetensors call it, and shape."""
 
 
-def hash_tensors(tensors: Iterable[Described]) -> str:
+def hash_tensors(tensors: Iterable[TensorDescription]) -> str:
     """Return what stands for these tensors, in this order."""
     rows = [[name, dtype, list(shape)] for name, dtype, shape in tensors]
     return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
 
 
-def note_unread(folder: Path, tensors: Sequence[Described], unread: Collection[str]) -> None:
+def note_unread(
+    folder: Path, tensors: Sequence[TensorDescription], unread: Collection[str]
+) -> None:
     """Let the worker of this node know which of these tensors this rank, which is this process, left alone.
 
     What was loaded is sound whether or not that can be written: else the next version comes whole, too.
@@ -41,7 +43,7 @@ def note_unread(folder: Path, tensors: Sequence[Described], unread: Collection[s
         unread: The names of those on whose values nothing of the rank depends.
     """
     told = {"mark": hash_tensors(tensors), "unread": sorted(unread)}
-    file = _file(folder, os.getpid())
+    file = _note_path(folder, os.getpid())
     partial = file.with_suffix(".partial")
     try:
         partial.write_text(json.dumps(told))
@@ -52,7 +54,9 @@ def note_unread(folder: Path, tensors: Sequence[Described], unread: Collection[s
             partial.unlink()
 
 
-def unread_by_all(folder: Path, ranks: Collection[int], entries: Iterable[Entry]) -> frozenset[str]:
+def unread_by_all(
+    folder: Path, ranks: Collection[int], entries: Iterable[TensorEntry]
+) -> frozenset[str]:
     """Return the names of those tensors that none of these ranks reads, as far as they have told.
 
     Args:
@@ -64,7 +68,7 @@ def unread_by_all(folder: Path, ranks: Collection[int], entries: Iterable[Entry]
     found: frozenset[str] | None = None
     for rank in ranks:
         try:
-            told = json.loads(_file(folder, rank).read_text())
+            told = json.loads(_note_path(folder, rank).read_text())
             names, same = frozenset(told["unread"]), told["mark"] == mark
         except (OSError, ValueError, KeyError):  # it has not told, or nothing that can be relied on
             return frozenset()
@@ -74,6 +78,6 @@ def unread_by_all(folder: Path, ranks: Collection[int], entries: Iterable[Entry]
     return found or frozenset()
 
 
-def _file(folder: Path, rank: int) -> Path:
+def _note_path(folder: Path, rank: int) -> Path:
     """Return where a rank tells; no slot has this name."""
     return folder / f"rank-{rank}.json"

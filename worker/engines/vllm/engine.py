@@ -29,25 +29,25 @@ from rollout_worker.observe import processes
 from rollout_worker.schemas import AbortReason, Capabilities, LogprobsOf, Progress
 
 from . import environment, launch, settings, shutdown, under_ray
-from .intake import check
-from .steering import Steering
-from .streams import Labels
-from .traffic import Traffic
+from .intake import check_request
+from .steering import SchedulerControl
+from .streams import WeightLabels
+from .traffic import VllmRequests
 from .versions import VllmVersions
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_SECONDS = 600.0
+WARM_UP_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(slots=True)
-class _Parts:
+class _VllmParts:
     """What exists once vLLM runs."""
 
-    launched: launch.Launched
-    steering: Steering
+    launched: launch.LaunchedVllm
+    steering: SchedulerControl
     versions: VllmVersions
-    traffic: Traffic
+    traffic: VllmRequests
     pinned: frozenset[str] = frozenset()
 
     @property
@@ -56,22 +56,26 @@ class _Parts:
         return self.steering.running
 
 
-class VllmEngine(EngineAdapter[_Parts]):
+class VllmEngine(EngineAdapter[_VllmParts]):
     """Serves one model with vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         environment.prepare_environment()
         shutdown.prepare_folder()
-        self._settings = settings.parse(options.args, options.gang)
+        self._settings = settings.parse_flags(options.args, options.gang)
         self._before = processes.find_descendants(os.getpid())
         self._standing = processes.StandstillDetector()
-        self.capabilities = _capabilities(options.logprobs, seed=True, strings=True, cache=True)
+        self.capabilities = _make_capabilities(
+            options.logprobs, seed=True, strings=True, cache=True
+        )
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
-        launched = await shutdown.run_start(
-            lambda relay, cancelled: launch.launch(self._options, self._settings, relay, cancelled),
+        launched = await shutdown.start_in_thread(
+            lambda relay, cancelled: launch.launch_vllm(
+                self._options, self._settings, relay, cancelled
+            ),
             report,
             self._give_up,
             self._before,
@@ -79,19 +83,19 @@ class VllmEngine(EngineAdapter[_Parts]):
         report(Progress(message="warming up"))
         try:
             if launched.config.parallel_config.use_ray:
-                launched.adopt(await under_ray.ranks(launched.llm))
-            parts = await self._assemble(launched)
-            await self._prove(parts, report)
+                launched.adopt_ranks(await under_ray.find_rank_processes(launched.llm))
+            parts = await self._assemble_parts(launched)
+            await self._warm_up_and_check(parts, report)
         except (EngineCrashed, TimeoutError) as error:
-            await asyncio.to_thread(shutdown.shut_down, launched)
+            await asyncio.to_thread(shutdown.shut_down_vllm, launched)
             raise EngineError(f"vLLM started, but can't generate: {error}") from error
         except EngineError:
-            await asyncio.to_thread(shutdown.shut_down, launched)
+            await asyncio.to_thread(shutdown.shut_down_vllm, launched)
             raise
         self._parts = parts
         model = launched.model
         chunked = launched.config.scheduler_config.enable_chunked_prefill
-        self.capabilities = _capabilities(
+        self.capabilities = _make_capabilities(
             self._options.logprobs,
             # A seed and a prompt taken in parts end vLLM's core on a CPU.
             seed=not (launched.cpu and chunked),
@@ -99,25 +103,29 @@ class VllmEngine(EngineAdapter[_Parts]):
             cache=bool(launched.config.cache_config.enable_prefix_caching),
         )
         logger.info("serving %s, weights %s", self._options.model, launched.root_hash)
-        return self._describe("vllm", launched.version, model, launched.root_hash, launched.layout)
+        return self._engine_info(
+            "vllm", launched.version, model, launched.root_hash, launched.layout
+        )
 
-    async def _prove(self, parts: _Parts, report: Callable[[Progress], None]) -> None:
+    async def _warm_up_and_check(
+        self, parts: _VllmParts, report: Callable[[Progress], None]
+    ) -> None:
         """Warm up, and see that updates of this model work."""
         launched, options = parts.launched, self._options
         model = launched.model
-        probe = selfcheck.Probe(
+        probe = selfcheck.UpdateProbe(
             parts.traffic.generate, model.vocab_size, model.max_length, options.logprobs
         )
-        async with asyncio.timeout(WARM_UP_SECONDS):
+        async with asyncio.timeout(WARM_UP_TIMEOUT_SECONDS):
             # Long prompts vLLM has tried by itself, to see what memory they take.
             await probe.warm_up(selfcheck.PROMPT_TOKENS)
         if self._settings.self_update_check:
             key = ("vllm", launched.root_hash, options.args, options.dtype)
-            await selfcheck.check_update(probe, parts.versions.reload, report, key)
+            await selfcheck.check_update(probe, parts.versions.reload_checkpoint, report, key)
         await parts.steering.reset_cache()
 
-    async def _assemble(self, launched: launch.Launched) -> _Parts:
-        labels, llm = Labels(), launched.llm
+    async def _assemble_parts(self, launched: launch.LaunchedVllm) -> _VllmParts:
+        labels, llm = WeightLabels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
@@ -126,9 +134,9 @@ class VllmEngine(EngineAdapter[_Parts]):
         # vLLM counts for each of its data-parallel ranks.
         ranks = int(launched.config.parallel_config.data_parallel_size)
         limit = int(launched.config.scheduler_config.max_num_seqs) * ranks
-        steering = Steering(launched, limit, labels)
+        steering = SchedulerControl(launched, limit, labels)
         versions = VllmVersions(launched, steering, labels, self._options)
-        return _Parts(launched, steering, versions, Traffic(launched, steering, labels))
+        return _VllmParts(launched, steering, versions, VllmRequests(launched, steering, labels))
 
     @override
     async def stop(self) -> None:
@@ -136,16 +144,16 @@ class VllmEngine(EngineAdapter[_Parts]):
         self._ended = self._ended or "the engine was stopped"
         parts, self._parts = self._parts, None
         if parts is None:
-            await asyncio.to_thread(shutdown.end_start, self._before)
+            await asyncio.to_thread(shutdown.end_started_processes, self._before)
             return
-        parts.traffic.end()
-        parts.versions.end()
+        parts.traffic.stop_waiting()
+        parts.versions.stop_calling_ranks()
         await parts.versions.close_spill()
-        await asyncio.to_thread(shutdown.shut_down, parts.launched)
+        await asyncio.to_thread(shutdown.shut_down_vllm, parts.launched)
 
     @override
     def validate(self, request: EngineRequest) -> None:
-        check(request, self._require_parts().launched.model)
+        check_request(request, self._require_parts().launched.model)
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
@@ -155,27 +163,27 @@ class VllmEngine(EngineAdapter[_Parts]):
 
     @override
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
-        return await self._require_parts().steering.abort(request_ids, reason)
+        return await self._require_parts().steering.abort_requests(request_ids, reason)
 
     @override
     async def hold_admission(self) -> None:
         steering = self._require_parts().steering
         steering.admission_held = True
-        await steering.await_first_tokens()
+        await steering.wait_for_first_tokens()
         await steering.requeue_unstarted()
 
     @override
     async def pause(self) -> None:
         steering = self._require_parts().steering
-        await steering.await_first_tokens()
+        await steering.wait_for_first_tokens()
         steering.paused = True
-        await steering.settle()
+        await steering.sync_scheduler()
 
     @override
     async def resume(self) -> None:
         steering = self._require_parts().steering
         steering.paused = steering.admission_held = False
-        await steering.settle()
+        await steering.sync_scheduler()
 
     @override
     async def reset_cache(self) -> None:
@@ -199,12 +207,12 @@ class VllmEngine(EngineAdapter[_Parts]):
 
     @override
     def metrics(self) -> str:
-        from .metrics import render
+        from .metrics import render_metrics
 
-        return render() if self._parts is not None else ""
+        return render_metrics() if self._parts is not None else ""
 
 
-def _capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:
+def _make_capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:
     return Capabilities(
         logprobs=(kind,),
         seed=seed,

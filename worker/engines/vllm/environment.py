@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from rollout_worker.engine import Gang
-from rollout_worker.engines.network import address_of, interface_of, own_address
+from rollout_worker.engine import GangMembership
+from rollout_worker.engines.network import find_interface, own_address, resolve_address
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
-from .settings import Settings
+from .settings import VllmSettings
 
 
 def prepare_environment() -> None:
@@ -29,19 +29,19 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def join_gang(gang: Gang, settings: Settings, cancelled: Callable[[], bool]) -> str:
+def join_gang(gang: GangMembership, settings: VllmSettings, cancelled: Callable[[], bool]) -> str:
     """Set what the ranks of this node read of the environment; returns the head's address.
 
     Raises:
         EngineError: there is no way to the head.
         ReadCancelled: `cancelled` said so.
     """
-    leader = address_of(gang.leader, cancelled)
+    leader = resolve_address(gang.leader, cancelled)
     own = own_address(leader)
     os.environ[SLOTS_VARIABLE] = str(gang.slots)
     defaults = {
         "VLLM_HOST_IP": own,
-        "GLOO_SOCKET_IFNAME": interface_of(own),
+        "GLOO_SOCKET_IFNAME": find_interface(own),
         # A step over the network hangs where one on a node fails; longer is the watch's to say.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(max(1, round(settings.step_deadline_seconds))),
     }

@@ -36,12 +36,12 @@ from .under_ray import HEAD_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
-PAGE = mmap.PAGESIZE
-CORE = b"::EngineCore"
+PAGE_BYTES = mmap.PAGESIZE
+CORE_TITLE = b"::EngineCore"
 """What the process that starts the workers calls itself."""
 
 
-def _die_together() -> None:
+def _end_with_parent() -> None:
     """See to it that no process of vLLM outlives ours, however that one ends.
 
     A worker dies with the engine core that started it. The core itself never looks back at its
@@ -54,18 +54,18 @@ def _die_together() -> None:
         if os.getppid() != core:
             os.kill(os.getpid(), signal.SIGKILL)
         return
-    if CORE not in _command_line(core):
+    if CORE_TITLE not in _command_line(core):
         head, _, started = os.environ.get(HEAD_VARIABLE, "").partition(".")
         found = find_process(int(head)) if head else None
         if found is not None and str(found.started) == started:
-            _end_after(found.pid, os.getpid())
+            _kill_after(found.pid, os.getpid())
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
-    _end_after(int(fields[1]), core)
+    _kill_after(int(fields[1]), core)
 
 
-def _end_after(pid: int, also: int) -> None:
+def _kill_after(pid: int, also: int) -> None:
     """Kill a process as soon as another has ended."""
     watched = os.pidfd_open(pid)
 
@@ -86,7 +86,7 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-_die_together()
+_end_with_parent()
 # vLLM imports this before its worker touches the device (vLLM 0.32: `init_worker`, then `init_device`).
 join()
 
@@ -129,7 +129,7 @@ class Extension:
 
         # Which experts are here changes between loads where vLLM balances them.
         settled = not self.vllm_config.parallel_config.enable_eplb
-        with set_current_vllm_config(self.vllm_config), _seen(ticket, settled) as tensors:
+        with set_current_vllm_config(self.vllm_config), _read_watched(ticket, settled) as tensors:
             self.model_runner.reload_weights(weights_iterator=tensors)
             _finish_load(self)
         rank_mappings.check_unchanged(json.loads(ticket))
@@ -145,14 +145,14 @@ class Extension:
     def rollout_map(
         self, where: dict[str, str], size: int, tally: tuple[str, str], borrowed: bool
     ) -> None:
-        """Map a sink before it is loaded, see `rank_mappings.map_ahead`."""
-        rank_mappings.map_ahead(
+        """Map a sink before it is loaded, see `rank_mappings.begin_mapping`."""
+        rank_mappings.begin_mapping(
             where, size, tally, borrowed=borrowed, gpu=self.device.type == "cuda"
         )
 
     def rollout_unmap(self, where: dict[str, str]) -> None:
         """Unmap a sink."""
-        rank_mappings.unmap(where)
+        rank_mappings.close_mappings(where)
 
     def rollout_seed(self, seed: int) -> None:
         """Draw from here on what no other replica and no other data-parallel rank draws.
@@ -169,7 +169,7 @@ class Extension:
         """Give memory back: all of it, or the KV cache."""
         if self.device.type == "cpu":
             if "kv_cache" in tags:
-                _forget(_kv_tensors(self.model_runner))
+                _release_pages(_kv_tensors(self.model_runner))
             if "weights" in tags:
                 _drop_weights(self.model_runner.get_model())
             gc.collect()
@@ -183,14 +183,14 @@ class Extension:
 
     def rollout_pinned_bytes(self, level: int) -> int:
         """Return how much main memory a sleep of a GPU takes here."""
-        return backups.pinned_bytes(_allocations(), level)
+        return backups.count_pinned_bytes(_allocator_entries(), level)
 
     def rollout_forget(self) -> None:
         """Give up what sleep at level 1 keeps of a GPU's weights."""
         worker: Any = self
         models = [self.model_runner.get_model(), worker.get_draft_model()]
         buffers = [b for model in models if model is not None for b in model.buffers()]
-        backups.forget_weights(_allocations(), buffers)
+        backups.drop_weight_backups(_allocator_entries(), buffers)
         torch.accelerator.empty_host_cache()
 
     def rollout_wake(self, tags: list[str]) -> None:
@@ -204,7 +204,7 @@ class Extension:
 
 
 @contextlib.contextmanager
-def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+def _read_watched(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Give what a sink has; a member's rank tells its worker what of it the load left alone.
 
     Args:
@@ -218,10 +218,10 @@ def _seen(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tens
     with ReadWatch(tensors) as watching:
         yield iter(watching)
     told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
-    note_unread(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched)
+    note_unread(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched_names)
 
 
-def _allocations() -> dict[int, Any]:
+def _allocator_entries() -> dict[int, Any]:
     from vllm.device_allocator import get_mem_allocator_instance
 
     allocator: Any = get_mem_allocator_instance()
@@ -273,25 +273,25 @@ def _drop_weights(model: Any) -> None:
     """Give a CPU model's weights back; only a load makes it usable again."""
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
-            module.cpu_linear = _asleep  # the packed copy goes with the old function
-    _forget([parameter.data for parameter in model.parameters()])
+            module.cpu_linear = _raise_asleep  # the packed copy goes with the old function
+    _release_pages([parameter.data for parameter in model.parameters()])
 
 
-def _asleep(*_: object) -> torch.Tensor:
+def _raise_asleep(*_: object) -> torch.Tensor:
     raise RuntimeError("the weights are asleep")
 
 
-def _forget(tensors: list[torch.Tensor]) -> None:
+def _release_pages(tensors: list[torch.Tensor]) -> None:
     """Let the system take the pages of tensors; they are zero when they are touched again."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for start, size in {(s.data_ptr(), s.nbytes()) for s in map(_storage, tensors)}:
-        first = -(-start // PAGE) * PAGE
-        last = (start + size) // PAGE * PAGE
+    for start, size in {(s.data_ptr(), s.nbytes()) for s in map(_tensor_storage, tensors)}:
+        first = -(-start // PAGE_BYTES) * PAGE_BYTES
+        last = (start + size) // PAGE_BYTES * PAGE_BYTES
         if last > first and libc.madvise(
             ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED
         ):
             raise OSError(ctypes.get_errno(), "madvise failed")
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+def _tensor_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()

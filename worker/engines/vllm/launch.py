@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_worker.engine import EngineError, Layout
+from rollout_worker.engine import EngineError, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
-    dtype_of,
-    eos_ids,
-    hash_meanwhile,
-    layout_of,
+    checkpoint_dtype,
+    checkpoint_layout,
     load_tokenizer,
     read_config,
+    read_eos_ids,
+    start_while_hashing,
 )
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.schemas import Progress
@@ -30,21 +30,21 @@ from rollout_worker.sources.files import open_source
 from rollout_worker.turn.sharing import SOCKET
 
 from .environment import join_gang
-from .intake import Model
-from .settings import Settings
-from .shutdown import Report, find_segments, temporary_files
-from .under_ray import announce, check_platform
+from .intake import VllmModel
+from .settings import VllmSettings
+from .shutdown import ReportProgress, find_shared_memory, use_process_folder
+from .under_ray import check_ray_platform, set_head_variable
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "rollout_worker.engines.vllm.extension.Extension"
+EXTENSION_PATH = "rollout_worker.engines.vllm.extension.Extension"
 LOGPROBS_MODES = {"sampling": "processed_logprobs", "raw": "raw_logprobs"}
-TITLE = "VLLM::"
+PROCESS_TITLE = "VLLM::"
 """What vLLM's processes call themselves."""
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
-LEFT_TO_OTHERS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
+SHARED_DEVICE_FLAGS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
 """What gives back more than weights and KV asleep. All-reduces in graphs get a copy, so only devices that are shared
 have it."""
 
@@ -52,20 +52,20 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(slots=True)
-class Steps:
+class StepCounter:
     """How many steps vLLM has reported, and when it did last."""
 
     count: int = 0
     last: float = field(default_factory=time.monotonic)
 
-    def note(self) -> None:
+    def note_step(self) -> None:
         """Count one."""
         self.count += 1
         self.last = time.monotonic()
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedVllm:
     """A running vLLM and what it serves.
 
     `processes`: all that it started, `segments`: the shared memory that they map. `vital`: its core
@@ -74,9 +74,9 @@ class Launched:
 
     llm: Any
     config: Any
-    steps: Steps
-    model: Model
-    layout: Layout
+    steps: StepCounter
+    model: VllmModel
+    layout: WeightsLayout
     root_hash: str
     version: str
     cpu: bool
@@ -84,16 +84,19 @@ class Launched:
     segments: set[str]
     vital: set[ProcessHandle]
 
-    def adopt(self, ranks: set[ProcessHandle]) -> None:
+    def adopt_ranks(self, ranks: set[ProcessHandle]) -> None:
         """Watch over ranks that something else started."""
         self.processes |= ranks
-        self.segments |= find_segments(ranks)
+        self.segments |= find_shared_memory(ranks)
         self.vital |= ranks
 
 
-def launch(
-    options: EngineOptions, settings: Settings, report: Report, cancelled: Callable[[], bool]
-) -> Launched:
+def launch_vllm(
+    options: EngineOptions,
+    settings: VllmSettings,
+    report: ReportProgress,
+    cancelled: Callable[[], bool],
+) -> LaunchedVllm:
     """Start vLLM; its processes are gone again if this raises.
 
     Raises:
@@ -105,19 +108,19 @@ def launch(
     gang, leader = options.gang, None
     if gang is not None:
         leader = join_gang(gang, settings, cancelled)
-    config, cpu = configure(options, settings, leader)
+    config, cpu = make_config(options, settings, leader)
     hf_config = config.model_config.hf_text_config
-    eos = eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
+    eos = read_eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    layout = layout_of(open_source(options.model).entries, tied=tied)
+    layout = checkpoint_layout(open_source(options.model).entries, tied=tied)
 
     before = find_descendants(os.getpid())
-    steps = Steps()
-    llm, root_hash = hash_meanwhile(
+    steps = StepCounter()
+    llm, root_hash = start_while_hashing(
         options.model,
         report,
         cancelled,
-        lambda: _construct(config, steps),
+        lambda: _construct_llm(config, steps),
         lambda it: it.shutdown(),
     )
     try:
@@ -125,7 +128,7 @@ def launch(
     except BaseException:
         llm.shutdown()
         raise
-    model = Model(
+    model = VllmModel(
         max_length=int(config.model_config.max_model_len),
         vocab_size=int(config.model_config.get_vocab_size()),
         eos_token_ids=eos,
@@ -134,8 +137,8 @@ def launch(
     )
     import vllm
 
-    processes = _ours(before)
-    return Launched(
+    processes = _new_processes(before)
+    return LaunchedVllm(
         llm=llm,
         config=config,
         steps=steps,
@@ -145,19 +148,21 @@ def launch(
         version=str(vllm.__version__),
         cpu=cpu,
         processes=processes,
-        segments=find_segments(processes),
-        vital={process for process in processes if process.command_line().startswith(TITLE)},
+        segments=find_shared_memory(processes),
+        vital={
+            process for process in processes if process.command_line().startswith(PROCESS_TITLE)
+        },
     )
 
 
-def _ours(before: set[ProcessHandle]) -> set[ProcessHandle]:
+def _new_processes(before: set[ProcessHandle]) -> set[ProcessHandle]:
     """Return the processes that came since, without Python's own helper of this one."""
     helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
     return {p for p in find_descendants(os.getpid()) - before if p.pid != helper}
 
 
-def configure(
-    options: EngineOptions, settings: Settings, leader: str | None = None
+def make_config(
+    options: EngineOptions, settings: VllmSettings, leader: str | None = None
 ) -> tuple[Any, bool]:
     """Return vLLM's configuration and whether it runs on the CPU; `leader`: a gang's head."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -172,14 +177,14 @@ def configure(
         )
     # Ours go in before vLLM looks at them: offline it would look for its default model.
     flags = argparse.Namespace(**vars(settings.vllm))
-    for name, value in _arguments(options, settings, cpu=cpu).items():
+    for name, value in _engine_arguments(options, settings, cpu=cpu).items():
         setattr(flags, name, value)
     if leader is not None:
         flags.master_addr = leader
     args = AsyncEngineArgs.from_cli_args(flags)
     if args.distributed_executor_backend == "ray":
-        check_platform(current_platform)
-        announce()
+        check_ray_platform(current_platform)
+        set_head_variable()
     try:
         headless = options.gang is not None and options.gang.rank > 0
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
@@ -188,24 +193,26 @@ def configure(
     if cpu:
         # Nothing is worth compiling in eager mode, and it would take a C++ compiler in the image.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        _check_heads(config)
+        _check_head_size(config)
     _check_drafts(config)
     if cpu or options.max_batch_tokens is not None:
-        _size_cache(config, options, settings)
+        _bound_kv_cache(config, options, settings)
     return config, cpu
 
 
-def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict[str, Any]:
+def _engine_arguments(
+    options: EngineOptions, settings: VllmSettings, *, cpu: bool
+) -> dict[str, Any]:
     """Return what this adapter sets, whatever the flags say."""
     ours: dict[str, Any] = {
         "model": str(options.model),
         "tokenizer": str(options.model),
         "skip_tokenizer_init": True,
-        "dtype": options.dtype if options.dtype != "auto" else _dtype(options),
+        "dtype": options.dtype if options.dtype != "auto" else _checkpoint_dtype(options),
         "max_model_len": options.max_length,
         "logprobs_mode": LOGPROBS_MODES[options.logprobs],
         "generation_config": "vllm",
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": EXTENSION_PATH,
         "enable_sleep_mode": not cpu,
         "disable_log_stats": False,
     }
@@ -217,7 +224,7 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
             "distributed_executor_backend": "mp",
         }
     if not cpu and SOCKET in os.environ:
-        ours |= {flag: True for flag in LEFT_TO_OTHERS if flag not in settings.given}
+        ours |= {flag: True for flag in SHARED_DEVICE_FLAGS if flag not in settings.given}
     if not cpu and "distributed_executor_backend" not in settings.given:
         # A single GPU's model would run inside the core, where nobody sees to it that it ends.
         ours["distributed_executor_backend"] = "mp"
@@ -229,9 +236,9 @@ def _arguments(options: EngineOptions, settings: Settings, *, cpu: bool) -> dict
     return ours
 
 
-def _dtype(options: EngineOptions) -> str:
+def _checkpoint_dtype(options: EngineOptions) -> str:
     """Return the checkpoint's dtype; vLLM's own choice would round float32 to bfloat16."""
-    return dtype_of(open_source(options.model).entries) or "auto"
+    return checkpoint_dtype(open_source(options.model).entries) or "auto"
 
 
 def _check_drafts(config: Any) -> None:
@@ -245,7 +252,7 @@ def _check_drafts(config: Any) -> None:
         )
 
 
-def _check_heads(config: Any) -> None:
+def _check_head_size(config: Any) -> None:
     """Refuse what would start healthy and die at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -260,7 +267,7 @@ def _check_heads(config: Any) -> None:
         )
 
 
-def _size_cache(config: Any, options: EngineOptions, settings: Settings) -> None:
+def _bound_kv_cache(config: Any, options: EngineOptions, settings: VllmSettings) -> None:
     """Bound the KV cache: on a CPU vLLM would take nearly all memory, on a GPU the user may."""
     model, cache = config.model_config, config.cache_config
     tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, model.max_model_len)
@@ -279,7 +286,7 @@ def _size_cache(config: Any, options: EngineOptions, settings: Settings) -> None
     cache.kv_cache_memory_bytes = blocks * cache.block_size * token_bytes
 
 
-def _construct(config: Any, steps: Steps) -> Any:
+def _construct_llm(config: Any, steps: StepCounter) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -290,7 +297,7 @@ def _construct(config: Any, steps: Steps) -> Any:
             pass
 
         def record(self, *_: Any, **__: Any) -> None:
-            steps.note()
+            steps.note_step()
 
         def log_engine_initialized(self) -> None:
             pass
@@ -299,7 +306,7 @@ def _construct(config: Any, steps: Steps) -> Any:
             pass
 
     try:
-        with temporary_files():
+        with use_process_folder():
             return AsyncLLM.from_vllm_config(config, stat_loggers=[Watch])
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM did not start: {error}; its own log says why") from error

@@ -13,17 +13,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from rollout_worker.engine import EngineError, Entry, Member, MemberInfo, Sink
+from rollout_worker.engine import EngineError, EngineMember, MemberInfo, Sink, TensorEntry
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.model_folder import hash_meanwhile, layout_of, read_config
+from rollout_worker.engines.model_folder import checkpoint_layout, read_config, start_while_hashing
 from rollout_worker.engines.shared_memory import unread
-from rollout_worker.engines.shared_memory.sinks import open_mapped
+from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
 from rollout_worker.observe import processes
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import open_source
 
 from . import environment, launch, settings, shutdown
-from .shutdown import Report
+from .shutdown import ReportProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class MemberRanks:
     """Process ids of all."""
 
 
-class VllmMember(Member):
+class VllmMember(EngineMember):
     """The `Member` of vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -46,7 +46,7 @@ class VllmMember(Member):
         shutdown.prepare_folder()
         self._options = options
         self._gang = options.gang
-        self._settings = settings.parse(options.args, options.gang)
+        self._settings = settings.parse_flags(options.args, options.gang)
         self._give_up = threading.Event()
         self._before = processes.find_descendants(os.getpid())
         self._standing = processes.StandstillDetector()
@@ -54,7 +54,7 @@ class VllmMember(Member):
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
-        self._ranks = await shutdown.run_start(
+        self._ranks = await shutdown.start_in_thread(
             lambda relay, cancelled: launch_ranks(self._options, self._settings, relay, cancelled),
             report,
             self._give_up,
@@ -63,7 +63,7 @@ class VllmMember(Member):
         return self._ranks.info
 
     @override
-    def unread(self, entries: Sequence[Entry]) -> frozenset[str]:
+    def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
         ranks = set() if self._ranks is None else self._ranks.ids
         return unread.unread_by_all(self._gang.slots, ranks, entries)
 
@@ -71,13 +71,13 @@ class VllmMember(Member):
     async def open_slot(
         self,
         slot: str,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         *,
         on_disk: bool = False,
         unread: Collection[str] = (),
     ) -> Sink:
         spill_dir = self._options.spill_dir or Path(tempfile.gettempdir())
-        return await open_mapped(
+        return await open_mapped_sink(
             entries,
             spill_dir if on_disk else None,
             skip=unread,
@@ -98,13 +98,13 @@ class VllmMember(Member):
     @override
     async def stop(self) -> None:
         self._give_up.set()
-        await asyncio.to_thread(shutdown.end_start, self._before)
+        await asyncio.to_thread(shutdown.end_started_processes, self._before)
 
 
 def launch_ranks(
     options: EngineOptions,
-    flags: settings.Settings,
-    report: Report,
+    flags: settings.VllmSettings,
+    report: ReportProgress,
     cancelled: Callable[[], bool],
 ) -> MemberRanks:
     """Start the ranks of a member's node.
@@ -117,16 +117,16 @@ def launch_ranks(
     read_config(options.model)
     assert options.gang is not None, "a member has a gang"
     leader = environment.join_gang(options.gang, flags, cancelled)
-    config, _ = launch.configure(options, flags, leader)
+    config, _ = launch.make_config(options, flags, leader)
     tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-    layout = layout_of(open_source(options.model).entries, tied=tied)
+    layout = checkpoint_layout(open_source(options.model).entries, tied=tied)
     os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
     if options.gang.in_part:
         os.environ[settings.WATCH_VARIABLE] = "1"
 
     before = processes.find_descendants(os.getpid())
-    executor, root_hash = hash_meanwhile(
-        options.model, report, cancelled, lambda: _executor(config), lambda it: it.shutdown()
+    executor, root_hash = start_while_hashing(
+        options.model, report, cancelled, lambda: _start_executor(config), lambda it: it.shutdown()
     )
     ranks = {worker.proc.pid for worker in executor.workers}
     running = {
@@ -135,12 +135,12 @@ def launch_ranks(
     return MemberRanks(executor, MemberInfo(str(options.model), root_hash, layout), running, ranks)
 
 
-def _executor(config: Any) -> Any:
+def _start_executor(config: Any) -> Any:
     """Start what `vllm serve --headless` starts; its ranks then obey the head's."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     try:
-        with shutdown.temporary_files():
+        with shutdown.use_process_folder():
             return MultiprocExecutor(config, monitor_workers=False)
     except Exception as error:  # what a rank could not do is an exception of just that kind
         raise EngineError(f"vLLM's ranks did not start: {error}; its own log says why") from error

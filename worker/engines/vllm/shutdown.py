@@ -26,26 +26,26 @@ from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import ReadCancelled
 
 if TYPE_CHECKING:
-    from .launch import Launched
+    from .launch import LaunchedVllm
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[Progress], None]
+ReportProgress = Callable[[Progress], None]
 T = TypeVar("T")
 
-VARIABLE = "VLLM_RPC_BASE_PATH"
-FOLDER = "rollout-vllm-"
-SHM = "/dev/shm/"
-OURS = re.compile(SHM + r"(?:psm_|torch_|sem\.mp-)[^/]+")
+SOCKET_FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
+FOLDER_PREFIX = "rollout-vllm-"
+SHM_FOLDER = "/dev/shm/"
+SEGMENT_PATTERN = re.compile(SHM_FOLDER + r"(?:psm_|torch_|sem\.mp-)[^/]+")
 """Names that Python and torch give; weights that lie there, too, are somebody else's."""
 
-STOP_SECONDS = 5
+PROCESS_STOP_SECONDS = 5
 """What vLLM's processes get to end by themselves."""
 
 
-async def run_start(
-    work: Callable[[Report, Callable[[], bool]], T],
-    report: Report,
+async def start_in_thread(
+    work: Callable[[ReportProgress, Callable[[], bool]], T],
+    report: ReportProgress,
     give_up: threading.Event,
     before: Collection[ProcessHandle],
 ) -> T:
@@ -66,8 +66,8 @@ async def run_start(
         raise EngineError("the engine was stopped while it loaded") from None
     except asyncio.CancelledError:
         give_up.set()
-        await asyncio.to_thread(end_start, before)
-        done, _ = await asyncio.wait([starting], timeout=STOP_SECONDS)
+        await asyncio.to_thread(end_started_processes, before)
+        done, _ = await asyncio.wait([starting], timeout=PROCESS_STOP_SECONDS)
         for future in done:
             future.exception()  # looked at: a start that was given up is no unheard error
         raise
@@ -76,23 +76,23 @@ async def run_start(
 def prepare_folder() -> None:
     """Give vLLM a folder for its sockets and files; remove those of workers that were killed."""
     home = Path(tempfile.gettempdir())
-    for folder in home.glob(f"{FOLDER}*"):
-        owner = folder.name.removeprefix(FOLDER)
+    for folder in home.glob(f"{FOLDER_PREFIX}*"):
+        owner = folder.name.removeprefix(FOLDER_PREFIX)
         if owner.isdigit() and not (PROC / owner).exists():
             shutil.rmtree(folder, ignore_errors=True)
-    _folder().mkdir(mode=0o700, exist_ok=True)
+    _process_folder().mkdir(mode=0o700, exist_ok=True)
     # vLLM may remember the value, so it is the same for every engine of this process.
-    os.environ[VARIABLE] = str(_folder())
+    os.environ[SOCKET_FOLDER_VARIABLE] = str(_process_folder())
 
 
 @contextlib.contextmanager
-def temporary_files() -> Iterator[None]:
+def use_process_folder() -> Iterator[None]:
     """Let processes that are started meanwhile keep their temporary files in that folder, too.
 
     vLLM's executor makes one for its processes to meet, and removes it never.
     """
     before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(_folder())
+    os.environ["TMPDIR"] = str(_process_folder())
     try:
         yield
     finally:
@@ -101,51 +101,51 @@ def temporary_files() -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
-def find_segments(processes: Iterable[ProcessHandle]) -> set[str]:
+def find_shared_memory(processes: Iterable[ProcessHandle]) -> set[str]:
     """Return the paths of the shared memory that these processes map."""
     found: set[str] = set()
     for process in processes:
         with contextlib.suppress(OSError):
             maps = (PROC / str(process.pid) / "maps").read_text()
-            found.update(word for word in maps.split() if OURS.fullmatch(word))
+            found.update(word for word in maps.split() if SEGMENT_PATTERN.fullmatch(word))
     return found
 
 
 def remove_leftovers(shared: Iterable[str]) -> None:
     """Remove sockets and files, and these segments as far as they are still there. Blocks."""
-    shutil.rmtree(_folder(), ignore_errors=True)
+    shutil.rmtree(_process_folder(), ignore_errors=True)
     for path in shared:
         # By Python's own way first: its tracker would miss a segment that it knows.
         with contextlib.suppress(OSError, ValueError):
-            segment = SharedMemory(path.removeprefix(SHM))
+            segment = SharedMemory(path.removeprefix(SHM_FOLDER))
             segment.close()
             segment.unlink()
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
-def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"{FOLDER}{os.getpid()}"
+def _process_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"{FOLDER_PREFIX}{os.getpid()}"
 
 
-def end_start(before: Collection[processes.ProcessHandle]) -> None:
+def end_started_processes(before: Collection[processes.ProcessHandle]) -> None:
     """End what began since `before`; without its processes a start fails at once."""
     began = processes.find_descendants(os.getpid()) - set(before)
-    shared = find_segments(began)
-    processes.kill_processes(began, float(STOP_SECONDS))
+    shared = find_shared_memory(began)
+    processes.kill_processes(began, float(PROCESS_STOP_SECONDS))
     remove_leftovers(shared)
 
 
-def shut_down(launched: Launched) -> None:
+def shut_down_vllm(launched: LaunchedVllm) -> None:
     """End vLLM and whatever it left."""
     mine = launched.processes
     mine |= {p for known in mine for p in processes.find_descendants(known.pid)}
-    shared = launched.segments | find_segments(mine)
+    shared = launched.segments | find_shared_memory(mine)
     try:
-        launched.llm.shutdown(timeout=STOP_SECONDS)
+        launched.llm.shutdown(timeout=PROCESS_STOP_SECONDS)
     except Exception:  # whatever it was, its processes are ended below
         logger.exception("vLLM did not shut down in order")
-    left = processes.kill_processes(mine, float(STOP_SECONDS))
+    left = processes.kill_processes(mine, float(PROCESS_STOP_SECONDS))
     if left:
         logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
     remove_leftovers(shared)

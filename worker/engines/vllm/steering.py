@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import AbortReason, MemoryTag
 
-from .launch import Launched
-from .streams import Labels, Stream
+from .launch import LaunchedVllm
+from .streams import VllmStream, WeightLabels
 
-FIRST_TOKEN_SECONDS = 1.0
+FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
 
 
-class Steering:
+class SchedulerControl:
     """Controls vLLM's scheduler: it steps unless it is paused or frozen, or memory is asleep.
 
     Args:
@@ -26,10 +26,12 @@ class Steering:
         labels: Which weights made which token.
     """
 
-    def __init__(self, launched: Launched, limit: int, labels: Labels) -> None:
+    def __init__(self, launched: LaunchedVllm, limit: int, labels: WeightLabels) -> None:
         self._llm = launched.llm
         self._steps = launched.steps
-        self._queue = AdmissionQueue[Stream](lambda _: len(self._admitted) < limit, self._admit)
+        self._queue = AdmissionQueue[VllmStream](
+            lambda _: len(self._admitted) < limit, self._admit_stream
+        )
         self._admitted: set[str] = set()
         self._labels = labels
         self._lock = asyncio.Lock()
@@ -42,7 +44,7 @@ class Steering:
         self.admission_held = False
         self.broken = False  # half of other weights is loaded: no step may be made any more
         self.asleep: set[MemoryTag] = set()
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, VllmStream] = {}
         self._begun: set[str] = set()
         self._all_begun = asyncio.Event()  # all that are in vLLM have begun
 
@@ -51,7 +53,7 @@ class Steering:
         """Ids of the outputs that vLLM may have."""
         return frozenset(self._admitted)
 
-    async def wait_for_admission(self, stream: Stream) -> None:
+    async def wait_for_admission(self, stream: VllmStream) -> None:
         """Wait until vLLM may have an output; a cancelled one gives its place up."""
         stream.admission = asyncio.get_running_loop().create_future()
         self._queue.add_request(stream)
@@ -59,14 +61,14 @@ class Steering:
         try:
             await stream.admission
         except asyncio.CancelledError:
-            self._release([stream.name])
+            self._release_admitted([stream.name])
             raise
 
-    def _admit(self, stream: Stream) -> None:
+    def _admit_stream(self, stream: VllmStream) -> None:
         self._admitted.add(stream.name)
         stream.stop_waiting()
 
-    def _release(self, names: Collection[str]) -> None:
+    def _release_admitted(self, names: Collection[str]) -> None:
         self._admitted.difference_update(names)
         self._queue.admit_requests()
 
@@ -75,21 +77,21 @@ class Steering:
         """Whether steps are wanted now."""
         return not (self.paused or self._frozen or self.asleep or self.broken)
 
-    async def settle(self) -> None:
+    async def sync_scheduler(self) -> None:
         """Bring vLLM to what is wanted; returns once no step runs, if none may."""
         async with self._lock:
             self._queue.is_open = self.may_step and not self.admission_held
             self._queue.admit_requests()
             core = self._llm.engine_core
             if not self.may_step and not self._stopped:
-                await self._order(core.pause_scheduler_async(mode="keep", clear_cache=False))
+                await self._await_order(core.pause_scheduler_async(mode="keep", clear_cache=False))
                 self._stopped = True
             elif self.may_step and self._stopped:
-                await self._order(core.resume_scheduler_async())
+                await self._await_order(core.resume_scheduler_async())
                 self._stopped = False
                 self._steps.last = time.monotonic()
 
-    async def _order(self, order: Awaitable[object]) -> None:
+    async def _await_order(self, order: Awaitable[object]) -> None:
         self._ordered_at = time.monotonic()
         try:
             await order
@@ -107,18 +109,18 @@ class Steering:
         return self._steps.last if self._admitted and not self._stopped else None
 
     @asynccontextmanager
-    async def frozen(self) -> AsyncIterator[None]:
+    async def hold_steps(self) -> AsyncIterator[None]:
         """Keep vLLM from stepping inside the block."""
         self._frozen += 1
         try:
-            await self.settle()
+            await self.sync_scheduler()
             yield
         finally:
             self._frozen -= 1
             if not self.broken:
-                await self.settle()
+                await self.sync_scheduler()
 
-    async def await_first_tokens(self) -> None:
+    async def wait_for_first_tokens(self) -> None:
         """Admit nothing more, and give what runs a moment to get its first token.
 
         An output that has none when weights change goes back to the queue, and its prefill was in vain.
@@ -127,7 +129,7 @@ class Steering:
         self._all_begun.clear()
         if not (self._stopped or self._admitted <= self._begun):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_TOKEN_SECONDS):
+                async with asyncio.timeout(FIRST_TOKEN_TIMEOUT_SECONDS):
                     await self._all_begun.wait()
 
     def note_begun(self, name: str) -> None:
@@ -140,7 +142,7 @@ class Steering:
         """Note that an output has ended, however it did."""
         del self.streams[name]
         self._begun.discard(name)
-        self._release([name])
+        self._release_admitted([name])
         if self._admitted <= self._begun:
             self._all_begun.set()
 
@@ -154,15 +156,15 @@ class Steering:
         ]
         for stream in early:
             stream.returned = True
-        self._release([stream.name for stream in early])
-        await self._remove(early)
+        self._release_admitted([stream.name for stream in early])
+        await self._remove_from_vllm(early)
 
-    async def _remove(self, streams: Collection[Stream]) -> None:
+    async def _remove_from_vllm(self, streams: Collection[VllmStream]) -> None:
         inside = [stream.inside for stream in streams if stream.inside is not None]
         if inside:
             await self._llm.abort(inside, internal=True)
 
-    async def abort(self, names: Collection[str] | None, reason: AbortReason) -> set[str]:
+    async def abort_requests(self, names: Collection[str] | None, reason: AbortReason) -> set[str]:
         """End outputs with what they have; None: all. Returns the names that were known."""
         wanted = list(self.streams) if names is None else names
         known = [self.streams[name] for name in wanted if name in self.streams]
@@ -170,15 +172,15 @@ class Steering:
         for stream in known:
             stream.aborting = stream.aborting or reason
             stream.stop_waiting()
-        await self._remove(known)
+        await self._remove_from_vllm(known)
         return {stream.name for stream in known}
 
     @property
-    def kv_lost(self) -> bool:
+    def is_kv_lost(self) -> bool:
         """Whether no step was made since all KV was forgotten."""
         return self._lost_at == self._steps.count
 
-    async def lose_kv(self) -> None:
+    async def drop_kv(self) -> None:
         """Forget all KV; what runs is prefilled again."""
         await self._llm.engine_core.reset_prefix_cache_async(True, False)
         self._lost_at = self._steps.count
@@ -188,6 +190,6 @@ class Steering:
         self._cache += 1
         await self._llm.engine_core.reset_prefix_cache_async(False, False)
 
-    def salt(self, given: str | None) -> str:
+    def cache_salt(self, given: str | None) -> str:
         """Return the salt under which an output may share prefixes: never another commit's."""
         return f"{self._labels.current}.{self._cache}:{given or ''}"

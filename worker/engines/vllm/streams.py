@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker
-from rollout_worker.engines.weight_versions import Change, spans_within
+from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,
@@ -21,11 +21,11 @@ from rollout_worker.schemas import (
     WeightsSpan,
 )
 
-Ending = tuple[StopReason, StopMatch | None, AbortReason | None]
-BROKEN: Ending = (StopReason.ABORTED, None, AbortReason.ENGINE)
+OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
+NOT_FINITE_ENDING: OutputEnding = (StopReason.ABORTED, None, AbortReason.ENGINE)
 
 
-class Labels:
+class WeightLabels:
     """Which weights made which token: the labels given so far, one a commit.
 
     vLLM stamps the outputs of every step with a label that is set at a commit, while nothing steps,
@@ -39,21 +39,21 @@ class Labels:
         self.current = "0"
 
     @property
-    def identity(self) -> WeightsId:
+    def current_weights(self) -> WeightsId:
         """The weights that the current label stands for."""
         return self._meanings[self.current][0]
 
-    def next(self, identity: WeightsId, *, kept: bool) -> str:
+    def make_label(self, identity: WeightsId, *, kept: bool) -> str:
         """Make the label of a new commit; it becomes current with `adopt`."""
         label = str(int(self.current) + 1)
         self._meanings[label] = (identity, kept)
         return label
 
-    def adopt(self, label: str) -> None:
+    def adopt_label(self, label: str) -> None:
         """Make a label the current one: vLLM stamps it from now on."""
         self.current = label
 
-    def spans(
+    def token_spans(
         self, starts: Sequence[tuple[str, int]], begin: int, end: int
     ) -> tuple[WeightsSpan, ...]:
         """Return the spans of the tokens [begin, end) of an output.
@@ -61,7 +61,7 @@ class Labels:
         `starts`: (label, index of its first token) in order. KV is stale in tokens of a later
         label than the output's first one, unless it was computed again at the commit.
         """
-        changes: list[Change] = []
+        changes: list[WeightsChange] = []
         for index, (label, start) in enumerate(starts):
             identity, kept = self._meanings[label]
             changes.append((start, identity, kept and index > 0))
@@ -69,7 +69,7 @@ class Labels:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class VllmStream:
     """The reader's end of one output.
 
     `admission`: done once it may go to vLLM, or must not wait for that any more. `inside`: vLLM's id
@@ -107,16 +107,22 @@ class Stream:
         if self.admission is not None and not self.admission.done():
             self.admission.set_result(None)
 
-    def take(self, output: Any, labels: Labels) -> EngineDelta:
+    def take_output(self, output: Any, labels: WeightLabels) -> EngineDelta:
         """Turn what vLLM gave into a delta; the last one sets `ended`."""
         completion = output.outputs[0]
         tokens: Sequence[int] = completion.token_ids
-        logprobs = None if self.request.logprobs is None else _logprobs(completion, len(tokens))
-        starts = self._starts(completion)
-        count, ending = self._cut(tokens, logprobs)
-        bad = self._weights_of(self.produced + count, starts, labels) if ending is BROKEN else None
+        logprobs = (
+            None if self.request.logprobs is None else _sampled_logprobs(completion, len(tokens))
+        )
+        starts = self._label_starts(completion)
+        count, ending = self._cut_tokens(tokens, logprobs)
+        bad = (
+            self._token_weights(self.produced + count, starts, labels)
+            if ending is NOT_FINITE_ENDING
+            else None
+        )
         if ending is None:
-            ending = self._ending(completion)
+            ending = self._vllm_ending(completion)
         if self.state is not None and self.state.stats is not None:
             self.preemptions = self.state.stats.num_preemptions
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
@@ -126,46 +132,46 @@ class Stream:
         return EngineDelta(
             token_ids=tuple(tokens[:count]),
             logprobs=None if logprobs is None else tuple(logprobs[:count]),
-            spans=labels.spans(starts, begin, self.produced),
+            spans=labels.token_spans(starts, begin, self.produced),
             stop_reason=reason,
             stop_match=match,
             abort_reason=abort,
             not_finite=bad,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
-            queued_seconds=self._queued(),
+            queued_seconds=self._queued_seconds(),
         )
 
-    def _weights_of(
-        self, index: int, starts: Sequence[tuple[str, int]], labels: Labels
+    def _token_weights(
+        self, index: int, starts: Sequence[tuple[str, int]], labels: WeightLabels
     ) -> WeightsId:
         """Return the weights that made the token at an index."""
-        for span in labels.spans(starts, index, index + 1):
+        for span in labels.token_spans(starts, index, index + 1):
             return WeightsId(epoch=span.epoch, version=span.version)
-        return labels.identity
+        return labels.current_weights
 
-    def _starts(self, completion: Any) -> list[tuple[str, int]]:
+    def _label_starts(self, completion: Any) -> list[tuple[str, int]]:
         """Return where each label of weights began; a state is gone only with the last output."""
         if self.state is not None:
             starts: list[tuple[str, int]] = self.state.weight_version_starts
             return starts
         return [(span.version, span.start) for span in completion.weight_versions or ()]
 
-    def _cut(
+    def _cut_tokens(
         self, tokens: Sequence[int], logprobs: Sequence[float] | None
-    ) -> tuple[int, Ending | None]:
+    ) -> tuple[int, OutputEnding | None]:
         """Return how many tokens count, and why it ends with the last of them, if we say so."""
         for index, token in enumerate(tokens):
             if logprobs is not None and not math.isfinite(logprobs[index]):
-                return index, BROKEN
+                return index, NOT_FINITE_ENDING
             if self.stops is None:
                 continue
-            verdict = self.stops.check(token, self.produced + index + 1)
+            verdict = self.stops.check_token(token, self.produced + index + 1)
             if verdict is not None:
                 return index + 1, (*verdict, None)
         return len(tokens), None
 
-    def _ending(self, completion: Any) -> Ending | None:
+    def _vllm_ending(self, completion: Any) -> OutputEnding | None:
         """Return why vLLM ended it."""
         match completion.finish_reason:
             case None:
@@ -177,10 +183,10 @@ class Stream:
             case _:
                 return StopReason.ABORTED, None, self.aborting or AbortReason.ENGINE
 
-    def _queued(self) -> float:
+    def _queued_seconds(self) -> float:
         return (self.started or time.monotonic()) - self.entered
 
-    def aborted(self, reason: AbortReason) -> EngineDelta:
+    def make_aborted_delta(self, reason: AbortReason) -> EngineDelta:
         """Return the last delta of an output that vLLM does not have."""
         self.ended = True
         return EngineDelta(
@@ -191,11 +197,11 @@ class Stream:
             abort_reason=reason,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
-            queued_seconds=self._queued(),
+            queued_seconds=self._queued_seconds(),
         )
 
 
-def _logprobs(completion: Any, count: int) -> list[float]:
+def _sampled_logprobs(completion: Any, count: int) -> list[float]:
     """Return the log-probabilities of the sampled tokens; each position holds just that one."""
     if not count:
         return []

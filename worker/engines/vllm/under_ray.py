@@ -15,13 +15,13 @@ from rollout_worker.engine import EngineError
 from rollout_worker.observe.processes import ProcessHandle, find_process
 from rollout_worker.turn.sharing import SOCKET
 
-FLAG = "engine.args: --distributed-executor-backend ray"
+RAY_FLAG = "engine.args: --distributed-executor-backend ray"
 HEAD_VARIABLE = "ROLLOUT_VLLM_HEAD"
 """Tells ranks that Ray started which process to end with: its id and start time."""
 EXECUTOR_VARIABLE = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
-def check_flags(parsed: argparse.Namespace) -> None:
+def check_ray_flags(parsed: argparse.Namespace) -> None:
     """Refuse what Ray would do behind the worker's back.
 
     Raises:
@@ -36,20 +36,20 @@ def check_flags(parsed: argparse.Namespace) -> None:
         return
     if SOCKET in os.environ:
         raise EngineError(
-            f"{FLAG}: ranks that Ray starts can't share the turn for the devices (--turn-devices): use mp"
+            f"{RAY_FLAG}: ranks that Ray starts can't share the turn for the devices (--turn-devices): use mp"
         )
     if parsed.data_parallel_size > 1:
-        raise EngineError(f"{FLAG}: set parallelism.data to 1 and raise spec.replicas")
+        raise EngineError(f"{RAY_FLAG}: set parallelism.data to 1 and raise spec.replicas")
     if os.environ.get(EXECUTOR_VARIABLE, "1") == "0":
         raise EngineError(
             f"engine.env: {EXECUTOR_VARIABLE}=0 chooses an executor that notices no dead rank:"
             " leave it out"
         )
     if importlib.util.find_spec("ray") is None:
-        raise EngineError(f"{FLAG}: Ray is not installed here: add it to the image, or use mp")
+        raise EngineError(f"{RAY_FLAG}: Ray is not installed here: add it to the image, or use mp")
 
 
-def check_platform(platform: Any) -> None:
+def check_ray_platform(platform: Any) -> None:
     """Refuse a device that Ray doesn't schedule.
 
     Raises:
@@ -57,18 +57,18 @@ def check_platform(platform: Any) -> None:
     """
     if not platform.ray_device_key:
         raise EngineError(
-            f"{FLAG}: vLLM has no ranks under Ray on {platform.device_name}: leave it out"
+            f"{RAY_FLAG}: vLLM has no ranks under Ray on {platform.device_name}: leave it out"
         )
 
 
-def announce() -> None:
+def set_head_variable() -> None:
     """Let ranks that are started from now on know whom to end with."""
     own = find_process(os.getpid())
     assert own is not None, "this process is there"
     os.environ[HEAD_VARIABLE] = f"{own.pid}.{own.started}"
 
 
-async def ranks(llm: Any) -> set[ProcessHandle]:
+async def find_rank_processes(llm: Any) -> set[ProcessHandle]:
     """Return the processes of all ranks, once each has read this process's memory.
 
     Raises:
@@ -86,7 +86,7 @@ async def ranks(llm: Any) -> set[ProcessHandle]:
     for rank, process in enumerate(found):
         if process is None:
             raise EngineError(
-                f"{FLAG}: Ray put rank {rank} where it can't read the worker's memory: have all"
+                f"{RAY_FLAG}: Ray put rank {rank} where it can't read the worker's memory: have all"
                 " ranks in the worker's own container, of as many GPUs, or set parallelism.nodes and"
                 " use mp"
             )

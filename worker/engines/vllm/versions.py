@@ -14,23 +14,34 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from rollout_worker.engine import EngineCrashed, Entry, Given, KvPolicy, Refill, Sink
+from rollout_worker.engine import (
+    EngineCrashed,
+    GivenWeights,
+    KvPolicy,
+    Sink,
+    TensorEntry,
+    WeightsRefill,
+)
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging import check_memory_left
 from rollout_worker.engines.weight_versions import RankVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 
-from .launch import Launched
-from .steering import Steering
-from .streams import Labels
+from .launch import LaunchedVllm
+from .steering import SchedulerControl
+from .streams import WeightLabels
 
 
 class VllmVersions(RankVersions):
     """The weights of one running vLLM; at sleep level 1 a CPU keeps its copy in a file."""
 
     def __init__(
-        self, launched: Launched, steering: Steering, labels: Labels, options: EngineOptions
+        self,
+        launched: LaunchedVllm,
+        steering: SchedulerControl,
+        labels: WeightLabels,
+        options: EngineOptions,
     ) -> None:
         super().__init__(options, steering.asleep)
         self._launched = launched
@@ -42,10 +53,14 @@ class VllmVersions(RankVersions):
 
     @override
     async def open_slot(
-        self, entries: Sequence[Entry], *, on_disk: bool = False, given: Given | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
     ) -> Sink:
         gang, spill_dir = self._options.gang, self._options.spill_dir
-        return await open_mapped(
+        return await open_mapped_sink(
             entries,
             (spill_dir or Path(tempfile.gettempdir())) if on_disk else None,
             slots=None if gang is None else gang.slots,
@@ -55,40 +70,40 @@ class VllmVersions(RankVersions):
         )
 
     @override
-    async def _switch(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
+    async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
         """Load, then label; nothing steps meanwhile."""
         steering = self._steering
-        async with steering.frozen():
+        async with steering.hold_steps():
             await steering.requeue_unstarted()
-            kept = kv == "keep" and not steering.kv_lost
+            kept = kv == "keep" and not steering.is_kv_lost
             if not kept:
-                await steering.lose_kv()
-            await self._load("rollout_load", sink.ticket())
+                await steering.drop_kv()
+            await self._load_weights("rollout_load", sink.make_ticket())
             self._mark_loaded()
-            label = self._labels.next(identity, kept=kept)
+            label = self._labels.make_label(identity, kept=kept)
             await self._launched.llm.engine_core.set_weight_version_async(label)
-            self._labels.adopt(label)
+            self._labels.adopt_label(label)
 
-    async def reload(self) -> None:
+    async def reload_checkpoint(self) -> None:
         """Load the checkpoint once more as a commit loads a version; nothing runs.
 
         Raises:
             EngineCrashed: vLLM failed at it.
         """
-        async with self._lock, self._steering.frozen():
-            await self._steering.lose_kv()
-            await self._load("rollout_reload")
+        async with self._lock, self._steering.hold_steps():
+            await self._steering.drop_kv()
+            await self._load_weights("rollout_reload")
 
-    async def _load(self, method: str, *args: object) -> None:
+    async def _load_weights(self, method: str, *args: object) -> None:
         """Let the workers load; a failure leaves them with halves of two versions."""
         self._steering.broken = True
         try:
-            await self._call(method, *args)
+            await self._call_workers(method, *args)
         except Exception as error:
             raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
         self._steering.broken = False
 
-    async def _call(self, method: str, *args: object) -> list[Any]:
+    async def _call_workers(self, method: str, *args: object) -> list[Any]:
         found: list[Any] = await self._launched.llm.collective_rpc(method, args=args)
         return found
 
@@ -102,8 +117,8 @@ class VllmVersions(RankVersions):
         return int(parallel.world_size) * int(parallel.data_parallel_size)
 
     @override
-    def _no_steps(self, what: str) -> AbstractAsyncContextManager[None]:
-        return self._steering.frozen()
+    def _without_steps(self, what: str) -> AbstractAsyncContextManager[None]:
+        return self._steering.hold_steps()
 
     @override
     def _linked_to_sleep(self, tags: set[MemoryTag]) -> set[MemoryTag]:
@@ -120,7 +135,7 @@ class VllmVersions(RankVersions):
 
     @override
     async def _prepare_sleep(
-        self, level: Literal[1, 2], tags: set[MemoryTag], refill: Refill
+        self, level: Literal[1, 2], tags: set[MemoryTag], refill: WeightsRefill
     ) -> None:
         if "weights" not in tags:
             return
@@ -134,28 +149,28 @@ class VllmVersions(RankVersions):
     async def _pinned_bytes(self, level: int) -> int:
         """Return how much main memory the ranks of this node take together to sleep at this level."""
         parallel = self._launched.config.parallel_config  # vLLM answers for one data-parallel rank
-        once = sum(await self._call("rollout_pinned_bytes", level))
+        once = sum(await self._call_workers("rollout_pinned_bytes", level))
         return int(once) * int(parallel.data_parallel_size) // self._nodes
 
     @override
-    async def _release(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+    async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
         self._asleep |= tags  # also if it fails below: no step may follow
         await self._steering.requeue_unstarted()
-        await self._steering.lose_kv()
-        await self._call("rollout_release", level, sorted(tags))
+        await self._steering.drop_kv()
+        await self._call_workers("rollout_release", level, sorted(tags))
 
     @override
     async def _drop_copy(self) -> None:
         if not self._launched.cpu:
-            await self._call("rollout_forget")
+            await self._call_workers("rollout_forget")
         await self.close_spill()
 
     @override
-    async def _retake(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
-        await self._call("rollout_wake", sorted(tags))
+    async def _retake_memory(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
+        await self._call_workers("rollout_wake", sorted(tags))
         source = sink or (self._spill if "weights" in tags else None)
         if source is not None:
-            await self._load("rollout_load", source.ticket())
+            await self._load_weights("rollout_load", source.make_ticket())
             await self.close_spill()
         self._cache_follows = self._cache_follows and "kv_cache" not in tags
 

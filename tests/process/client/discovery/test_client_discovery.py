@@ -17,8 +17,8 @@ from rollout_client import AsyncRolloutPool, ClusterError, Hook, NoReplica
 from rollout_client.discovery.dns import DnsDiscovery
 from rollout_client.discovery.endpoints import EndpointDiscovery, members_of_slices
 from rollout_client.discovery.members import Discovery, Member, Publish
-from rollout_client.kube.access import access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import load_access
+from rollout_client.kube.client import ClusterClient
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
 
@@ -101,7 +101,7 @@ async def test_a_forgotten_watch_lists_again_and_leaves_no_ghost(tmp_path: Path)
     async with loopback() as server:
         first = [of("a", endpoint("10.0.0.1", "p0"))]
         api(server, first, 500, [of("b", endpoint("10.0.0.2", "p1"))])
-        kube = Kube(access(kubeconfig(tmp_path, server.url)))
+        kube = ClusterClient(load_access(kubeconfig(tmp_path, server.url)))
         discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
         async with running(discovery, seen):
             await until(lambda: ["p1"] in seen.sets, what="the second list")
@@ -115,7 +115,7 @@ async def test_a_forgotten_watch_lists_again_and_leaves_no_ghost(tmp_path: Path)
 async def test_trouble_is_told_and_what_was_known_stays(tmp_path: Path) -> None:
     async with loopback() as server:
         api(server, [of("a", endpoint("10.0.0.1", "p0"))], 403)
-        kube = Kube(access(kubeconfig(tmp_path, server.url)))
+        kube = ClusterClient(load_access(kubeconfig(tmp_path, server.url)))
         discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
         async with running(discovery, seen):
             await until(lambda: discovery.trouble, what="trouble")
@@ -143,7 +143,7 @@ async def test_no_answer_ends_discovery(tmp_path: Path, broken: Any, said: str) 
                 await pool.wait_serving(seconds=1.5)
             api(server, [of("a", endpoint("10.0.0.1", "p0"))])
             await until(lambda: pool.members, what="the members after it")
-            assert said not in pool._trouble()
+            assert said not in pool._discovery_trouble()
 
 
 async def test_an_unreadable_token_is_told_and_read_again(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_an_unreadable_token_is_told_and_read_again(tmp_path: Path) -> Non
         document = json.loads(path.read_text())
         document["users"][0]["user"] = {"tokenFile": "token"}
         path.write_text(json.dumps(document))
-        kube = Kube(access(path))
+        kube = ClusterClient(load_access(path))
         discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
         async with running(discovery, seen):
             await until(lambda: "token" in discovery.trouble, what="trouble")
@@ -168,7 +168,7 @@ async def test_an_unreadable_token_is_told_and_read_again(tmp_path: Path) -> Non
 async def test_watches_that_end_at_once_are_not_followed_without_a_pause(tmp_path: Path) -> None:
     async with loopback() as server:
         api(server, [of("a", endpoint("10.0.0.1", "p0"))])
-        kube = Kube(access(kubeconfig(tmp_path, server.url)))
+        kube = ClusterClient(load_access(kubeconfig(tmp_path, server.url)))
         async with running(EndpointDiscovery(kube, "math", "train"), Recorder()):
             began = asyncio.get_running_loop().time()
             await until(lambda: len(server.requests) >= 8, what="the fourth list")
@@ -198,8 +198,10 @@ async def test_a_hook_that_raises_does_not_end_discovery() -> None:
                 raise RuntimeError("no room for another series")
 
     async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"], hook=Odd()) as pool:
-        await until(lambda: "no room for another series" in pool._trouble(), what="trouble")
-        await until(lambda: pool._trouble() == "", what="the second try")
+        await until(
+            lambda: "no room for another series" in pool._discovery_trouble(), what="trouble"
+        )
+        await until(lambda: pool._discovery_trouble() == "", what="the second try")
 
 
 async def test_a_name_that_no_name_can_be_is_said() -> None:
@@ -272,24 +274,24 @@ def test_a_kubeconfig_that_cannot_be_used_says_why(
     path = kubeconfig(tmp_path, "http://127.0.0.1:1")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ClusterError, match=said):
-        access(path)
+        load_access(path)
 
 
 @pytest.mark.parametrize("text", ["a: [", "{'current-context': c, contexts: [c]}", "none"])
 def test_nor_one_that_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
     (tmp_path / "kubeconfig").write_text(text)
     with pytest.raises(ClusterError, match=f"{tmp_path}/kubeconfig can't be used"):
-        access(tmp_path / "kubeconfig")
+        load_access(tmp_path / "kubeconfig")
 
 
 def test_a_service_account_that_lacks_a_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("t")
-    monkeypatch.setattr("rollout_client.kube.access.ACCOUNT", tmp_path)
+    monkeypatch.setattr("rollout_client.kube.access.SERVICE_ACCOUNT_DIR", tmp_path)
     monkeypatch.delenv("KUBECONFIG", raising=False)
     with pytest.raises(ClusterError, match="the service account can't be used"):
-        access()
+        load_access()
 
 
 def test_a_kubeconfig_may_be_yaml_with_a_token_file(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_a_kubeconfig_may_be_yaml_with_a_token_file(tmp_path: Path) -> None:
     document["users"][0]["user"] = {"tokenFile": "token"}
     document["contexts"][0]["context"]["namespace"] = "train"
     path.write_text(yaml.safe_dump(document))
-    found = access(path)
+    found = load_access(path)
     assert (found.server, found.namespace, found.token()) == (
         "http://127.0.0.1:1",
         "train",

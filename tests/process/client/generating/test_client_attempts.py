@@ -125,7 +125,7 @@ async def test_tokens_of_weights_that_are_gone_are_dropped_or_handed_over(
     pool: AsyncRolloutPool, worker: ScriptedWorker, policy: Literal["restart", "fail"]
 ) -> None:
     async def commit(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        pool._saw_weights(worker.url, WeightsId(epoch=0, version=5))
+        pool._note_weights(worker.url, WeightsId(epoch=0, version=5))
         return await tokens([], "aborted", abort="weights")(request, body)
 
     worker.steps = [tokens([1], "aborted", 4, abort="weights"), commit, tokens([2], "stop", 5)]
@@ -148,7 +148,7 @@ async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
 ) -> None:
     async with asyncio.timeout(5):
         await pool.wait_serving()
-    pool._saw_weights(worker.url, WeightsId(epoch=0, version=5))
+    pool._note_weights(worker.url, WeightsId(epoch=0, version=5))
     for policy in ("continue", "restart"):
         with pytest.raises(RequestRefused, match="beyond the exact version 4"):
             await pool.generate(PROMPT, exact_version=4, on_version_change=policy)

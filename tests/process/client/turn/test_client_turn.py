@@ -26,8 +26,8 @@ from rollout_client import (
 )
 from rollout_client.steering import cluster
 from rollout_client.turn import local_turn, locks
-from rollout_client.turn.plan import Plan
-from rollout_client.turn.session import Session
+from rollout_client.turn.plan import TurnPlan
+from rollout_client.turn.session import TurnSession
 from rollout_worker.turn import Turn, TurnTimeout, memory
 from rollout_worker.turn.files import holders
 from tests.support.loopback import kubeconfig, loopback
@@ -58,7 +58,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("ROLLOUT_TURN_DEVICES", ",".join(GPUS))
     monkeypatch.setenv("ROLLOUT_TURN_HOLDER", "trainer-0")
     yield folder
-    for turns in locks._idle.values():  # of blocks that ended with an error: till this process ends
+    for (
+        turns
+    ) in locks._idle_turns.values():  # of blocks that ended with an error: till this process ends
         for turn in turns:
             turn.give()
 
@@ -171,9 +173,9 @@ async def test_what_an_error_left_is_not_given_by_a_turn_that_is_not_had(directo
     with pytest.raises(ZeroDivisionError), local_turn():
         raise ZeroDivisionError
     votes = iter([True, True, False])
-    session = Session(None, Plan(world=2, agree=lambda _: next(votes)), locks_of_nobody)
+    session = TurnSession(None, TurnPlan(world=2, agree=lambda _: next(votes)), locks_of_nobody)
     with pytest.raises(TurnFailed, match="another process"):
-        await session.acquire()
+        await session.acquire_turn()
     assert holders(directory) == MINE
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_client.turn.command import parser
+from rollout_client.turn.command import make_parser
 from rollout_worker.turn.files import holders
 from tests.support.loopback import kubeconfig
 from tests.support.processes import look
@@ -142,7 +142,7 @@ def test_a_turn_inside_the_command_is_refused_rather_than_waited_for(
 
 
 def test_help_tells_what_a_person_needs() -> None:
-    actions = parser()._subparsers._group_actions[0]  # type: ignore[union-attr]
+    actions = make_parser()._subparsers._group_actions[0]  # type: ignore[union-attr]
     text = actions.choices["run"].format_help()  # type: ignore[index]
     for word in ("rollout-turn run [options] -- CMD", "--pool", "124", "ROLLOUT_TURN_DEVICES"):
         assert word in text

@@ -12,11 +12,11 @@ from aiohttp import web
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.cache.feed import Feed
+from rollout_operator.cache.feed import WatchEventHandler
 from rollout_operator.cache.resync import Resync
-from rollout_operator.cache.store import Store
+from rollout_operator.cache.store import ObjectStore
 from rollout_operator.cache.workqueue import WorkQueue
-from rollout_operator.kube.client import Kube
+from rollout_operator.kube.client import KubeClient
 from rollout_operator.telemetry import OperatorTelemetry
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
@@ -31,12 +31,14 @@ KEY = PoolKey("rl", "math")
 
 
 class Bench:
-    def __init__(self, kube: Kube | None = None) -> None:
-        self.store = Store()
+    def __init__(self, kube: KubeClient | None = None) -> None:
+        self.store = ObjectStore()
         self.queue: WorkQueue[PoolKey] = WorkQueue()
         self.telemetry = OperatorTelemetry()
-        self.resync = Resync(kube or Kube(), self.store, self.queue, self.telemetry, interval=300)
-        self.feed = Feed(
+        self.resync = Resync(
+            kube or KubeClient(), self.store, self.queue, self.telemetry, interval=300
+        )
+        self.feed = WatchEventHandler(
             self.store,
             self.queue,
             self.telemetry,
@@ -46,8 +48,8 @@ class Bench:
 
     def woken(self) -> list[PoolKey]:
         found = []
-        while (key := self.queue.take()) is not None:
-            self.queue.done(key)
+        while (key := self.queue.get_due()) is not None:
+            self.queue.mark_done(key)
             found.append(key)
         return found
 
@@ -90,7 +92,7 @@ def test_an_event_wakes_its_pool_once(bench: Bench) -> None:
 
 
 def test_the_event_of_our_own_write_wakes_nobody(bench: Bench) -> None:
-    bench.store.upsert("pods", pod(1))
+    bench.store.upsert_written("pods", pod(1))
     bench.feed("pods", "ADDED", pod(1))
     assert bench.woken() == [], "the pass that wrote it looks again by itself"
 
@@ -116,23 +118,23 @@ def lists(server: Loopback) -> int:
 
 
 async def test_a_stream_that_lists_again_is_followed_by_a_list_of_ours(api: Loopback) -> None:
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         bench = Bench(kube)
         running = asyncio.create_task(bench.resync.run())
         bench.feed("pods", None, pod(1))
-        assert bench.store.pods(KEY)
+        assert bench.store.pool_pods(KEY)
         await until(lambda: lists(api) == 1, 2)
-        await until(lambda: not bench.store.pods(KEY), 2, what="the ghost to go")
+        await until(lambda: not bench.store.pool_pods(KEY), 2, what="the ghost to go")
         running.cancel()
 
 
 async def test_of_several_wishes_to_list_soon_the_earliest_counts(api: Loopback) -> None:
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         bench = Bench(kube)
         running = asyncio.create_task(bench.resync.run())
-        bench.resync.soon(60)
-        bench.resync.soon(0.05)
-        bench.resync.soon(30)
+        bench.resync.schedule_list(60)
+        bench.resync.schedule_list(0.05)
+        bench.resync.schedule_list(30)
         await until(lambda: lists(api) == 1, 10)
         await asyncio.sleep(0.3)
         assert lists(api) == 1
@@ -153,10 +155,10 @@ async def test_a_list_whose_continuation_expired_is_begun_again(api: Loopback) -
         return web.json_response(expired, status=410)
 
     api.answers["GET", "/api/v1/pods"] = answer
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         bench = Bench(kube)
-        await bench.resync.once()
-        assert [p["metadata"] for p in bench.store.pods(KEY)] == [pod(11)["metadata"]]
+        await bench.resync.list_everything()
+        assert [p["metadata"] for p in bench.store.pool_pods(KEY)] == [pod(11)["metadata"]]
     assert times == 3
 
 
@@ -164,12 +166,12 @@ async def test_the_first_list_waits_for_the_api_server_and_tells_why_once(
     api: Loopback, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.answer("GET", LISTS[0], "404 page not found", 404)
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         bench = Bench(kube)
-        first = asyncio.create_task(bench.resync.first())
+        first = asyncio.create_task(bench.resync.run_first_list())
         await until(lambda: len(api.requests) >= 2, 6)
-        assert bench.resync.age() is None
+        assert bench.resync.last_list_age() is None
         api.answer("GET", LISTS[0], {"metadata": {"resourceVersion": "10"}, "items": []})
         await asyncio.wait_for(first, 6)
-        assert bench.resync.age() is not None
+        assert bench.resync.last_list_age() is not None
     assert caplog.text.count("is the CustomResourceDefinition installed?") == 1

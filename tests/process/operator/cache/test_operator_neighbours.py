@@ -13,8 +13,12 @@ from aiohttp import web
 
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.cache.neighbours import APART, Neighbourhood, Neighbours
-from rollout_operator.kube.client import Kube
+from rollout_operator.cache.neighbours import (
+    MAX_SELECTOR_WATCHES,
+    NeighbourInformer,
+    NeighbourObjects,
+)
+from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.lease import Leadership
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
@@ -78,7 +82,7 @@ class Cluster:
 
 
 class Bench:
-    def __init__(self, kube: Kube, server: Loopback) -> None:
+    def __init__(self, kube: KubeClient, server: Loopback) -> None:
         self.kube = kube
         self.server = server
         self.cluster = Cluster(server)
@@ -87,26 +91,28 @@ class Bench:
         def read(found: Obj) -> object | None:
             return None if found["value"] is None else (found["metadata"]["name"], found["value"])
 
-        self.around = Neighbourhood(
+        self.around = NeighbourInformer(
             kube,
             {"pods": read, "resourceclaims": read, "resourceslices": read, "members": read},
             self.woken.append,
             seconds=7,
         )
 
-    def look(self, key: PoolKey = KEY, of: str = "a") -> Neighbours:
-        return self.around.look(key, job(of))
+    def look(self, key: PoolKey = KEY, of: str = "a") -> NeighbourObjects:
+        return self.around.subscribe_beside(key, job(of))
 
     async def known(self, **what: Any) -> None:
         """Wait until the pool knows this."""
-        await until(lambda: self.look() == Neighbours(**what), what=f"{what}, not {self.look()}")
+        await until(
+            lambda: self.look() == NeighbourObjects(**what), what=f"{what}, not {self.look()}"
+        )
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     async with loopback() as server:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        async with Kube() as kube:
+        async with KubeClient() as kube:
             made = Bench(kube, server)
             running = asyncio.create_task(made.around.run())
             yield made
@@ -117,7 +123,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_nothing_is_asked_for_until_a_pool_looks(bench: Bench) -> None:
     await asyncio.sleep(0)
     assert bench.server.requests == []
-    assert bench.look() == Neighbours(unknown="")
+    assert bench.look() == NeighbourObjects(unknown="")
     await bench.known()
     assert {w["path"] for w in bench.cluster.watches} <= {PODS, CLAIMS}
     lists = [path for _, path, _ in bench.server.requests if "watch" not in path]
@@ -128,12 +134,12 @@ async def test_slices_are_asked_for_only_by_who_shares_devices_out(bench: Bench)
     bench.cluster.items[SLICES] = [{"metadata": {"name": "s"}, "value": 1}]
     bench.look(OTHER)
 
-    def shared() -> Neighbours:
-        return bench.around.look(KEY, job("a"), slices=True)
+    def shared() -> NeighbourObjects:
+        return bench.around.subscribe_beside(KEY, job("a"), slices=True)
 
-    assert shared() == Neighbours(unknown="")
-    await until(lambda: shared() == Neighbours(slices=(("s", 1),)), what="the slices")
-    assert bench.look(OTHER) == Neighbours()
+    assert shared() == NeighbourObjects(unknown="")
+    await until(lambda: shared() == NeighbourObjects(slices=(("s", 1),)), what="the slices")
+    assert bench.look(OTHER) == NeighbourObjects()
 
 
 async def test_a_watch_goes_on_where_the_list_ended(bench: Bench) -> None:
@@ -197,20 +203,22 @@ async def test_pools_share_their_watches_and_the_last_one_ends_them(bench: Bench
     await bench.known()
     await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
     assert set(bench.woken) == {KEY, OTHER}
-    bench.around.forget(KEY)
-    assert bench.look(OTHER) == Neighbours()
+    bench.around.unsubscribe_pool(KEY)
+    assert bench.look(OTHER) == NeighbourObjects()
     before = bench.cluster.lists
-    bench.around.forget(OTHER)
+    bench.around.unsubscribe_pool(OTHER)
     await until(lambda: bench.server.at_once == 0, what="the end of the streams")
-    assert bench.look() == Neighbours(unknown=""), "it begins anew"
+    assert bench.look() == NeighbourObjects(unknown=""), "it begins anew"
     await until(lambda: bench.cluster.lists == before + 2, what="new lists")
 
 
 async def test_a_pool_made_again_with_another_selector_follows_that(bench: Bench) -> None:
     bench.look()
     await bench.known()
-    assert bench.look(of="b") == Neighbours(unknown="")
-    await until(lambda: bench.look(of="b") == Neighbours(), what="the pods of another trainer")
+    assert bench.look(of="b") == NeighbourObjects(unknown="")
+    await until(
+        lambda: bench.look(of="b") == NeighbourObjects(), what="the pods of another trainer"
+    )
     await until(lambda: bench.server.at_once == 2, what="the end of the old stream")
 
 
@@ -237,11 +245,11 @@ async def test_what_is_known_stays_while_the_api_server_is_away(bench: Bench) ->
     bench.server.answer("GET", PODS, {"message": "later"}, 503)
     bench.cluster.end(PODS)
     await until(lambda: len(bench.server.requests) > asked, what="a list that fails")
-    assert bench.look() == Neighbours(pods=(("t-0", 1),))
+    assert bench.look() == NeighbourObjects(pods=(("t-0", 1),))
     assert bench.woken == []
 
 
-class SlowToClose(Kube):
+class SlowToClose(KubeClient):
     """Its streams take 20 ms to close."""
 
     async def watch(self, *what: Any, **how: Any) -> AsyncIterator[tuple[str, Obj]]:
@@ -263,11 +271,11 @@ async def test_a_pool_that_comes_back_while_its_watch_ends_gets_another_one(
             bench.look()
             await bench.known()
             await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
-            bench.around.forget(KEY)
+            bench.around.unsubscribe_pool(KEY)
             await asyncio.sleep(0.005)
             bench.cluster.items[PODS] = [obj("t-1")]
             bench.woken.clear()
-            assert bench.look() == Neighbours(unknown=""), "not what the ended watch knew"
+            assert bench.look() == NeighbourObjects(unknown=""), "not what the ended watch knew"
             await until(lambda: bench.woken, what="the new list")
             await bench.known(pods=(("t-1", 1),))
             await until(lambda: len(bench.cluster.watches) == 4, what="the new watches")
@@ -280,18 +288,18 @@ async def test_watches_in_150_namespaces_leave_room_for_the_lease_and_other_requ
 ) -> None:
     for number in range(150):
         bench.cluster.add_namespace(f"n{number}")
-        bench.around.look(PoolKey(f"n{number}", "math"), job("a"))
+        bench.around.subscribe_beside(PoolKey(f"n{number}", "math"), job("a"))
     await until(lambda: len(bench.cluster.watches) == 300, what="all watches")
     lease = "/apis/coordination.k8s.io/v1/namespaces/rl/leases/operator"
     record = {"metadata": {"resourceVersion": "1"}, "spec": {}}
     bench.server.answer("GET", lease, record)
     bench.server.answer("PATCH", lease, record)
     bench.server.answer("GET", f"{PODS}/a", {"kind": "Pod"})
-    monkeypatch.setattr("rollout_operator.kube.lease.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("rollout_operator.kube.lease.RENEW_INTERVAL_SECONDS", 0.01)
     leader = Leadership(bench.kube, namespace="rl", name="operator", identity="me")
     async with asyncio.timeout(10):
-        await leader.acquire()
-        holding = asyncio.create_task(leader.hold())
+        await leader.acquire_lease()
+        holding = asyncio.create_task(leader.hold_lease())
         assert await bench.kube.get("pods", "rl", "a") == {"kind": "Pod"}
         sent = bench.server.requests
         await until(lambda: [method for method, *_ in sent].count("PATCH") > 3, what="renewals")
@@ -305,26 +313,28 @@ async def test_a_thousand_selectors_of_a_namespace_share_a_few_watches(bench: Be
     shared = "app.kubernetes.io/managed-by!=rollout-operator"
     bench.cluster.items[PODS] = [obj("t-900", 1, job="900"), obj("other", 1, app="web")]
 
-    def seen(number: int) -> Neighbours:
-        return bench.around.inside(pools[number], job(str(number)))
+    def seen(number: int) -> NeighbourObjects:
+        return bench.around.subscribe_inside(pools[number], job(str(number)))
 
     for number in range(1000):
         seen(number)
-    await until(lambda: len(bench.cluster.watches) == APART + 1, what="the watches")
+    await until(lambda: len(bench.cluster.watches) == MAX_SELECTOR_WATCHES + 1, what="the watches")
     queries = {watch["labelSelector"] for watch in bench.cluster.watches}
-    assert queries == {shared, *(f"job={number}" for number in range(APART))}
-    assert seen(900) == Neighbours((("t-900", 1),))
-    assert seen(901) == Neighbours()
-    for number in range(APART):
-        bench.around.forget(pools[number])
+    assert queries == {shared, *(f"job={number}" for number in range(MAX_SELECTOR_WATCHES))}
+    assert seen(900) == NeighbourObjects((("t-900", 1),))
+    assert seen(901) == NeighbourObjects()
+    for number in range(MAX_SELECTOR_WATCHES):
+        bench.around.unsubscribe_pool(pools[number])
     await until(lambda: bench.server.at_once == 1, what="the end of the other watches")
     bench.woken.clear()
     bench.cluster.send(PODS, "MODIFIED", obj("t-900", 1, job="901"))
-    await until(lambda: seen(901) == Neighbours((("t-900", 1),)), what="its new label")
-    assert seen(900) == Neighbours()
+    await until(lambda: seen(901) == NeighbourObjects((("t-900", 1),)), what="its new label")
+    assert seen(900) == NeighbourObjects()
     assert bench.woken == [pools[900], pools[901]], "nobody else"
-    bench.around.look(KEY, job("new"))
-    assert bench.around.inside(PoolKey("rl", "new"), job("5000")).unknown == "", "room for its own"
+    bench.around.subscribe_beside(KEY, job("new"))
+    assert bench.around.subscribe_inside(PoolKey("rl", "new"), job("5000")).unknown == "", (
+        "room for its own"
+    )
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,11 @@ async def live(lab: PassLab, seconds: float) -> None:
 
 def edit(lab: PassLab, **spec: Any) -> None:
     """Let somebody change the pool's spec."""
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
     meta = {**now["metadata"], "generation": now["metadata"]["generation"] + 1}
     meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
-    lab.ctx.store.upsert("pools", {**now, "metadata": meta, "spec": now["spec"] | spec})
+    lab.ctx.store.upsert_written("pools", {**now, "metadata": meta, "spec": now["spec"] | spec})
 
 
 # The rows: what is to be written beside replica 0, which is healthy.
@@ -105,7 +105,7 @@ def _unlabelled(lab: PassLab) -> None:
 
 
 def _without_services(lab: PassLab) -> None:
-    lab.ctx.store.upsert("pools", pool())
+    lab.ctx.store.upsert_written("pools", pool())
     lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
 
 
@@ -114,7 +114,9 @@ def _damaged_service(lab: PassLab) -> None:
     lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
     data, _ = pool_services("math", "rl", "ours")
     meta = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
-    lab.ctx.store.upsert("services", {**data, "metadata": meta, "spec": {"selector": {"app": "x"}}})
+    lab.ctx.store.upsert_written(
+        "services", {**data, "metadata": meta, "spec": {"selector": {"app": "x"}}}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     lab.api.answers[route] = fault.answer()
     await live(lab, 10)
     assert tries(lab, ("DELETE", f"{PODS}/math-1-0")) >= 1
-    lab.ctx.store.take("pods", "DELETED", head(1, resourceVersion="6"))
+    lab.ctx.store.apply_event("pods", "DELETED", head(1, resourceVersion="6"))
     edit(lab, weights=target(1, 1))
     await live(lab, 30)
     [failures] = [
@@ -320,7 +322,7 @@ async def test_an_exhausted_quota_is_not_hammered(lab: PassLab) -> None:
     assert lab.status["message"] == said
     lab.api.answers["POST", PODS] = _make
     await live(lab, 20)
-    assert len(lab.ctx.store.pods(KEY)) == 200, "all at once, as soon as there is room"
+    assert len(lab.ctx.store.pool_pods(KEY)) == 200, "all at once, as soon as there is room"
 
 
 async def test_a_namespace_that_is_gone_is_not_hammered(lab: PassLab) -> None:
@@ -341,7 +343,7 @@ async def test_a_pod_that_is_refused_alone_holds_the_others_back_for_seconds(lab
     lab.api.answers["POST", PODS] = create
     lab.has_pool(replicas=20)
     await live(lab, 11)
-    assert len(lab.ctx.store.pods(KEY)) == 19
+    assert len(lab.ctx.store.pool_pods(KEY)) == 19
 
 
 async def test_a_publish_is_no_reason_to_try_what_was_refused(lab: PassLab) -> None:
@@ -363,11 +365,11 @@ async def test_a_change_of_spec_is_tried_at_once(lab: PassLab) -> None:
     await live(lab, 100)
     lab.api.answers["POST", PODS] = _make
     await lab.reconcile()
-    assert lab.ctx.store.pods(KEY) == [], "the next try is minutes away"
+    assert lab.ctx.store.pool_pods(KEY) == [], "the next try is minutes away"
     lab.told.events.clear()
     edit(lab, drainSeconds=31)
     await lab.reconcile(2)
-    assert len(lab.ctx.store.pods(KEY)) == 1
+    assert len(lab.ctx.store.pool_pods(KEY)) == 1
     assert [e[1] for e in lab.told.events] == ["Recovered"], "once it is done, not before"
 
 
@@ -463,12 +465,12 @@ async def test_an_object_made_anew_is_not_hindered_by_what_hindered_its_namesake
     await live(lab, 700)
     lab.api.answers["POST", PODS] = _make
     before = tries(lab, ("POST", PODS))
-    old = lab.ctx.store.pool(KEY)
+    old = lab.ctx.store.find_pool(KEY)
     assert old is not None
     fresh = pool(replicas=1)
     fresh["metadata"] |= {"uid": "second", "resourceVersion": "900"}
     gone = {**old, "metadata": old["metadata"] | {"resourceVersion": "899"}}
-    lab.ctx.store.take("pools", "DELETED", gone)
-    lab.ctx.store.take("pools", "ADDED", fresh)
+    lab.ctx.store.apply_event("pools", "DELETED", gone)
+    lab.ctx.store.apply_event("pools", "ADDED", fresh)
     await live(lab, 5)
     assert tries(lab, ("POST", PODS)) > before

@@ -99,7 +99,7 @@ async def test_an_error_brings_the_key_back_with_its_back_off(
     await bench.run(2)
     assert asyncio.get_running_loop().time() - began >= 0.5
     assert (bench.count(result), bench.count("ok")) == (1, 1)
-    assert bench.queue.failures(KEY) == 0, "success resets the back-off"
+    assert bench.queue.failure_count(KEY) == 0, "success resets the back-off"
     assert ("Traceback" in caplog.text) is traceback
 
 
@@ -128,7 +128,7 @@ async def test_a_write_that_was_fenced_is_no_failure_of_the_pool() -> None:
     bench.queue.add(KEY)
     await bench.run(2)
     assert bench.count("fenced") == 1
-    assert bench.queue.failures(KEY) == 0
+    assert bench.queue.failure_count(KEY) == 0
 
 
 async def test_finish_waits_for_a_pass_and_cuts_it_off_at_last() -> None:

@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_worker.engine import Entry, Mapped, TensorSpec
-from rollout_worker.engines.hf.weights.borrowed import BorrowedBuffers
-from rollout_worker.engines.hf.weights.memory import Memory
+from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
+from rollout_worker.engines.hf.weights.borrowed import MappedTensorSink
+from rollout_worker.engines.hf.weights.memory import WeightsMemory
 from rollout_worker.engines.shared_memory.rank_mappings import read_tensors
-from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.layout import PushLayout
 
 SHAPES = {"bias": (4,), "empty": (0, 2), "weight": (4, 3)}
-ENTRIES = [Entry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]
+ENTRIES = [TensorEntry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]
 
 
 class Lender:
@@ -39,7 +39,7 @@ class Lender:
             self.slot.view(placed)[:] = values[: placed.nbytes]
         starts = {placed.name: placed.start for placed in layout.tensors}
         view = self.slot.bytes(0, self.slot.size)
-        self.given = Mapped(self.slot.handle, self.slot.size, starts, self._release, view)
+        self.given = MappedWeights(self.slot.handle, self.slot.size, starts, self._release, view)
 
     def _release(self) -> None:
         self.returns.append(threading.current_thread())
@@ -58,9 +58,9 @@ def lender() -> Iterator[Lender]:
     made.slot.close()
 
 
-def memory(model: nn.Module, staging: Staging) -> Memory:
+def memory(model: nn.Module, staging: StagingBudget) -> WeightsMemory:
     loaded: Any = SimpleNamespace(model=model, targets=dict(model.named_parameters()), parts={})
-    return Memory(loaded, None, staging)
+    return WeightsMemory(loaded, None, staging)
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -70,9 +70,9 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def ones(held: Memory) -> Any:
+def ones(held: WeightsMemory) -> Any:
     """Another version, in memory of the engine's own."""
-    sink = held.buffers(ENTRIES)
+    sink = held.open_sink(ENTRIES)
     for entry in ENTRIES:
         view = sink.allocate(entry)
         assert view is not None
@@ -84,46 +84,46 @@ def ones(held: Memory) -> Any:
 
 def test_hf_serves_from_the_memory_that_is_given_and_takes_none(lender: Lender) -> None:
     model = model_of()
-    staging = Staging(1)  # of which nothing could be taken
+    staging = StagingBudget(1)  # of which nothing could be taken
     held = memory(model, staging)
-    sink = held.buffers(ENTRIES, lender.given)
-    assert isinstance(sink, BorrowedBuffers)
+    sink = held.open_sink(ENTRIES, lender.given)
+    assert isinstance(sink, MappedTensorSink)
     assert sink.took
     views = list(map(sink.allocate, ENTRIES))
     assert views == [None] * 3
     sink.seal()
-    held.swap(sink)
+    held.swap_weights(sink)
     sink.close()
     gc.collect()
     assert not lender.released, "the model computes with it"
     assert model.get_parameter("weight").sum() == 7 * 12
-    held.swap(ones(memory(model, Staging())))
+    held.swap_weights(ones(memory(model, StagingBudget())))
     del sink
-    staging.settle()
+    staging.wait_until_freed()
     assert len(lender.returns) == 1
     assert lender.returns != [threading.current_thread()], "a step would have waited for it"
 
 
 def test_hf_keeps_given_memory_until_pinned_outputs_have_ended(lender: Lender) -> None:
-    staging = Staging()
+    staging = StagingBudget()
     held = memory(model_of(), staging)
-    sink = held.buffers(ENTRIES, lender.given)
+    sink = held.open_sink(ENTRIES, lender.given)
     sink.seal()
-    held.swap(sink)
+    held.swap_weights(sink)
     sink.close()
-    held.swap(ones(held), pin=True)
+    held.swap_weights(ones(held), pin=True)
     gc.collect()
     assert not lender.released
-    held.use(pinned=True)
-    held.use(pinned=False)
+    held.use_weights(pinned=True)
+    held.use_weights(pinned=False)
     held.release_pinned()
-    staging.settle()
+    staging.wait_until_freed()
     assert len(lender.returns) == 1
     assert lender.returns != [threading.current_thread()], "a step would have waited for it"
 
 
 def test_hf_gives_memory_back_that_is_never_committed(lender: Lender) -> None:
-    sink = memory(model_of(), Staging()).buffers(ENTRIES, lender.given)
+    sink = memory(model_of(), StagingBudget()).open_sink(ENTRIES, lender.given)
     sink.seal()
     sink.close()
     gc.collect()
@@ -131,8 +131,8 @@ def test_hf_gives_memory_back_that_is_never_committed(lender: Lender) -> None:
 
 
 def test_hf_of_another_dtype_leaves_given_memory_alone(lender: Lender) -> None:
-    held = memory(model_of(torch.bfloat16), Staging())
-    sink = held.buffers(ENTRIES, lender.given)
+    held = memory(model_of(torch.bfloat16), StagingBudget())
+    sink = held.open_sink(ENTRIES, lender.given)
     assert not sink.took
     assert sink.allocate(ENTRIES[0]) is not None
     sink.close()
@@ -146,14 +146,14 @@ def text_of(path: str) -> str:
 
 async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lender) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    sink = await open_mapped(ENTRIES, given=lender.given, header=True, skip=["bias"])
+    sink = await open_mapped_sink(ENTRIES, given=lender.given, header=True, skip=["bias"])
     assert isinstance(sink, BorrowedSink)
     assert sink.took
     assert sink.nbytes == 0
     assert all(sink.allocate(entry) is None for entry in ENTRIES)
     sink.seal()
     for found in (
-        dict(read_tensors(sink.ticket())),
+        dict(read_tensors(sink.make_ticket())),
         dict(read_tensors(text_of(sink.ticket_path()))),
     ):
         assert set(found) == {"empty", "weight"}
@@ -172,7 +172,7 @@ async def test_a_sink_of_a_gang_or_a_file_takes_its_own_memory(
     lender: Lender, tmp_path: Any
 ) -> None:
     for options in ({"folder": tmp_path}, {"slots": tmp_path}):
-        sink = await open_mapped(ENTRIES, given=lender.given, **options)
+        sink = await open_mapped_sink(ENTRIES, given=lender.given, **options)
         assert type(sink) is MappedSink
         assert not sink.took
         sink.close()
@@ -180,6 +180,6 @@ async def test_a_sink_of_a_gang_or_a_file_takes_its_own_memory(
 
 
 def test_tensors_that_are_given_stay_while_a_view_of_them_lives(lender: Lender) -> None:
-    found = dict(read_tensors(BorrowedSink(ENTRIES, lender.given).ticket()))
+    found = dict(read_tensors(BorrowedSink(ENTRIES, lender.given).make_ticket()))
     lender.slot.close()
     assert found["weight"].sum() == 7 * 12

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_worker.engine import Entry, Mapped, TensorSpec
+from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory import rank_mappings, ranks
-from rollout_worker.engines.shared_memory.rank_mappings import SMALL_BYTES, RankMapping
-from rollout_worker.engines.shared_memory.ranks import Ranks
-from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped
+from rollout_worker.engines.shared_memory.rank_mappings import COPIED_TENSOR_BYTES, RankMapping
+from rollout_worker.engines.shared_memory.ranks import EngineRanks
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.locked import PORTABLE, READ_ONLY, lock
 from tests.support.unit.cuda_driver import Driver
 from tests.support.waiting import until_sync
 
-BIG = SMALL_BYTES // 4 + 64
+BIG = COPIED_TENSOR_BYTES // 4 + 64
 ENTRIES = [
-    Entry("big", TensorSpec("F32", (BIG,))),
-    Entry("byte", TensorSpec("U8", (3,))),
-    Entry("small", TensorSpec("F32", (2, 2))),
+    TensorEntry("big", TensorSpec("F32", (BIG,))),
+    TensorEntry("byte", TensorSpec("U8", (3,))),
+    TensorEntry("small", TensorSpec("F32", (2, 2))),
 ]
 
 
@@ -69,9 +69,9 @@ def here(wrong: str = "") -> Callable[[str, Mapping[str, Any]], Awaitable[None]]
         if method == wrong:
             raise OSError("no such rank")
         if method == "rollout_map":
-            rank_mappings.map_ahead(**args, gpu=False)
+            rank_mappings.begin_mapping(**args, gpu=False)
         else:
-            rank_mappings.unmap(**args)
+            rank_mappings.close_mappings(**args)
 
     return call
 
@@ -81,22 +81,22 @@ async def test_a_sealed_sink_is_held_before_the_commit_until_it_is_closed(
     caplog: pytest.LogCaptureFixture, *, header: bool
 ) -> None:
     caplog.set_level("INFO", "rollout_worker")
-    known = Ranks(here(), 1)
-    sink = await open_mapped(ENTRIES, header=header, ranks=known)
+    known = EngineRanks(here(), 1)
+    sink = await open_mapped_sink(ENTRIES, header=header, ranks=known)
     await asyncio.to_thread(fill, sink, 2.0)
-    assert rank_mappings.find_mapping(sink.where) is None
+    assert rank_mappings.find_mapping(sink.sink_location) is None
     await asyncio.to_thread(sink.seal)
-    found = rank_mappings.find_mapping(sink.where)
+    found = rank_mappings.find_mapping(sink.sink_location)
     assert found is not None
-    assert not found.locked
+    assert not found.is_locked
     assert "are mapped by 1 of 1 ranks, page-locked by 0" in caplog.text
-    assert content(sink.ticket()) == sums(2.0)
-    assert found.first(8) == (sink_bytes(sink)[:8] if header else b"\0\0\0\x40" * 2)
-    rank_mappings.check_unchanged(sink.where)
+    assert content(sink.make_ticket()) == sums(2.0)
+    assert found.first_bytes(8) == (sink_bytes(sink)[:8] if header else b"\0\0\0\x40" * 2)
+    rank_mappings.check_unchanged(sink.sink_location)
     del found
     await asyncio.to_thread(sink.close)
     await asyncio.to_thread(sink.close)
-    assert rank_mappings.find_mapping(sink.where) is None
+    assert rank_mappings.find_mapping(sink.sink_location) is None
 
 
 def sink_bytes(sink: MappedSink) -> bytes:
@@ -107,12 +107,12 @@ async def test_memory_that_was_given_is_held_too() -> None:
     slot = Slot(4096)
     release = slot.lend()
     slot.bytes(0, 16)[:] = torch.full((4,), 3.0).numpy().tobytes()
-    entries = [Entry("small", TensorSpec("F32", (2, 2)))]
-    given = Mapped(slot.handle, slot.size, {"small": 0}, release, slot.bytes(0, slot.size))
-    sink = await open_mapped(entries, given=given, ranks=Ranks(here(), 1))
+    entries = [TensorEntry("small", TensorSpec("F32", (2, 2)))]
+    given = MappedWeights(slot.handle, slot.size, {"small": 0}, release, slot.bytes(0, slot.size))
+    sink = await open_mapped_sink(entries, given=given, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(sink.seal)
-    assert rank_mappings.find_mapping(sink.where) is not None
-    assert content(sink.ticket()) == {"small": 12.0}
+    assert rank_mappings.find_mapping(sink.sink_location) is not None
+    assert content(sink.make_ticket()) == {"small": 12.0}
     await asyncio.to_thread(sink.close)
     assert not slot.lent
     slot.close()
@@ -122,27 +122,27 @@ async def test_memory_that_was_given_is_held_too() -> None:
 async def test_ranks_that_cannot_be_told_are_no_reason_to_fail(
     wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = Ranks(here(wrong), 1)
-    sink = await open_mapped(ENTRIES, ranks=known)
+    known = EngineRanks(here(wrong), 1)
+    sink = await open_mapped_sink(ENTRIES, ranks=known)
     await asyncio.to_thread(fill, sink, 2.0)
     await asyncio.to_thread(sink.seal)
     assert sink.sealed
-    assert content(sink.ticket()) == sums(2.0)
+    assert content(sink.make_ticket()) == sums(2.0)
     await asyncio.to_thread(sink.close)
     assert f"could not be told of {wrong}: no such rank" in caplog.text
     # What nobody was told to let go of goes with the next one, whatever its path is.
-    second = await open_mapped(ENTRIES, ranks=Ranks(here(), 1))
+    second = await open_mapped_sink(ENTRIES, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(fill, second, 4.0)
     await asyncio.to_thread(second.seal)
-    assert content(second.ticket()) == sums(4.0)
+    assert content(second.make_ticket()) == sums(4.0)
     await asyncio.to_thread(second.close)
 
 
 async def test_a_rank_that_takes_too_long_is_not_waited_for_longer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ranks, "LEAST_SECONDS", 0.05)
-    sink = await open_mapped(ENTRIES, ranks=Ranks(here(), 2))
+    monkeypatch.setattr(ranks, "MIN_MAPPING_SECONDS", 0.05)
+    sink = await open_mapped_sink(ENTRIES, ranks=EngineRanks(here(), 2))
     await asyncio.to_thread(sink.seal)
     assert "1 of 2 ranks have mapped the staged weights" in caplog.text
     await asyncio.to_thread(sink.close)
@@ -152,11 +152,11 @@ async def test_an_engine_that_was_stopped_is_told_nothing() -> None:
     async def never(method: str, args: Mapping[str, Any]) -> None:
         await asyncio.Event().wait()
 
-    known = Ranks(never, 1)
-    sink = await open_mapped(ENTRIES, ranks=known)
+    known = EngineRanks(never, 1)
+    sink = await open_mapped_sink(ENTRIES, ranks=known)
     sealing = asyncio.create_task(asyncio.to_thread(sink.seal))
     await asyncio.sleep(0)
-    known.end()
+    known.stop_calling()
     await asyncio.wait_for(sealing, 10)
     await asyncio.to_thread(sink.close)
 
@@ -172,7 +172,7 @@ def test_memory_stays_mapped_as_long_as_a_view_of_it_lives(driver: Driver, *, gp
     sink.seal()
     before = mappings()
     found = on_gpu(sink, driver, gpu=gpu)
-    tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+    tensors = dict(found.read_views(json.loads(sink.make_ticket())["tensors"]))
     found.close()
     sink.close()
     gc.collect()
@@ -187,16 +187,16 @@ def test_a_descriptor_that_is_used_again_is_no_held_memory() -> None:
     first = MappedSink(ENTRIES)
     fill(first, 1.0)
     path = {"path": first.path}
-    rank_mappings.map_ahead(path, first.nbytes, ("", ""), borrowed=False, gpu=False)
-    rank_mappings._mappings[0].join(10)
+    rank_mappings.begin_mapping(path, first.nbytes, ("", ""), borrowed=False, gpu=False)
+    rank_mappings._mappings[0].wait_until_ready(10)
     assert rank_mappings.find_mapping(path) is not None
     first.close()
     second = MappedSink(ENTRIES)
     assert second.path == path["path"]
     fill(second, 5.0)
     assert rank_mappings.find_mapping(path) is None
-    assert content(second.ticket()) == sums(5.0)
-    rank_mappings.unmap(path)
+    assert content(second.make_ticket()) == sums(5.0)
+    rank_mappings.close_mappings(path)
     second.close()
 
 
@@ -206,10 +206,12 @@ def test_a_tally_that_is_another_file_is_left_alone(tmp_path: Path) -> None:
     other.write_text("theirs")
     sink = MappedSink(ENTRIES)
     for tally in ((str(other), "ours"), (str(tmp_path), "ours"), (str(tmp_path / "none"), "ours")):
-        rank_mappings.map_ahead(sink.where, sink.nbytes, tally, borrowed=False, gpu=False)
-        rank_mappings._mappings[0].join(10)
+        rank_mappings.begin_mapping(
+            sink.sink_location, sink.nbytes, tally, borrowed=False, gpu=False
+        )
+        rank_mappings._mappings[0].wait_until_ready(10)
     assert other.read_text() == "theirs"
-    rank_mappings.unmap(sink.where)
+    rank_mappings.close_mappings(sink.sink_location)
     sink.close()
 
 
@@ -221,14 +223,14 @@ def on_gpu(
 ) -> RankMapping:
     made = RankMapping(
         sink.path,
-        json.loads(sink.ticket())["size"],
+        json.loads(sink.make_ticket())["size"],
         ("", ""),
         borrowed=borrowed,
         gpu=gpu,
         locker=lambda *args, **options: lock(*args, **options, driver=driver),
         context=77,
     )
-    made.join(10)
+    made.wait_until_ready(10)
     return made
 
 
@@ -239,17 +241,17 @@ def test_pages_are_locked_ahead_and_unlocked_when_it_is_over(
     sink = MappedSink(ENTRIES)
     fill(sink, 2.0)
     found = on_gpu(sink, driver, borrowed=borrowed)
-    assert found.locked
+    assert found.is_locked
     assert driver.flags == {PORTABLE | READ_ONLY if borrowed else PORTABLE}
     (address,) = driver.locked
-    tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+    tensors = dict(found.read_views(json.loads(sink.make_ticket())["tensors"]))
     assert {name: float(each.sum()) for name, each in tensors.items()} == sums(2.0)
     inside = {
         name: address <= each.data_ptr() < address + sink.nbytes for name, each in tensors.items()
     }
     assert inside == {"big": True, "byte": False, "small": False}
     tensors["small"].add_(1)  # its own: what the others read is as it was
-    found.check()
+    found.check_unchanged()
     del tensors
     found.close()
     for thread in found.closing:
@@ -261,12 +263,12 @@ def test_pages_are_locked_ahead_and_unlocked_when_it_is_over(
 def test_a_loader_that_changes_what_all_ranks_read_fails_the_load(driver: Driver) -> None:
     sink = MappedSink(ENTRIES)
     found = on_gpu(sink, driver)
-    found.check()
+    found.check_unchanged()
     with torch.inference_mode():  # as engines load
-        tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+        tensors = dict(found.read_views(json.loads(sink.make_ticket())["tensors"]))
         tensors["big"].narrow(0, 0, 4).add_(1)
     with pytest.raises(RuntimeError, match="changed staged weights in place"):
-        found.check()
+        found.check_unchanged()
     del tensors
     found.close()
     for thread in found.closing:
@@ -279,11 +281,11 @@ def test_memory_that_cannot_be_locked_is_read_unlocked(driver: Driver) -> None:
     sink = MappedSink(ENTRIES)
     fill(sink, 2.0)
     found = on_gpu(sink, driver, borrowed=True)
-    assert found.ready
-    assert not found.locked
-    tensors = dict(found.tensors(json.loads(sink.ticket())["tensors"]))
+    assert found.is_ready
+    assert not found.is_locked
+    tensors = dict(found.read_views(json.loads(sink.make_ticket())["tensors"]))
     tensors["big"].add_(1)  # a page of its own
-    assert content(sink.ticket()) == sums(2.0)
+    assert content(sink.make_ticket()) == sums(2.0)
     del tensors
     found.close()
     sink.close()

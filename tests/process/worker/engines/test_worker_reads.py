@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_worker.engine import Entry, TensorSpec
+from rollout_worker.engine import TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory import rank_mappings, unread
-from rollout_worker.engines.shared_memory.read_watch import Absent, AbsentRead, ReadWatch
+from rollout_worker.engines.shared_memory.read_watch import (
+    AbsentTensor,
+    AbsentTensorRead,
+    ReadWatch,
+)
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink
 
-ENTRIES = tuple(Entry(name, TensorSpec("F32", (2, 3))) for name in ("a", "b", "c"))
+ENTRIES = tuple(TensorEntry(name, TensorSpec("F32", (2, 3))) for name in ("a", "b", "c"))
 DESCRIBED = [(each.name, each.spec.dtype, each.spec.shape) for each in ENTRIES]
 SLOT = "5" * 32
 
@@ -69,16 +73,16 @@ def test_whatever_is_done_with_a_tensor_is_seen(read: Read) -> None:
 
     with watching:
         load()
-    assert watching.untouched == {"a", "c"}
+    assert watching.untouched_names == {"a", "c"}
 
 
 @pytest.mark.parametrize("read", [*READS.values(), assigned], ids=[*READS, "assigned"])
 def test_a_tensor_that_is_not_here_can_be_passed_by_but_not_read(read: Read) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
-    absent = Absent.of("b", "F32", (2, 3))
+    absent = AbsentTensor.stand_in_for("b", "F32", (2, 3))
     absent.shard_id = 1  # type: ignore[attr-defined]
     assert isinstance(absent, torch.Tensor)
-    with pytest.raises((AbsentRead, RuntimeError)) as caught:
+    with pytest.raises((AbsentTensorRead, RuntimeError)) as caught:
         read(absent, parameter)
     if read is not assigned:  # which torch refuses by itself
         assert "'b'" in str(caught.value)
@@ -95,7 +99,7 @@ def test_a_tensor_that_somebody_keeps_is_no_untouched_one() -> None:
         module.register_buffer("kept", found["b"])
         module.scale = found["d"]
         del found
-    assert watching.untouched == {"a", "c", "e"}
+    assert watching.untouched_names == {"a", "c", "e"}
 
 
 def test_tensors_that_lie_side_by_side_are_told_apart() -> None:
@@ -113,7 +117,7 @@ def test_tensors_that_lie_side_by_side_are_told_apart() -> None:
     for read in ("a", "b", "c"):
         with ReadWatch((name, whole[begin:end]) for name, begin, end in places) as watching:
             load(watching, read)
-        assert watching.untouched == names - {read}
+        assert watching.untouched_names == names - {read}
 
 
 def test_what_torch_has_compiled_is_watched_and_compiled_again_after() -> None:
@@ -134,7 +138,7 @@ def test_what_torch_has_compiled_is_watched_and_compiled_again_after() -> None:
 
     with watching:
         load()
-    assert watching.untouched == {"b"}
+    assert watching.untouched_names == {"b"}
     assert eager == [True]
     assert doubled(torch.ones(3)).sum() == 6
     assert eager[1:] in ([], [False])
@@ -176,14 +180,14 @@ def test_only_what_all_ranks_left_alone_is_unread(tmp_path: Path) -> None:
     "other",
     [
         ENTRIES[:2],
-        (*ENTRIES, Entry("lm_head.weight", TensorSpec("F32", (2, 3)))),
+        (*ENTRIES, TensorEntry("lm_head.weight", TensorSpec("F32", (2, 3)))),
         (ENTRIES[1], ENTRIES[0], ENTRIES[2]),
-        (*ENTRIES[:2], Entry("c", TensorSpec("F32", (3, 2)))),
-        (*ENTRIES[:2], Entry("c", TensorSpec("BF16", (2, 3)))),
+        (*ENTRIES[:2], TensorEntry("c", TensorSpec("F32", (3, 2)))),
+        (*ENTRIES[:2], TensorEntry("c", TensorSpec("BF16", (2, 3)))),
     ],
     ids=["fewer", "more", "another order", "another shape", "another dtype"],
 )
-def test_it_holds_for_just_these_tensors(tmp_path: Path, other: tuple[Entry, ...]) -> None:
+def test_it_holds_for_just_these_tensors(tmp_path: Path, other: tuple[TensorEntry, ...]) -> None:
     unread.note_unread(tmp_path, DESCRIBED, {"a"})
     assert unread.unread_by_all(tmp_path, {os.getpid()}, ENTRIES) == {"a"}
     assert unread.unread_by_all(tmp_path, {os.getpid()}, other) == frozenset()
@@ -208,18 +212,18 @@ def ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 view.release()
         sink.seal()
     monkeypatch.setenv(SLOTS_VARIABLE, str(member))
-    yield whole.ticket()
-    rank_mappings.unmap({"slot": SLOT})
+    yield whole.make_ticket()
+    rank_mappings.close_mappings({"slot": SLOT})
     whole.close()
     part.close()
 
 
 def hold(ticket: str) -> None:
     """Map it before it is loaded, as the head has all ranks do: with its own size."""
-    rank_mappings.map_ahead(
+    rank_mappings.begin_mapping(
         {"slot": SLOT}, json.loads(ticket)["size"], ("", ""), borrowed=False, gpu=False
     )
-    rank_mappings._mappings[0].join(10)
+    rank_mappings._mappings[0].wait_until_ready(10)
     assert rank_mappings.find_mapping({"slot": SLOT}) is not None
 
 
@@ -230,7 +234,7 @@ def test_a_rank_gets_what_its_own_node_has(ticket: str, *, ahead: bool) -> None:
     found = list(rank_mappings.read_tensors(ticket))
     assert [name for name, _ in found] == ["a", "b", "c"], "in their order"
     assert [float(tensor.sum()) for name, tensor in found if name != "b"] == [12.0, 12.0]
-    with pytest.raises(AbsentRead, match="'b'"):
+    with pytest.raises(AbsentTensorRead, match="'b'"):
         found[1][1].sum()
     assert rank_mappings.is_partial(ticket)
 
@@ -248,7 +252,7 @@ def test_a_slot_with_all_tensors_lacks_none(
 
 
 def test_a_slot_takes_no_room_for_what_does_not_come(tmp_path: Path) -> None:
-    big = (Entry("big", TensorSpec("U8", (1 << 20,))), ENTRIES[0])
+    big = (TensorEntry("big", TensorSpec("U8", (1 << 20,))), ENTRIES[0])
     sink = MappedSink(big, slots=tmp_path, skip={"big"})
     assert sink.nbytes < 1024
     assert sink.allocate(big[0]) is None

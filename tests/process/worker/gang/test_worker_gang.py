@@ -12,7 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from rollout_worker.engine import Gang
+from rollout_worker.engine import GangMembership
 from rollout_worker.gang import head as heads
 from rollout_worker.gang import member as members
 from rollout_worker.gang import silence
@@ -322,7 +322,7 @@ async def test_a_member_knows_at_once_that_its_head_runs(
     """A head that dies right after its start is then missed within seconds, not within a minute."""
     at = f"127.0.0.1:{member.port}"
     flags = settings(*NODES, "--member-addresses", at)
-    gang = Gang(nodes=2, rank=0, leader="127.0.0.1", port=8003, slots=tmp_path / "slots")
+    gang = GangMembership(nodes=2, rank=0, leader="127.0.0.1", port=8003, slots=tmp_path / "slots")
     head = heads.GangHead(flags, gang, "boot", lambda _: None)
     (watched,) = head.members
     await until(lambda: member.worker.is_ready, what="its ranks")

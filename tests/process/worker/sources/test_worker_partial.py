@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from rollout_worker.engine import (
     EngineError,
-    Entry,
-    Layout,
-    Mapped,
+    MappedWeights,
+    TensorEntry,
     TensorSpec,
+    WeightsLayout,
     WeightsRejected,
 )
-from rollout_worker.engines.shared_memory.sinks import MappedSink, index_in, open_mapped
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink, read_index
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources import giving
@@ -42,7 +42,7 @@ from tests.support.unit.tiny_worker import settings as worker_settings
 
 SIZES = (0, 1, 256, CHUNK_BYTES - 256, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 77)
 SECONDS = 30
-ANY = Layout({}, {}, {})
+ANY = WeightsLayout({}, {}, {})
 
 
 class Giver:
@@ -99,8 +99,10 @@ async def fetch(giver: Giver, kept: Kept, unread: Collection[str]) -> tuple[dict
 
     with tempfile.TemporaryDirectory() as folder:
 
-        async def open_slot(entries: Sequence[Entry], given: Mapped | None = None) -> MappedSink:
-            return await open_mapped(entries, skip=left, slots=Path(folder))
+        async def open_slot(
+            entries: Sequence[TensorEntry], given: MappedWeights | None = None
+        ) -> MappedSink:
+            return await open_mapped_sink(entries, skip=left, slots=Path(folder))
 
         incoming = Incoming(CHECKPOINT, source, lambda _: None, room, unread=lambda _: left)
         Fetching(incoming, source.peers, Outward()).start()
@@ -113,7 +115,7 @@ async def fetch(giver: Giver, kept: Kept, unread: Collection[str]) -> tuple[dict
             incoming.close("the test is over")
         assert isinstance(sink, MappedSink)
         handle = os.open(sink.path, os.O_RDONLY)
-        starts = index_in(handle)
+        starts = read_index(handle)
         sizes = {placed.name: placed.nbytes for placed in kept.layout.tensors}
         content = {name: os.pread(handle, sizes[name], at) for name, at in starts.items()}
         os.close(handle)
@@ -250,7 +252,7 @@ def test_an_engine_with_room_for_what_is_left_out_is_refused() -> None:
         def promised_hashes(self) -> dict[str, str]:
             return {"a": "0" * 32}
 
-    sink = MappedSink([Entry("a", TensorSpec("F32", (1,)))])
+    sink = MappedSink([TensorEntry("a", TensorSpec("F32", (1,)))])
     with pytest.raises(WeightsRejected, match="'a' are left out, but the engine needs them"):
         read_source(
             Lacking({"a": torch.ones(1)}), {}, sink.allocate, lambda *_: None, lambda: False

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from rollout_worker.engines.shared_memory.sinks import index_in
+from rollout_worker.engines.shared_memory.sinks import read_index
 from rollout_worker.gang import head as heads
 from rollout_worker.gang.slots import MemberSlots
 from rollout_worker.ports.weights import WeightsPort
@@ -90,7 +90,7 @@ def content(member: Node, slot: str) -> dict[str, bytes]:
     """The first bytes of each tensor that a slot of the member has."""
     handle = os.open(member.member.slots / slot, os.O_RDONLY)
     try:
-        return {name: os.pread(handle, 1, at) for name, at in index_in(handle).items()}
+        return {name: os.pread(handle, 1, at) for name, at in read_index(handle).items()}
     finally:
         os.close(handle)
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.schemas import PushedBytes, StagedWeights
 from rollout_worker.sources.basis import Basis
 from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind
@@ -282,14 +282,14 @@ def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
     from rollout_worker.transfer.arena import Slot
     from rollout_worker.transfer.spare import Used
 
-    staging = Staging(1000)
+    staging = StagingBudget(1000)
     staging.spare.put(Used(Slot(600), None))
-    staging.claim(400)
+    staging.claim_memory(400)
     assert staging.spare.nbytes == 600
-    give_back = staging.claim(500)
+    give_back = staging.claim_memory(500)
     assert staging.spare.nbytes == 0
     with pytest.raises(EngineError, match="100 bytes are left"):
-        staging.claim(200)
+        staging.claim_memory(200)
     give_back()
     used = Used(Slot(64), "x")
     staging.spare.put(used)

@@ -65,12 +65,14 @@ def test_common_beginnings(a: list[int], b: list[int], length: int) -> None:
 
 def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
     seams, encode = BoundaryTokenizer(codec("qwen")), codec("qwen").encode
-    assert seams.encode("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
-    assert seams.encode("seven", "<|im_end|>") == (encode("<|im_end|>"), True), "remembered"
-    ids, clean = seams.encode("seven.", " twelve")
+    assert seams.encode_following("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
+    assert seams.encode_following("seven", "<|im_end|>") == (encode("<|im_end|>"), True), (
+        "remembered"
+    )
+    ids, clean = seams.encode_following("seven.", " twelve")
     assert clean
     assert tokenizer("qwen").decode(ids) == " twelve"
-    assert not seams.encode("five}}", "\nsix")[1]
+    assert not seams.encode_following("five}}", "\nsix")[1]
 
 
 def test_a_window_ends_as_its_conversation_does() -> None:

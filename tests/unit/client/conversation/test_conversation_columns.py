@@ -33,15 +33,17 @@ def play(steps: list[Any]) -> tuple[TokenColumns, list[Token]]:
         after = max((max(token[5]) for token in tokens), default=-1) + 1
         match step:
             case ("cut", count):
-                streams.cut(max(0, len(tokens) - count))
+                streams.cut_to(max(0, len(tokens) - count))
                 tokens = tokens[: max(0, len(tokens) - count)]
             case ("given", ids):
-                streams.append(ids)
+                streams.append_tokens(ids)
                 tokens += [(t, 0, 0, 0.0, None, (after + i,) * 3) for i, t in enumerate(ids)]
             case ("sampled", ids, version, stale):
                 logprobs = [-0.5 * i for i in range(len(ids))]
                 span = WeightsSpan(epoch=1, version=version, start=0, end=len(ids), stale_kv=stale)
-                streams.append(ids, loss=True, sampled=True, logprobs=logprobs, weights=[span])
+                streams.append_tokens(
+                    ids, loss=True, sampled=True, logprobs=logprobs, weights=[span]
+                )
                 tokens += [
                     (t, 1, 1, logprobs[i], (version, stale), (after + i,) * 3)
                     for i, t in enumerate(ids)
@@ -49,7 +51,7 @@ def play(steps: list[Any]) -> tuple[TokenColumns, list[Token]]:
             case ("vision", height, width):
                 grid = [(0, h, w) for h in range(height) for w in range(width)]
                 rows = [array(INT32, axis) for axis in zip(*grid, strict=True)]
-                streams.append([7] * len(grid), rope=(rows[0], rows[1], rows[2]))
+                streams.append_tokens([7] * len(grid), rope=(rows[0], rows[1], rows[2]))
                 tokens += [(7, 0, 0, 0.0, None, (after, after + h, after + w)) for _, h, w in grid]
     return streams, tokens
 
@@ -61,7 +63,7 @@ def test_streams_are_the_plain_list_of_tokens(steps: list[Any]) -> None:
     assert streams.loss.view() == [t[1] for t in tokens]
     assert streams.sampled.view() == [t[2] for t in tokens]
     assert streams.logprobs.view() == [t[3] for t in tokens]
-    axes = streams.positions()
+    axes = streams.position_rows()
     wanted = [[t[5][axis] for t in tokens] for axis in range(len(axes))]
     assert [list(axis) for axis in axes] == wanted
     spans = [
@@ -78,14 +80,14 @@ def test_streams_come_back_from_their_document(steps: list[Any], binary: bool) -
     streams.prompt = len(streams) // 2
     again = TokenColumns.from_document(streams.to_document(binary))
     assert again == streams
-    again.append([1, 2])
-    streams.append([1, 2])
+    again.append_tokens([1, 2])
+    streams.append_tokens([1, 2])
     assert again == streams
 
 
 def test_a_document_that_does_not_fit_is_refused() -> None:
     streams = TokenColumns()
-    streams.append([1, 2, 3])
+    streams.append_tokens([1, 2, 3])
     whole = streams.to_document(binary=False)
     with pytest.raises(ValueError, match="lengths differ"):
         TokenColumns.from_document({**whole, "loss_mask": [0]})
@@ -99,7 +101,7 @@ def test_a_view_stays_while_the_column_grows_and_tells_when_it_was_cut() -> None
     column.extend(range(1000))
     assert view == [1, 2, 3] == view.tolist()
     assert (view[0], view[-1], view[1:], view[::-1]) == (1, 3, [2, 3], [3, 2, 1])
-    column.cut(3)
+    column.cut_to(3)
     column.extend([9, 9, 9])
     assert short == [0, 1]
     with pytest.raises(RuntimeError, match="truncated"):

@@ -92,13 +92,13 @@ def test_positions_by_turns_are_the_models_own() -> None:
 def test_videos_take_their_time(layout: dict[str, float], rows: list[list[int]]) -> None:
     made = RopeLayout(image_id=1, video_id=2, merge=2, **layout)  # type: ignore[arg-type]
     inputs = {"video_grid_thw": [(2, 4, 4)], "second_per_grid_ts": [1.5]}
-    found = made.positions([9, *[2] * 8, 9], inputs)
+    found = made.rope_positions([9, *[2] * 8, 9], inputs)
     assert [list(axis) for axis in found[:2]] == rows
 
 
 def test_frames_of_a_video_may_be_blocks_of_their_own() -> None:
     made = RopeLayout(image_id=1, video_id=2, merge=2, by_frame=True)
-    found = made.positions([9, 2, 2, 9, 2, 2], {"video_grid_thw": [(2, 2, 4)]})
+    found = made.rope_positions([9, 2, 2, 9, 2, 2], {"video_grid_thw": [(2, 2, 4)]})
     assert [list(axis) for axis in found] == [
         [0, 1, 1, 3, 4, 4], [0, 1, 1, 3, 4, 4], [0, 1, 2, 3, 4, 5],
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_placeholders_and_grids_must_fit() -> None:
     made = RopeLayout(image_id=1, video_id=2, merge=2)
     for ids, grids in (([1], []), ([1, 9], [(1, 2, 4)]), ([9], [(1, 2, 2)]), ([1], [(1, 2, 4)])):
         with pytest.raises(ValueError, match="grid"):
-            made.positions(ids, {"image_grid_thw": grids})
+            made.rope_positions(ids, {"image_grid_thw": grids})
 
 
 def test_results_one_by_one_process_their_media_anew_but_count_once() -> None:

@@ -125,10 +125,12 @@ def test_a_word_of_a_stand_in_is_never_tokenized() -> None:
     seams, message = BoundaryTokenizer(codec("qwen")), "in place of a content"
     for text in ("zqxsystemzqx", "so zqxnext0zqx", 'call "zqxtoolzqx"', "zqxcall01"):
         with pytest.raises(TemplateError, match=message):
-            seams.encode("zqxaskzqx<|im_end|>", text)
+            seams.encode_following("zqxaskzqx<|im_end|>", text)
         with pytest.raises(TemplateError, match=message):
             codec("qwen").encode_media(text, {"image": []}, {})
-    assert seams.encode("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode("seven")
+    assert seams.encode_following("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode(
+        "seven"
+    )
 
 
 def test_a_word_of_a_stand_in_is_refused_in_a_message() -> None:

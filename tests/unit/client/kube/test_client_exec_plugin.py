@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from rollout_client import ClusterError
-from rollout_client.kube.access import access
-from rollout_client.kube.client import Kube
+from rollout_client.kube.access import load_access
+from rollout_client.kube.client import ClusterClient
 from tests.support.loopback import kubeconfig, loopback
 
 API = "client.authentication.k8s.io/v1"
@@ -63,7 +63,7 @@ def test_the_program_is_asked_as_kubectl_asks_it(tmp_path: Path) -> None:
     env = [{"name": "CLOUD", "value": "here"}]
     path = configured(tmp_path, args=["get", 7], env=env, provideClusterInfo=True)
     answers(tmp_path, status={"token": "t"})
-    found = access(path)
+    found = load_access(path)
     assert runs(tmp_path) == [], "not before there is anything to ask"
     assert found.token() == "t-0"
     info = {
@@ -80,7 +80,7 @@ def test_a_token_is_used_until_shortly_before_its_end(
 ) -> None:
     path = configured(tmp_path)
     answers(tmp_path, status={"token": "t", "expirationTimestamp": in_seconds(seconds)})
-    found = access(path)
+    found = load_access(path)
     assert [found.token(), found.token()] == tokens
 
 
@@ -100,7 +100,7 @@ async def test_what_the_program_says_is_told(
     """Not only to who asks for the token: to who asks the API server."""
     path = configured(tmp_path)
     answers(tmp_path, **answer)
-    kube = Kube(access(path))
+    kube = ClusterClient(load_access(path))
     with pytest.raises(ClusterError, match=said):
         await kube.get("/version")
     await kube.close()
@@ -110,7 +110,7 @@ def test_a_program_that_is_not_there_is_named_with_its_hint(tmp_path: Path) -> N
     path = configured(tmp_path, installHint="apt install login")
     (tmp_path / "bin" / "login").unlink()
     with pytest.raises(ClusterError, match=r"bin/login: it does not exist: apt install login"):
-        access(path).token()
+        load_access(path).token()
 
 
 async def test_requests_carry_the_token(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_requests_carry_the_token(tmp_path: Path) -> None:
         server.answer("GET", "/version", {"major": "1"})
         path = configured(tmp_path, server.url)
         answers(tmp_path, status={"token": "t"})
-        kube = Kube(access(path))
+        kube = ClusterClient(load_access(path))
         assert await kube.get("/version") == {"major": "1"}
         await kube.close()
         assert server.headers[0]["Authorization"] == "Bearer t-0"
@@ -135,7 +135,7 @@ async def test_a_token_that_is_refused_is_replaced_at_once(tmp_path: Path) -> No
         server.answers["GET", "/version"] = version
         path = configured(tmp_path, server.url)
         answers(tmp_path, status={"token": "t", "expirationTimestamp": in_seconds(3600)})
-        kube = Kube(access(path))
+        kube = ClusterClient(load_access(path))
         for _ in range(2):
             await kube.get("/version")
         assert len(runs(tmp_path)) == 2
@@ -150,7 +150,7 @@ def test_a_certificate_that_is_none_is_told(tmp_path: Path) -> None:
     path = configured(tmp_path)
     pair = {"clientCertificateData": "no certificate", "clientKeyData": "no key"}
     answers(tmp_path, status=pair)
-    found = access(path)
+    found = load_access(path)
     for _ in range(2):  # at each request, not only at the first one
         with pytest.raises(ssl.SSLError):
             found.token()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from rollout_client.errors import SteeringFailed, TurnFailed
-from rollout_client.turn.plan import Plan
-from rollout_client.turn.session import Caller, Session
+from rollout_client.turn.plan import TurnPlan
+from rollout_client.turn.session import StepRunner, TurnSession
 
 Failures = dict[tuple[int, str], type[BaseException]]
 
@@ -28,19 +28,19 @@ def cast(yes: bool) -> Generator[bool, bool, bool]:
     return (yield yes)
 
 
-class CastVotes(Caller):
+class CastVotes(StepRunner):
     """Does the steps at once; each vote suspends the rank."""
 
     @override
-    async def vote(self, yes: bool) -> bool:
+    async def collect_votes(self, yes: bool) -> bool:
         return await cast(yes)
 
 
-class Rank(Session):
+class Rank(TurnSession):
     """One rank whose steps fail as they are told."""
 
     def __init__(self, rank: int, world: int, failures: Failures, order: list[int]) -> None:
-        plan = Plan(rank=rank, world=world, agree=bool)
+        plan = TurnPlan(rank=rank, world=world, agree=bool)
         super().__init__(None, plan, self.name_devices)
         self.rank, self.failures, self.order = rank, failures, order
         self.done: list[str] = []
@@ -49,7 +49,7 @@ class Rank(Session):
         self.ended: BaseException | None = None
         self.vote: bool | None = None
         self.caller = CastVotes(plan)
-        self.acquiring = self.acquire(self.caller)
+        self.acquiring = self.acquire_turn(self.caller)
         self.go_on(lambda: self.acquiring.send(None))
 
     async def name_devices(self) -> list[str]:
@@ -100,11 +100,11 @@ class Rank(Session):
         self.do("undo")
 
     @override
-    def begin(self) -> None:
+    def begin_block(self) -> None:
         self.do("begin")
 
     @override
-    def give(self) -> None:
+    def give_back(self) -> None:
         self.do("give")
         self.has_locks = False
 

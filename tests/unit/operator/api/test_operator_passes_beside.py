@@ -14,7 +14,7 @@ from aiohttp import web
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.cache.neighbours import Neighbours
+from rollout_operator.cache.neighbours import NeighbourObjects
 from tests.support.unit.passlab import KEY, PODS, PassLab, pass_lab, pod
 from tests.support.waiting import until
 
@@ -68,9 +68,9 @@ def lists(lab: PassLab, path: str, *items: Obj) -> None:
 
 async def looks_again(lab: PassLab) -> str:
     """Run a pass as soon as the lists have ended, or failed; returns what status says."""
-    unknown = Neighbours(unknown="")
+    unknown = NeighbourObjects(unknown="")
     grpo = TrainerSelector(match_labels={"job": "grpo"})
-    await until(lambda: lab.ctx.neighbours.look(KEY, grpo) != unknown, what="the lists")
+    await until(lambda: lab.ctx.neighbours.subscribe_beside(KEY, grpo) != unknown, what="the lists")
     lab.clock.steady += 2  # progress is written once a second
     await lab.reconcile()
     message: str = lab.status["message"]
@@ -140,7 +140,7 @@ async def test_who_is_deleted_asks_no_more(lab: PassLab) -> None:
     assert [reason for _, reason, _ in lab.told.events] == ["TooFewTrainers"]
     await until(lambda: lab.api.at_once == 2, what="both streams")
     later = str(int(pool["metadata"]["resourceVersion"]) + 100)
-    lab.ctx.store.take(
+    lab.ctx.store.apply_event(
         "pools", "DELETED", {**pool, "metadata": {**pool["metadata"], "resourceVersion": later}}
     )
     await lab.reconciler.reconcile(KEY)

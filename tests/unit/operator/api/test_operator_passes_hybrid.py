@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.cache.neighbours import Neighbours
+from rollout_operator.cache.neighbours import NeighbourObjects
 from tests.support.unit.faults import FAULTS, Fault
 from tests.support.unit.passlab import KEY, PODS, PassLab, condition, pass_lab, worker_of
 from tests.support.waiting import until
@@ -111,8 +111,10 @@ class Inside:
     async def listed(self) -> None:
         """Look once, and wait until the trainer's pods are known."""
         await self.lab.reconcile()
-        unknown, grpo = Neighbours(unknown=""), TrainerSelector(match_labels={"job": "grpo"})
-        await until(lambda: self.lab.ctx.neighbours.inside(KEY, grpo) != unknown, what="the list")
+        unknown, grpo = NeighbourObjects(unknown=""), TrainerSelector(match_labels={"job": "grpo"})
+        await until(
+            lambda: self.lab.ctx.neighbours.subscribe_inside(KEY, grpo) != unknown, what="the list"
+        )
 
     async def settled(self) -> None:
         """Run passes until nothing is left to do."""
@@ -223,7 +225,7 @@ async def test_a_slice_that_lost_its_labels_gets_them_back(lab: PassLab) -> None
     bare: dict[str, Any] = {**lost["metadata"], "labels": {}, "resourceVersion": "90"}
     inside.stored["math-ipv4-0"] = {**lost, "metadata": bare, "endpoints": []}
     gone = {**lost, "metadata": {**lost["metadata"], "resourceVersion": "91"}}
-    lab.ctx.store.take("endpointslices", "DELETED", gone)
+    lab.ctx.store.apply_event("endpointslices", "DELETED", gone)
     await inside.settled()
     labels = inside.stored["math-ipv4-0"]["metadata"]["labels"]
     assert labels[names.LABEL_POOL] == "math"
@@ -246,7 +248,9 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
         lost = inside.stored["math-ipv4-0"]
         inside.has({**lost, "endpoints": [], "metadata": {**lost["metadata"], "annotations": {}}})
         meta = {**inside.stored["math-ipv4-0"]["metadata"], "resourceVersion": "90"}
-        lab.ctx.store.upsert("endpointslices", {**inside.stored["math-ipv4-0"], "metadata": meta})
+        lab.ctx.store.upsert_written(
+            "endpointslices", {**inside.stored["math-ipv4-0"], "metadata": meta}
+        )
     route = ("POST", SLICES) if verb == "create" else ("PATCH", f"{SLICES}/math-ipv4-0")
     lab.api.answers[route] = fault.answer()
     if verb == "create":
@@ -258,10 +262,10 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
     assert lab.status["message"].startswith("the API server ")
     at = f'namespace="rl",pool="math",reason="{fault.told}",resource="endpointslices",verb="{verb}"'
     assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.render_page().decode()
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
     meta = {**now["metadata"], "generation": 2, "resourceVersion": "500"}
-    lab.ctx.store.upsert(
+    lab.ctx.store.upsert_written(
         "pools", {**now, "metadata": meta, "spec": now["spec"] | {"state": "Asleep"}}
     )
     await lab.settled(1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.cache.store import Store
+from rollout_operator.cache.store import ObjectStore
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.podreader import parse_pod
 from rollout_operator.core.pods.builder import PodBuilder
@@ -45,19 +45,19 @@ def pool(version: int, name: str = "math", namespace: str = "rl", **meta: Any) -
     }
 
 
-def names(store: Store) -> list[str]:
-    return [p["metadata"]["name"] for p in store.pods(KEY)]
+def names(store: ObjectStore) -> list[str]:
+    return [p["metadata"]["name"] for p in store.pool_pods(KEY)]
 
 
 def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
-    store = Store()
-    assert store.take("pools", "ADDED", pool(1)) == {KEY}
-    assert store.take("pods", "ADDED", pod("b", 2)) == {KEY}
-    assert store.take("pods", None, pod("a", 3)) == {KEY}
-    assert store.pool(KEY) == pool(1)
+    store = ObjectStore()
+    assert store.apply_event("pools", "ADDED", pool(1)) == {KEY}
+    assert store.apply_event("pods", "ADDED", pod("b", 2)) == {KEY}
+    assert store.apply_event("pods", None, pod("a", 3)) == {KEY}
+    assert store.find_pool(KEY) == pool(1)
     assert names(store) == ["a", "b"]
-    assert store.keys() == [KEY]
-    assert store.counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
+    assert store.pool_keys() == [KEY]
+    assert store.object_counts() == {"pools": 1, "pods": 2, "services": 0, "endpointslices": 0}
 
 
 def going(version: int, name: str = "a") -> Obj:
@@ -69,41 +69,41 @@ A = PoolKey("rl", "a")
 
 
 def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 2))
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 2))
     assert store.upsert_deleted("pods", A, "uid-a", going(5))
-    assert store.take("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
-    store.replace("pods", [pod("a", 4)], listed_at="4")
-    assert store.pods(KEY) == [going(5)]
-    assert store.take("pods", "MODIFIED", going(5)) == set(), "the watch shows what is known"
-    assert store.take("pods", "DELETED", going(6)) == {KEY}
+    assert store.apply_event("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
+    store.replace_listed("pods", [pod("a", 4)], listed_at="4")
+    assert store.pool_pods(KEY) == [going(5)]
+    assert store.apply_event("pods", "MODIFIED", going(5)) == set(), "the watch shows what is known"
+    assert store.apply_event("pods", "DELETED", going(6)) == {KEY}
     assert not store.upsert_deleted("pods", A, "uid-a", going(5)), "the watch was faster"
-    assert store.pods(KEY) == []
+    assert store.pool_pods(KEY) == []
 
 
 def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 2))
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 2))
     assert store.upsert_deleted("pods", A, "uid-a", {"kind": "Status", "metadata": {}})
-    assert store.take("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
-    assert store.pods(KEY) == []
+    assert store.apply_event("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
+    assert store.pool_pods(KEY) == []
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
 
 
 def test_a_delete_hides_no_namesake() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 9, uid="another"))
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 9, uid="another"))
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
     assert not store.upsert_deleted("pods", A, "uid-a", going(5))
-    assert store.pods(KEY) == [pod("a", 9, uid="another")]
+    assert store.pool_pods(KEY) == [pod("a", 9, uid="another")]
 
 
 def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list() -> None:
-    store = Store()
-    store.upsert("pods", pod("a", 7))
-    store.replace("pods", [], listed_at="6")
+    store = ObjectStore()
+    store.upsert_written("pods", pod("a", 7))
+    store.replace_listed("pods", [], listed_at="6")
     assert names(store) == ["a"]
-    store.replace("pods", [], listed_at="8")
+    store.replace_listed("pods", [], listed_at="8")
     assert names(store) == []
 
 
@@ -120,35 +120,35 @@ def of_class(found: Obj, operator_class: str | None) -> Obj:
 def test_a_pool_of_another_class_and_its_children_are_left_alone(
     ours: str, of_pool: str | None, leads: bool, way: str
 ) -> None:
-    store = Store(ours)
+    store = ObjectStore(ours)
     theirs, child = of_class(pool(1), of_pool), pod("math-0-0", 2)
     if way == "watch":
-        store.take("pools", "ADDED", theirs)
-        woken = store.take("pods", "ADDED", child)
+        store.apply_event("pools", "ADDED", theirs)
+        woken = store.apply_event("pods", "ADDED", child)
     else:
-        store.replace("pools", [theirs], listed_at="5")
-        woken, _ = store.replace("pods", [child], listed_at="5")
+        store.replace_listed("pools", [theirs], listed_at="5")
+        woken, _ = store.replace_listed("pods", [child], listed_at="5")
     assert woken == ({KEY} if leads else set())
-    assert store.pool(KEY) == (theirs if leads else None)
-    assert (store.keys(), names(store), store.size(KEY)) == (
+    assert store.find_pool(KEY) == (theirs if leads else None)
+    assert (store.pool_keys(), names(store), store.pod_count(KEY)) == (
         ([KEY], ["math-0-0"], 1) if leads else ([], [], 0)
     )
 
 
 def test_a_pool_whose_name_goes_to_one_of_another_class_is_let_go() -> None:
-    store = Store("blue")
-    store.take("pools", "ADDED", of_class(pool(1), "blue"))
+    store = ObjectStore("blue")
+    store.apply_event("pools", "ADDED", of_class(pool(1), "blue"))
     again = of_class(pool(5), "green")
-    assert store.take(
+    assert store.apply_event(
         "pools", "MODIFIED", again | {"metadata": again["metadata"] | {"uid": "b"}}
     ) == {KEY}
-    assert store.pool(KEY) is None
+    assert store.find_pool(KEY) is None
 
 
 def test_managed_fields_are_not_kept() -> None:
-    store = Store()
-    store.take("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
-    assert store.pool(KEY) == pool(1)
+    store = ObjectStore()
+    store.apply_event("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
+    assert store.find_pool(KEY) == pool(1)
 
 
 def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
@@ -160,10 +160,10 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
     made["spec"]["nodeName"] = "n1"
     made["status"] = {"phase": "Running", "podIP": "10.0.0.1"}
     before = json.dumps(made)
-    store = Store()
-    store.take("pods", "ADDED", made)
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", made)
     assert json.dumps(made) == before, "it is the caller's"
-    [kept] = store.pods(KEY)
+    [kept] = store.pool_pods(KEY)
     assert len(json.dumps(kept)) < len(before) / 4
     assert parse_pod(kept, "owner") == parse_pod(made, "owner")
     assert [c["name"] for c in kept["spec"]["containers"]] == ["worker"]
@@ -181,119 +181,119 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
 def test_a_strangers_pod_is_not_kept(stranger: dict[str, str] | None) -> None:
     obj = pod("a", 1)
     obj["metadata"]["labels"] = stranger
-    store = Store()
-    assert store.take("pods", "ADDED", obj) == set()
-    assert store.pods(KEY) == []
+    store = ObjectStore()
+    assert store.apply_event("pods", "ADDED", obj) == set()
+    assert store.pool_pods(KEY) == []
 
 
 def test_an_older_or_equal_version_changes_and_wakes_nothing() -> None:
-    store = Store()
-    store.upsert("pods", pod("a", 7))
-    assert store.take("pods", "MODIFIED", pod("a", 6)) == set()
-    assert store.take("pods", "MODIFIED", pod("a", 7)) == set()
-    assert store.pods(KEY) == [pod("a", 7)]
+    store = ObjectStore()
+    store.upsert_written("pods", pod("a", 7))
+    assert store.apply_event("pods", "MODIFIED", pod("a", 6)) == set()
+    assert store.apply_event("pods", "MODIFIED", pod("a", 7)) == set()
+    assert store.pool_pods(KEY) == [pod("a", 7)]
 
 
 def test_a_late_event_does_not_bring_a_deleted_object_back() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 5))
-    assert store.take("pods", "DELETED", pod("a", 9)) == {KEY}
-    assert store.take("pods", "MODIFIED", pod("a", 8)) == set()
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5))
+    assert store.apply_event("pods", "DELETED", pod("a", 9)) == {KEY}
+    assert store.apply_event("pods", "MODIFIED", pod("a", 8)) == set()
     assert names(store) == []
 
 
 def test_a_namesake_made_anew_survives_the_deletion_of_the_old_one() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 5, uid="old"))
-    store.upsert("pods", pod("a", 9, uid="new"))
-    assert store.take("pods", "DELETED", pod("a", 8, uid="old")) == set()
-    assert store.pods(KEY) == [pod("a", 9, uid="new")]
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5, uid="old"))
+    store.upsert_written("pods", pod("a", 9, uid="new"))
+    assert store.apply_event("pods", "DELETED", pod("a", 8, uid="old")) == set()
+    assert store.pool_pods(KEY) == [pod("a", 9, uid="new")]
 
 
 def test_an_object_that_left_the_selector_may_come_back() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 5))
-    store.take("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
-    assert store.take("pods", "ADDED", pod("a", 7)) == {KEY}
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5))
+    store.apply_event("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
+    assert store.apply_event("pods", "ADDED", pod("a", 7)) == {KEY}
     assert names(store) == ["a"]
 
 
 def test_a_pod_that_changes_its_pool_touches_both() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 5))
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5))
     other = PoolKey("rl", "code")
-    assert store.take("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
+    assert store.apply_event("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
     assert names(store) == []
-    assert [p["metadata"]["name"] for p in store.pods(other)] == ["a"]
-    assert store.take("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
+    assert [p["metadata"]["name"] for p in store.pool_pods(other)] == ["a"]
+    assert store.apply_event("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
 
 
 def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
-    store = Store()
+    store = ObjectStore()
     for name in ("a", "b", "c"):
-        store.take("pods", "ADDED", pod(name, 5))
-    touched, ghosts = store.replace("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
+        store.apply_event("pods", "ADDED", pod(name, 5))
+    touched, ghosts = store.replace_listed("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
     assert (touched, ghosts) == ({KEY}, 2)
     assert names(store) == ["a", "d"]
     # What it removed does not come back by an event from before the list.
-    assert store.take("pods", "MODIFIED", pod("b", 9)) == set()
+    assert store.apply_event("pods", "MODIFIED", pod("b", 9)) == set()
 
 
 def test_a_list_that_changes_nothing_touches_nothing() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 5))
-    assert store.replace("pods", [pod("a", 5)], listed_at="9")[0] == set()
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5))
+    assert store.replace_listed("pods", [pod("a", 5)], listed_at="9")[0] == set()
 
 
 def test_a_list_does_not_remove_what_is_newer_than_it() -> None:
-    store = Store()
-    store.upsert("pods", pod("made-meanwhile", 12))
-    assert store.replace("pods", [], listed_at="10")[0] == set()
+    store = ObjectStore()
+    store.upsert_written("pods", pod("made-meanwhile", 12))
+    assert store.replace_listed("pods", [], listed_at="10")[0] == set()
     assert names(store) == ["made-meanwhile"]
 
 
 def test_a_list_does_not_bring_back_what_was_deleted_meanwhile() -> None:
-    store = Store()
-    store.take("pods", "ADDED", pod("a", 5))
-    store.take("pods", "DELETED", pod("a", 12))
-    assert store.replace("pods", [pod("a", 5)], listed_at="10")[0] == set()
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5))
+    store.apply_event("pods", "DELETED", pod("a", 12))
+    assert store.replace_listed("pods", [pod("a", 5)], listed_at="10")[0] == set()
     assert names(store) == []
 
 
 def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
-    store = Store()
-    store.take("pools", "ADDED", pool(1))
-    store.take("pools", "ADDED", pool(2, namespace="elsewhere"))
-    touched, _ = store.replace("pools", [], listed_at="9", namespace="rl")
+    store = ObjectStore()
+    store.apply_event("pools", "ADDED", pool(1))
+    store.apply_event("pools", "ADDED", pool(2, namespace="elsewhere"))
+    touched, _ = store.replace_listed("pools", [], listed_at="9", namespace="rl")
     assert touched == {KEY}
-    assert store.keys() == [PoolKey("elsewhere", "math")]
+    assert store.pool_keys() == [PoolKey("elsewhere", "math")]
 
 
 def test_after_a_list_nothing_older_is_believed() -> None:
-    store = Store()
-    store.replace("pods", [pod("a", 5)], listed_at="10", namespace="rl")
-    assert store.take("pods", "ADDED", pod("never-seen", 9)) == set()
-    assert store.take("pods", "DELETED", pod("a", 8)) == {KEY} or names(store) == ["a"]
-    assert store.take("pods", "ADDED", pod("b", 11)) == {KEY}
+    store = ObjectStore()
+    store.replace_listed("pods", [pod("a", 5)], listed_at="10", namespace="rl")
+    assert store.apply_event("pods", "ADDED", pod("never-seen", 9)) == set()
+    assert store.apply_event("pods", "DELETED", pod("a", 8)) == {KEY} or names(store) == ["a"]
+    assert store.apply_event("pods", "ADDED", pod("b", 11)) == {KEY}
 
 
 def test_a_cluster_restored_from_a_backup_is_believed() -> None:
-    store = Store()
-    store.replace("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
-    assert store.replace("pods", [pod("a", 20)], listed_at="40")[0] == {KEY}
-    assert store.pods(KEY) == [pod("a", 20)]
-    assert store.take("pods", "MODIFIED", pod("a", 41)) == {KEY}
+    store = ObjectStore()
+    store.replace_listed("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
+    assert store.replace_listed("pods", [pod("a", 20)], listed_at="40")[0] == {KEY}
+    assert store.pool_pods(KEY) == [pod("a", 20)]
+    assert store.apply_event("pods", "MODIFIED", pod("a", 41)) == {KEY}
 
 
 def test_versions_that_are_no_numbers_take_what_came_last() -> None:
-    store = Store()
+    store = ObjectStore()
     first, second = pod("a", 1), pod("a", 1)
     first["metadata"]["resourceVersion"] = "x9"
     second["metadata"]["resourceVersion"] = "x1"
-    store.take("pods", "ADDED", first)
-    assert store.take("pods", "MODIFIED", second) == {KEY}
-    assert store.pods(KEY) == [second]
-    assert store.replace("pods", [], listed_at="y")[0] == {KEY}
+    store.apply_event("pods", "ADDED", first)
+    assert store.apply_event("pods", "MODIFIED", second) == {KEY}
+    assert store.pool_pods(KEY) == [second]
+    assert store.replace_listed("pods", [], listed_at="y")[0] == {KEY}
 
 
 History = list[tuple[str, str, int]]
@@ -341,24 +341,24 @@ def test_whatever_is_lost_late_or_twice_a_list_makes_it_true(
     events = data.draw(st.permutations(history))
     events = [e for e in events if data.draw(st.booleans())]
     cut = data.draw(st.integers(0, len(events)))
-    store = Store()
+    store = ObjectStore()
 
     def deliver(part: History) -> None:
         for event, name, version in part:
             obj = pod(name, version, uid=life(history, name, version))
-            store.take("pods", event, obj)
+            store.apply_event("pods", event, obj)
 
     deliver(events[:cut])
     world = replay(history)
-    store.replace("pods", list(world.values()), listed_at=str(len(history)))
+    store.replace_listed("pods", list(world.values()), listed_at=str(len(history)))
     deliver(events[cut:])
-    assert store.pods(KEY) == [world[name] for name in sorted(world)]
+    assert store.pool_pods(KEY) == [world[name] for name in sorted(world)]
 
 
 @given(histories())
 def test_a_stream_without_faults_needs_no_list(history: History) -> None:
-    store = Store()
+    store = ObjectStore()
     for event, name, version in history:
-        store.take("pods", event, pod(name, version, uid=life(history, name, version)))
+        store.apply_event("pods", event, pod(name, version, uid=life(history, name, version)))
     world = replay(history)
-    assert store.pods(KEY) == [world[name] for name in sorted(world)]
+    assert store.pool_pods(KEY) == [world[name] for name in sorted(world)]

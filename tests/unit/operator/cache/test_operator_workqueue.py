@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from rollout_operator.cache.workqueue import MAX_SECONDS, QueueClosed, WorkQueue
+from rollout_operator.cache.workqueue import MAX_BACKOFF_SECONDS, QueueClosed, WorkQueue
 from tests.support.waiting import until
 
 
@@ -36,7 +36,7 @@ def test_keys_come_in_the_order_of_their_due_times(queue: WorkQueue[str], clock:
     queue.add("now")
     queue.add("soon", 1)
     clock.now += 3
-    assert [queue.take() for _ in range(4)] == ["now", "soon", "later", None]
+    assert [queue.get_due() for _ in range(4)] == ["now", "soon", "later", None]
 
 
 def test_a_key_waits_once_and_the_earliest_time_wins(queue: WorkQueue[str], clock: Clock) -> None:
@@ -44,22 +44,22 @@ def test_a_key_waits_once_and_the_earliest_time_wins(queue: WorkQueue[str], cloc
     queue.add("a", 1)
     queue.add("a", 5)
     clock.now += 1
-    assert queue.take() == "a"
-    queue.done("a")
+    assert queue.get_due() == "a"
+    queue.mark_done("a")
     clock.now += 100
-    assert queue.take() is None
+    assert queue.get_due() is None
 
 
 def test_a_key_added_while_it_is_worked_on_runs_once_more(queue: WorkQueue[str]) -> None:
     queue.add("a")
-    assert queue.take() == "a"
+    assert queue.get_due() == "a"
     queue.add("a")
     queue.add("a")
-    assert queue.take() is None
-    queue.done("a")
-    assert queue.take() == "a"
-    queue.done("a")
-    assert queue.take() is None
+    assert queue.get_due() is None
+    queue.mark_done("a")
+    assert queue.get_due() == "a"
+    queue.mark_done("a")
+    assert queue.get_due() is None
 
 
 def test_failures_wait_longer_and_longer(queue: WorkQueue[str], clock: Clock) -> None:
@@ -67,37 +67,37 @@ def test_failures_wait_longer_and_longer(queue: WorkQueue[str], clock: Clock) ->
     for _ in range(10):
         before = clock.now
         queue.add("a", rate_limited=True)
-        while queue.take() is None:
+        while queue.get_due() is None:
             clock.now += 0.5
-        queue.done("a")
+        queue.mark_done("a")
         waits.append(clock.now - before)
     assert waits[:4] == [0.5, 1, 2, 4]
-    assert waits[-1] == MAX_SECONDS
-    assert queue.failures("a") == 10
-    queue.forget("a")
-    assert queue.failures("a") == 0
+    assert waits[-1] == MAX_BACKOFF_SECONDS
+    assert queue.failure_count("a") == 10
+    queue.reset_backoff("a")
+    assert queue.failure_count("a") == 0
 
 
 def test_a_failing_key_delays_no_other(queue: WorkQueue[str], clock: Clock) -> None:
     for _ in range(6):
         queue.add("bad", rate_limited=True)
     queue.add("good")
-    assert queue.take() == "good"
+    assert queue.get_due() == "good"
 
 
 def test_an_event_cuts_a_back_off_short(queue: WorkQueue[str]) -> None:
     queue.add("a", rate_limited=True)
     queue.add("a")
-    assert queue.take() == "a"
+    assert queue.get_due() == "a"
 
 
 def test_jitter_only_lengthens(clock: Clock) -> None:
     queue: WorkQueue[str] = WorkQueue(clock=clock, rand=lambda: 0.999)
     queue.add("a", rate_limited=True)
     clock.now += 0.55
-    assert queue.take() is None
+    assert queue.get_due() is None
     clock.now += 0.06
-    assert queue.take() == "a"
+    assert queue.get_due() == "a"
 
 
 def test_depth_and_age_count_what_is_due(queue: WorkQueue[str], clock: Clock) -> None:
@@ -105,10 +105,10 @@ def test_depth_and_age_count_what_is_due(queue: WorkQueue[str], clock: Clock) ->
     queue.add("b")
     queue.add("later", 60)
     clock.now += 7
-    assert (queue.depth(), queue.oldest_age()) == (2, 7)
-    queue.take()
-    queue.take()
-    assert (queue.depth(), queue.oldest_age(), queue.busy()) == (0, 0, 2)
+    assert (queue.due_count(), queue.oldest_age()) == (2, 7)
+    queue.get_due()
+    queue.get_due()
+    assert (queue.due_count(), queue.oldest_age(), queue.busy_count()) == (0, 0, 2)
 
 
 def test_waits_are_reported(clock: Clock) -> None:
@@ -116,7 +116,7 @@ def test_waits_are_reported(clock: Clock) -> None:
     queue: WorkQueue[str] = WorkQueue(clock=clock, on_wait=waits.append)
     queue.add("a", 1)
     clock.now += 3
-    queue.take()
+    queue.get_due()
     assert waits == [2]
 
 
@@ -175,7 +175,7 @@ async def test_many_workers_never_work_on_one_key_together() -> None:
             await asyncio.sleep(0.001)
             looked[key] = looked.get(key, 0) + 1
             at_work.discard(key)
-            queue.done(key)
+            queue.mark_done(key)
 
     workers = [asyncio.create_task(work()) for _ in range(4)]
     for round_ in range(20):
@@ -183,7 +183,7 @@ async def test_many_workers_never_work_on_one_key_together() -> None:
             queue.add(key, 0.001 * (round_ % 3))
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.01)
-    await until(lambda: not queue.busy() and not queue.depth(), 2)
+    await until(lambda: not queue.busy_count() and not queue.due_count(), 2)
     assert set(looked) == set(range(5))
     for worker in workers:
         assert not worker.done(), "a worker failed"
@@ -218,7 +218,7 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        key = self.queue.take()
+        key = self.queue.get_due()
         ready = {
             k: due for k, due in self.due.items() if due <= self.clock.now and k not in self.busy
         }
@@ -234,13 +234,13 @@ class Model(RuleBasedStateMachine):
     def done(self, key: str) -> None:
         if key in self.busy:
             self.busy.discard(key)
-            self.queue.done(key)
+            self.queue.mark_done(key)
 
     @invariant()
     def counts_agree(self) -> None:
         ready = [d for k, d in self.due.items() if d <= self.clock.now and k not in self.busy]
-        assert self.queue.depth() == len(ready)
-        assert self.queue.busy() == len(self.busy)
+        assert self.queue.due_count() == len(ready)
+        assert self.queue.busy_count() == len(self.busy)
         assert self.queue.oldest_age() == max((self.clock.now - d for d in ready), default=0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.crd import custom_resource_definition
-from rollout_operator.kube.client import Kube
+from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.installed import InstalledSchema
 from tests.support.loopback import Loopback, kubeconfig, loopback
 
@@ -62,28 +62,28 @@ async def test_what_an_older_crd_lacks_is_named(
     api: Loopback, change: Callable[[Status], object], named: str
 ) -> None:
     api.answer("GET", PATH, published(change))
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         installed = InstalledSchema(kube)
-        assert installed.check() is None, "nothing is known yet"
-        assert not await installed.look()
-        wrong = installed.check()
+        assert installed.schema_problem() is None, "nothing is known yet"
+        assert not await installed.compare_schema()
+        wrong = installed.schema_problem()
         assert wrong is not None
         assert named in wrong
         assert "apply the CRD of this release" in wrong
         api.answer("GET", PATH, published(len))
-        assert await installed.look()
-        assert installed.check() is None, "as soon as it is applied"
+        assert await installed.compare_schema()
+        assert installed.schema_problem() is None, "as soon as it is applied"
 
 
 async def test_fields_that_a_newer_crd_has_are_no_fault(api: Loopback) -> None:
     api.answer("GET", PATH, published(lambda status: status.update(future={"type": "string"})))
-    async with Kube() as kube:
-        assert await InstalledSchema(kube).look()
+    async with KubeClient() as kube:
+        assert await InstalledSchema(kube).compare_schema()
 
 
 async def test_a_schema_that_can_not_be_read_keeps_nobody_from_ready(api: Loopback) -> None:
     api.answer("GET", PATH, {"reason": "Forbidden", "message": "no"}, 403)
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         installed = InstalledSchema(kube)
-        assert not await installed.look()
-        assert installed.check() is None
+        assert not await installed.compare_schema()
+        assert installed.schema_problem() is None

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rollout_operator.kube.client import Kube
-from rollout_operator.kube.credentials import LoginFailed, login
+from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.credentials import LoginFailed, load_connection_info
 from rollout_operator.kube.errors import (
     AlreadyExists,
     Conflict,
@@ -73,7 +73,7 @@ def test_an_answer_of_a_proxy_is_told_as_it_came(body: bytes) -> None:
 
 async def test_a_refusal_to_answer_now_says_for_how_long(api: Loopback) -> None:
     api.answer("GET", POD, {"reason": "TooManyRequests"}, 429, **{"Retry-After": "3"})
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         with pytest.raises(Unavailable) as error:
             await kube.get("pods", "rl", "a")
     assert error.value.retry_after == 3
@@ -83,14 +83,14 @@ async def test_a_dead_server_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:1")))
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         with pytest.raises(Unavailable, match=r"get pods rl/a: .*127"):
             await kube.get("pods", "rl", "a")
 
 
 async def test_a_write_that_hangs_ends_before_the_lease_does(api: Loopback) -> None:
     api.delay("POST", "/api/v1/namespaces/rl/pods", {}, 30)
-    async with Kube(write_seconds=lambda: 0.2) as kube:
+    async with KubeClient(write_seconds=lambda: 0.2) as kube:
         began = asyncio.get_running_loop().time()
         with pytest.raises(Unavailable):
             await kube.create("pods", {"metadata": {"namespace": "rl", "name": "a"}})
@@ -100,7 +100,7 @@ async def test_a_write_that_hangs_ends_before_the_lease_does(api: Loopback) -> N
 @pytest.mark.parametrize("body", ["no json", "[1]"])
 async def test_a_wellmeant_answer_that_is_no_object_is_an_error(api: Loopback, body: str) -> None:
     api.answer("GET", POD, body)
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         with pytest.raises(KubeError, match="get pods rl/a: the answer is no"):
             await kube.get("pods", "rl", "a")
 
@@ -116,14 +116,14 @@ async def test_refused_credentials_are_read_again_once(api: Loopback, tmp_path: 
         return web.json_response({"kind": "Pod"})
 
     api.answers["GET", POD] = answer
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
     assert tokens == ["Bearer one", "Bearer two"]
 
 
 async def test_credentials_that_stay_refused_are_an_error(api: Loopback) -> None:
     api.answer("GET", POD, {"reason": "Unauthorized"}, 401)
-    async with Kube() as kube:
+    async with KubeClient() as kube:
         with pytest.raises(Unauthorized):
             await kube.get("pods", "rl", "a")
     assert len(api.requests) == 2
@@ -144,8 +144,8 @@ async def test_a_kubeconfig_that_is_no_use_is_told(
     path.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(path))
     with pytest.raises(LoginFailed, match=sentence):
-        await login()
-    async with Kube() as kube:
+        await load_connection_info()
+    async with KubeClient() as kube:
         with pytest.raises(Unauthorized, match="get pods rl/a"):
             await kube.get("pods", "rl", "a")
 
@@ -157,5 +157,5 @@ async def test_paths_beside_the_kubeconfig_are_found(
     text = path.read_text().replace('"server"', '"certificate-authority": "ca.crt", "server"')
     path.write_text(text)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    info = await login()
+    info = await load_connection_info()
     assert info.ca_path == str(tmp_path / "ca.crt")

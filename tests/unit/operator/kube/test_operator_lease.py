@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from rollout_operator.kube import lease as leases
-from rollout_operator.kube.client import Kube
-from rollout_operator.kube.lease import LEASE_SECONDS, Leadership
+from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.lease import LEASE_DURATION_SECONDS, Leadership
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
 
@@ -22,7 +22,7 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/rl/leases"
 class Standby:
     """One that looks all the time, and the Lease that it sees."""
 
-    def __init__(self, server: Loopback, kube: Kube) -> None:
+    def __init__(self, server: Loopback, kube: KubeClient) -> None:
         self.now = 0.0
         self.lease: dict[str, Any] | None = None
         self.looks = 0
@@ -42,21 +42,21 @@ class Standby:
 
     def renew(self, version: int) -> None:
         """The holder does."""
-        spec = {"holderIdentity": "holder", "leaseDurationSeconds": LEASE_SECONDS}
+        spec = {"holderIdentity": "holder", "leaseDurationSeconds": LEASE_DURATION_SECONDS}
         self.lease = {"metadata": {"resourceVersion": str(version)}, "spec": spec}
 
     async def looked(self) -> None:
         """Wait until it has looked twice from now on."""
         wanted = self.looks + 2
-        await until(lambda: self.looks >= wanted or self.leadership.held(), what="a look")
+        await until(lambda: self.looks >= wanted or self.leadership.has_lease(), what="a look")
 
 
 @pytest.fixture
 async def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Standby]:
-    monkeypatch.setattr(leases, "STANDBY_SECONDS", 0.001)
+    monkeypatch.setattr(leases, "STANDBY_POLL_SECONDS", 0.001)
     async with loopback() as server:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        async with Kube() as kube:
+        async with KubeClient() as kube:
             made = Standby(server, kube)
             kube.fence_with(made.leadership.write_seconds)
             yield made
@@ -66,25 +66,25 @@ async def test_a_lease_that_was_deleted_is_left_to_its_holder_for_as_long_as_it_
     standby: Standby,
 ) -> None:
     standby.renew(7)
-    acquiring = asyncio.create_task(standby.leadership.acquire())
+    acquiring = asyncio.create_task(standby.leadership.acquire_lease())
     await standby.looked()
     standby.lease = None
     await standby.looked()
-    standby.now += LEASE_SECONDS - 1
+    standby.now += LEASE_DURATION_SECONDS - 1
     await standby.looked()
-    assert not standby.leadership.held(), "its holder may write still"
+    assert not standby.leadership.has_lease(), "its holder may write still"
     standby.renew(8)  # it has created it anew
     await standby.looked()
     standby.lease = None
     await standby.looked()
-    standby.now += LEASE_SECONDS
+    standby.now += LEASE_DURATION_SECONDS
     await standby.looked()
-    assert not standby.leadership.held()
+    assert not standby.leadership.has_lease()
     standby.now += 1
     await asyncio.wait_for(acquiring, 10)
     assert standby.leadership.may_write()
 
 
 async def test_who_has_seen_no_lease_creates_it_at_once(standby: Standby) -> None:
-    await asyncio.wait_for(standby.leadership.acquire(), 10)
+    await asyncio.wait_for(standby.leadership.acquire_lease(), 10)
     assert standby.leadership.may_write()

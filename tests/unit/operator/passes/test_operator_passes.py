@@ -58,7 +58,7 @@ async def serving(lab: PassLab, replicas: int = 1, **spec: Any) -> list[str]:
 
 def changed(lab: PassLab, notes: dict[str, str] | None = None, **spec: Any) -> None:
     """Let somebody change the pool's spec or its annotations."""
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
     meta = now["metadata"]
     again = {
@@ -67,7 +67,7 @@ def changed(lab: PassLab, notes: dict[str, str] | None = None, **spec: Any) -> N
         "resourceVersion": str(int(meta["resourceVersion"]) + 1),
         "annotations": notes or {},
     }
-    lab.ctx.store.upsert("pools", {**now, "metadata": again, "spec": now["spec"] | spec})
+    lab.ctx.store.upsert_written("pools", {**now, "metadata": again, "spec": now["spec"] | spec})
 
 
 # What a pass starts from.
@@ -177,7 +177,7 @@ async def test_who_goes_leaves_the_service_first_and_who_comes_enters_it_last(la
         ("POST", ""),
         ("PATCH", "math-0-0/status"),
     ]
-    gates = {p["metadata"]["name"]: _gate(p) for p in lab.ctx.store.pods(KEY) if _gate(p)}
+    gates = {p["metadata"]["name"]: _gate(p) for p in lab.ctx.store.pool_pods(KEY) if _gate(p)}
     assert set(gates) == {"math-0-0", "math-2-0"}
     assert (gates["math-0-0"]["status"], gates["math-2-0"]["status"]) == ("True", "False")
     assert (gates["math-0-0"]["reason"], gates["math-2-0"]["reason"]) == ("Serving", "NotServing")
@@ -249,10 +249,10 @@ async def test_a_pool_gets_its_services(lab: PassLab) -> None:
         return web.json_response(made, status=201)
 
     lab.api.answers["POST", "/api/v1/namespaces/rl/services"] = create
-    lab.ctx.store.upsert("pools", pool(replicas=0))
+    lab.ctx.store.upsert_written("pools", pool(replicas=0))
     for _ in range(2):
         await lab.reconcile()
-        assert [s["metadata"]["name"] for s in lab.ctx.store.services(KEY)] == [
+        assert [s["metadata"]["name"] for s in lab.ctx.store.pool_services(KEY)] == [
             "math",
             "math-heads",
         ]
@@ -284,7 +284,7 @@ async def test_a_status_is_written_over_the_one_that_was_read(lab: PassLab) -> N
     assert (method, path.partition("?")[0]) == ("PATCH", f"{POOL}/status")
     meta = {"name": "math", "namespace": "rl", "uid": "ours", "resourceVersion": "7"}
     assert json.loads(body)["metadata"] == meta
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
     assert now["status"] == lab.status
     await lab.reconcile(2)
@@ -314,14 +314,14 @@ async def test_a_pool_that_rests_is_asked_seldom(lab: PassLab) -> None:
     await lab.reconcile()
     assert [verb for _, verb in lab.asked] == ["pause"]
     assert condition(lab.status, "Progressing")[0] == "False"
-    assert _gate(lab.ctx.store.pods(KEY)[0])["status"] == "False"
+    assert _gate(lab.ctx.store.pool_pods(KEY)[0])["status"] == "False"
     assert lab.poller.fast == {uid: False}
 
 
 async def test_a_head_that_is_gone_is_forgotten(lab: PassLab) -> None:
     one, two = await serving(lab, 2)
-    gone = next(p for p in lab.ctx.store.pods(KEY) if p["metadata"]["uid"] == two)
-    lab.ctx.store.take("pods", "DELETED", gone)
+    gone = next(p for p in lab.ctx.store.pool_pods(KEY) if p["metadata"]["uid"] == two)
+    lab.ctx.store.apply_event("pods", "DELETED", gone)
     lab.api.answer("POST", PODS, pod(1, uid="new"), 201)
     await lab.reconcile()
     assert set(lab.poller.fast) == {one}
@@ -391,7 +391,7 @@ async def test_a_status_that_can_not_be_read_is_kept_and_told_once(lab: PassLab)
     found = pool()
     committed = {"epoch": 3, "version": 4, "source": {}, "rootHash": "as a newer version wrote it"}
     found["status"] = {"weights": {"committed": committed}, "replicas": 4}
-    lab.ctx.store.upsert("pools", found)
+    lab.ctx.store.upsert_written("pools", found)
     assert await lab.reconcile() is None
     assert await lab.reconcile() is None
     [status] = lab.written
@@ -404,7 +404,7 @@ async def test_a_status_that_can_not_be_read_is_kept_and_told_once(lab: PassLab)
 
 
 async def test_an_unreadable_status_of_a_pool_that_is_gone_is_no_error(lab: PassLab) -> None:
-    lab.ctx.store.upsert("pools", {**pool(), "status": {"replicas": "many"}})
+    lab.ctx.store.upsert_written("pools", {**pool(), "status": {"replicas": "many"}})
     lab.api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await lab.reconcile() is None
 
@@ -412,13 +412,13 @@ async def test_an_unreadable_status_of_a_pool_that_is_gone_is_no_error(lab: Pass
 @pytest.mark.parametrize("goes", ["deleted", "terminating"])
 async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
     await serving(lab)
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
     if goes == "deleted":
-        lab.ctx.store.take("pools", "DELETED", now)
+        lab.ctx.store.apply_event("pools", "DELETED", now)
     else:
         meta = {"deletionTimestamp": "1970-01-12T13:46:40Z", "resourceVersion": "99"}
-        lab.ctx.store.upsert("pools", {**now, "metadata": now["metadata"] | meta})
+        lab.ctx.store.upsert_written("pools", {**now, "metadata": now["metadata"] | meta})
     assert await lab.reconcile() is None
     assert lab.poller.fast == {}
     assert 'pool="math"' not in _page(lab)
@@ -431,12 +431,12 @@ async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> No
     kube._account = ("rollout", "operator")
     lab.has_pool()
     for _ in range(2):
-        assert await kube.token(names.token_audience(*KEY)) == "t"
-    now = lab.ctx.store.pool(KEY)
+        assert await kube.get_token(names.token_audience(*KEY)) == "t"
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
-    lab.ctx.store.take("pools", "DELETED", now)
+    lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
-    await kube.token(names.token_audience(*KEY))
+    await kube.get_token(names.token_audience(*KEY))
     assert [path for _, path, _ in lab.api.requests].count(minted) == 2
 
 
@@ -449,14 +449,14 @@ async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab, lef
     lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
     await lab.reconcile(2)
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
-    lab.ctx.store.take("pools", "DELETED", now)
+    lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
     lab.written.clear()
     again = pool()
     again["metadata"] |= {"uid": "another", "resourceVersion": "200"}
-    lab.ctx.store.upsert("pools", again)
+    lab.ctx.store.upsert_written("pools", again)
     await lab.reconcile()
     assert condition(lab.written[0], "Degraded")[0] == "False"
 
@@ -515,7 +515,7 @@ async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: 
         parallelism={"tensor": 2, "nodes": 2},
         accelerator={"resource": "nvidia.com/gpu"},
     )
-    now = lab.ctx.store.pool(KEY)
+    now = lab.ctx.store.find_pool(KEY)
     assert now is not None
     mine = {
         **names.worker_labels("math", 0, 0),
@@ -531,7 +531,7 @@ async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: 
     assert ("POST", "") in lab.pod_writes
     lab.has_pod(head(labels=mine, resourceVersion="6"))
     lab.has_pod(head(1, labels=labels[0], resourceVersion="6"))
-    lab.ctx.store.take("pods", "DELETED", member)
+    lab.ctx.store.apply_event("pods", "DELETED", member)
     bare = {**member["metadata"], "labels": {}, "resourceVersion": "8"}
     lab.api.answer("GET", f"{PODS}/math-1-1", {**member, "metadata": bare})
     again = {**bare, "labels": labels[1], "resourceVersion": "9"}
@@ -545,7 +545,7 @@ async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: 
 
 async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: PassLab) -> None:
     await serving(lab)
-    [mine] = lab.ctx.store.pods(KEY)
+    [mine] = lab.ctx.store.pool_pods(KEY)
     labels = dict(mine["metadata"]["labels"])
     del labels[names.LABEL_NAME]
     meta = mine["metadata"] | {"labels": labels, "resourceVersion": "50"}
@@ -553,7 +553,7 @@ async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: Pass
     lab.api.requests.clear()
     assert await lab.reconcile() == 0.0
     assert lab.pod_writes == [("PATCH", "math-0-0/status")]
-    [mended] = lab.ctx.store.pods(KEY)
+    [mended] = lab.ctx.store.pool_pods(KEY)
     assert mended["metadata"]["labels"][names.LABEL_NAME] == names.WORKER_APP
 
 
@@ -597,8 +597,8 @@ async def test_what_changes_is_an_event_once(lab: PassLab) -> None:
     changed(lab, suspend=True)
     await lab.reconcile()
     assert [e[:2] for e in lab.told.events] == [("Normal", "NotReady")]
-    [gone] = lab.ctx.store.pods(KEY)
-    lab.ctx.store.take("pods", "DELETED", gone)
+    [gone] = lab.ctx.store.pool_pods(KEY)
+    lab.ctx.store.apply_event("pods", "DELETED", gone)
     await lab.reconcile()
     assert [e[:2] for e in lab.told.events][1:] == [("Normal", "Suspended")]
 
@@ -614,7 +614,7 @@ async def test_sleep_is_an_event_when_all_sleep(lab: PassLab) -> None:
 async def test_a_pool_whose_spec_leaves_replicas_out_has_one(lab: PassLab) -> None:
     found = pool()
     del found["spec"]["replicas"]
-    lab.ctx.store.upsert("pools", found)
+    lab.ctx.store.upsert_written("pools", found)
     settled_services(lab.ctx)
     lab.api.answer("POST", PODS, pod(), 201)
     await lab.reconcile()
@@ -645,7 +645,7 @@ async def test_in_order_for_another_reason_is_no_news(lab: PassLab) -> None:
     before = {"type": "Degraded", "status": "False", "reason": "AsAnOlderOneSaid", "message": ""}
     when = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
     found["status"] = {"conditions": [before | when]}
-    lab.ctx.store.upsert("pools", found)
+    lab.ctx.store.upsert_written("pools", found)
     settled_services(lab.ctx)
     await lab.reconcile()
     assert condition(lab.status, "Degraded") == ("False", "AsExpected")

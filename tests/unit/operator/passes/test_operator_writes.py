@@ -66,24 +66,24 @@ async def test_a_delete_that_failed_changes_nothing_that_is_known(
     api: Loopback, ctx: PassContext, status: int
 ) -> None:
     api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, status)
-    ctx.store.upsert("pods", known := pod(uid="u"))
+    ctx.store.upsert_written("pods", known := pod(uid="u"))
     writer = PoolWriter(ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert not writer.changed
-    assert ctx.store.pods(KEY) == [known]
+    assert ctx.store.pool_pods(KEY) == [known]
     assert writer.obstacles.undeleted == {"u"}
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
     api.answer("DELETE", f"{PODS}/math-0-0", going)
     writer = PoolWriter(ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert writer.changed, "the next pass reports it"
-    assert ctx.store.pods(KEY) == [going], "known before the watch shows it"
+    assert ctx.store.pool_pods(KEY) == [going], "known before the watch shows it"
 
 
 async def test_a_pod_that_terminates_already_is_no_change(api: Loopback, ctx: PassContext) -> None:
     """A finalizer may hold it for ever, and no event would follow."""
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
-    ctx.store.upsert("pods", going)
+    ctx.store.upsert_written("pods", going)
     api.answer("DELETE", f"{PODS}/math-0-0", going)
     writer = PoolWriter(ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "stuck", forced=True))
@@ -146,7 +146,7 @@ async def test_a_name_that_gets_free_is_no_conflict(
     await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
     assert writer.obstacles.awaited == (set() if conflict else {"pod/math-0-0"})
-    [known] = ctx.store.pods(KEY)
+    [known] = ctx.store.pool_pods(KEY)
     assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 
 
@@ -154,7 +154,7 @@ async def test_a_service_that_will_go_is_waited_for_without_asking(
     api: Loopback, ctx: PassContext
 ) -> None:
     for service in pool_services("math", "rl", "an earlier one"):
-        ctx.store.upsert("services", service)
+        ctx.store.upsert_written("services", service)
     await PoolWriter(ctx, KEY, "ours").write_services()
     assert not api.requests
 
@@ -174,7 +174,7 @@ async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(
         "uid": "uid of math-0-0",
         "labels": names.worker_labels("math", 0, 0),
     }
-    assert [p["metadata"]["name"] for p in ctx.store.pods(KEY)] == ["math-0-0"]
+    assert [p["metadata"]["name"] for p in ctx.store.pool_pods(KEY)] == ["math-0-0"]
     assert writer.obstacles.conflicts == {}
 
 
@@ -188,9 +188,11 @@ async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
         "parallelism": {"tensor": 2, "nodes": 2},
         "accelerator": {"resource": "nvidia.com/gpu"},
     }
-    ctx.store.upsert("pools", pool(**gang))
+    ctx.store.upsert_written("pools", pool(**gang))
     ran = {"name": "worker", "state": {"running": {"startedAt": "1970-01-12T13:00:00Z"}}}
-    ctx.store.upsert("pods", {**pod(), "status": {"phase": "Running", "containerStatuses": [ran]}})
+    ctx.store.upsert_written(
+        "pods", {**pod(), "status": {"phase": "Running", "containerStatuses": [ran]}}
+    )
     member: dict[str, Any] = {"name": "math-0-1", "uid": "uid of math-0-1"}
     gone: Obj = {"reason": "NotFound", "message": "gone"}
     api.answer(
@@ -208,18 +210,18 @@ async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
     await Reconciler(ctx).reconcile(KEY)
     ended = [path for method, path, _ in api.requests if method == "DELETE"]
     assert bool(ended) is not found
-    assert len(ctx.store.pods(KEY)) == 1 + found
+    assert len(ctx.store.pool_pods(KEY)) == 1 + found
 
 
 async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: PassContext) -> None:
-    ctx.store.upsert("pools", pool())
+    ctx.store.upsert_written("pools", pool())
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await Reconciler(ctx).reconcile(KEY) is None
     assert [method for method, *_ in api.requests] == ["PATCH"]
 
 
 async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: PassContext) -> None:
-    ctx.store.upsert("pools", pool(engine={"type": "unknown"}))
+    ctx.store.upsert_written("pools", pool(engine={"type": "unknown"}))
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await Reconciler(ctx).reconcile(KEY) is None
 
@@ -228,9 +230,9 @@ async def test_a_restart_whose_deletion_fails_counts_once(
     api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
 ) -> None:
     settled_services(ctx)
-    ctx.store.upsert("pools", pool(replicas=2))
-    ctx.store.upsert("pods", {**pod(), "status": {"phase": "Failed"}})
-    ctx.store.upsert("pods", pod(1))
+    ctx.store.upsert_written("pools", pool(replicas=2))
+    ctx.store.upsert_written("pods", {**pod(), "status": {"phase": "Failed"}})
+    ctx.store.upsert_written("pods", pod(1))
     api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
     reconciler = Reconciler(ctx)
     for _ in range(3):
@@ -248,7 +250,7 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(
 ) -> None:
     """A write that the watch has not shown keeps the pass from trying; it mends nothing."""
     settled_services(ctx)
-    ctx.store.upsert("pools", pool(replicas=2))
+    ctx.store.upsert_written("pools", pool(replicas=2))
 
     async def create(request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
@@ -262,7 +264,7 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(
     reconciler = Reconciler(ctx)
     for _ in range(3):
         await reconciler.reconcile(KEY)
-    assert len(ctx.store.pods(KEY)) == 1
+    assert len(ctx.store.pool_pods(KEY)) == 1
     assert [condition(status, "Degraded") for status in written] == [
         ("False", "AsExpected"),
         ("True", "Rejected"),
@@ -275,7 +277,7 @@ async def test_the_next_leader_tells_what_is_in_the_way_until_it_is_gone(
 ) -> None:
     """It has tried nothing yet: that is no recovery, and an alert would begin to wait anew."""
     settled_services(ctx)
-    ctx.store.upsert("pools", pool(replicas=2))
+    ctx.store.upsert_written("pools", pool(replicas=2))
     taken = {
         "reason": "AlreadyExists" if reason == "NameConflict" else "Forbidden",
         "message": "no",
@@ -305,7 +307,7 @@ async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(
 ) -> None:
     """Webhooks name the time or the request; that is no news."""
     settled_services(ctx)
-    ctx.store.upsert("pools", pool(replicas=2))
+    ctx.store.upsert_written("pools", pool(replicas=2))
     tries = 0
 
     async def create(request: web.Request) -> web.StreamResponse:
@@ -345,10 +347,10 @@ async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
     api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
 ) -> None:
     settled_services(ctx)
-    ctx.store.upsert("pools", pool(replicas=2))
+    ctx.store.upsert_written("pools", pool(replicas=2))
     stuck = pod(deletionTimestamp="1970-01-12T13:00:00Z", deletionGracePeriodSeconds=0)
-    ctx.store.upsert("pods", stuck)
-    ctx.store.upsert("pods", {**pod(1), "status": {"phase": "Failed"}})
+    ctx.store.upsert_written("pods", stuck)
+    ctx.store.upsert_written("pods", {**pod(1), "status": {"phase": "Failed"}})
     going = pod(1, resourceVersion="9", deletionTimestamp="1970-01-12T13:50:00Z")
     api.answer("DELETE", f"{PODS}/math-0-0", stuck)
     api.answer("DELETE", f"{PODS}/math-1-0", going)
@@ -358,7 +360,7 @@ async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
         clock.steady += 1
         await reconciler.reconcile(KEY)
         if second == 10:
-            ctx.store.take("pods", "DELETED", pod(1, resourceVersion="9"))
+            ctx.store.apply_event("pods", "DELETED", pod(1, resourceVersion="9"))
             api.answer("POST", PODS, pod(1, uid="new", resourceVersion="10"), 201)
     deletes = [path.rpartition("/")[2] for method, path, _ in api.requests if method == "DELETE"]
     assert deletes == ["math-1-0", "math-0-0", "math-0-0", "math-0-0"]
@@ -370,14 +372,14 @@ async def test_progress_is_told_when_the_clock_was_set_back(
 ) -> None:
     settled_services(ctx)
     reconciler = Reconciler(ctx)
-    ctx.store.upsert("pools", pool(replicas=2))
+    ctx.store.upsert_written("pools", pool(replicas=2))
     for replica in range(2):
-        ctx.store.upsert("pods", pod(replica))
+        ctx.store.upsert_written("pods", pod(replica))
     await reconciler.reconcile(KEY)
     count = len(written)
     clock.wall -= 3600
     clock.steady += 0.5
-    ctx.store.upsert(
+    ctx.store.upsert_written(
         "pods", {**pod(resourceVersion="9"), "spec": pod()["spec"] | {"nodeName": "n1"}}
     )
     left = await reconciler.reconcile(KEY)
@@ -402,7 +404,7 @@ async def test_missing_services_are_made_and_waited_for(api: Loopback, ctx: Pass
 
     api.answers["POST", SERVICES] = create
     await PoolWriter(ctx, KEY, "ours").write_services()
-    assert [s["metadata"]["name"] for s in ctx.store.services(KEY)] == ["math", "math-heads"]
+    assert [s["metadata"]["name"] for s in ctx.store.pool_services(KEY)] == ["math", "math-heads"]
     api.requests.clear()
     await PoolWriter(ctx, KEY, "ours").write_services()
     assert api.requests == [], "they are as they should be"
@@ -415,7 +417,7 @@ async def test_a_damaged_service_is_mended(
     data, _ = pool_services("math", "rl", "ours")
     broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
     broken["metadata"] = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
-    ctx.store.upsert("services", broken)
+    ctx.store.upsert_written("services", broken)
     mended = {**data, "metadata": {**broken["metadata"], "resourceVersion": "9"}}
     api.answer("PATCH", f"{SERVICES}/math", mended)
     await PoolWriter(ctx, KEY, "ours").write_services()
@@ -424,7 +426,7 @@ async def test_a_damaged_service_is_mended(
         body
     )
     assert api.headers[0]["Content-Type"] == "application/json-patch+json"
-    assert ctx.store.services(KEY)[0]["spec"]["selector"] == data["spec"]["selector"]
+    assert ctx.store.pool_services(KEY)[0]["spec"]["selector"] == data["spec"]["selector"]
 
 
 @pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
@@ -439,7 +441,7 @@ async def test_a_service_that_is_in_the_way_is_not_touched(
     else:
         meta["ownerReferences"] = []
     there = {**data, "metadata": meta, "spec": {}}
-    ctx.store.upsert("services", there)
+    ctx.store.upsert_written("services", there)
     api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
     api.answer("GET", f"{SERVICES}/math", there)
     writer = PoolWriter(ctx, KEY, "ours")
@@ -457,7 +459,7 @@ async def test_a_created_pod_is_known_before_the_watch_shows_it(
     api.answer("POST", PODS, pod(), 201)
     writer = PoolWriter(ctx, KEY, "ours")
     await writer.create_child("pods", {"kind": "Pod", **pod()})
-    assert ctx.store.pods(KEY) == [pod()]
+    assert ctx.store.pool_pods(KEY) == [pod()]
     assert writer.changed, "the next pass reports it"
 
 
@@ -472,7 +474,7 @@ async def test_a_refused_pod_is_told_with_the_fix_for_a_missing_account(
     said = writer.obstacles.rejections["pod/math-0-0"]
     assert said.startswith(f"the API server rejected pod 'math-0-0': {why}")
     assert ("set spec.serviceAccountName" in said) is hint
-    assert ctx.store.pods(KEY) == []
+    assert ctx.store.pool_pods(KEY) == []
 
 
 async def test_a_namesake_that_is_gone_again_is_no_conflict(

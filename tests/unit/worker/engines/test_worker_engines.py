@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines import EngineOptions, create
+from rollout_worker.engines import EngineOptions, create_engine
 
 
 class Imported(Exception):
@@ -34,11 +34,11 @@ def test_nothing_is_collected_while_an_engine_is_imported(
     monkeypatch.delitem(sys.modules, f"rollout_worker.engines.{engine}.engine", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Gate(), *sys.meta_path])
     with pytest.raises(Imported) as caught:
-        create(engine, EngineOptions(Path("model")))
+        create_engine(engine, EngineOptions(Path("model")))
     assert not caught.value.collecting
     assert gc.isenabled()
 
 
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(EngineError, match="engine 'none' is unknown: use one of hf"):
-        create("none", EngineOptions(Path("model")))
+        create_engine("none", EngineOptions(Path("model")))

@@ -19,21 +19,21 @@ from torch import nn
 from rollout_worker.engine import (
     EngineError,
     EngineRequest,
-    Entry,
     InvalidRequest,
+    TensorEntry,
     TensorSpec,
     WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions, tested
-from rollout_worker.engines.model_folder import dtype_of
+from rollout_worker.engines.model_folder import checkpoint_dtype
 from rollout_worker.engines.sglang import model, settings, spilling
-from rollout_worker.engines.sglang.connection import Connection
+from rollout_worker.engines.sglang.connection import ChildConnection
 from rollout_worker.engines.sglang.engine import SglangEngine
-from rollout_worker.engines.sglang.process import Process
+from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.versions import SglangVersions
 from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
-from rollout_worker.engines.vllm.intake import Model, check
+from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.observe.processes import command_line_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from tests.support.unit.tiny_engine import write_weights
@@ -42,16 +42,17 @@ from tests.support.waiting import until
 ROOT = Path(__file__).parents[4]
 
 
-def entries(*specs: tuple[str, Sequence[int]]) -> list[Entry]:
+def entries(*specs: tuple[str, Sequence[int]]) -> list[TensorEntry]:
     return [
-        Entry(f"t{n}", TensorSpec(dtype, tuple(shape))) for n, (dtype, shape) in enumerate(specs)
+        TensorEntry(f"t{n}", TensorSpec(dtype, tuple(shape)))
+        for n, (dtype, shape) in enumerate(specs)
     ]
 
 
 def test_the_dtype_of_a_quantised_checkpoint_is_not_that_of_its_scales() -> None:
     """An fp8 model: a float32 scale for each weight, and bfloat16 where it is not quantised."""
     weights = [("F8_E4M3", (64, 64)), ("F32", (1, 1))] * 9
-    assert dtype_of(entries(*weights, ("BF16", (128, 64)))) == "bfloat16"
+    assert checkpoint_dtype(entries(*weights, ("BF16", (128, 64)))) == "bfloat16"
 
 
 def test_every_quantised_dtype_of_a_checkpoint_has_its_torch_dtype() -> None:
@@ -74,9 +75,9 @@ MANY: dict[str, dict[str, object]] = {
 def test_what_would_end_vllms_core_is_refused_before(field: str) -> None:
     asked = request(max_tokens=4, **MANY[field])
     with pytest.raises(InvalidRequest, match=r"at most \d+ tokens .* send fewer") as refused:
-        check(asked, Model(64, 4096, frozenset({2}), None, bounded=True))
+        check_request(asked, VllmModel(64, 4096, frozenset({2}), None, bounded=True))
     assert refused.value.field == field
-    check(asked, Model(64, 4096, frozenset({2}), None))
+    check_request(asked, VllmModel(64, 4096, frozenset({2}), None))
 
 
 @pytest.mark.parametrize(
@@ -90,26 +91,31 @@ def test_what_would_end_vllms_core_is_refused_before(field: str) -> None:
     ids=["allowed", "biases", "stops", "stops without min_tokens"],
 )
 def test_what_vllms_sampler_has_room_for_passes(sampling: dict[str, object]) -> None:
-    check(request(max_tokens=4, **sampling), Model(64, 4096, frozenset({2}), None, bounded=True))
+    check_request(
+        request(max_tokens=4, **sampling), VllmModel(64, 4096, frozenset({2}), None, bounded=True)
+    )
 
 
 @pytest.mark.parametrize(("engine", "pins"), [("vLLM", "vllm"), ("SGLang", "sglang")])
 def test_the_tested_versions_are_those_that_are_installed(engine: str, pins: str) -> None:
     locked = [ROOT / "requirements" / f"{name}.txt" for name in (pins, f"{pins}-cpu")]
     found = [re.search(rf"^{pins}(?:-cpu)?==(\S+)", f.read_text(), re.M) for f in locked]
-    assert [match and match[1] for match in found] == [tested.VERSIONS[engine]] * 2
+    assert [match and match[1] for match in found] == [tested.TESTED_VERSIONS[engine]] * 2
 
 
-@pytest.mark.parametrize("engine", tested.VERSIONS)
+@pytest.mark.parametrize("engine", tested.TESTED_VERSIONS)
 def test_another_version_is_refused_by_name(engine: str) -> None:
-    assert tested.refusal(engine, f"{tested.VERSIONS[engine]}+cpu") is None
-    why = tested.refusal(engine, "9.9.9")
+    assert tested.untested_version_refusal(engine, f"{tested.TESTED_VERSIONS[engine]}+cpu") is None
+    why = tested.untested_version_refusal(engine, "9.9.9")
     assert why is not None
-    assert all(word in why for word in (engine, "9.9.9", tested.VERSIONS[engine], tested.FLAG))
+    assert all(
+        word in why
+        for word in (engine, "9.9.9", tested.TESTED_VERSIONS[engine], tested.ALLOW_UNTESTED_FLAG)
+    )
 
 
 def test_one_flag_lets_another_version_of_sglang_start() -> None:
-    given = settings.parse(("--tp-size", "2", tested.FLAG))
+    given = settings.parse_flags(("--tp-size", "2", tested.ALLOW_UNTESTED_FLAG))
     assert given.any_version
     assert given.flags == ("--tp-size", "2")
 
@@ -156,8 +162,8 @@ async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_st
         versions = SglangVersions(
             options,
             found,
-            Connection(print),
-            RequestScheduler(Connection(print), 1, CHECKPOINT),
+            ChildConnection(print),
+            RequestScheduler(ChildConnection(print), 1, CHECKPOINT),
             facts | more,
             print,
         )
@@ -188,28 +194,28 @@ def alone(tmp_path: Path) -> Iterator[Any]:
 def test_sleeping_keeps_what_a_model_made_of_its_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Any
 ) -> None:
-    monkeypatch.setenv(settings.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(settings.SPILL_FOLDER_VARIABLE, str(tmp_path))
     layers = [Latent(), Latent()]
     runner = SimpleNamespace(model=nn.Sequential(*layers))
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), tp_cpu_group=alone)
     tensors = [t for each in layers for t in (each.both, each.w_kc, each.w_vc)]
     before = [t.detach().clone() for t in tensors]
     with torch.no_grad():
-        spilling.keep(scheduler)
+        spilling.spill_weights(scheduler)
         for tensor in tensors:
             tensor.zero_()
-        spilling.bring_back(scheduler)
+        spilling.restore_weights(scheduler)
     assert all(torch.equal(was, now) for was, now in zip(before, tensors, strict=True))
 
 
 def test_who_has_no_room_for_its_weights_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Any
 ) -> None:
-    monkeypatch.setenv(settings.FOLDER_VARIABLE, str(tmp_path / "gone"))
+    monkeypatch.setenv(settings.SPILL_FOLDER_VARIABLE, str(tmp_path / "gone"))
     runner = SimpleNamespace(model=Latent())
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), tp_cpu_group=alone)
     with pytest.raises(OSError, match="gone': No such file or directory"):
-        spilling.keep(scheduler)
+        spilling.spill_weights(scheduler)
 
 
 CHILD = """#!/bin/bash
@@ -219,8 +225,8 @@ wait
 """
 
 
-def named(process: Process, name: str) -> list[int]:
-    return [pid for pid in process.pids() if command_line_of(pid).startswith(name)]
+def named(process: SglangProcess, name: str) -> list[int]:
+    return [pid for pid in process.session_pids() if command_line_of(pid).startswith(name)]
 
 
 async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path) -> None:
@@ -229,7 +235,7 @@ async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path)
     python.write_text(CHILD)
     python.chmod(0o755)
     ends: list[str] = []
-    process = Process(ends.append, lambda _: None)
+    process = SglangProcess(ends.append, lambda _: None)
     process.start(str(python), (), {}).close()
     try:
         await until(lambda: named(process, "sglang::") and named(process, "sleep"))
@@ -245,7 +251,7 @@ async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path)
 
 
 async def test_an_interpreter_that_is_not_there_is_named() -> None:
-    process = Process(lambda _: None, lambda _: None)
+    process = SglangProcess(lambda _: None, lambda _: None)
     try:
         with pytest.raises(EngineError, match="--python '/nowhere/python' can't be started"):
             process.start("/nowhere/python", (), {})

@@ -10,11 +10,11 @@ import pytest
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.model_folder import (
-    decode,
-    eos_ids,
+    decode_tokens,
     load_tokenizer,
-    max_length,
     read_config,
+    read_eos_ids,
+    resolve_max_length,
 )
 
 
@@ -33,7 +33,7 @@ from rollout_worker.engines.model_folder import (
 def test_eos_ids(tmp_path: Path, generation: Any, own: object, expected: set[int]) -> None:
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert eos_ids(tmp_path, own) == expected
+    assert read_eos_ids(tmp_path, own) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_eos_ids(tmp_path: Path, generation: Any, own: object, expected: set[int
 def test_a_broken_generation_config_is_named(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(EngineError, match=said):
-        eos_ids(tmp_path, 5)
+        read_eos_ids(tmp_path, 5)
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
@@ -62,18 +62,18 @@ def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
 
 
 def test_the_maximum_length_is_asked_for_or_known() -> None:
-    assert max_length(None, 2048) == 2048
-    assert max_length(512, 2048) == max_length(512, None) == 512
+    assert resolve_max_length(None, 2048) == 2048
+    assert resolve_max_length(512, 2048) == resolve_max_length(512, None) == 512
     with pytest.raises(EngineError, match="names no maximum length"):
-        max_length(None, None)
+        resolve_max_length(None, None)
     with pytest.raises(EngineError, match="2049 is above the model's 2048"):
-        max_length(2049, 2048)
+        resolve_max_length(2049, 2048)
 
 
 def test_a_tokenizer_is_none_or_whole(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
     with pytest.raises(EngineError, match="holds no tokenizer: token ids only"):
-        decode(None, [1], special=True)
+        decode_tokens(None, [1], special=True)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(EngineError, match=r"cannot be loaded: .*; repair its files"):
         load_tokenizer(tmp_path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_worker.engines.hf.weights.fused import Part, fused
-from rollout_worker.engines.hf.weights.fused import _part as part_in
+from rollout_worker.engines.hf.weights.fused import FusedPart, fuse_tensors
+from rollout_worker.engines.hf.weights.fused import _locate_part as part_in
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_part_is_found_and_written_where_it_lies(
     part = part_in((where.t() if turned else where).contiguous(), home, 100)
     assert part is not None
     tensor = torch.rand(part.shape)
-    [(target, made)] = fused({"x": part}, {"x": tensor})
+    [(target, made)] = fuse_tensors({"x": part}, {"x": tensor})
     assert target is home
     assert torch.equal(made[rows, columns], tensor.t() if turned else tensor)
 
@@ -58,10 +58,12 @@ def test_looking_for_a_part_costs_what_the_part_has_and_not_its_home() -> None:
 def test_a_home_is_made_of_all_its_parts_whatever_became_of_its_memory() -> None:
     home = torch.zeros(2, 2)
     parts = {
-        name: Part(home, home.shape, torch.Size([2]), (1,), 2 * index)
+        name: FusedPart(home, home.shape, torch.Size([2]), (1,), 2 * index)
         for index, name in enumerate("ab")
     }
     home.data = torch.empty(0)  # asleep
-    [(target, made)] = fused(parts, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])})
+    [(target, made)] = fuse_tensors(
+        parts, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}
+    )
     assert target is home
     assert made.tolist() == [[1.0, 2.0], [3.0, 4.0]]

@@ -10,7 +10,7 @@ import pytest
 
 from rollout_worker.engine import EngineDelta, EngineError, EngineRequest, WeightsRejected
 from rollout_worker.engines import selfcheck
-from rollout_worker.engines.selfcheck import Probe, check_update, difference
+from rollout_worker.engines.selfcheck import UpdateProbe, check_update, find_difference
 from rollout_worker.engines.sglang import model
 from rollout_worker.schemas import AbortReason, Progress, StopReason
 
@@ -45,8 +45,8 @@ class Made:
         self.updated = True
 
 
-def probe(made: Made, *, vocab: int = 5000, max_length: int = 512) -> Probe:
-    return Probe(made.generate, vocab, max_length, "sampling")
+def probe(made: Made, *, vocab: int = 5000, max_length: int = 512) -> UpdateProbe:
+    return UpdateProbe(made.generate, vocab, max_length, "sampling")
 
 
 def told(_: Progress) -> None: ...
@@ -69,7 +69,9 @@ async def test_an_engine_that_updates_right_passes_and_is_asked_once_a_process(
 @pytest.mark.parametrize("shift", [0.3, -2.0, float("nan")])
 async def test_an_engine_that_serves_other_numbers_after_it_is_refused(shift: float) -> None:
     made = Made(shift)
-    with pytest.raises(EngineError, match=rf"token 0 of output 0 .*{selfcheck.FLAG}=off"):
+    with pytest.raises(
+        EngineError, match=rf"token 0 of output 0 .*{selfcheck.SELF_CHECK_FLAG}=off"
+    ):
         await check_update(probe(made), made.reload, told, "wrong")
 
 
@@ -86,13 +88,13 @@ async def test_what_it_says_when_it_fails_is_told() -> None:
 
 async def test_an_engine_that_dies_of_its_first_tokens_is_no_short_output() -> None:
     with pytest.raises(EngineError, match="first tokens"):
-        await probe(Made(ends=True)).outputs("before")
+        await probe(Made(ends=True)).generate_outputs("before")
 
 
 def test_two_tokens_as_likely_as_each_other_are_no_difference_but_at_the_first() -> None:
     old = [((1, 2, 3), (-0.1, -0.7, -0.2))]
-    assert difference(old, [((1, 9, 8), (-0.1, -0.71, -5.0))]) is None
-    assert difference(old, [((9, 2, 3), (-0.1, -0.7, -0.2))]) == (
+    assert find_difference(old, [((1, 9, 8), (-0.1, -0.71, -5.0))]) is None
+    assert find_difference(old, [((9, 2, 3), (-0.1, -0.7, -0.2))]) == (
         "output 0 began with token 1, now with 9"
     )
 
@@ -101,7 +103,7 @@ def test_two_tokens_as_likely_as_each_other_are_no_difference_but_at_the_first()
 async def test_prompts_fit_the_model(vocab: int, max_length: int) -> None:
     made = Made()
     of = probe(made, vocab=vocab, max_length=max_length)
-    await of.outputs("before")
+    await of.generate_outputs("before")
     if max_length > 3:
         await of.warm_up()
     for request in made.asked:
@@ -134,7 +136,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 def test_the_kinds_of_weights_that_sglang_updates_are_a_list(
     quantisation: dict[str, object], device: tuple[int, int] | None, refused: str | None
 ) -> None:
-    why = model.refuse_updates(quantisation, device)
+    why = model.update_refusal(quantisation, device)
     assert (why is None) == (refused is None)
     if refused is not None:
         assert re.search(refused, str(why)), why

@@ -19,23 +19,23 @@ from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
     EngineRequest,
-    Entry,
-    Gang,
+    GangMembership,
     InvalidRequest,
-    Layout,
+    TensorEntry,
     TensorSpec,
+    WeightsLayout,
 )
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang import settings
-from rollout_worker.engines.sglang.child import number_devices, numbered
-from rollout_worker.engines.sglang.connection import Connection, frame
+from rollout_worker.engines.sglang.child import number_devices, numbers_for_uuids
+from rollout_worker.engines.sglang.connection import ChildConnection, encode_frame
 from rollout_worker.engines.sglang.engine import SglangEngine
-from rollout_worker.engines.sglang.model import Model, check
-from rollout_worker.engines.sglang.process import Process
+from rollout_worker.engines.sglang.model import SglangModel, check_request
+from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
-from rollout_worker.engines.sglang.streams import Stream, child_tokens
-from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, located
+from rollout_worker.engines.sglang.streams import SglangStream, to_child_tokens
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
 from rollout_worker.observe.processes import find_process
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from rollout_worker.turn.sharing import SOCKET
@@ -44,7 +44,7 @@ from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until
 
 EOS = frozenset({2})
-MODEL = Model(None, Layout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
+MODEL = SglangModel(None, WeightsLayout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
 
 
 def asked(temperature: float) -> EngineRequest:
@@ -56,13 +56,13 @@ def asked(temperature: float) -> EngineRequest:
 def test_what_sglang_would_draw_at_another_temperature_is_refused(temperature: float) -> None:
     """It sets such a temperature to 1 and `top_k`, which our sampler does not read, to 1."""
     with pytest.raises(InvalidRequest) as refused:
-        check(asked(temperature), MODEL)
+        check_request(asked(temperature), MODEL)
     assert refused.value.field == "sampling.temperature"
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-6, 100])
 def test_what_sglang_draws_as_asked_passes(temperature: float) -> None:
-    check(asked(temperature), MODEL)
+    check_request(asked(temperature), MODEL)
 
 
 @pytest.mark.parametrize(("name", "text", "said"), DAMAGE)
@@ -80,14 +80,14 @@ async def test_a_broken_model_folder_is_told_before_anything_starts(
 
 
 @asynccontextmanager
-async def scheduler() -> AsyncIterator[tuple[RequestScheduler, Stream, socket.socket]]:
+async def scheduler() -> AsyncIterator[tuple[RequestScheduler, SglangStream, socket.socket]]:
     """A scheduler with one request, and the other end of its connection, where a child would be."""
     here, there = socket.socketpair()
-    connection = Connection(lambda frames: found.take_frames(frames))
+    connection = ChildConnection(lambda frames: found.take_frames(frames))
     found = RequestScheduler(connection, 4, CHECKPOINT)
     reading = asyncio.create_task(connection.run(here))
     await asyncio.sleep(0.01)
-    stream = Stream(asked(1), 0, EOS, StopChecker(asked(1).sampling, EOS, None))
+    stream = SglangStream(asked(1), 0, EOS, StopChecker(asked(1).sampling, EOS, None))
     found.add_request(stream)
     yield found, stream, there
     there.close()
@@ -102,7 +102,7 @@ async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
         wrong = found.find_hang(0.05)
         assert wrong is not None
         assert "rest" in wrong
-        child.sendall(frame({"id": 1, "result": {}}))
+        child.sendall(encode_frame({"id": 1, "result": {}}))
         await pausing
         await asyncio.sleep(0.06)
         assert found.find_hang(0.05) is None, "it rests as it was told"
@@ -114,7 +114,7 @@ async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
 )
 async def test_an_error_of_one_request_is_no_crash(error: str, kind: type[EngineError]) -> None:
     async with scheduler() as (_, stream, child):
-        child.sendall(frame({"tokens": [[stream.rid, [], None, {"error": error}]]}))
+        child.sendall(encode_frame({"tokens": [[stream.rid, [], None, {"error": error}]]}))
         failure = await asyncio.wait_for(stream.deltas.get(), 5)
     assert type(failure) is kind
     assert error.partition(": ")[2] in str(failure)
@@ -131,8 +131,10 @@ async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
     finish = {"type": "abort", "message": "the grammar is broken", "status_code": status}
     async with scheduler() as (_, stream, child):
         assert stream.rid is not None
-        told = child_tokens(stream.rid, {"meta_info": {"finish_reason": finish}, "output_ids": []})
-        child.sendall(frame({"tokens": [told]}))
+        told = to_child_tokens(
+            stream.rid, {"meta_info": {"finish_reason": finish}, "output_ids": []}
+        )
+        child.sendall(encode_frame({"tokens": [told]}))
         failure = await asyncio.wait_for(stream.deltas.get(), 5)
     assert type(failure) is kind
     assert "the grammar is broken" in str(failure)
@@ -141,12 +143,12 @@ async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
 @pytest.mark.parametrize("flag", ["--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"])
 def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
     with pytest.raises(EngineError, match=flag.partition("=")[0]):
-        settings.parse((flag,))
+        settings.parse_flags((flag,))
 
 
 def test_other_flags_pass() -> None:
     flags = ("--tp-size", "2", "--ep-size=2")
-    assert settings.parse(flags).flags == flags
+    assert settings.parse_flags(flags).flags == flags
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_the_ranks_are_those_of_the_pool(
 ) -> None:
     for name, count in (("TENSOR", "2"), ("PIPELINE", "1"), ("DATA", "1"), ("NODES", "1")):
         monkeypatch.setenv(f"ROLLOUT_{name}", count)
-    assert settings.parse(given).flags == flags
+    assert settings.parse_flags(given).flags == flags
 
 
 @pytest.mark.parametrize("name", ["data", "pipeline"])
@@ -172,7 +174,7 @@ def test_ranks_that_sglang_could_not_update_are_refused(
 ) -> None:
     monkeypatch.setenv(f"ROLLOUT_{name.upper()}", "2")
     with pytest.raises(EngineError, match=rf"parallelism\.{name}: .* set it to 1"):
-        settings.parse(())
+        settings.parse_flags(())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_ranks_that_sglang_could_not_update_are_refused(
 )
 def test_flags_that_the_gang_sets_or_cannot_keep_its_promises_with_are_refused(flag: str) -> None:
     with pytest.raises(EngineError, match=flag.partition("=")[0]):
-        settings.parse((flag,))
+        settings.parse_flags((flag,))
 
 
 @pytest.mark.parametrize(
@@ -196,26 +198,26 @@ def test_flags_that_the_gang_sets_or_cannot_keep_its_promises_with_are_refused(f
     ],
 )
 def test_the_nodes_of_a_gang_meet_at_its_head(leader: str, address: str, tmp_path: Path) -> None:
-    gang = Gang(nodes=2, rank=1, leader=leader, port=8003, slots=tmp_path / "slots")
+    gang = GangMembership(nodes=2, rank=1, leader=leader, port=8003, slots=tmp_path / "slots")
     options = EngineOptions(model=Path("m"), device="cpu", gang=gang, spill_dir=tmp_path)
-    flags = settings.child_flags(options, settings.parse(()), MODEL, cpu=True)
+    flags = settings.child_flags(options, settings.parse_flags(()), MODEL, cpu=True)
     at = flags.index("--nnodes")
     assert flags[at : at + 6] == [
         "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", address,
     ]  # fmt: skip
     options = replace(options, gang=replace(gang, leader="127.0.0.1"))
-    environ = settings.environ(options, cpu=True)
+    environ = settings.child_environment(options, cpu=True)
     assert environ["SGLANG_HOST_IP"] == "127.0.0.1"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert environ[SLOTS_VARIABLE] == str(tmp_path / "slots")
-    assert environ[settings.FOLDER_VARIABLE] == str(tmp_path)
+    assert environ[settings.SPILL_FOLDER_VARIABLE] == str(tmp_path)
 
 
 def test_one_node_has_no_flags_of_a_gang() -> None:
     options = EngineOptions(model=Path("m"), device="cpu")
-    flags = settings.child_flags(options, settings.parse(()), MODEL, cpu=True)
+    flags = settings.child_flags(options, settings.parse_flags(()), MODEL, cpu=True)
     assert "--nnodes" not in flags
-    assert SLOTS_VARIABLE not in settings.environ(options, cpu=True)
+    assert SLOTS_VARIABLE not in settings.child_environment(options, cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -230,24 +232,27 @@ def test_one_node_has_no_flags_of_a_gang() -> None:
 def test_graphs_are_given_back_with_the_weights_where_others_get_the_device(
     shared: bool, cpu: bool, own: str | None, graphs: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in ((SOCKET, "/turn" if shared else None), (settings.GRAPHS_VARIABLE, own)):
+    for name, value in (
+        (SOCKET, "/turn" if shared else None),
+        (settings.SAVE_GRAPHS_VARIABLE, own),
+    ):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    found = settings.environ(EngineOptions(model=Path("m")), cpu=cpu)
-    assert found.get(settings.GRAPHS_VARIABLE) == graphs
+    found = settings.child_environment(EngineOptions(model=Path("m")), cpu=cpu)
+    assert found.get(settings.SAVE_GRAPHS_VARIABLE) == graphs
     if graphs is not None:
-        monkeypatch.setenv(settings.GRAPHS_VARIABLE, graphs)
+        monkeypatch.setenv(settings.SAVE_GRAPHS_VARIABLE, graphs)
     more = ["cuda_graph"] if graphs == "1" else []
-    assert settings.with_graphs(["weights", "kv_cache"]) == ["weights", "kv_cache", *more]
-    assert settings.with_graphs(["kv_cache"]) == ["kv_cache"]
+    assert settings.with_graph_tags(["weights", "kv_cache"]) == ["weights", "kv_cache", *more]
+    assert settings.with_graph_tags(["kv_cache"]) == ["kv_cache"]
 
 
 def test_a_rank_finds_the_slot_of_its_own_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the id of the head's, though each node has other bytes under another path."""
-    entries = (Entry("a", TensorSpec("U8", (3,))),)
+    entries = (TensorEntry("a", TensorSpec("U8", (3,))),)
     ids: list[str] = []
     for rank, content in enumerate((b"one", b"two")):
         slots = tmp_path / str(rank)
@@ -260,38 +265,38 @@ def test_a_rank_finds_the_slot_of_its_own_node(
         room.release()
         sink.seal()
         monkeypatch.setenv(SLOTS_VARIABLE, str(slots))
-        assert Path(located(ids[0])).read_bytes().endswith(content)
+        assert Path(slot_path(ids[0])).read_bytes().endswith(content)
         sink.close()
         assert not list(slots.iterdir())
 
 
 async def test_a_process_that_stays_stopped_is_missed_and_one_that_a_debugger_held_is_not() -> None:
     gone: list[str] = []
-    watched = Process(gone.append, lambda _: None)
+    watched = SglangProcess(gone.append, lambda _: None)
     child = await asyncio.create_subprocess_exec("sleep", "60")
-    watched._watch(child.pid)
+    watched._watch_process(child.pid)
     try:
-        assert watched.stopped() is None
+        assert watched.find_stopped() is None
         os.kill(child.pid, signal.SIGSTOP)
         await until(lambda: (seen := find_process(child.pid)) is not None and seen.is_stopped())
-        assert watched.stopped(0.2) is None, "not for a moment"
-        await until(lambda: watched.stopped(0.2) is not None)
-        assert watched.stopped(0.2) == f"a process of SGLang (pid {child.pid}) is stopped"
+        assert watched.find_stopped(0.2) is None, "not for a moment"
+        await until(lambda: watched.find_stopped(0.2) is not None)
+        assert watched.find_stopped(0.2) == f"a process of SGLang (pid {child.pid}) is stopped"
         os.kill(child.pid, signal.SIGCONT)
-        await until(lambda: watched.stopped() is None)
+        await until(lambda: watched.find_stopped() is None)
     finally:
         child.kill()
         await child.wait()
     await until(lambda: bool(gone))
     assert gone == [f"a process of SGLang (pid {child.pid}) ended"]
-    assert watched.stopped() is None
+    assert watched.find_stopped() is None
 
 
 def test_uuids_of_devices_become_the_numbers_that_sglang_reads() -> None:
     told = "0, GPU-b7-a\n1, GPU-03-f\n"
-    assert numbered("GPU-03-f,GPU-b7", told) == "1,0"
-    assert numbered("GPU-03-f,GPU-else", told) is None
-    assert numbered("GPU-03-f", "No devices were found") is None
+    assert numbers_for_uuids("GPU-03-f,GPU-b7", told) == "1,0"
+    assert numbers_for_uuids("GPU-03-f,GPU-else", told) is None
+    assert numbers_for_uuids("GPU-03-f", "No devices were found") is None
 
 
 def test_devices_keep_their_uuids_where_nobody_can_number_them(

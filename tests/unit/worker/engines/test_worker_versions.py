@@ -78,7 +78,7 @@ async def test_a_cache_that_sleeps_at_level_2_leaves_the_copy_of_the_weights() -
         *("spill keep", "release weights", "release kv_cache"),
         *("retake weights kv_cache", "spill bring_back"),
     ]
-    assert found.awake
+    assert found.is_awake
 
 
 async def test_weights_that_sleep_at_level_2_on_top_have_no_copy_any_more() -> None:
@@ -88,7 +88,7 @@ async def test_weights_that_sleep_at_level_2_on_top_have_no_copy_any_more() -> N
     await found.sleep(2, ["weights"], never)
     with pytest.raises(AssertionError, match="there is a copy"):
         await found.wake(["weights"], never)
-    assert not found.resident().weights, "it stays asleep as it was"
+    assert not found.resident_memory().weights, "it stays asleep as it was"
     await found.wake(["weights"], None)
-    assert found.resident().weights
+    assert found.resident_memory().weights
     assert child.calls[2:] == ["spill forget", "retake weights"]

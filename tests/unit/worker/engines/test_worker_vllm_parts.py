@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineError, EngineRequest, Gang, InvalidRequest
+from rollout_worker.engine import EngineError, EngineRequest, GangMembership, InvalidRequest
 from rollout_worker.engines import EngineOptions, model_folder, network
-from rollout_worker.engines.model_folder import hash_meanwhile
+from rollout_worker.engines.model_folder import start_while_hashing
 from rollout_worker.engines.vllm import launch, settings, under_ray
-from rollout_worker.engines.vllm.intake import Model, check
-from rollout_worker.engines.vllm.launch import Steps
-from rollout_worker.engines.vllm.steering import Steering
-from rollout_worker.engines.vllm.streams import Labels, Stream
+from rollout_worker.engines.vllm.intake import VllmModel, check_request
+from rollout_worker.engines.vllm.launch import StepCounter
+from rollout_worker.engines.vllm.steering import SchedulerControl
+from rollout_worker.engines.vllm.streams import VllmStream, WeightLabels
 from rollout_worker.observe.processes import (
     StandstillDetector,
     find_descendants,
@@ -37,39 +37,41 @@ from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until_sync
 
 
-def commit(labels: Labels, version: int, *, kept: bool) -> None:
-    labels.adopt(labels.next(WeightsId(epoch=1, version=version), kept=kept))
+def commit(labels: WeightLabels, version: int, *, kept: bool) -> None:
+    labels.adopt_label(labels.make_label(WeightsId(epoch=1, version=version), kept=kept))
 
 
 def test_spans_follow_the_labels() -> None:
-    labels = Labels()
+    labels = WeightLabels()
     commit(labels, 1, kept=True)
     commit(labels, 2, kept=False)
     starts = [("0", 0), ("1", 4), ("2", 6)]
-    spans = [(s.epoch, s.version, s.start, s.end, s.stale_kv) for s in labels.spans(starts, 2, 9)]
+    spans = [
+        (s.epoch, s.version, s.start, s.end, s.stale_kv) for s in labels.token_spans(starts, 2, 9)
+    ]
     assert spans == [(0, 0, 2, 4, False), (1, 1, 4, 6, True), (1, 2, 6, 9, False)]
-    assert labels.spans(starts, 4, 4) == ()
-    assert labels.identity == WeightsId(epoch=1, version=2)
+    assert labels.token_spans(starts, 4, 4) == ()
+    assert labels.current_weights == WeightsId(epoch=1, version=2)
 
 
 def test_an_output_that_began_after_a_commit_has_no_stale_kv() -> None:
-    labels = Labels()
+    labels = WeightLabels()
     commit(labels, 1, kept=True)
-    assert [span.stale_kv for span in labels.spans([("1", 0)], 0, 3)] == [False]
+    assert [span.stale_kv for span in labels.token_spans([("1", 0)], 0, 3)] == [False]
 
 
 def test_a_label_that_was_never_adopted_means_nothing() -> None:
-    labels = Labels()
-    lost = labels.next(WeightsId(epoch=1, version=1), kept=True)
-    assert labels.next(WeightsId(epoch=1, version=2), kept=True) == lost
-    assert labels.identity == WeightsId(epoch=0, version=0)
+    labels = WeightLabels()
+    lost = labels.make_label(WeightsId(epoch=1, version=1), kept=True)
+    assert labels.make_label(WeightsId(epoch=1, version=2), kept=True) == lost
+    assert labels.current_weights == WeightsId(epoch=0, version=0)
 
 
 def test_a_token_without_a_finite_logprob_names_the_weights_that_made_it() -> None:
-    labels = Labels()
+    labels = WeightLabels()
     commit(labels, 1, kept=True)
     request = EngineRequest("r", (1,), SamplingParams(max_tokens=8), "sampling")
-    stream = Stream(request, 0, None)
+    stream = VllmStream(request, 0, None)
     spans = [SimpleNamespace(version="0", start=0), SimpleNamespace(version="1", start=1)]
     completion = SimpleNamespace(
         token_ids=[7, 8],
@@ -77,26 +79,30 @@ def test_a_token_without_a_finite_logprob_names_the_weights_that_made_it() -> No
         weight_versions=spans,
         finish_reason=None,
     )
-    delta = stream.take(SimpleNamespace(outputs=[completion], num_cached_tokens=0), labels)
+    delta = stream.take_output(SimpleNamespace(outputs=[completion], num_cached_tokens=0), labels)
     assert (delta.token_ids, delta.stop_reason) == ((7,), StopReason.ABORTED)
     assert delta.not_finite == WeightsId(epoch=1, version=1)
 
 
-def steering_of(limit: int, core: object = None, steps: Steps | None = None) -> Steering:
+def steering_of(
+    limit: int, core: object = None, steps: StepCounter | None = None
+) -> SchedulerControl:
     """What admits outputs to a vLLM of which only this is there."""
-    launched: Any = SimpleNamespace(llm=SimpleNamespace(engine_core=core), steps=steps or Steps())
-    return Steering(launched, limit, Labels())
+    launched: Any = SimpleNamespace(
+        llm=SimpleNamespace(engine_core=core), steps=steps or StepCounter()
+    )
+    return SchedulerControl(launched, limit, WeightLabels())
 
 
-def waiting(name: str, priority: int = 0, arrival: int = 0) -> Stream:
+def waiting(name: str, priority: int = 0, arrival: int = 0) -> VllmStream:
     request = EngineRequest(name, (1,), SamplingParams(), None, priority=priority)
-    return Stream(request, arrival, None)
+    return VllmStream(request, arrival, None)
 
 
 async def test_outputs_are_admitted_by_priority_then_arrival() -> None:
     steering, order = steering_of(1), []
 
-    async def pass_through(stream: Stream) -> None:
+    async def pass_through(stream: VllmStream) -> None:
         await steering.wait_for_admission(stream)
         order.append(stream.name)
 
@@ -120,7 +126,7 @@ async def test_outputs_are_admitted_by_priority_then_arrival() -> None:
 async def test_what_gives_up_waiting_is_not_admitted() -> None:
     steering = steering_of(2)
     steering.admission_held = True
-    await steering.settle()
+    await steering.sync_scheduler()
     streams = {name: waiting(name, 0, arrival) for arrival, name in enumerate("abcd")}
     tasks = {
         name: asyncio.create_task(steering.wait_for_admission(stream))
@@ -133,7 +139,7 @@ async def test_what_gives_up_waiting_is_not_admitted() -> None:
     await asyncio.wait([tasks["a"], tasks["b"]], timeout=1)
     assert tasks["a"].done()
     steering.admission_held = False
-    await steering.settle()
+    await steering.sync_scheduler()
     await asyncio.gather(tasks["c"], tasks["d"])
     assert steering.running == {"c", "d"}
 
@@ -152,7 +158,7 @@ def test_descendants_are_found_and_ended() -> None:
     assert find_descendants(os.getpid()) - before == set()
 
 
-MODEL = Model(max_length=64, vocab_size=100, eos_token_ids=frozenset({2}), tokenizer=None)
+MODEL = VllmModel(max_length=64, vocab_size=100, eos_token_ids=frozenset({2}), tokenizer=None)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +178,20 @@ def test_what_the_model_can_not_do_is_refused(
 ) -> None:
     request = EngineRequest("r", prompt, SamplingParams.model_validate(sampling), "sampling")
     with pytest.raises(InvalidRequest) as refused:
-        check(request, MODEL)
+        check_request(request, MODEL)
     assert (refused.value.field, refused.value.status) == (field, status)
 
 
 @pytest.mark.parametrize("flag", ["--config", "--config=/f.yaml", "--max_model_len"])
 def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
     with pytest.raises(EngineError, match=rf"{flag[:5]}.* can't be given: .*(set|give) "):
-        settings.parse((flag, "/f.yaml"))
+        settings.parse_flags((flag, "/f.yaml"))
 
 
 @pytest.mark.parametrize("flag", ["--nnodes", "--node-rank", "--master-addr", "--master-port"])
 def test_what_a_gang_sets_is_refused(flag: str) -> None:
     with pytest.raises(EngineError, match=f"{flag} can't be given: .*parallelism.nodes"):
-        settings.parse((flag, "2"))
+        settings.parse_flags((flag, "2"))
 
 
 @pytest.mark.parametrize(
@@ -199,20 +205,22 @@ def test_what_a_gang_sets_is_refused(flag: str) -> None:
 def test_what_does_not_go_over_several_nodes_is_refused(given: dict[str, Any], why: str) -> None:
     one = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data")}
     free = {"nnodes": 1, "node_rank": 0, "distributed_executor_backend": None}
-    gang = Gang(nodes=2, rank=0, leader="a-0", port=8003, slots=Path("slots"))
+    gang = GangMembership(nodes=2, rank=0, leader="a-0", port=8003, slots=Path("slots"))
     with pytest.raises(EngineError, match=why):
-        settings._spread(argparse.Namespace(**{**one, **free, **given}), frozenset(one), gang)
+        settings._apply_parallelism(
+            argparse.Namespace(**{**one, **free, **given}), frozenset(one), gang
+        )
 
 
 def test_a_node_knows_its_own_address_and_interface() -> None:
     """What engines would guess from the host's name may be loopback, which no other node reaches."""
     assert network.own_address("127.0.0.1") == "127.0.0.1"
-    assert network.interface_of("127.0.0.1") == "lo"
-    assert network.address_of("localhost", lambda: False) in ("127.0.0.1", "::1")
+    assert network.find_interface("127.0.0.1") == "lo"
+    assert network.resolve_address("localhost", lambda: False) in ("127.0.0.1", "::1")
     with pytest.raises(ReadCancelled):
-        network.address_of("no-such-host.invalid", lambda: True)
+        network.resolve_address("no-such-host.invalid", lambda: True)
     with pytest.raises(EngineError, match=r"no network interface has the address 203.0.113.7"):
-        network.interface_of("203.0.113.7")
+        network.find_interface("203.0.113.7")
 
 
 def test_a_process_that_stays_stopped_is_told_from_one_that_a_debugger_held() -> None:
@@ -258,20 +266,20 @@ def test_what_ray_would_do_behind_the_workers_back_is_refused(
     monkeypatch.setenv(under_ray.EXECUTOR_VARIABLE, variable)
     monkeypatch.setattr(sys, "path", [])  # where no Ray is
     with pytest.raises(EngineError, match=why):
-        under_ray.check_flags(ray_flags(**given))
-    under_ray.check_flags(ray_flags(distributed_executor_backend="mp"))
+        under_ray.check_ray_flags(ray_flags(**given))
+    under_ray.check_ray_flags(ray_flags(distributed_executor_backend="mp"))
 
 
 def test_ray_is_refused_where_devices_are_had_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SOCKET, "/nowhere/turn")
     with pytest.raises(EngineError, match="can't share the turn for the devices"):
-        under_ray.check_flags(ray_flags())
+        under_ray.check_ray_flags(ray_flags())
 
 
 def test_a_device_that_ray_does_not_schedule_is_refused() -> None:
     with pytest.raises(EngineError, match="no ranks under Ray on cpu: leave it out"):
-        under_ray.check_platform(SimpleNamespace(ray_device_key="", device_name="cpu"))
-    under_ray.check_platform(SimpleNamespace(ray_device_key="GPU", device_name="cuda"))
+        under_ray.check_ray_platform(SimpleNamespace(ray_device_key="", device_name="cpu"))
+    under_ray.check_ray_platform(SimpleNamespace(ray_device_key="GPU", device_name="cuda"))
 
 
 class Ranks:
@@ -288,9 +296,9 @@ class Ranks:
 
 
 async def test_ranks_that_read_our_memory_are_watched_and_others_refused() -> None:
-    assert await under_ray.ranks(Ranks(away=0)) == {find_process(os.getpid())}
+    assert await under_ray.find_rank_processes(Ranks(away=0)) == {find_process(os.getpid())}
     with pytest.raises(EngineError, match="Ray put rank 1 where it can't read the worker's memory"):
-        await under_ray.ranks(Ranks(away=1))
+        await under_ray.find_rank_processes(Ranks(away=1))
 
 
 def test_a_failed_start_is_told_before_the_checkpoint_is_hashed(
@@ -305,22 +313,22 @@ def test_a_failed_start_is_told_before_the_checkpoint_is_hashed(
     def start() -> None:
         raise EngineError("no such device")
 
-    monkeypatch.setattr(model_folder, "hash_of", endless)
+    monkeypatch.setattr(model_folder, "hash_checkpoint", endless)
     with pytest.raises(EngineError, match="no such device"):
-        hash_meanwhile(tmp_path, lambda _: None, lambda: False, start, lambda _: None)
+        start_while_hashing(tmp_path, lambda _: None, lambda: False, start, lambda _: None)
 
 
 def test_what_was_started_ends_with_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
     ended: list[str] = []
     write_weights(tmp_path, 7)
     report: list[Progress] = []
-    started, root_hash = hash_meanwhile(
+    started, root_hash = start_while_hashing(
         tmp_path, report.append, lambda: False, lambda: "it", ended.append
     )
     assert (started, root_hash.partition(":")[0], ended) == ("it", "xxh3_128", [])
     assert report[-1].message == "starting vLLM's processes"
     with pytest.raises(ReadCancelled):
-        hash_meanwhile(tmp_path, report.append, lambda: True, lambda: "it", ended.append)
+        start_while_hashing(tmp_path, report.append, lambda: True, lambda: "it", ended.append)
     assert ended == ["it"]
 
 
@@ -338,14 +346,14 @@ class SlowCore:
 
 
 async def test_a_core_owes_a_step_until_it_has_said_that_it_rests() -> None:
-    core, steps, stream = SlowCore(), Steps(), waiting("r")
+    core, steps, stream = SlowCore(), StepCounter(), waiting("r")
     steering = steering_of(2, core, steps)
     steering.streams["r"] = stream
     assert steering.idle_since() is None
     await steering.wait_for_admission(stream)
     assert steering.idle_since() == steps.last
     steering.paused = True
-    pausing = asyncio.create_task(steering.settle())
+    pausing = asyncio.create_task(steering.sync_scheduler())
     await asyncio.sleep(0.01)
     told = steering.idle_since()
     assert told is not None
@@ -367,11 +375,11 @@ def test_graphs_and_communicators_sleep_where_others_get_the_device(
     options = EngineOptions(Path("model"), dtype="bfloat16")
 
     def found(*given: str, cpu: bool = False) -> set[str]:
-        own = settings.Settings(120, argparse.Namespace(), frozenset(given))
-        arguments = launch._arguments(options, own, cpu=cpu)
-        return {flag for flag in launch.LEFT_TO_OTHERS if arguments.get(flag)}
+        own = settings.VllmSettings(120, argparse.Namespace(), frozenset(given))
+        arguments = launch._engine_arguments(options, own, cpu=cpu)
+        return {flag for flag in launch.SHARED_DEVICE_FLAGS if arguments.get(flag)}
 
-    assert found() == (set(launch.LEFT_TO_OTHERS) if shared else set())
+    assert found() == (set(launch.SHARED_DEVICE_FLAGS) if shared else set())
     assert "enable_nccl_comm_suspend" not in found("enable_nccl_comm_suspend"), (
         "the user's own wins"
     )

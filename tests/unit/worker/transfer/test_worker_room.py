@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import Staging, check_memory_left
+from rollout_worker.engines.shared_memory.staging import StagingBudget, check_memory_left
 from rollout_worker.threads import BackgroundFreeing
 from rollout_worker.transfer.room import MARGIN_BYTES
 
@@ -101,35 +101,35 @@ def test_this_machine_has_room_for_little_and_none_for_everything() -> None:
 
 
 def test_a_budget_holds_all_that_is_staged_at_once(root: Path) -> None:
-    staging = Staging(100, root)
-    first = staging.claim(60)
+    staging = StagingBudget(100, root)
+    first = staging.claim_memory(60)
     with pytest.raises(EngineError) as refused:
-        staging.claim(41)
+        staging.claim_memory(41)
     assert "41 bytes of staged weights: 40 bytes are left of the 100" in str(refused.value)
     assert "spec.weights.stagingMemory" in str(refused.value)
     assert "raise it to 101 or more" in str(refused.value)
-    rest = staging.claim(40)
+    rest = staging.claim_memory(40)
     first()
     first()
-    staging.claim(60)
+    staging.claim_memory(60)
     with pytest.raises(EngineError, match="0 bytes are left"):
-        staging.claim(1)
+        staging.claim_memory(1)
     rest()
-    staging.claim(40)
+    staging.claim_memory(40)
 
 
 def test_a_budget_beyond_the_limit_gives_no_more_than_there_is(root: Path) -> None:
     v2(root, POD, 500, 400)
-    for staging in (Staging(root=root), Staging(900 * MIB, root)):
-        staging.claim(100 * MIB - MARGIN_BYTES)
+    for staging in (StagingBudget(root=root), StagingBudget(900 * MIB, root)):
+        staging.claim_memory(100 * MIB - MARGIN_BYTES)
         with pytest.raises(EngineError, match=LIMIT + r".*spec\.weights\.stagingMemory"):
-            staging.claim(200 * MIB)
+            staging.claim_memory(200 * MIB)
 
 
 def test_what_is_being_freed_is_waited_for_before_more_is_taken(root: Path) -> None:
-    staging, may_end = Staging(root=root), threading.Event()
+    staging, may_end = StagingBudget(root=root), threading.Event()
     staging.freeing.free_soon(lambda: may_end.wait(10))
-    taker = threading.Thread(target=staging.claim, args=(1,))
+    taker = threading.Thread(target=staging.claim_memory, args=(1,))
     taker.start()
     taker.join(0.2)
     assert taker.is_alive(), "it may lack what is not free yet"

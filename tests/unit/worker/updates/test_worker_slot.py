@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rollout_worker.engine import Engine, EngineError, Entry, Layout, Sink, WeightsRejected
+from rollout_worker.engine import (
+    Engine,
+    EngineError,
+    Sink,
+    TensorEntry,
+    WeightsLayout,
+    WeightsRejected,
+)
 from rollout_worker.schemas import Checkpoint, StageRequest, StageSource, WeightsSource
 from rollout_worker.sources.files import open_source
 from rollout_worker.sources.filling import Located, fill_sink
@@ -40,7 +47,7 @@ class Bytes:
     def nbytes(self) -> int:
         return sum(map(len, self.held.values()))
 
-    def allocate(self, entry: Entry) -> memoryview | None:
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
         assert not self.done, "nothing comes after the seal"
         self.reading.set()
         assert self.go.wait(10)
@@ -64,7 +71,7 @@ class Memory:
         self.sink = sink
         self.asked: list[tuple[list[str], bool]] = []
 
-    async def open_slot(self, entries: Sequence[Entry], *, on_disk: bool = False) -> Sink:
+    async def open_slot(self, entries: Sequence[TensorEntry], *, on_disk: bool = False) -> Sink:
         self.asked.append(([entry.name for entry in entries], on_disk))
         if isinstance(self.sink, EngineError):
             raise self.sink
@@ -82,15 +89,19 @@ def source(tmp_path: Path) -> Located:
 
 
 @pytest.fixture
-def layout(source: Located) -> Layout:
-    return Layout({entry.name: entry.spec for entry in open_source(source[0]).entries}, {}, {})
+def layout(source: Located) -> WeightsLayout:
+    return WeightsLayout(
+        {entry.name: entry.spec for entry in open_source(source[0]).entries}, {}, {}
+    )
 
 
 def anything(root_hash: str) -> None:
     """Take any hash."""
 
 
-async def test_a_filled_sink_holds_what_the_engine_wanted(source: Located, layout: Layout) -> None:
+async def test_a_filled_sink_holds_what_the_engine_wanted(
+    source: Located, layout: WeightsLayout
+) -> None:
     sink, memory = Bytes(), Memory(Bytes())
     memory.sink = sink
     roots: list[str] = []
@@ -110,22 +121,22 @@ async def test_a_filled_sink_holds_what_the_engine_wanted(source: Located, layou
     assert roots[0].startswith("xxh3_128:")
 
 
-async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: Layout) -> None:
+async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: WeightsLayout) -> None:
     memory = Memory(Bytes())
-    less = Layout({name: layout.required[name] for name in ("t0", "t1")}, {}, {})
+    less = WeightsLayout({name: layout.required[name] for name in ("t0", "t1")}, {}, {})
     with pytest.raises(WeightsRejected, match=r"'t2' .* unknown to the model"):
         await fill_sink(memory.open_slot, less, source, anything)
     assert memory.asked == []
 
 
-async def test_an_engine_without_room_says_so(source: Located, layout: Layout) -> None:
+async def test_an_engine_without_room_says_so(source: Located, layout: WeightsLayout) -> None:
     with pytest.raises(EngineError, match="no room"):
         await fill_sink(engine(EngineError("no room")).open_slot, layout, source, anything)
 
 
 @pytest.mark.parametrize("fault", ["hash", "file", "device"])
 async def test_what_goes_wrong_gives_the_memory_back(
-    source: Located, layout: Layout, fault: str
+    source: Located, layout: WeightsLayout, fault: str
 ) -> None:
     sink = Bytes("device" if fault == "device" else "host")
     sink.go.clear()
@@ -146,7 +157,7 @@ async def test_what_goes_wrong_gives_the_memory_back(
 
 @pytest.mark.parametrize("times", [1, 3], ids=["once", "impatiently"])
 async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
-    source: Located, layout: Layout, times: int
+    source: Located, layout: WeightsLayout, times: int
 ) -> None:
     sink = Bytes()
     sink.go.clear()
@@ -170,7 +181,7 @@ def slot(**fields: Any) -> StagingSlot:
     return StagingSlot(request, CHECKPOINT)
 
 
-async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layout) -> None:
+async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: WeightsLayout) -> None:
     sink, found = Bytes(), slot()
     assert found.to_view().phase == "Staging"
     await found.fill_slot(engine(sink), layout, source)
@@ -182,7 +193,9 @@ async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Layou
     assert sink.done == ["sealed"], "it is the engine's now"
 
 
-async def test_other_content_than_was_promised_is_refused(source: Located, layout: Layout) -> None:
+async def test_other_content_than_was_promised_is_refused(
+    source: Located, layout: WeightsLayout
+) -> None:
     sink, found = Bytes(), slot(root_hash="xxh3_128:0")
     with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
         await found.fill_slot(engine(sink), layout, source)
@@ -192,7 +205,7 @@ async def test_other_content_than_was_promised_is_refused(source: Located, layou
 
 
 async def test_dropping_what_is_staged_gives_its_memory_back_once(
-    source: Located, layout: Layout
+    source: Located, layout: WeightsLayout
 ) -> None:
     sink, found = Bytes(), slot()
     await found.fill_slot(engine(sink), layout, source)
@@ -202,7 +215,7 @@ async def test_dropping_what_is_staged_gives_its_memory_back_once(
 
 
 async def test_dropping_what_is_being_filled_waits_for_its_thread(
-    source: Located, layout: Layout
+    source: Located, layout: WeightsLayout
 ) -> None:
     sink, found = Bytes(), slot()
     sink.go.clear()

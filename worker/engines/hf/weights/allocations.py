@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import Staging
+from rollout_worker.engines.shared_memory.staging import StagingBudget
 from rollout_worker.transfer.arena import POPULATE_WRITE, advise
 from rollout_worker.transfer.locked import lock
 
-Spec = tuple[str, Sequence[int], torch.dtype]
+NamedSpec = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype of a tensor to come."""
-DeviceAllocator = Callable[[Sequence[Spec]], dict[str, Tensor]]
+DeviceAllocator = Callable[[Sequence[NamedSpec]], dict[str, Tensor]]
 """Takes memory next to the serving weights, or raises `torch.OutOfMemoryError`."""
 
-POPULATED_BYTES = 32 << 20
+POPULATE_CHUNK_BYTES = 32 << 20
 """What a thread takes of pages at once."""
 
-ALIGN = 64
+TENSOR_ALIGNMENT = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class TensorAllocation:
     """Memory that was taken.
 
     `tensors`: one for each name, in the dtype that the model computes in. `free`: gives back what
@@ -51,7 +51,7 @@ def device_allocator(device: torch.device) -> DeviceAllocator | None:
     if device.type == "cpu":
         return None
 
-    def take(specs: Sequence[Spec]) -> dict[str, Tensor]:
+    def take(specs: Sequence[NamedSpec]) -> dict[str, Tensor]:
         return {
             name: torch.empty(tuple(shape), dtype=dtype, device=device)
             for name, shape, dtype in specs
@@ -60,14 +60,19 @@ def device_allocator(device: torch.device) -> DeviceAllocator | None:
     return take
 
 
-def allocate_host(specs: Sequence[Spec], staging: Staging, *, off_device: bool) -> Allocation:
+def allocate_host(
+    specs: Sequence[NamedSpec], staging: StagingBudget, *, off_device: bool
+) -> TensorAllocation:
     """Take main memory, charged to `staging`; `off_device`: page-locked for the GPU, too.
 
     Raises:
         EngineError: there is no room.
     """
-    sizes = [-(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN for _, shape, dtype in specs]
-    give_back = staging.claim(sum(sizes))
+    sizes = [
+        -(-math.prod(shape) * dtype.itemsize // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        for _, shape, dtype in specs
+    ]
+    give_back = staging.claim_memory(sum(sizes))
     try:
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
     except RuntimeError as error:
@@ -75,8 +80,8 @@ def allocate_host(specs: Sequence[Spec], staging: Staging, *, off_device: bool) 
         raise EngineError(
             f"there is no room for {sum(sizes)} bytes of staged weights: {error}"
         ) from error
-    _have_pages(whole)
-    unlock = (lock(whole.data_ptr(), whole.numel()) if off_device else None) or _nothing
+    _populate_in_thread(whole)
+    unlock = (lock(whole.data_ptr(), whole.numel()) if off_device else None) or _unlock_nothing
     tensors: dict[str, Tensor] = {}
     for (name, shape, dtype), part in zip(specs, torch.split(whole, sizes), strict=True):
         nbytes = math.prod(shape) * dtype.itemsize
@@ -86,10 +91,10 @@ def allocate_host(specs: Sequence[Spec], staging: Staging, *, off_device: bool) 
         unlock()
         give_back()
 
-    return Allocation(tensors, free, off_device)
+    return TensorAllocation(tensors, free, off_device)
 
 
-def _have_pages(whole: Tensor) -> None:
+def _populate_in_thread(whole: Tensor) -> None:
     """Have pages there before they are filled, large ones where the kernel has them, which are several times as fast.
 
     A thread takes them, ahead of whoever fills them: to take and clear them costs half as much as to read a file.
@@ -99,18 +104,20 @@ def _have_pages(whole: Tensor) -> None:
     if first < end:
         advise(_bytes_at(first, end), mmap.MADV_HUGEPAGE)
         args = (whole, first, end)
-        threading.Thread(target=_populate, args=args, name="weights-pages", daemon=True).start()
+        threading.Thread(
+            target=_populate_pages, args=args, name="weights-pages", daemon=True
+        ).start()
 
 
-def _populate(whole: Tensor, first: int, end: int) -> None:  # whole: so that it stays
+def _populate_pages(whole: Tensor, first: int, end: int) -> None:  # whole: so that it stays
     """Take the pages of a tensor's memory, piece by piece, so that others can map theirs in between."""
-    for begin in range(first, end, POPULATED_BYTES):
-        advise(_bytes_at(begin, min(begin + POPULATED_BYTES, end)), POPULATE_WRITE)
+    for begin in range(first, end, POPULATE_CHUNK_BYTES):
+        advise(_bytes_at(begin, min(begin + POPULATE_CHUNK_BYTES, end)), POPULATE_WRITE)
 
 
 def _bytes_at(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * (end - begin)).from_address(begin)
 
 
-def _nothing() -> None:
+def _unlock_nothing() -> None:
     """Unlock nothing."""

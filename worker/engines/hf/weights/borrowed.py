@@ -14,25 +14,31 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from rollout_worker.engine import EngineError, Entry, Mapped, Tensors, WeightsRejected
-from rollout_worker.engines.shared_memory.tensors import tensors_in
+from rollout_worker.engine import (
+    EngineError,
+    MappedWeights,
+    TensorEntry,
+    TrainerTensors,
+    WeightsRejected,
+)
+from rollout_worker.engines.shared_memory.tensors import view_memory
 
-from .allocations import Allocation, Spec
-from .buffers import DTYPES, Buffers, nbytes
+from .allocations import NamedSpec, TensorAllocation
+from .buffers import COMPUTE_TORCH_DTYPES, TensorSink, tensor_nbytes
 
 
-def _nothing() -> None:
+def _release_nothing() -> None:
     """Give nothing back."""
 
 
-class Watch:
+class WriteWatch:
     """Tensors of somebody else, and how often each had been written to when they were given.
 
     `release`: called once nobody computes with them any more.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], release: Callable[[], None] = _nothing
+        self, tensors: Mapping[str, Tensor], release: Callable[[], None] = _release_nothing
     ) -> None:
         self._seen = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
         self._release = release
@@ -43,20 +49,20 @@ class Watch:
         """Their names."""
         return frozenset(name for name, _, _ in self._seen)
 
-    def changed(self) -> str | None:
+    def changed_tensor(self) -> str | None:
         """Return a tensor that was written to since, None if all are as they were."""
         for name, tensor, version in self._seen:
             if tensor._version != version:
                 return name
         return None
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse to compute with changed tensors.
 
         Raises:
             EngineError: names one, and the fix.
         """
-        name = self.changed()
+        name = self.changed_tensor()
         if name is not None:
             raise EngineError(
                 f"tensor {name!r} was changed in place after it was handed over: pause or sleep the "
@@ -64,13 +70,13 @@ class Watch:
                 "hand over with copy=True"
             )
 
-    def end(self) -> None:
+    def release_tensors(self) -> None:
         """Let go of them. Idempotent."""
         self._seen, self.serving = [], False
         self._release()
 
 
-class TensorBuffers(Buffers):
+class TrainerTensorSink(TensorSink):
     """The `Sink` that tensors of this process become; the worker writes nothing to it.
 
     Args:
@@ -84,23 +90,23 @@ class TensorBuffers(Buffers):
 
     def __init__(
         self,
-        entries: Sequence[Entry],
-        given: Tensors,
+        entries: Sequence[TensorEntry],
+        given: TrainerTensors,
         targets: Mapping[str, Tensor],
-        take: Callable[[Sequence[Spec]], Allocation],
+        take: Callable[[Sequence[NamedSpec]], TensorAllocation],
     ) -> None:
         super().__init__()
         self._source = {e.name: given.tensors[e.name] for e in entries if e.name in targets}
-        self._read = Watch(_counted(self._source), given.release)
+        self._read = WriteWatch(_write_counted(self._source), given.release)
         views = {
             name: tensor
             for name, tensor in self._source.items()
-            if not given.copy and _serves_as(tensor, targets[name])
+            if not given.copy and _can_serve_as(tensor, targets[name])
         }
-        self.watch = Watch(views, given.release)
+        self.watch = WriteWatch(views, given.release)
         """The tensors that serve as they are, to look at as long as they do."""
         self.tensors = {name: each.detach() for name, each in views.items()}
-        missing: list[Spec] = [
+        missing: list[NamedSpec] = [
             (name, tensor.shape, targets[name].dtype)
             for name, tensor in self._source.items()
             if name not in views
@@ -112,11 +118,13 @@ class TensorBuffers(Buffers):
     def nbytes(self) -> int:
         """What it holds itself."""
         return (
-            0 if self._allocation is None else sum(map(nbytes, self._allocation.tensors.values()))
+            0
+            if self._allocation is None
+            else sum(map(tensor_nbytes, self._allocation.tensors.values()))
         )
 
     @override
-    def allocate(self, entry: Entry) -> memoryview | None:
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
         """Every value is here already."""
         return None
 
@@ -131,7 +139,7 @@ class TensorBuffers(Buffers):
             for name, home in self._allocation.tensors.items():
                 home.copy_(self._source[name])
                 self.tensors[name] = home
-        changed = self._read.changed()
+        changed = self._read.changed_tensor()
         if changed is not None:
             raise WeightsRejected(
                 f"tensor {changed!r} was changed while it was handed over: hand over once the"
@@ -140,24 +148,24 @@ class TensorBuffers(Buffers):
             )
         self._source = {}
         if not self.watch.names:
-            self._read.end()
+            self._read.release_tensors()
         self.sealed = True
 
     @override
     def close(self) -> None:
         """Who has taken `tensors` keeps them."""
         if not self.watch.serving:
-            self._read.end()
+            self._read.release_tensors()
         self._source = {}
         super().close()
 
 
-def _counted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _write_counted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return those whose writes torch counts: not those made in inference mode."""
     return {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
 
 
-def _serves_as(tensor: Tensor, target: Tensor) -> bool:
+def _can_serve_as(tensor: Tensor, target: Tensor) -> bool:
     """Whether a tensor may stand where the model has `target`."""
     return (
         tensor.device == target.device
@@ -167,7 +175,7 @@ def _serves_as(tensor: Tensor, target: Tensor) -> bool:
     )
 
 
-class BorrowedBuffers(Buffers):
+class MappedTensorSink(TensorSink):
     """The `Sink` that mapped memory becomes.
 
     The memory is released once the last view of it is gone: of outputs that are pinned to it, too.
@@ -181,7 +189,7 @@ class BorrowedBuffers(Buffers):
     took = True
 
     def __init__(
-        self, entries: Sequence[Entry], given: Mapped, targets: Mapping[str, Tensor]
+        self, entries: Sequence[TensorEntry], given: MappedWeights, targets: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
         memory = given.view[:]
@@ -191,10 +199,10 @@ class BorrowedBuffers(Buffers):
             for each in entries
             if each.name in targets
         ]
-        self._views = dict(tensors_in(memory, places))
+        self._views = dict(view_memory(memory, places))
 
     @override
-    def allocate(self, entry: Entry) -> memoryview | None:
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
         """Every value is there already."""
         return None
 
@@ -210,11 +218,11 @@ class BorrowedBuffers(Buffers):
         super().close()
 
 
-def serves_from(entries: Sequence[Entry], targets: Mapping[str, Tensor]) -> bool:
+def can_serve_from(entries: Sequence[TensorEntry], targets: Mapping[str, Tensor]) -> bool:
     """Whether a model can compute with these bytes as they are: in main memory and of its dtypes."""
     return all(
         targets[each.name].device.type == "cpu"
-        and targets[each.name].dtype == DTYPES.get(each.spec.dtype)
+        and targets[each.name].dtype == COMPUTE_TORCH_DTYPES.get(each.spec.dtype)
         for each in entries
         if each.name in targets
     )

@@ -12,23 +12,25 @@ import xxhash
 from torch import Tensor
 from typing_extensions import override
 
-from rollout_worker.engine import Entry, Sink, WeightsRejected
-from rollout_worker.engines.shared_memory.sinks import open_unnamed
+from rollout_worker.engine import Sink, TensorEntry, WeightsRejected
+from rollout_worker.engines.shared_memory.sinks import open_unnamed_file
 from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
 
-from .allocations import Allocation
+from .allocations import TensorAllocation
 
-DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("F8")}
+COMPUTE_TORCH_DTYPES = {
+    name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("F8")
+}
 """What transformers computes with."""
-BOUNCE = "bounce"
+BOUNCE_NAME = "bounce"
 """The one tensor of an allocation that others only come through."""
 
 
-CHUNK_BYTES = 8 << 20
+SPILL_CHUNK_BYTES = 8 << 20
 """What is written to the file at once."""
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in main memory, to be read or written in place."""
     if not tensor.numel():
         return memoryview(b"")
@@ -36,7 +38,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class Buffers(Sink):
+class TensorSink(Sink):
     """The engine's `Sink`: takes tensors one after another.
 
     Each is turned into its compute dtype and moved to the device as soon as it is complete, so that
@@ -58,14 +60,14 @@ class Buffers(Sink):
         self,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        allocation: Allocation | None = None,
-        bounce: Allocation | None = None,
+        allocation: TensorAllocation | None = None,
+        bounce: TensorAllocation | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._allocation = allocation
         self._bounce = bounce
-        self._current: tuple[Entry, Tensor] | None = None
+        self._current: tuple[TensorEntry, Tensor] | None = None
         self.tensors: dict[str, Tensor] = {}
         """Those that are complete, under their names."""
         self.sealed = False
@@ -79,37 +81,37 @@ class Buffers(Sink):
     @override
     def nbytes(self) -> int:
         held = self.tensors if self._allocation is None else self._allocation.tensors
-        return sum(map(nbytes, held.values()))
+        return sum(map(tensor_nbytes, held.values()))
 
     @override
-    def allocate(self, entry: Entry) -> memoryview | None:
-        self._settle()
+    def allocate(self, entry: TensorEntry) -> memoryview | None:
+        self._finish_tensor()
         if self._allocation is not None and entry.name not in self._allocation.tensors:
             return None
-        if entry.spec.dtype not in DTYPES:
+        if entry.spec.dtype not in COMPUTE_TORCH_DTYPES:
             raise WeightsRejected(
                 f"tensor {entry.name!r} has the dtype {entry.spec.dtype}, which the hf engine "
-                f"cannot compute with: publish it as one of {', '.join(DTYPES)}",
+                f"cannot compute with: publish it as one of {', '.join(COMPUTE_TORCH_DTYPES)}",
                 tensor=entry.name,
             )
-        raw = self._raw(entry)
+        raw = self._raw_memory(entry)
         self._current = (entry, raw)
-        return bytes_of(raw)
+        return tensor_bytes(raw)
 
-    def _raw(self, entry: Entry) -> Tensor:
+    def _raw_memory(self, entry: TensorEntry) -> Tensor:
         """Return memory for the bytes of a tensor as the checkpoint has it."""
         size = entry.spec.nbytes
         if self._allocation is None:
             return torch.empty(size, dtype=torch.uint8)
         home = self._allocation.tensors[entry.name]
-        if _direct(entry, home):
+        if _is_direct(entry, home):
             return home.reshape(-1).view(torch.uint8)
         assert self._bounce is not None, "taken with the allocation"
-        return self._bounce.tensors[BOUNCE][:size]
+        return self._bounce.tensors[BOUNCE_NAME][:size]
 
     @override
     def seal(self) -> None:
-        self._settle()
+        self._finish_tensor()
         self._free_bounce()
         self.sealed = True
 
@@ -127,12 +129,12 @@ class Buffers(Sink):
         if bounce is not None:
             bounce.free()
 
-    def _settle(self) -> None:
+    def _finish_tensor(self) -> None:
         if self._current is None:
             return
         entry, raw = self._current
         self._current = None
-        tensor = raw.view(DTYPES[entry.spec.dtype]).reshape(entry.spec.shape)
+        tensor = raw.view(COMPUTE_TORCH_DTYPES[entry.spec.dtype]).reshape(entry.spec.shape)
         if self._allocation is not None:
             home = self._allocation.tensors[entry.name]
             if home.data_ptr() != tensor.data_ptr():
@@ -143,56 +145,60 @@ class Buffers(Sink):
             self.tensors[entry.name] = tensor.to(self._device, self._dtype if floating else None)
 
 
-def bounced(entries: Sequence[Entry], allocation: Allocation) -> int:
+def bounce_bytes(entries: Sequence[TensorEntry], allocation: TensorAllocation) -> int:
     """Return the bytes of the largest tensor that can't be read to where it goes; 0: all can."""
     homes = ((each, allocation.tensors.get(each.name)) for each in entries)
     return max(
-        (each.spec.nbytes for each, home in homes if home is not None and not _direct(each, home)),
+        (
+            each.spec.nbytes
+            for each, home in homes
+            if home is not None and not _is_direct(each, home)
+        ),
         default=0,
     )
 
 
-def _direct(entry: Entry, home: Tensor) -> bool:
+def _is_direct(entry: TensorEntry, home: Tensor) -> bool:
     """Whether a tensor's bytes can be read to where they go."""
-    return home.device.type == "cpu" and home.dtype == DTYPES.get(entry.spec.dtype)
+    return home.device.type == "cpu" and home.dtype == COMPUTE_TORCH_DTYPES.get(entry.spec.dtype)
 
 
-def nbytes(tensor: Tensor) -> int:
+def tensor_nbytes(tensor: Tensor) -> int:
     """Return the size of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
-class Spill:
+class SpillFile:
     """An unnamed temporary file with the bytes of tensors; it goes with the process."""
 
     def __init__(self, folder: Path, tensors: list[Tensor]) -> None:
         self._specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._digests: list[bytes] = []
-        self._file = os.fdopen(open_unnamed(folder), "r+b", buffering=0)
+        self._file = os.fdopen(open_unnamed_file(folder), "r+b", buffering=0)
         try:
             for tensor in tensors:
-                self._write(tensor)
+                self._write_tensor(tensor)
         except OSError:
             self._file.close()
             raise
 
-    def _write(self, tensor: Tensor) -> None:
-        view = bytes_of(tensor.detach().cpu().contiguous())
+    def _write_tensor(self, tensor: Tensor) -> None:
+        view = tensor_bytes(tensor.detach().cpu().contiguous())
         digest = xxhash.xxh3_128()
         while view:
-            count = self._file.write(view[:CHUNK_BYTES])
+            count = self._file.write(view[:SPILL_CHUNK_BYTES])
             digest.update(view[:count])
             view = view[count:]
         self._digests.append(digest.digest())
 
-    def read(self) -> Iterator[Tensor]:
+    def read_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors again, on their devices."""
         self._file.seek(0)
         for (shape, dtype, device), want in zip(self._specs, self._digests, strict=True):
             tensor = torch.empty(shape, dtype=dtype)
-            view, digest = bytes_of(tensor), xxhash.xxh3_128()
+            view, digest = tensor_bytes(tensor), xxhash.xxh3_128()
             while view:
-                count = self._file.readinto(view[:CHUNK_BYTES])
+                count = self._file.readinto(view[:SPILL_CHUNK_BYTES])
                 if not count:
                     raise OSError("it ends early")
                 digest.update(view[:count])

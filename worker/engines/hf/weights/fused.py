@@ -18,7 +18,7 @@ from rollout_worker.transfer.layout import layer_of
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FusedPart:
     """Where a tensor of the checkpoint lies in one of the model's.
 
     Attributes:
@@ -36,7 +36,9 @@ class Part:
     offset: int
 
 
-def parts_of(model: Any, held: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Part]:
+def find_fused_parts(
+    model: Any, held: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, FusedPart]:
     """Return, by the checkpoint's names, what these tensors of a model are made of; empty if that can't be told.
 
     Args:
@@ -52,7 +54,7 @@ def parts_of(model: Any, held: Mapping[str, Tensor], names: Collection[str]) -> 
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name in names:
         layers[layer_of(name)][name] = held[name]
-    parts: dict[str, Part] = {}
+    parts: dict[str, FusedPart] = {}
     for homes in layers.values():
         numbers, start = {}, 0
         starts: dict[str, int] = {}
@@ -61,14 +63,14 @@ def parts_of(model: Any, held: Mapping[str, Tensor], names: Collection[str]) -> 
             numbers[name] = torch.arange(start, start + home.numel()).view(home.shape)
             start += home.numel()
         for name, where in revert_weight_conversion(model, dict(numbers)).items():
-            made = (_part(where, homes[home], starts[home]) for home in homes)
+            made = (_locate_part(where, homes[home], starts[home]) for home in homes)
             if (part := next(filter(None, made), None)) is None:
                 return {}
             parts[name] = part
     return parts
 
 
-def _part(where: Tensor, home: Tensor, start: int) -> Part | None:
+def _locate_part(where: Tensor, home: Tensor, start: int) -> FusedPart | None:
     """Return where a tensor lies in a home whose first number is this; None: it is not all there, or not in order."""
     if not where.numel():
         return None
@@ -86,10 +88,12 @@ def _part(where: Tensor, home: Tensor, start: int) -> Part | None:
         numbers = numbers.unsqueeze(-1) + torch.arange(size) * step
     if not torch.equal(numbers, where):
         return None
-    return Part(home, home.shape, where.shape, strides, offset)
+    return FusedPart(home, home.shape, where.shape, strides, offset)
 
 
-def fused(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def fuse_tensors(
+    parts: Mapping[str, FusedPart], tensors: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
     """Return each of the model's tensors with what is to be in it, made of the checkpoint's."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for name, part in parts.items():

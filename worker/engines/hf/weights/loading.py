@@ -12,29 +12,29 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rollout_worker.engine import EngineError, Layout
+from rollout_worker.engine import EngineError, WeightsLayout
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.hf.attention import implementation
-from rollout_worker.engines.hf.settings import Settings
+from rollout_worker.engines.hf.attention import attention_implementation
+from rollout_worker.engines.hf.settings import HfSettings
 from rollout_worker.engines.model_folder import (
-    dtype_of,
-    eos_ids,
+    checkpoint_dtype,
     load_tokenizer,
-    max_length,
     read_config,
+    read_eos_ids,
+    resolve_max_length,
 )
 from rollout_worker.schemas import Progress
 from rollout_worker.sources.files import FileSource, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
-from .buffers import Buffers
-from .fused import Part, parts_of
+from .buffers import TensorSink
+from .fused import FusedPart, find_fused_parts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     """A model that can run.
 
     `targets` maps the checkpoint's names to the tensors of the model that hold them, `parts` those that
@@ -43,13 +43,13 @@ class Loaded:
 
     model: Any
     tokenizer: Any | None
-    layout: Layout
+    layout: WeightsLayout
     targets: dict[str, Tensor]
     root_hash: str
     eos_token_ids: frozenset[int]
     max_length: int
     vocab_size: int
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, FusedPart] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -57,35 +57,35 @@ class Loaded:
         return str(self.model.device.type)
 
 
-def load(
+def load_model(
     options: EngineOptions,
-    settings: Settings,
+    settings: HfSettings,
     report: Callable[[Progress], None],
     cancelled: Callable[[], bool],
-) -> Loaded:
+) -> LoadedModel:
     """Load the model; blocks.
 
     Raises:
         EngineError: not a model that this engine can serve; the text says what to change.
     """
     report(Progress(message="reading the model's configuration"))
-    config = _config(options)
+    config = _load_config(options)
     text = config.get_text_config()
-    eos = eos_ids(options.model, text.eos_token_id)
-    length = max_length(options.max_length, getattr(text, "max_position_embeddings", None))
+    eos = read_eos_ids(options.model, text.eos_token_id)
+    length = resolve_max_length(options.max_length, getattr(text, "max_position_embeddings", None))
     source = open_source(options.model)
-    dtype = _dtype(options, config, source)
-    device = _device(options)
+    dtype = _choose_dtype(options, config, source)
+    device = _choose_device(options)
     if (device.type, dtype) == ("cpu", torch.bfloat16) and _emulates_bfloat16():
         logger.warning("this CPU emulates bfloat16: --dtype float32 is several times as fast")
 
-    tensors, root = _read(source, dtype, _model_class(config), report, cancelled)
+    tensors, root = _read_checkpoint(source, dtype, _model_class(config), report, cancelled)
     report(Progress(message="building the model"))
     if not options.guest:  # it is the process's owner who sets it for the whole process
         transformers.utils.logging.disable_progress_bar()
-    model = _build(config, tensors, dtype, settings).to(device)
-    layout, targets, parts = _layout(model, source)
-    return Loaded(
+    model = _build_model(config, tensors, dtype, settings).to(device)
+    layout, targets, parts = _find_layout(model, source)
+    return LoadedModel(
         model=model,
         tokenizer=load_tokenizer(options.model),
         layout=layout,
@@ -98,7 +98,7 @@ def load(
     )
 
 
-def _read(
+def _read_checkpoint(
     source: FileSource,
     dtype: torch.dtype,
     model_class: Any,
@@ -116,13 +116,13 @@ def _read(
         getattr(model_class, name, None)
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
-    buffers = Buffers(None if precise else dtype, torch.device("cpu"))
+    buffers = TensorSink(None if precise else dtype, torch.device("cpu"))
     root = read_source(source, {}, buffers.allocate, advance, cancelled)
     buffers.seal()
     return buffers.tensors, root
 
 
-def _config(options: EngineOptions) -> Any:
+def _load_config(options: EngineOptions) -> Any:
     read_config(options.model)
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -142,25 +142,25 @@ def _config(options: EngineOptions) -> Any:
     return config
 
 
-def _dtype(options: EngineOptions, config: Any, source: FileSource) -> torch.dtype:
+def _choose_dtype(options: EngineOptions, config: Any, source: FileSource) -> torch.dtype:
     if options.dtype != "auto":
-        return _as_dtype(options.dtype)
+        return _torch_dtype(options.dtype)
     named = getattr(config, "dtype", None)
     if isinstance(named, torch.dtype):
         return named
-    return _as_dtype(dtype_of(source.entries) or "float32")
+    return _torch_dtype(checkpoint_dtype(source.entries) or "float32")
 
 
 def _emulates_bfloat16() -> bool:
     return torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "AVX2"}
 
 
-def _as_dtype(name: str) -> torch.dtype:
+def _torch_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def _device(options: EngineOptions) -> torch.device:
+def _choose_device(options: EngineOptions) -> torch.device:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise EngineError("device cuda is asked for, but torch sees none: use cpu or check drivers")
     auto = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,14 +171,16 @@ def _model_class(config: Any) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: Settings) -> Any:
+def _build_model(
+    config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: HfSettings
+) -> Any:
     """Make the model around the tensors; it takes them as they are, without a copy."""
     model, info = _model_class(config).from_pretrained(
         None,
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation=implementation(_model_class(config), settings.attention),
+        attn_implementation=attention_implementation(_model_class(config), settings.attention),
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys"):
@@ -191,7 +193,9 @@ def _build(config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings
     return model.eval().requires_grad_(False)
 
 
-def _layout(model: Any, source: FileSource) -> tuple[Layout, dict[str, Tensor], dict[str, Part]]:
+def _find_layout(
+    model: Any, source: FileSource
+) -> tuple[WeightsLayout, dict[str, Tensor], dict[str, FusedPart]]:
     """Return what a version of this model must hold, and where it goes: to a tensor, or a part of one."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
@@ -206,14 +210,14 @@ def _layout(model: Any, source: FileSource) -> tuple[Layout, dict[str, Tensor], 
         if id(tensor) in canonical and canonical[id(tensor)] != name
     }
     uncovered = sorted(name for name in held if id(held[name]) not in canonical)
-    parts = parts_of(model, held, uncovered)
+    parts = find_fused_parts(model, held, uncovered)
     if parts.keys() <= specs.keys():
         homes = {id(part.home) for part in parts.values()}
         uncovered = [name for name in uncovered if id(held[name]) not in homes]
     required = {name: specs[name] for name in (*canonical.values(), *parts) if name in specs}
     optional = {name: spec for name, spec in specs.items() if name not in required}
     optional |= {name: required[target] for name, target in tied.items()}
-    layout = Layout(required, optional, tied)
+    layout = WeightsLayout(required, optional, tied)
     if uncovered:
         # transformers makes tensors of some models in a way that can't be followed.
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])

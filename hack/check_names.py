@@ -1,0 +1,114 @@
+"""Check the names of the product: `make lint` runs it.
+
+A name in a traceback, a profile or a `grep` should tell a stranger which file it is in and what it does. So a
+function's name has a verb and its object, a class has a name of its own, a module, too, and a duration stands with
+its reason in the settings of its package.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("operator", "worker", "client")
+SHARED_MODULES = {"__init__", "__main__", "errors", "settings", "metrics", "options"}
+"""Names of modules that any package may have."""
+MIN_WORDS = 1.7
+"""Words a function's name has on average; those of kopf, httpx and starlette have 1.7 to 1.8."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_files(package: str) -> list[Path]:
+    """The modules of a package, sorted."""
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def function_names(tree: ast.AST) -> Iterator[str]:
+    """The names of all functions and methods, but for dunders, which the language gives."""
+    for node in ast.walk(tree):
+        if isinstance(node, Definition) and not node.name.startswith("__"):
+            yield node.name
+
+
+def count_words(name: str) -> int:
+    """The number of words in a name: `_take_lock` has two."""
+    return len([word for word in name.split("_") if word])
+
+
+def check_words(package: str) -> Iterator[str]:
+    """Report a package whose functions' names are too short on average."""
+    names = [
+        n for file in python_files(package) for n in function_names(ast.parse(file.read_text()))
+    ]
+    mean = sum(map(count_words, names)) / len(names)
+    print(f"{package}: {len(names)} functions, {mean:.2f} words a name")
+    if mean < MIN_WORDS:
+        yield (
+            f"{package}: function names have {mean:.2f} words on average, want {MIN_WORDS}: "
+            "give verbs their object (`take_lock`, not `take`)"
+        )
+
+
+def check_repeats(kind: str, places: dict[str, list[str]]) -> Iterator[str]:
+    """Report every name that several classes or modules have."""
+    for name, where in sorted(places.items()):
+        if len(where) > 1:
+            yield f"{kind} {name!r} is defined {len(where)} times: {', '.join(where)}; rename all but one"
+
+
+def class_places() -> dict[str, list[str]]:
+    """Each class name, and where it is defined."""
+    places = defaultdict(list)
+    for file in (file for package in PACKAGES for file in python_files(package)):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    return places
+
+
+def module_places() -> dict[str, list[str]]:
+    """Each module name, and its files."""
+    places = defaultdict(list)
+    for file in (file for package in PACKAGES for file in python_files(package)):
+        if file.stem not in SHARED_MODULES:
+            places[file.stem].append(str(file.relative_to(ROOT)))
+    return places
+
+
+def check_durations() -> Iterator[str]:
+    """Report every duration that is a constant outside the settings of its package."""
+    for file in (file for package in PACKAGES for file in python_files(package)):
+        if file.stem == "settings":
+            continue
+        for node in ast.parse(file.read_text()).body:
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
+            for target in targets:
+                if isinstance(target, ast.Name) and target.id.endswith("_SECONDS"):
+                    yield (
+                        f"{file.relative_to(ROOT)}:{node.lineno}: move {target.id} to the settings "
+                        "module of its package, with its reason"
+                    )
+
+
+def main() -> int:
+    """Print what is wrong; the exit status says whether anything is."""
+    problems = [
+        *(problem for package in PACKAGES for problem in check_words(package)),
+        *check_repeats("class", class_places()),
+        *check_repeats("module", module_places()),
+        *check_durations(),
+    ]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return min(len(problems), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
