@@ -241,7 +241,7 @@ async def test_a_name_that_is_nobodys_is_said() -> None:
 
 def of_this_package(tasks: set[asyncio.Task[Any]]) -> list[str]:
     names = [getattr(task.get_coro(), "__qualname__", "") for task in tasks]
-    return [name for name in names if name.startswith(("Background.", "HealthChecker."))]
+    return [name for name in names if name.startswith(("PoolBackground.", "HealthChecker."))]
 
 
 async def test_a_closed_pool_leaves_nothing_running() -> None:
