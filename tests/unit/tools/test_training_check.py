@@ -128,7 +128,7 @@ def other_token(each: Conversation) -> None:
 
 
 def dropped_token(each: Conversation) -> None:
-    streams(each).cut(len(streams(each)) - 1)
+    streams(each).cut_to(len(streams(each)) - 1)
 
 
 def other_slices(each: Conversation) -> None:

@@ -50,7 +50,7 @@ class Child:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def call(self, op: str, **args: Any) -> None:
+    async def call_child(self, op: str, **args: Any) -> None:
         self.calls.append(f"{op} {args.get('what') or ' '.join(args.get('tags', ()))}")
 
     async def stop_steps(self, mode: str) -> None: ...
