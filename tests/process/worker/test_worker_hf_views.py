@@ -132,13 +132,13 @@ async def test_what_was_changed_serves_no_more(*, pin: bool) -> None:
     first.step()
     assert not memory.is_intact
     with pytest.raises(EngineError, match=r"'bias' was changed in place|'weight' was changed in"):
-        memory.check()
+        memory.check_unchanged()
     sink = await taken(memory, second.given())
     if pin:  # the former ones are no more
         with pytest.raises(EngineError, match="was changed in place"):
-            memory.swap(sink, pin=True)
+            memory.swap_weights(sink, pin=True)
     swap(memory, sink)
-    memory.check()
+    memory.check_unchanged()
     assert is_all(memory, 2)
 
 
