@@ -161,7 +161,8 @@ class Tests:
                     if not future.result()
                 ]
             except BaseException:
-                for each in (*self.lanes, *self.retry, *self._checks):
+                running: list[LaneRun | Check] = [*self.lanes, *self.retry, *self._checks]
+                for each in running:
                     each.stop()
                 raise
 
