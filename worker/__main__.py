@@ -70,7 +70,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     try:
         settings = parse_settings(arguments, os.environ)
-        logs.configure(settings.log_level, settings.log_format)
+        logs.configure_logging(
+            settings.log_level, settings.log_format, quiet=logs.WORKER_QUIET_LOGGERS
+        )
         asyncio.run(_run(settings))
     except InvalidSettings as error:
         sys.stderr.write(f"rollout-worker: {error}\n")

@@ -1,4 +1,4 @@
-"""The worker's logging: JSON for a cluster, text for a terminal.
+"""Logging of worker and operator: one JSON object a line for a cluster, text for a terminal.
 
 INFO means that something changed. Prompts, tokens and credentials are never logged.
 """
@@ -8,37 +8,67 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Collection
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+from typing_extensions import override
+
+WORKER_QUIET_LOGGERS = ("httpx", "httpcore", "uvicorn.error", "uvicorn.access")
+"""Libraries of the worker that log at INFO each request, and each start of a server."""
+
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line; the contents of `extra` become fields."""
+    """One object a line: time, level, logger, message, the record's extras, and the traceback of an error.
 
+    Args:
+        hidden: Extras of libraries that say nothing to a reader.
+    """
+
+    def __init__(self, hidden: Collection[str] = ()) -> None:
+        super().__init__()
+        self._skipped = _STANDARD_ATTRIBUTES | set(hidden)
+
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON."""
+        moment = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line.update((k, v) for k, v in vars(record).items() if k not in _STANDARD)
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
+        for name, value in vars(record).items():
+            if name not in self._skipped:
+                line.setdefault(name, value)
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def configure(level: str, style: Literal["json", "text"] | str) -> None:
-    """Log everything to stderr in the chosen format."""
+def configure_logging(
+    level: str, log_format: str, *, quiet: Collection[str], hidden: Collection[str] = ()
+) -> logging.Handler:
+    """Send all logs to stderr and return the handler; a later call replaces an earlier one.
+
+    Args:
+        level: The lowest that is logged, in any case.
+        log_format: `json` or `text`.
+        quiet: Loggers of libraries that log routine work at INFO; their warnings still come through.
+        hidden: Extras that JSON lines leave out.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    if style == "json":
-        handler.setFormatter(JsonFormatter())
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(hidden))
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Their INFO lines are noise: one per request, one per server start.
-    for noisy in ("httpx", "httpcore", "uvicorn.error", "uvicorn.access"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for name in quiet:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.root.level))
+    return handler

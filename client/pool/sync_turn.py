@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from rollout_client.portal import BlockingPortal
 from rollout_client.turn.plan import Plan
 from rollout_client.turn.session import Caller, Session, Step
-
-from .loop_thread import LoopThread
 
 
 class BlockingCaller(Caller):
@@ -16,26 +15,26 @@ class BlockingCaller(Caller):
     Nothing here waits for an event loop, so a coroutine that only waits for these methods never suspends.
     """
 
-    def __init__(self, plan: Plan, thread: LoopThread) -> None:
+    def __init__(self, plan: Plan, portal: BlockingPortal) -> None:
         super().__init__(plan)
-        self._thread = thread
+        self._portal = portal
 
     @override
     async def run(self, step: Step) -> None:
-        self._thread.call(step())
+        self._portal.call(step())
 
     @override
     async def vote(self, yes: bool) -> bool:
         return self._plan.agreed(yes)
 
 
-def acquire_blocking(session: Session, plan: Plan, thread: LoopThread) -> None:
+def acquire_blocking(session: Session, plan: Plan, portal: BlockingPortal) -> None:
     """Take the turn as `Session.acquire` does; the same coroutine, run to its end in the caller's thread.
 
     Raises:
         RolloutError: The turn was not had.
     """
-    taking = session.acquire(BlockingCaller(plan, thread))
+    taking = session.acquire(BlockingCaller(plan, portal))
     try:
         taking.send(None)
     except StopIteration:

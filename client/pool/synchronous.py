@@ -1,133 +1,178 @@
-"""`RolloutPool`: `AsyncRolloutPool` for programs without an event loop; whole, as it mirrors that class.
+"""`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
 
-The asynchronous pool runs in a thread with its own loop; every method here hands its call to that
-loop and waits. Threads may share a pool. It does not survive a fork: make it afterwards. Hooks and
-`progress` run in the pool's thread: there you may look at the pool (`load`, `members`, `serving`),
-while a method that waits raises a RuntimeError instead of waiting for itself.
+The asynchronous pool runs in the loop of a `BlockingPortal`. What waits for nothing but its end is made of the
+asynchronous method, with its arguments, types and docstring, by one of the functions here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path, PurePath
-from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
-from rollout_client.discovery.dns import RESOLVE_INTERVAL_SECONDS
-from rollout_client.discovery.members import DATA_PORT, Member
-from rollout_client.errors import PoolClosed, RolloutError
+from rollout_client.discovery.members import Member
+from rollout_client.errors import PoolClosed
 from rollout_client.generating.prompts import GenerateOptions, Prompt
-from rollout_client.generating.verbs import DEFAULT_CONCURRENCY, Progress
+from rollout_client.generating.streams import GenerationStream
+from rollout_client.portal import BlockingPortal
 from rollout_client.results import GenerateResult
-from rollout_client.steering.control_ports import Token
-from rollout_client.steering.options import DirectOptions
-from rollout_client.steering.protocol import (
-    DEFAULT_ACQUIRE_SECONDS,
-    DEFAULT_PUBLISH_SECONDS,
-    DEFAULT_STATE_SECONDS,
-    HandedOver,
-    OnProgress,
-    Published,
-)
-from rollout_client.steering.pushing.options import PushOptions, PushPlan
-from rollout_client.steering.pushing.pusher import Begin
-from rollout_client.steering.pushing.together import Work
-from rollout_client.steering.spool import SHARD_BYTES, drain_blocking, spool_blocking
-from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS, VersionFolder
+from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
+from rollout_client.steering.spool import drain_blocking
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import Plan
 from rollout_client.turn.session import Session
-from rollout_worker.schemas import WeightsId, WorkerInfo
+from rollout_worker.schemas import StreamDelta, WeightsId
 
 from .asynchronous import AsyncRolloutPool
-from .loop_thread import LoopThread
-from .options import PoolOptions
-from .sync_stream import SyncStream, following
 from .sync_turn import acquire_blocking
 
-if TYPE_CHECKING:
-    from rollout_client.steering.spool import Tensors
+P = ParamSpec("P")
+T = TypeVar("T")
+PoolT = TypeVar("PoolT", bound="RolloutPool")
+
+
+class MakePool(Generic[P]):
+    """A class method that makes an `AsyncRolloutPool` in a new portal, and the pool around it."""
+
+    def __init__(self, make: Callable[P, AsyncRolloutPool]) -> None:
+        self._make = make
+
+    def __get__(self, pool: object, kind: type[PoolT]) -> Callable[P, PoolT]:
+        @wraps(self._make)
+        def make_pool(*args: P.args, **kwargs: P.kwargs) -> PoolT:
+            return kind(partial(self._make, *args, **kwargs))
+
+        return make_pool
+
+
+def call_blocking(
+    method: Callable[Concatenate[AsyncRolloutPool, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RolloutPool, P], T]:
+    """Return a method that waits until the asynchronous one has ended."""
+
+    @wraps(method)
+    def call(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        work: Coroutine[Any, Any, T]
+        work = getattr(pool.asynchronous, method.__name__)(*args, **kwargs)
+        return pool._portal.call(work)
+
+    return call
+
+
+def publish_blocking(
+    method: Callable[Concatenate[AsyncRolloutPool, P], Coroutine[Any, Any, T]], name: str
+) -> Callable[Concatenate[RolloutPool, P], T]:
+    """Return what `call_blocking` returns, for a method that publishes the tensors of this argument.
+
+    A closed pool takes them to their end, too: the other ranks make them together with this one. Ranks that publish
+    together make none before they have met.
+    """
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def publish(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def take_tensors() -> None:
+            given = signature.bind(pool, *args, **kwargs).arguments
+            if given.get(name) is not None and kwargs.get("ranks") is None:
+                drain_blocking(given[name])
+
+        work: Coroutine[Any, Any, T]
+        work = getattr(pool.asynchronous, method.__name__)(*args, **kwargs)
+        return pool._portal.call(work, take_tensors)
+
+    return publish
+
+
+def read_blocking(
+    method: Callable[Concatenate[AsyncRolloutPool, P], T],
+) -> Callable[Concatenate[RolloutPool, P], T]:
+    """Return a method that runs a plain one in the loop; callbacks may call it, too."""
+
+    @wraps(method)
+    def read(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        bound: Callable[P, T] = getattr(pool.asynchronous, method.__name__)
+        return pool._portal.read(lambda: bound(*args, **kwargs))
+
+    return read
+
+
+def iterate_blocking(
+    method: Callable[Concatenate[AsyncRolloutPool, P], AsyncGenerator[T]],
+) -> Callable[Concatenate[RolloutPool, P], Iterator[T]]:
+    """Return a method that iterates over what the asynchronous one yields."""
+
+    @wraps(method)
+    def iterate(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        found = getattr(pool.asynchronous, method.__name__)(*args, **kwargs)
+        return _iterate(pool._portal, found)
+
+    shown = inspect.signature(method)
+    yields = str(shown.return_annotation).replace("AsyncGenerator", "Iterator")
+    setattr(iterate, "__signature__", shown.replace(return_annotation=yields))  # noqa: B010  # mypy knows none
+    return iterate
+
+
+def _iterate(portal: BlockingPortal, found: AsyncGenerator[T]) -> Iterator[T]:
+    async def next_item() -> T | None:
+        return await anext(found, None)
+
+    try:
+        while (item := portal.call(next_item())) is not None:
+            yield item
+    finally:
+        portal.call(found.aclose())
+
+
+class SyncStream:
+    """A `GenerationStream` for programs without an event loop."""
+
+    def __init__(self, portal: BlockingPortal, stream: GenerationStream) -> None:
+        self._portal = portal
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._portal.call(self._stream.close())
+
+    def __iter__(self) -> Iterator[StreamDelta]:
+        """Yield deltas; their spans count from the output's first token."""
+        return _iterate(self._portal, self._stream.__aiter__())
+
+    @property
+    def result(self) -> GenerateResult:
+        """The result: final once the iteration has ended, until then what there is so far."""
+        return self._portal.read(lambda: self._stream.result)
 
 
 class RolloutPool:
     """`AsyncRolloutPool` with the same methods and arguments, each of which waits for its end.
 
     Use it as a context manager, or `close` it. `asynchronous` is the pool behind it; it may be used
-    in its own loop only.
+    in its own loop only. Threads may share a pool. It does not survive a fork: make it afterwards.
+
+    Hooks and `progress` run in the pool's thread: there you may look at the pool (`load`, `members`, `serving`),
+    while a method that waits raises a RuntimeError instead of waiting for itself. Tensors are made and copied in the
+    calling thread, which may be the only one with the right device; a stream of them is a plain generator.
     """
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
-        self._thread = LoopThread("rollout-pool")
+        async def make_pool() -> AsyncRolloutPool:
+            return await make().__aenter__()
+
+        self._portal = BlockingPortal("rollout-pool")
         try:
-            self.asynchronous = self._thread.call(self._made(make))
+            self.asynchronous = self._portal.call(make_pool())
         except BaseException:
-            self._thread.close()
+            self._portal.close()
             raise
 
-    @staticmethod
-    async def _made(make: Callable[[], AsyncRolloutPool]) -> AsyncRolloutPool:
-        return await make().__aenter__()
-
-    @classmethod
-    def from_urls(
-        cls,
-        urls: Sequence[str],
-        *,
-        control_urls: Sequence[str | None] | None = None,
-        direct: DirectOptions | None = None,
-        name: str = "pool",
-        **options: Unpack[PoolOptions],
-    ) -> Self:
-        """Return a pool of workers at fixed data URLs, without an operator."""
-        return cls(
-            lambda: AsyncRolloutPool.from_urls(
-                urls, control_urls=control_urls, direct=direct, name=name, **options
-            )
-        )
-
-    @classmethod
-    def from_dns(
-        cls,
-        host: str,
-        *,
-        port: int = DATA_PORT,
-        ttl_seconds: float = RESOLVE_INTERVAL_SECONDS,
-        name: str | None = None,
-        **options: Unpack[PoolOptions],
-    ) -> Self:
-        """Return a pool of all addresses behind a name, such as `math-heads.train.svc`."""
-        return cls(
-            lambda: AsyncRolloutPool.from_dns(
-                host, port=port, ttl_seconds=ttl_seconds, name=name, **options
-            )
-        )
-
-    @classmethod
-    def from_cluster(
-        cls,
-        name: str,
-        namespace: str | None = None,
-        *,
-        kubeconfig: str | Path | None = None,
-        context: str | None = None,
-        control_token: Token = None,
-        control_ca: str | Path | None = None,
-        **options: Unpack[PoolOptions],
-    ) -> Self:
-        """Return the pool of a RolloutReplica."""
-        return cls(
-            lambda: AsyncRolloutPool.from_cluster(
-                name,
-                namespace,
-                kubeconfig=kubeconfig,
-                context=context,
-                control_token=control_token,
-                control_ca=control_ca,
-                **options,
-            )
-        )
+    from_urls = MakePool(AsyncRolloutPool.from_urls)
+    from_dns = MakePool(AsyncRolloutPool.from_dns)
+    from_cluster = MakePool(AsyncRolloutPool.from_cluster)
 
     # Life.
 
@@ -140,10 +185,10 @@ class RolloutPool:
     def close(self) -> None:
         """End everything; requests under way raise `PoolClosed`."""
         try:
-            self._thread.call(self.asynchronous.close())
+            self._portal.call(self.asynchronous.close())
         except PoolClosed:
             return
-        self._thread.close()
+        self._portal.close()
 
     # Who is there.
 
@@ -159,69 +204,27 @@ class RolloutPool:
     @property
     def members(self) -> list[Member]:
         """Members that discovery has found; `serving` says which of them get requests."""
-        return self._thread.read(lambda: self.asynchronous.members)
+        return self._portal.read(lambda: self.asynchronous.members)
 
-    def serving(self) -> list[Member]:
-        """Members that may get requests now."""
-        return self._thread.read(self.asynchronous.serving)
-
-    def load(self) -> dict[str, int]:
-        """Requests of this pool in flight, by member name."""
-        return self._thread.read(self.asynchronous.load)
-
-    def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
-        """Wait until so many members serve."""
-        return self._thread.call(self.asynchronous.wait_serving(count, seconds=seconds))
-
-    def info(self, *, seconds: float = 30) -> WorkerInfo:
-        """Return what a replica says about its model, lengths and capabilities."""
-        return self._thread.call(self.asynchronous.info(seconds=seconds))
+    serving = read_blocking(AsyncRolloutPool.serving)
+    load = read_blocking(AsyncRolloutPool.load)
+    wait_serving = call_blocking(AsyncRolloutPool.wait_serving)
+    info = call_blocking(AsyncRolloutPool.info)
 
     # Generate.
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
-        """Sample from one prompt until every output has ended."""
-        return self._thread.call(self.asynchronous.generate(prompt, **options))
-
-    def generate_many(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        progress: Progress | None = None,
-        on_error: Literal["raise", "return"] = "raise",
-        **options: Unpack[GenerateOptions],
-    ) -> list[Any]:
-        """Sample from many prompts; `progress` is called in the pool's thread."""
-        return self._thread.call(
-            self.asynchronous.generate_many(
-                prompts,
-                concurrency=concurrency,
-                progress=progress,
-                on_error=on_error,
-                **options,
-            )
-        )
-
-    def as_completed(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        **options: Unpack[GenerateOptions],
-    ) -> Iterator[tuple[int, GenerateResult | RolloutError]]:
-        """Yield (index, result or error) as requests end."""
-        found = self.asynchronous.as_completed(prompts, concurrency=concurrency, **options)
-        try:
-            while (each := self._thread.call(following(found))) is not None:
-                yield each
-        finally:
-            self._thread.call(found.aclose())
+    generate = call_blocking(AsyncRolloutPool.generate)
+    generate_many = call_blocking(AsyncRolloutPool.generate_many)
+    as_completed = iterate_blocking(AsyncRolloutPool.as_completed)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncStream:
-        """Return a stream of deltas, joined over all attempts; use it with `with`."""
-        stream = self._thread.read(lambda: self.asynchronous.stream(prompt, **options))
-        return SyncStream(self._thread, stream)
+        """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
+
+        `with pool.stream(…) as stream: for delta in stream: …`, then `stream.result`. Some tokens are held
+        back: see `AsyncRolloutPool.stream`.
+        """
+        stream = self._portal.read(lambda: self.asynchronous.stream(prompt, **options))
+        return SyncStream(self._portal, stream)
 
     # Steer.
 
@@ -230,147 +233,40 @@ class RolloutPool:
         """The epoch that this trainer holds; None until it has one."""
         return self.asynchronous.epoch
 
-    def acquire(self, *, seconds: float = DEFAULT_ACQUIRE_SECONDS) -> int:
-        """Take the pool: the next epoch, which shuts out earlier trainers."""
-        return self._thread.call(self.asynchronous.acquire(seconds=seconds))
-
-    def publish_weights(
-        self,
-        version: int,
-        path: str | PurePath | EllipsisType | None = ...,
-        *,
-        tensors: Tensors | None = None,
-        seconds: float = DEFAULT_PUBLISH_SECONDS,
-        progress: OnProgress = lambda progress: None,
-        **options: Unpack[PushOptions],
-    ) -> Published:
-        """Publish a version to all replicas and return once it serves.
-
-        Tensors are copied in the caller's thread, which alone may have the right device.
-        """
-        pool = self.asynchronous
-        if tensors is None:
-            return self._thread.call(
-                pool.publish_weights(version, path, seconds=seconds, progress=progress, **options)
-            )
-        plan = PushPlan.of(path, options)
-
-        def push(begin: Begin) -> Published:
-            return self._push(begin, version, tensors, plan, seconds, progress)
-
-        if plan.ranks is None:
-            return push(
-                partial(pool._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
-            )
-        work = Work(
-            plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.delta, plan.reach
-        )
-        return pool._together.publish_here(work, push)
-
-    def _push(
-        self,
-        begin: Begin,
-        version: int,
-        tensors: Tensors,
-        plan: PushPlan,
-        seconds: float,
-        progress: OnProgress,
-    ) -> Published:
-        """Publish what this process has, or rank 0 with the others; in the caller's thread."""
-        pool = self.asynchronous
-        try:
-            push = begin(
-                dtypes=self._thread.call(pool._cast_dtypes(plan, seconds)) if plan.cast else None
-            )
-        except BaseException:
-            if plan.ranks is None:  # several ranks gather nothing before they have met
-                drain_blocking(tensors)
-            raise
-        try:
-            work = pool._send_push(version, push, plan, seconds, progress)
-            sending = self._thread.begin(work, ended=push.filling.fail)
-            with sending:
-                push.fill_here()
-            return sending.result()
-        finally:
-            push.close()
-
-    def publish_handed_over(
-        self,
-        handed: HandedOver,
-        *,
-        seconds: float = DEFAULT_PUBLISH_SECONDS,
-        progress: OnProgress = lambda progress: None,
-    ) -> Published:
-        """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do."""
-        pool = self.asynchronous
-        return self._thread.call(
-            pool.publish_handed_over(handed, seconds=seconds, progress=progress)
-        )
-
-    def save_and_publish(
-        self,
-        weights: Tensors,
-        version: int,
-        folder: str | PurePath,
-        *,
-        mounted_at: str | PurePath | None = None,
-        keep: int = DEFAULT_KEPT_VERSIONS,
-        shard_bytes: int = SHARD_BYTES,
-        seconds: float = DEFAULT_PUBLISH_SECONDS,
-        progress: OnProgress = lambda progress: None,
-    ) -> Published:
-        """Write a version to a shared volume, publish it, and delete versions that nobody needs.
-
-        Tensors are made in the caller's thread, which alone may have the right device.
-        """
-        pool = self.asynchronous
-        try:
-            versions = VersionFolder.in_folder(folder, mounted_at, keep)
-            identity = self._thread.call(pool._next_identity(version))
-            versions.check_folder(identity)
-        except BaseException:
-            drain_blocking(weights)
-            raise
-        root_hash = spool_blocking(weights, versions.local_path(identity), shard_bytes)
-        saved = pool._publish_saved(versions, identity, root_hash, seconds, progress)
-        return self._thread.call(saved)
-
-    def sleep(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
-        """Free the engines' memory."""
-        self._thread.call(self.asynchronous.sleep(seconds=seconds))
-
-    def wake(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
-        """Undo `sleep` and `pause`; returns once the replicas serve."""
-        self._thread.call(self.asynchronous.wake(seconds=seconds))
-
-    def pause(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
-        """Stop generating and keep the memory."""
-        self._thread.call(self.asynchronous.pause(seconds=seconds))
+    acquire = call_blocking(AsyncRolloutPool.acquire)
+    publish_weights = publish_blocking(AsyncRolloutPool.publish_weights, "tensors")
+    publish_handed_over = call_blocking(AsyncRolloutPool.publish_handed_over)
+    save_and_publish = publish_blocking(AsyncRolloutPool.save_and_publish, "weights")
+    sleep = call_blocking(AsyncRolloutPool.sleep)
+    wake = call_blocking(AsyncRolloutPool.wake)
+    pause = call_blocking(AsyncRolloutPool.pause)
 
     @contextmanager
     def generating(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> Iterator[Self]:
-        """Wake the pool for a block and put it to sleep at the end."""
+        """Wake the pool for a block and put it to sleep at the end: for a shared accelerator.
+
+        If somebody else changed the state in between, it stays as they want it.
+        """
         block = self.asynchronous.generating(seconds=seconds)
-        self._thread.call(block.__aenter__())
+        self._portal.call(block.__aenter__())
         try:
             yield self
         finally:
-            self._thread.call(block.__aexit__(None, None, None))
+            self._portal.call(block.__aexit__(None, None, None))
 
     @contextmanager
     def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
-        """Have the devices that this process shares with the pool for a block."""
+        """Have the devices that this process shares with the pool for a block; see `AsyncRolloutPool.turn`."""
         pool = self.asynchronous
         plan = Plan.of(options)
         session = Session(pool, plan, pool._find_devices)
-        acquire_blocking(session, plan, self._thread)
+        acquire_blocking(session, plan, self._portal)
         try:
             yield session.held
         except BaseException as error:
             # Here: nothing in the pool's thread may come between, and a forked child has no such thread.
             if session.end_block(error):
-                self._thread.call(session.leave(error))
+                self._portal.call(session.leave(error))
             raise
         if session.end_block(None):
-            self._thread.call(session.leave(None))
+            self._portal.call(session.leave(None))

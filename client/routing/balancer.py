@@ -48,7 +48,7 @@ MAX_REASONS = 8
 
 
 class LoadBalancer:
-    """See the module.
+    """Chooses the member that gets a request.
 
     Args:
         max_imbalance: Requests that a sticky member may have above the least loaded one.

@@ -44,7 +44,7 @@ def probe_pause_after(failures: int) -> float:
 
 
 class HealthChecker:
-    """See the module. `run` it beside the requests.
+    """Asks members that gave cause whether they serve, as long as `run` runs.
 
     Args:
         router: Whose members are watched.

@@ -104,7 +104,9 @@ def _reverted(model: Any, state: State, revert: Revert) -> State:
 
 
 class Unfused(Mapping[str, Any]):
-    """See the module. What its checkpoint has as well is given as it is held; the rest is made when it is asked for, whole.
+    """The state as a mapping from names of the checkpoint to tensors.
+
+    What its checkpoint has as well is given as it is held; the rest is made when it is asked for, whole.
 
     Ranks that have parts of the tensors take all of them in the same order.
 

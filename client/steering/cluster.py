@@ -57,7 +57,7 @@ STRAGGLER_SECONDS = 60.0
 
 
 class ClusterSteering:
-    """See the module.
+    """Steers a pool through its RolloutReplica.
 
     Args:
         kube: The API server.

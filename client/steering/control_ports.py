@@ -47,7 +47,7 @@ def read_mounted_token(audience: str, path: Path = MOUNTED_TOKEN) -> Callable[[]
 
 
 class ControlPorts:
-    """See the module.
+    """Asks the control ports of all members.
 
     Args:
         members: Returns who is there now.

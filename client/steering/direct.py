@@ -42,7 +42,7 @@ PROGRESS_INTERVAL_SECONDS = 1.0
 
 
 class DirectSteering:
-    """See the module.
+    """Steers a pool at the control ports of its members.
 
     Args:
         members: Returns who is there now.

@@ -44,7 +44,7 @@ SEED_TIMEOUT_SECONDS = 600.0
 
 
 class PoolKeeper:
-    """See the module. Runs from `start` to `stop`.
+    """Gives each replica what it lacks, from `start` to `stop`.
 
     Args:
         ports: Control ports of all members.

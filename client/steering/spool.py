@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollout_client.portal import calling_thread
 from rollout_worker.wire.roothash import HASH, HashedTensor, root_hash_of
 
 from .checkpoint_form import state_of, whole
@@ -77,6 +78,8 @@ async def drain_tensors(tensors: Tensors) -> int:
     Making a tensor is a collective operation of all ranks (FSDP gathers it): ranks that write nothing
     must take the tensors all the same, or the one that writes waits for ever.
     """
+    if calling_thread() is not None:
+        return await run_to_end(drain_blocking, tensors)
     count = 0
     async for _ in iterate_tensors(tensors):
         count += 1
@@ -99,6 +102,8 @@ async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD
         FileExistsError: The folder exists with other content; what was published must not change.
         ImportError: safetensors or xxhash is not installed.
     """
+    if calling_thread() is not None:
+        return await run_to_end(spool_blocking, tensors, folder, shard_bytes)
     source = iterate_tensors(tensors)
     writer = _ShardWriter(folder, shard_bytes)
     try:
@@ -119,9 +124,14 @@ async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD
 async def run_to_end(work: Callable[..., T], *args: Any) -> T:
     """Work in a thread, and leave it only once it has ended: what it still writes can't be removed.
 
-    Were a folder removed while its thread renames it, half of it would stay under its final name.
+    Were a folder removed while its thread renames it, half of it would stay under its final name. It is the
+    thread that called, where one waits for the current task.
     """
-    running = asyncio.get_running_loop().run_in_executor(None, partial(work, *args))
+    running: asyncio.Future[T]
+    if (caller := calling_thread()) is None:
+        running = asyncio.get_running_loop().run_in_executor(None, partial(work, *args))
+    else:
+        running = asyncio.wrap_future(caller.run_work(work, *args))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
+from rollout_client.portal import calling_thread
 from rollout_worker.schemas import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
 
 from .protocol import (
@@ -32,7 +33,7 @@ from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
 from .pushing.together import Together, Work
-from .spool import SHARD_BYTES, drain_tensors, spool_tensors
+from .spool import SHARD_BYTES, drain_tensors, run_to_end, spool_tensors
 from .versions import DEFAULT_KEPT_VERSIONS, VersionFolder
 
 if TYPE_CHECKING:
@@ -157,7 +158,10 @@ class SteeringVerbs:
         sending.add_done_callback(lambda _: push.filling.fail())
         try:
             try:
-                await push.fill()
+                if calling_thread() is None:
+                    await push.fill()
+                else:
+                    await run_to_end(push.fill_here)
             except BaseException:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)

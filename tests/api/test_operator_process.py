@@ -93,7 +93,7 @@ class Process:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def time_of(self, sentence: str) -> float:
-        stamp = next(line["ts"] for line in self.lines() if line["msg"] == sentence)
+        stamp = next(line["time"] for line in self.lines() if line["message"] == sentence)
         return datetime.fromisoformat(stamp).timestamp()
 
     def end(self, signum: int, seconds: float = 25) -> int:
@@ -150,7 +150,7 @@ def test_one_process_serves_a_pool_and_stops_well(cluster: Cluster, start: Any) 
     code = process.end(signal.SIGTERM)
     assert code == 0
     assert holder(cluster, "one-process-serves-a-pool-and-stops-well") == ""
-    assert all({"ts", "level", "logger", "msg"} <= set(line) for line in process.lines())
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in process.lines())
     assert [line for line in process.lines() if line["level"] in ("warning", "error")] == []
 
 

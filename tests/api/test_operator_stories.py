@@ -32,7 +32,7 @@ SILENT_SECONDS = 2.0
 async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ailments, "UNREACHABLE_AFTER_SECONDS", SILENT_SECONDS)
-        for interval in ("SLOW_SECONDS", "LAST_BACKOFF_SECONDS"):
+        for interval in ("SLOW_POLL_SECONDS", "MAX_POLL_BACKOFF_SECONDS"):
             patch.setattr(poller, interval, 0.5)
         async with pool_lab(crd, "stories") as made:
             yield made

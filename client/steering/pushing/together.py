@@ -68,8 +68,8 @@ class Together:
         self._met = group, met
         return met
 
-    def publish_here(self, work: Work, push: Callable[[Begin], Published]) -> Published:
-        """Publish with all other ranks of a group, in the trainer's thread.
+    async def publish(self, work: Work, push: Callable[[Begin], Awaitable[Published]]) -> Published:
+        """Publish with all other ranks of a group; what blocks runs in the trainer's thread, or beside the loop.
 
         Args:
             work: What this rank has.
@@ -78,19 +78,6 @@ class Together:
         Raises:
             RolloutError: All ranks raise, or none.
         """
-        ranks = self.ranks(work.group, work.reach)
-        if isinstance(ranks, Following):
-            return ranks.take_part(work.version, work.tensors, work.seconds)
-        try:
-            done = push(partial(self._begin, ranks, work))
-        except BaseException as error:
-            self._tell(ranks, error)
-            raise
-        self._tell(ranks, done)
-        return done
-
-    async def publish(self, work: Work, push: Callable[[Begin], Awaitable[Published]]) -> Published:
-        """Do the same in a loop: what blocks does it in threads."""
         ranks = await run_to_end(self.ranks, work.group, work.reach)
         if isinstance(ranks, Following):
             return await run_to_end(ranks.take_part, work.version, work.tensors, work.seconds)

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rollout_client import (
     Hook,
     ManyFailed,
     NoReplica,
+    PoolClosed,
     PrometheusHook,
     RequestRefused,
     RolloutError,
@@ -122,6 +124,22 @@ def test_a_callback_that_would_wait_for_itself_is_told_so(pool: RolloutPool) -> 
     results = pool.generate_many([[1], [2]], progress=progress, on_error="return")
     assert [type(each) for each in results] == [NoReplica] * 2
     assert len(said) == 2
+
+
+def test_a_closed_pool_takes_a_stream_of_tensors_to_its_end(tmp_path: Path) -> None:
+    """The other ranks wait in it."""
+    pool = RolloutPool.from_urls(NOWHERE)
+    pool.close()
+    pushed, saved, together = (iter([("w", None)] * 3) for _ in range(3))
+    given: Any = pushed, saved, together
+    with pytest.raises(PoolClosed):
+        pool.publish_weights(1, tensors=given[0])
+    with pytest.raises(PoolClosed):
+        pool.save_and_publish(given[1], 1, tmp_path)
+    assert [*pushed, *saved] == []
+    with pytest.raises(PoolClosed):
+        pool.publish_weights(1, tensors=given[2], ranks=object())  # type: ignore[arg-type]
+    assert len([*together]) == 3, "ranks that publish together have not met yet"
 
 
 def test_another_thread_may_call_while_one_waits(pool: RolloutPool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, ProbeServer
-from rollout_operator.logs import LimitWarnings, OperatorJsonFormatter
+from rollout_operator.logs import LimitWarnings
 from rollout_operator.telemetry import OperatorTelemetry, PoolMetrics
 
 KEY = PoolKey("rl", "math")
@@ -170,39 +169,6 @@ def test_the_worst_lag_of_the_last_half_minute_counts() -> None:
     now[0] += 2
     assert lag.check_lag() is None
     assert lag.worst_lag() == 0
-
-
-def record(level: int = logging.INFO, **extra: object) -> logging.LogRecord:
-    made = logging.makeLogRecord(
-        {"name": "rollout_operator.x", "levelno": level, "levelname": logging.getLevelName(level)}
-    )
-    made.msg, made.args = "waiting for %d of %d", (1, 2)
-    vars(made).update(extra)
-    return made
-
-
-def test_a_log_line_is_one_object_with_its_extras() -> None:
-    line = OperatorJsonFormatter().format(record(pool="rl/math", key=KEY, settings="kopf's own"))
-    assert "\n" not in line
-    parsed = json.loads(line)
-    assert parsed.pop("ts").endswith("Z")
-    assert parsed == {
-        "level": "info",
-        "logger": "rollout_operator.x",
-        "msg": "waiting for 1 of 2",
-        "pool": "rl/math",
-        "key": ["rl", "math"],
-    }
-
-
-def test_an_exception_is_in_the_same_line() -> None:
-    try:
-        raise ValueError("bad")
-    except ValueError as error:
-        made = record(logging.ERROR, exc_info=(type(error), error, error.__traceback__))
-    line = OperatorJsonFormatter().format(made)
-    assert "\n" not in line
-    assert "ValueError: bad" in json.loads(line)["error"]
 
 
 def test_repeated_warnings_of_kopf_are_let_through_once_a_minute() -> None:

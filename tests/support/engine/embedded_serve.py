@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    logs.configure("info", "json")
+    logs.configure_logging("info", "json", quiet=logs.WORKER_QUIET_LOGGERS)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with Worker(**given) as worker:
