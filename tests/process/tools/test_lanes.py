@@ -272,5 +272,5 @@ def test_a_folder_that_lanes_share_is_chosen_in_both(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)
     chosen = run_tests.choose_lanes(["tests/process"])
     assert list(chosen) == ["contract", "rest"]
-    assert all(path.startswith("tests/process/operator/") for path in chosen["contract"])
-    assert not any(path.startswith("tests/process/operator/") for path in chosen["rest"])
+    assert not any(path.startswith("tests/process/worker/") for path in chosen["contract"])
+    assert all(path.startswith("tests/process/worker/") for path in chosen["rest"])
