@@ -64,9 +64,8 @@ class CallingThread:
         try:
             return await coroutine
         except (KeyboardInterrupt, SystemExit) as error:
-            self._interrupt = (
-                error  # an event loop that sees it ends, so the calling thread raises it instead
-            )
+            # An event loop that sees it ends, so the calling thread raises it instead.
+            self._interrupt = error
             return None
 
     def cancel_task(self) -> None:

@@ -73,7 +73,7 @@ class LaneRun:
         os.close(writing)
         self._events = os.fdopen(reading)
 
-    def follow(self) -> LaneRun:
+    def follow(self) -> None:
         """Read events until the process has ended, and print what they report."""
         with self._events:
             for line in self._events:
@@ -81,7 +81,6 @@ class LaneRun:
                     self._take_event(json.loads(line))
         self._print_file()
         self.status = self._process.wait()
-        return self
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         match event:

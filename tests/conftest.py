@@ -99,12 +99,7 @@ def _is_soak(item: pytest.Item) -> bool:
 
 def _is_property(item: pytest.Item) -> bool:
     """Whether hypothesis makes the examples of a test."""
-    made = getattr(item, "obj", None)
-    return bool(
-        getattr(made, "is_hypothesis_test", False)
-        or hasattr(getattr(item, "cls", None), "_hypothesis_internal_use_settings")
-        or hasattr(getattr(item, "cls", None), "settings")
-    )
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 @pytest.fixture(scope="session")

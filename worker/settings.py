@@ -1,7 +1,7 @@
 """Settings of `rollout-worker serve`: flags, variables, valid combinations; one list.
 
 Every flag `--some-name` can also be set as `ROLLOUT_SOME_NAME`; the flag wins. `FLAGS` lists them
-all, and `parse` is the one place that checks values: everything after it trusts them.
+all, and `parse_settings` is the one place that checks values: everything after it trusts them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class WorkerSettings:
 
     @property
     def token_audience(self) -> str:
-        """Audience that tokens must be issued for; as in `rollout_operator.api.names.audience`."""
+        """Audience that tokens must be issued for; as in `rollout_operator.api.names.token_audience`."""
         return f"rollout.dev/{self.namespace}/{self.pool}"
 
 
@@ -126,7 +126,7 @@ class CommandFlag:
 
     @property
     def field_name(self) -> str:
-        """Name of the field in `Settings`."""
+        """Name of the field in `WorkerSettings`."""
         return self.name.replace("-", "_")
 
     @property
@@ -311,7 +311,7 @@ FLAGS: tuple[CommandFlag, ...] = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags; values stay text, so that `parse` treats flags and variables alike."""
+    """Add all flags; values stay text, so that `parse_settings` treats flags and variables alike."""
     for flag in FLAGS:
         default = f" (default: {flag.shown_default})" if flag.shown_default else ""
         parser.add_argument(

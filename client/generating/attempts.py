@@ -82,7 +82,7 @@ class PoolContext:
 
 
 class OutputGeneration:
-    """One output. `run` it once; `report` says what there is, also after a failure."""
+    """One output. Call `run_attempts` once; `to_report` says what there is, also after a failure."""
 
     def __init__(
         self,

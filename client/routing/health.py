@@ -44,7 +44,7 @@ def probe_pause_after(failures: int) -> float:
 
 
 class HealthChecker:
-    """Asks members that gave cause whether they serve, as long as `run` runs.
+    """Asks members that gave cause whether they serve, as long as `run_checks` runs.
 
     Args:
         router: Whose members are watched.

@@ -87,7 +87,7 @@ async def drain_tensors(tensors: Tensors) -> int:
 
 
 def drain_blocking(tensors: Tensors) -> int:
-    """Do what `drain` does, in this thread."""
+    """Do what `drain_tensors` does, in this thread."""
     return sum(1 for _ in named_tensors(tensors))
 
 
@@ -140,7 +140,7 @@ async def run_to_end(work: Callable[..., T], *args: Any) -> T:
 
 
 def spool_blocking(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
-    """Do what `spool` does, in this thread, which may be the only one with the right device."""
+    """Do what `spool_tensors` does, in this thread, which may be the only one with the right device."""
     source = iter(named_tensors(tensors))
     writer = _ShardWriter(folder, shard_bytes)
     try:

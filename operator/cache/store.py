@@ -85,9 +85,13 @@ class ObjectStore:
         """Which of the touched pools to look at: one whose name went to another class is let go."""
         return touched if resource == "pools" else {key for key in touched if self._is_our_key(key)}
 
-    def upsert_written(self, resource: ResourceName, obj: Obj) -> None:
-        """Take the answer to a write of ours, so that the next pass sees it before the watch."""
-        self._kinds[resource].put_object(obj)
+    def upsert_written(self, resource: ResourceName, obj: Obj) -> bool:
+        """Take the answer to a write of ours, so that the next pass sees it before the watch.
+
+        Returns:
+            Whether the store shows something else now: not where the watch was faster.
+        """
+        return bool(self._kinds[resource].put_object(obj))
 
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone.

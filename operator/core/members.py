@@ -202,9 +202,8 @@ class HeadPlanner:
     def _may_keep_old_weights(self, head: ReplicaHead) -> bool:
         """It can't take the weights that it is to have, and may pause with those that it had."""
         version = self._wanted_version(head)
-        if (
-            version is None or ControlVerb.PAUSE in head.worker.failures
-        ):  # those can't be had, either
+        # Without a version, or where pausing fails, those can't be had, either.
+        if version is None or ControlVerb.PAUSE in head.worker.failures:
             return False
         return (
             head.failure_message(version.identity, ControlVerb.STAGE, ControlVerb.COMMIT)

@@ -310,9 +310,8 @@ def _last_errors(
         LastError(time=at, message=message, log=view.pods.logs.get(index, ""))
         for index, message in view.pods.failed.items()
     ]
-    if (
-        finding is not None and finding.reason != "CrashLooping"
-    ):  # its failures are there, each once
+    # Of a crash loop the failures are there, each once.
+    if finding is not None and finding.reason != "CrashLooping":
         made.append(LastError(time=at, message=finding.message))
     known = {_error_key(each.message) for each in stored.last_errors}
     fresh = [error for error in made if _error_key(error.message) not in known]

@@ -80,7 +80,7 @@ class PoolMemory:
         return self.unwritten.model_copy(update={"weights": self.stored.weights})
 
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
-        """Return `believed`; the object's status is parsed once."""
+        """Return `believed_status`; the object's status is parsed once."""
         if self.pool is not pool:
             self.pool = pool
             self.stored, self.unreadable = parse_status(pool)

@@ -32,9 +32,8 @@ async def write_slices(writer: PoolWriter, members: Iterable[Pod]) -> bool:
         if have is None:
             have = await writer.create_child(SLICES, want)
             wrote = wrote or have is not None
-        if have is not None and slice_difference(
-            want, have
-        ):  # made by us, and the watch does not show it
+        # Made by us, and the watch does not show it.
+        if have is not None and slice_difference(want, have):
             wrote = await _rewrite_slice(writer, want, have) or wrote
     return wrote
 

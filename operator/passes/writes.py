@@ -110,8 +110,7 @@ class PoolWriter(WriteRunner):
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
             return await self._inspect_namesake(resource, body, label)
-        self.ctx.store.upsert_written(resource, made)  # type: ignore[arg-type]
-        self.changed = True
+        self.changed |= self.ctx.store.upsert_written(resource, made)  # type: ignore[arg-type]
         logger.info("created %s", label, extra=self.extra)
         return made
 

@@ -84,7 +84,7 @@ class Holds:
     def release_tags(self, holder: str, tags: Collection[MemoryTag], *, load: bool = True) -> None:
         """Remove these tags from the holder's sleep; the hold ends with its last tag.
 
-        Without `load` it goes on, if need be without a tag, until `committed`.
+        Without `load` it goes on, if need be without a tag, until `note_committed`.
         """
         held = self._held.get(holder)
         if held is None or held.want is not WantedState.ASLEEP:

@@ -92,9 +92,8 @@ class MemberWorker:
                 if starting.done() and starting.exception() is None:
                     await asyncio.sleep(GANG_WATCH_SECONDS)
                 self._wrong = self._wrong or self._find_trouble(starting)
-            if (
-                self._silence.silent_seconds() < HEAD_SILENCE_SECONDS
-            ):  # else nobody is there to hear it
+            # Where the head is silent, nobody is there to hear it.
+            if self._silence.silent_seconds() < HEAD_SILENCE_SECONDS:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(FAILURE_REPORT_SECONDS):
                         await self._told.wait()

@@ -1,7 +1,7 @@
 """Moves the worker to the state that its live holds ask for; whole, for each step follows from another.
 
 One level-triggered task compares target and state and takes one step at a time, under the same lock
-as commits. Verbs only change holds and wait until the worker has `settled`.
+as commits. Verbs only change holds and wait until it `is_settled`.
 """
 
 from __future__ import annotations

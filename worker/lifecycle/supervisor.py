@@ -301,7 +301,7 @@ class EngineSupervisor:
         return asyncio.create_task(self._updates.drop_lost_engine())
 
     async def _stop_engine(self) -> None:
-        """Stop the engine; give up on it after `STOP_SECONDS`.
+        """Stop the engine; give up on it after `ENGINE_STOP_SECONDS`.
 
         The turn for its devices stays if there may be memory of them in this process, until it ends.
         """

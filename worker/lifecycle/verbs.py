@@ -61,9 +61,8 @@ class ControlVerbs:
         ttl = request.ttl_seconds
         expires = inf if ttl is None else time.monotonic() + ttl
         if self._is_resting(request.generation):
-            self._runtime.holds.hold_paused(
-                holder, expires
-            )  # which loads an engine, unless others sleep on
+            # This loads an engine, unless others sleep on.
+            self._runtime.holds.hold_paused(holder, expires)
             await self._begin_loading()
         self._ready_for_verbs(request.generation)
         self._runtime.holds.hold_paused(holder, expires)

@@ -89,7 +89,7 @@ class HttpConnection(asyncio.Protocol):
         """Bytes of a header that has not ended."""
         self._unread, self._unread_since = 0, 0.0
         self.stuck = False
-        """Whether the client takes nothing of what it was sent; as `look` has seen it."""
+        """Whether the client takes nothing of what it was sent; as `note_progress` has seen it."""
 
     @property
     def is_busy(self) -> bool:
@@ -137,9 +137,8 @@ class HttpConnection(asyncio.Protocol):
         if self.waits_since is None:
             self.waits_since = time.monotonic()
         cycle: Any = getattr(self._inner, "cycle", None)
-        if not getattr(
-            cycle, "more_body", False
-        ):  # else it is of a body that nobody wants any more
+        # Bytes of a body that nobody wants any more count for nothing.
+        if not getattr(cycle, "more_body", False):
             self._header += len(data)
             if self._header > HEADER_BYTES:
                 self.abort_connection()
@@ -243,9 +242,8 @@ class Listener:
             greeting = asyncio.create_task(self._begin_connection(sock))
             self._room.greetings[greeting] = time.monotonic()
             greeting.add_done_callback(functools.partial(self._connection_begun, sock))
-            await asyncio.sleep(
-                0
-            )  # many at once must not keep those who wait for an answer waiting
+            # Many at once must not keep those who wait for an answer waiting.
+            await asyncio.sleep(0)
 
     async def _begin_connection(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -201,7 +201,7 @@ class HttpServers:
         await self._authorizer.close()
 
     def stop(self) -> None:
-        """Take no new connections, finish the answers under way, return from `run`."""
+        """Take no new connections, finish the answers under way, return from `serve_both_ports`."""
         for server in self._servers:
             server.should_exit = True
 

@@ -79,7 +79,7 @@ class InFlightRequest:
         """Wait until it ends, by its own deadline at the latest.
 
         Raises:
-            ProblemError: see `check`.
+            ProblemError: see `check_answered`.
         """
         async with asyncio.timeout(deadline_seconds + ANSWER_TIMEOUT_SECONDS):
             await self.done.wait()
@@ -89,7 +89,7 @@ class InFlightRequest:
         """Yield what it has made since the last look, to one reader, until it ends.
 
         Raises:
-            ProblemError: see `check`.
+            ProblemError: see `check_answered`.
         """
         until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_TIMEOUT_SECONDS
         read, ended = [0] * len(self.outputs), False
@@ -219,7 +219,7 @@ class InFlightRequests:
         except InvalidRequest as error:
             flight.refusal = error
         except asyncio.CancelledError:
-            # Only `abort` and `fail` cancel a pump, after they have recorded why.
+            # Only `abort` and `fail_all` cancel a pump, after they have recorded why.
             pass
         except Exception:
             logger.exception(

@@ -158,7 +158,7 @@ async def fill_from_source(
     *,
     given: GivenWeights | None = None,
 ) -> Sink:
-    """As `fill`, with an opened source; `given`: memory that has its bytes, which the sink may take."""
+    """As `fill_sink`, with an opened source; `given`: memory that has its bytes, which the sink may take."""
     cancel = threading.Event()
     sink = await (
         open_slot(source.entries) if given is None else open_slot(source.entries, given=given)

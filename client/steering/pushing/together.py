@@ -92,9 +92,8 @@ class Together:
     def _tell(self, ranks: Leading, outcome: Published | BaseException) -> None:
         """Tell all ranks how it went."""
         ranks.tell(outcome)
-        if (
-            ranks.broken
-        ):  # who stands still may write on one day, into what is kept as the base, too
+        # Who stands still may write on one day, into what is kept as the base, too.
+        if ranks.broken:
             self._pusher.forget()
 
     def _begin(self, ranks: Leading, work: Work, *, dtypes: Dtypes | None = None) -> Push:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import time
 from array import array
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -34,18 +33,6 @@ from rollout_client.routing.connections import STREAMS_PER_CLIENT, MemberClients
 from tests.support.loopback import loopback
 from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from tests.support.waiting import until
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[ScriptedWorker]:
-    async with loopback() as server:
-        yield ScriptedWorker(server)
-
-
-@pytest.fixture
-async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
-    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
-        yield pool
 
 
 async def test_what_a_pool_serves_is_said_by_who_answers(worker: ScriptedWorker) -> None:

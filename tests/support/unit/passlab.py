@@ -315,6 +315,18 @@ async def pass_lab(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             await lab.calls.cancel_all()
 
 
+@asynccontextmanager
+async def watching_pass_lab(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[PassLab]:
+    """What `pass_lab` gives, with a running watch of the trainers' pods."""
+    async with pass_lab(folder, monkeypatch) as lab:
+        running = asyncio.create_task(lab.ctx.neighbours.run())
+        yield lab
+        running.cancel()
+        await asyncio.wait({running})
+
+
 # Objects.
 
 

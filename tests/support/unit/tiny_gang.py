@@ -51,6 +51,13 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "FAILURE_REPORT_SECONDS", 0.5)
 
 
+def hasten_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do what `hasten` does, and let a head soon miss its members, and soon see a filled slot."""
+    hasten(monkeypatch)
+    monkeypatch.setattr(heads, "MEMBER_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heads, "SLOT_POLL_SECONDS", 0.01)
+
+
 async def hash_of_checkpoint(home: Path) -> str:
     """Load the checkpoint that all nodes have, once, and return its root hash."""
     async with tiny_worker(home) as alone:

@@ -221,9 +221,8 @@ class _ChildServer:
 
     async def _do_call_ranks(self, method: str, **args: Any) -> None:
         """Run `loader.map_sink` or `loader.unmap_sink` in every scheduler."""
-        await self._call_schedulers(
-            method, command=json.dumps(args)
-        )  # arguments of SGLang's are flat
+        # Arguments of SGLang's are flat.
+        await self._call_schedulers(method, command=json.dumps(args))
 
     async def _call_schedulers(self, method: str, **args: str) -> None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any, Literal
 
@@ -26,18 +25,6 @@ from rollout_client.routing.records import MemberRecord
 from tests.support.loopback import loopback
 from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from tests.support.waiting import until
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[ScriptedWorker]:
-    async with loopback() as server:
-        yield ScriptedWorker(server)
-
-
-@pytest.fixture
-async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
-    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
-        yield pool
 
 
 def record(pool: AsyncRolloutPool, worker: ScriptedWorker) -> MemberRecord:

@@ -28,7 +28,7 @@ from tests.support.unit.tiny_gang import (
     Node,
     TinyGang,
     hash_of_checkpoint,
-    hasten,
+    hasten_head,
     head,
     node,
 )
@@ -41,9 +41,7 @@ CHECKPOINT = WeightsId(epoch=0, version=0)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
-    hasten(monkeypatch)
-    monkeypatch.setattr(heads, "MEMBER_SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heads, "SLOT_POLL_SECONDS", 0.01)
+    hasten_head(monkeypatch)
 
 
 @pytest.fixture

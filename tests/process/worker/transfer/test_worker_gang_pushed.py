@@ -13,7 +13,6 @@ import pytest
 import xxhash
 
 from rollout_worker.engines.shared_memory.sinks import read_index
-from rollout_worker.gang import head as heads
 from rollout_worker.gang.slots import MemberSlots
 from rollout_worker.ports.weights import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
@@ -34,7 +33,7 @@ from tests.support.unit.tiny_gang import (
     Node,
     TinyGang,
     hash_of_checkpoint,
-    hasten,
+    hasten_head,
     head,
     node,
 )
@@ -48,9 +47,7 @@ LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * C
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
-    hasten(monkeypatch)
-    monkeypatch.setattr(heads, "MEMBER_SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heads, "SLOT_POLL_SECONDS", 0.01)
+    hasten_head(monkeypatch)
 
 
 @pytest.fixture(params=[(), ("rest",)], ids=["all", "part"])

@@ -15,7 +15,7 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbours import NeighbourObjects
-from tests.support.unit.passlab import KEY, PODS, PassLab, pass_lab, pod
+from tests.support.unit.passlab import KEY, PODS, PassLab, pod, watching_pass_lab
 from tests.support.waiting import until
 
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/rl/resourceclaims"
@@ -45,11 +45,8 @@ def claim() -> Obj:
 
 @pytest.fixture
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with pass_lab(tmp_path, monkeypatch) as made:
-        running = asyncio.create_task(made.ctx.neighbours.run())
+    async with watching_pass_lab(tmp_path, monkeypatch) as made:
         yield made
-        running.cancel()
-        await asyncio.wait({running})
 
 
 def lists(lab: PassLab, path: str, *items: Obj) -> None:

@@ -17,7 +17,7 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbours import NeighbourObjects
 from tests.support.unit.faults import FAULTS, Fault
-from tests.support.unit.passlab import KEY, PODS, PassLab, condition, pass_lab, worker_of
+from tests.support.unit.passlab import KEY, PODS, PassLab, condition, watching_pass_lab, worker_of
 from tests.support.waiting import until
 
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/rl/endpointslices"
@@ -131,11 +131,8 @@ class Inside:
 
 @pytest.fixture
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with pass_lab(tmp_path, monkeypatch) as made:
-        running = asyncio.create_task(made.ctx.neighbours.run())
+    async with watching_pass_lab(tmp_path, monkeypatch) as made:
         yield made
-        running.cancel()
-        await asyncio.wait({running})
 
 
 def writes(lab: PassLab) -> list[tuple[str, str]]:
