@@ -68,7 +68,7 @@ def worker(model: Path, module: str, name: str) -> subprocess.Popen[str]:
 
 def test_an_error_of_the_gpu_in_a_step_ends_the_process(tiny_models: TinyModels) -> None:
     """An engine of the same process would meet the same error, for ever."""
-    with worker(tiny_models.model(1), "forward", "Forward.run") as process:
+    with worker(tiny_models.model(1), "forward", "ForwardRunner.run_pass") as process:
         try:
             said = Lines(process)
             until_sync(said.data_port, 120, what="the ports")
@@ -85,7 +85,7 @@ def test_an_error_of_the_gpu_in_a_step_ends_the_process(tiny_models: TinyModels)
 
 
 def test_an_error_of_the_gpu_at_the_start_ends_the_process(tiny_models: TinyModels) -> None:
-    with worker(tiny_models.model(1), "engine", "load") as process:
+    with worker(tiny_models.model(1), "engine", "load_model") as process:
         try:
             said = Lines(process)
             assert process.wait(120) == EXIT_SPENT

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(
 WORKER = """
 import asyncio, os, signal, socket, sys, time
 
-from rollout_worker.engine import Entry, TensorSpec
+from rollout_worker.engine import TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.vllm.environment import prepare_environment
 
@@ -46,7 +46,7 @@ async def main():
     heard = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.set)
     port = socket.create_server(("127.0.0.1", 0))
-    sink = MappedSink([Entry("w", TensorSpec("U8", (1 << 20,)))])
+    sink = MappedSink([TensorEntry("w", TensorSpec("U8", (1 << 20,)))])
     child = await asyncio.to_thread(begin)
     shared = files(child.pid) & files(os.getpid())
     assert not shared, f"the engine's process has {shared} of ours"
