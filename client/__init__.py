@@ -7,7 +7,7 @@ packages are imported. `control` is the client of one worker's control port.
 from rollout_worker.schemas import GenerateRequest, SamplingParams, WeightsId
 
 from .conversation import Conversation, RolloutRequest
-from .discovery.members import Member
+from .discovery.pool_members import Member
 from .errors import (
     ClusterError,
     DeadlineExceeded,
@@ -30,8 +30,8 @@ from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
 from .steering.options import DirectOptions
-from .steering.protocol import Published, PublishProgress, PublishReport, PushedTo
-from .steering.pushing.tensors import whole_tensors
+from .steering.pushing.push_tensors import whole_tensors
+from .steering.steering_protocol import Published, PublishProgress, PublishReport, PushedTo
 
 __all__ = [
     "AsyncRolloutPool",

@@ -15,13 +15,13 @@ PROGRAM = """
 import importlib.resources as r
 import operator, sys
 operator.add  # the standard library's, not a folder of ours
-import rollout_client, rollout_client.control, rollout_worker.schemas
-import rollout_operator.core.decide, rollout_operator.runtime
+import rollout_client, rollout_client.worker_control, rollout_worker.schemas
+import rollout_operator.core.pass_planning, rollout_operator.operator_process
 assert (r.files("rollout_operator") / "crd.yaml").is_file(), "the CRD is not in the wheel"
 assert "torch" not in sys.modules, "the operator pulled in torch"
 import importlib.util as u
 assert u.find_spec("torch") is None, "the extra [operator] installs torch"
-print("imports:", rollout_operator.runtime.__file__)
+print("imports:", rollout_operator.operator_process.__file__)
 """
 
 # The operator needs no numpy, and its image none; who sends or receives weights has it.

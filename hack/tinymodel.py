@@ -87,7 +87,7 @@ def make_weights(out: Path, seed: int, shape: Shape | None = None) -> str:
     import torch
     from safetensors.torch import save_file
 
-    from rollout_worker.sources.files import write_manifest
+    from rollout_worker.sources.checkpoint_files import write_manifest
 
     shape = shape or Shape()
     generator = torch.Generator().manual_seed(seed)

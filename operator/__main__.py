@@ -9,17 +9,17 @@ import sys
 
 import prometheus_client
 
-from . import logs
+from . import operator_logs
 from .config import ConfigError, OperatorConfig, parse_config
+from .operator_process import Operator
 from .passes.reconcile import Reconciler
-from .runtime import Operator
 
 
 def main() -> None:
     """Run the operator; exit code 0: stopped, 1: Lease lost or task died, 2: wrong setting."""
     try:
         config = parse_config(sys.argv[1:])
-        logs.configure_logging(config.log_level, config.log_format)
+        operator_logs.configure_logging(config.log_level, config.log_format)
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         sys.exit(asyncio.run(_run_operator(config)))
     except ConfigError as error:

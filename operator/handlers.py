@@ -14,11 +14,11 @@ from typing import Any
 
 import kopf
 
-from rollout_operator import config, logs
+from rollout_operator import config, operator_logs
 from rollout_operator.api.objects import ResourceName
-from rollout_operator.cache import streams
+from rollout_operator.cache import kopf_streams
+from rollout_operator.operator_process import Operator
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.runtime import Operator
 
 
 class _OperatorProcess:
@@ -42,12 +42,12 @@ def _exit_on_failure(task: asyncio.Task[int]) -> None:
 @kopf.on.startup()
 async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
     """Start everything but the streams."""
-    streams.configure_kopf(settings, embedded=False)
+    kopf_streams.configure_kopf(settings, embedded=False)
     try:
         chosen = config.parse_config(["run"])
     except config.ConfigError as error:
         raise kopf.PermanentError(str(error)) from error
-    logs.configure_logging(chosen.log_level, chosen.log_format)
+    operator_logs.configure_logging(chosen.log_level, chosen.log_format)
     operator = Operator(chosen, lambda context: Reconciler(context).reconcile, embedded=False)
     _OperatorProcess.operator = operator
     _OperatorProcess.task = asyncio.create_task(operator.run(), name="rollout operator")
@@ -62,4 +62,4 @@ async def cleanup(**_: Any) -> None:
         await asyncio.wait({_OperatorProcess.task}, timeout=20)
 
 
-streams.register_handlers(_feed_operator)
+kopf_streams.register_handlers(_feed_operator)

@@ -9,31 +9,31 @@ import time
 import uuid
 from collections.abc import Callable
 
-from rollout_client.control import ControlError, WorkerControl
+from rollout_client.worker_control import ControlError, WorkerControl
 from rollout_operator.api.objects import PoolKey
 from rollout_worker.schemas import WorkerState
 
 from .api.names import token_audience
-from .cache.feed import WatchEventHandler
-from .cache.neighbours import NeighbourInformer
+from .cache.kopf_streams import KopfStreams
+from .cache.neighbour_informer import NeighbourInformer
+from .cache.object_store import ObjectStore
 from .cache.resync import Resync
-from .cache.store import ObjectStore
-from .cache.streams import KopfStreams
+from .cache.watch_events import WatchEventHandler
 from .cache.workqueue import WorkQueue
 from .config import OperatorConfig
 from .core.hybrid import parse_candidate
-from .core.trainers import parse_resource_claim, parse_resource_slice, parse_trainer
-from .kube.client import KubeClient
-from .kube.events import EventRecorder
-from .kube.installed import InstalledSchema
+from .core.trainer_pods import parse_resource_claim, parse_resource_slice, parse_trainer
+from .kube.event_recorder import EventRecorder
+from .kube.installed_schema import InstalledSchema
+from .kube.kube_client import KubeClient
 from .kube.lease import Leadership, SoleLeader
-from .passes.context import PassContext, ReconcileFunction
-from .passes.loop import PassLoop
-from .telemetry import OperatorTelemetry
-from .workers.calls import WorkerCalls
-from .workers.connections import WorkerConnections
-from .workers.poller import HeadPoller
-from .workers.talk import WorkerClients
+from .operator_telemetry import OperatorTelemetry
+from .passes.pass_context import PassContext, ReconcileFunction
+from .passes.pass_loop import PassLoop
+from .workers.head_poller import HeadPoller
+from .workers.worker_calls import WorkerCalls
+from .workers.worker_clients import WorkerClients
+from .workers.worker_connections import WorkerConnections
 
 
 class OperatorParts:

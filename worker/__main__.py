@@ -65,13 +65,13 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from . import logs
+    from . import json_logs
     from .settings import InvalidSettings, parse_settings
 
     try:
         settings = parse_settings(arguments, os.environ)
-        logs.configure_logging(
-            settings.log_level, settings.log_format, quiet=logs.WORKER_QUIET_LOGGERS
+        json_logs.configure_logging(
+            settings.log_level, settings.log_format, quiet=json_logs.WORKER_QUIET_LOGGERS
         )
         asyncio.run(_run(settings))
     except InvalidSettings as error:
@@ -95,8 +95,8 @@ def _openapi() -> int:
     import json
 
     from .ports.auth import AllowAnyone
-    from .ports.control import make_control_app
-    from .ports.data import make_data_app
+    from .ports.control_routes import make_control_app
+    from .ports.data_routes import make_data_app
     from .service import WorkerService
     from .settings import parse_settings
 

@@ -13,30 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .wire.base import (
-    CHECKPOINT,
-    MAX_IDENTITY,
-    MAX_TOKEN_ID,
-    NOT_FINITE,
-    AbortReason,
-    Bool,
-    Float,
-    Identity,
-    InFlightPolicy,
-    Int,
-    Lifecycle,
-    LogprobsOf,
-    MemoryTag,
-    OnDeadline,
-    Problem,
-    Progress,
-    Seconds,
-    StopReason,
-    TokenId,
-    WeightsId,
-    Wire,
-)
-from .wire.control import (
+from .wire.control_models import (
     AbortRequest,
     AbortResponse,
     Committed,
@@ -68,7 +45,7 @@ from .wire.generate import (
     WeightsSpan,
     WorkerInfo,
 )
-from .wire.weights import (
+from .wire.weights_models import (
     CASTABLE,
     ActiveWeights,
     Base,
@@ -91,6 +68,29 @@ from .wire.weights import (
     WeightsDtypes,
     WeightsSource,
     WeightsState,
+)
+from .wire.wire_base import (
+    CHECKPOINT,
+    MAX_IDENTITY,
+    MAX_TOKEN_ID,
+    NOT_FINITE,
+    AbortReason,
+    Bool,
+    Float,
+    Identity,
+    InFlightPolicy,
+    Int,
+    Lifecycle,
+    LogprobsOf,
+    MemoryTag,
+    OnDeadline,
+    Problem,
+    Progress,
+    Seconds,
+    StopReason,
+    TokenId,
+    WeightsId,
+    Wire,
 )
 
 if TYPE_CHECKING:

@@ -10,22 +10,22 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .core.runtime import WorkerRuntime
+from .core.worker_runtime import WorkerRuntime
 from .engine import Engine, EngineError, EngineMember, GangMembership
 from .engines import EngineOptions, create_engine, create_member
-from .engines.shared_memory.staging import StagingBudget
+from .engines.shared_memory.staging_budget import StagingBudget
+from .lifecycle.control_verbs import ControlVerbs, can_wake_empty
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
-from .lifecycle.verbs import ControlVerbs, can_wake_empty
-from .observe.telemetry import resident_bytes
-from .requests.admission import (
+from .observe.worker_telemetry import resident_bytes
+from .requests.admission_checks import (
     check_queue_room,
     check_version,
     engine_failed_problem,
     expand_request,
     serving_refusal,
 )
-from .requests.flights import InFlightRequest, InFlightRequests
+from .requests.in_flight_requests import InFlightRequest, InFlightRequests
 from .schemas import (
     AbortReason,
     GenerateRequest,
@@ -36,9 +36,9 @@ from .schemas import (
 from .settings import WorkerSettings
 from .sources.hub import local_model_folder
 from .threads import SharedCall
-from .updates.commits import WeightCommits
-from .updates.state import WeightUpdates
-from .wire.bodies import BodyLimits, data_body_limits
+from .updates.weight_commits import WeightCommits
+from .updates.weight_updates import WeightUpdates
+from .wire.body_decoding import BodyLimits, data_body_limits
 from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from .engine import ENGINES
 from .quantities import parse_quantity_bytes
 from .schemas import LogprobsOf
 from .turn.errors import TurnError
-from .turn.files import lock_name
+from .turn.lock_files import lock_name
 
 ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from .engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
 from .schemas import CASTABLE
 from .transfer.layout import ALIGN, LayoutError, PushLayout
-from .wire.roothash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
+from .wire.root_hash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
 
 __all__ = [
     "ALIGN",

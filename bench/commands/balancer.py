@@ -17,7 +17,7 @@ from bench.baselines.policies import OTHERS, Policy
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure, p99
 from bench.rigs.simulation import AT_ONCE, DIES_AT, DYING, SLOTS, SLOW, SLOW_FACTOR, Simulation
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.routing.balancer import LoadBalancer
 
 TURNS = 10_000

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from rollout_worker.observe.processes import find_descendants, kill_processes
-from rollout_worker.observe.telemetry import resident_bytes
+from rollout_worker.observe.worker_telemetry import resident_bytes
 from tests.support.engine.engine_kinds import ROOT, EngineKind
 from tests.support.engine.workers import PROMPT, Command, events
 from tests.support.waiting import until_sync

@@ -11,10 +11,10 @@ tensor is needed.
 from .batch import RolloutBatch, from_batch, to_batch
 from .codec import TemplateError
 from .conversation import Conversation
-from .data import FinishReason, RequestState
-from .messages import ToolResponse
-from .prompts import OverlongPrompt, PromptTooLong
+from .conversation_data import FinishReason, RequestState
+from .first_prompt import OverlongPrompt, PromptTooLong
 from .sanity_check import Difference, SanityCheckMode
+from .template_messages import ToolResponse
 
 RolloutRequest = Conversation
 """The name under which `rollout_worker.schemas` exports it."""

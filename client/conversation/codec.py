@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from .columns import INT32, RopePositions
-from .messages import STAND_IN, MediaLists, Message
+from .template_messages import STAND_IN, MediaLists, Message
 
 VisionBlock = tuple[int, int, int, float]
 """A vision block: time, height and width in merged patches, and the step of the time axis."""

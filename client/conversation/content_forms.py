@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from .codec import TemplateError
 from .examples import TOOL_STAND_IN
-from .messages import Message
+from .template_messages import Message
 
 _PROBE_WORD = "zqxformzqx"
 _PROBE_KEY = "zqxkeyzqx"

@@ -14,9 +14,15 @@ from typing import Any, Self
 from rollout_worker.schemas import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
 
 from .columns import INT32, ColumnView
-from .data import FinishReason, RequestState
-from .messages import MEDIA_KEYS, ToolResponse, extract_media, parse_tool_call, plain_mapping
-from .prompts import content_without_calls
+from .conversation_data import FinishReason, RequestState
+from .first_prompt import content_without_calls
+from .template_messages import (
+    MEDIA_KEYS,
+    ToolResponse,
+    extract_media,
+    parse_tool_call,
+    plain_mapping,
+)
 from .writer import ConversationWriter, answer_message, check_spans, checked_logprobs
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .messages import Message
+from .template_messages import Message
 
 REPLY_STAND_IN = "zqxreplyzqx"
 """Content of a stand-in for an answer."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, SerializationInfo
 
-from .messages import MediaLists
+from .template_messages import MediaLists
 
 KIND_FIELD = "$rollout"
 

@@ -20,7 +20,7 @@ from . import examples
 from .boundaries import BoundaryTokenizer, TurnTokens, common_length
 from .codec import Codec, TemplateError
 from .content_forms import ContentForms
-from .messages import STAND_IN, MediaLists, Message
+from .template_messages import STAND_IN, MediaLists, Message
 
 _MAX_CACHED_TEXTS = 32
 

@@ -15,11 +15,17 @@ from rollout_worker.schemas import LogprobsOf, WeightsSpan
 from .boundaries import TurnTokens, fit_turn
 from .codec import TemplateError
 from .columns import FLOAT32, INT32, Column, ColumnView, RopePositions
-from .data import ConversationData, CounterName, RequestState, WriteCursor
+from .conversation_data import ConversationData, CounterName, RequestState, WriteCursor
+from .first_prompt import begin_prompt, cached_template
 from .media import MediaTurn, cut_media
-from .messages import MEDIA_KEYS, MediaLists, Message, check_stand_in_words, parse_tool_call
-from .prompts import begin_prompt, cached_template
 from .sanity_check import SanityCheckMode, find_difference
+from .template_messages import (
+    MEDIA_KEYS,
+    MediaLists,
+    Message,
+    check_stand_in_words,
+    parse_tool_call,
+)
 from .templates import ChatTemplate
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 
-from .members import CONTROL_PORT, DATA_PORT, Member, Publish
+from .pool_members import CONTROL_PORT, DATA_PORT, Member, Publish
 
 logger = logging.getLogger(__name__)
 

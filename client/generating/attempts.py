@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, RequestRefused
 from rollout_client.hooks import Hook
 from rollout_client.results import AttemptReport, OutputReport
-from rollout_client.routing.bounds import WeightsBounds
-from rollout_client.routing.connections import MemberClients
+from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.router import AttemptLease, RequestRouter
+from rollout_client.routing.weights_bounds import WeightsBounds
 from rollout_worker.schemas import (
     AbortReason,
     GenerateOutput,
@@ -37,10 +37,8 @@ from rollout_worker.schemas import (
     WorkerInfo,
 )
 
-from .continuation import remaining_bounds, remaining_request, rewind_length
-from .draft import OutputDraft
-from .tally import OutputUsage, seconds_per_token
-from .verdicts import (
+from .attempt_stream import AttemptBroken, AttemptRefused, run_attempt
+from .attempt_verdicts import (
     AttemptState,
     AttemptVerdict,
     ContinueOutput,
@@ -57,7 +55,9 @@ from .verdicts import (
     out_of_time_error,
     step_after_weights_change,
 )
-from .wire import AttemptBroken, AttemptRefused, run_attempt
+from .continuation import remaining_bounds, remaining_request, rewind_length
+from .output_draft import OutputDraft
+from .output_usage import OutputUsage, seconds_per_token
 
 logger = logging.getLogger(__name__)
 

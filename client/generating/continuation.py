@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollout_client.routing.bounds import WeightsBounds
+from rollout_client.routing.weights_bounds import WeightsBounds
 from rollout_worker.schemas import GenerateRequest, SamplingParams
 
-from .draft import OutputDraft
+from .output_draft import OutputDraft
 
 MAX_DEADLINE_SECONDS = 86400.0
 """Seconds that a worker takes for a request at most."""

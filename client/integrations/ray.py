@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.pool import AsyncRolloutPool
 
 P = ParamSpec("P")

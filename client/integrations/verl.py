@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollout_client.generating.prompts import DEFAULT_DEADLINE_SECONDS, GenerateOptions
+from rollout_client.generating.generate_options import DEFAULT_DEADLINE_SECONDS, GenerateOptions
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.pushing.routes import TRANSPORTS, Transport
-from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS
+from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS
 from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason, WorkerInfo
 
 CONFIG_SECTION = "pool"

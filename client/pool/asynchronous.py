@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self, Unpack
 
 from rollout_client.discovery.dns import RESOLVE_INTERVAL_SECONDS, DnsDiscovery
-from rollout_client.discovery.endpoints import EndpointDiscovery
-from rollout_client.discovery.members import (
+from rollout_client.discovery.endpoint_discovery import EndpointDiscovery
+from rollout_client.discovery.pool_members import (
     DATA_PORT,
     Discovery,
     Member,
@@ -21,25 +21,25 @@ from rollout_client.discovery.members import (
     static_members,
 )
 from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
+from rollout_client.generating.attempt_verdicts import MAX_FAILURES
 from rollout_client.generating.attempts import PoolContext
 from rollout_client.generating.continuation import MAX_DEADLINE_SECONDS
-from rollout_client.generating.prompts import DEFAULT_DEADLINE_SECONDS
-from rollout_client.generating.verbs import GeneratingVerbs
-from rollout_client.generating.verdicts import MAX_FAILURES
+from rollout_client.generating.generate_options import DEFAULT_DEADLINE_SECONDS
+from rollout_client.generating.generating_verbs import GeneratingVerbs
 from rollout_client.hooks import Hook
-from rollout_client.kube.access import load_access
-from rollout_client.kube.client import ClusterClient
+from rollout_client.kube.cluster_access import load_access
+from rollout_client.kube.cluster_client import ClusterClient
+from rollout_client.option_names import check_option_names
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
-from rollout_client.routing.connections import DataToken, MemberClients
-from rollout_client.routing.health import SILENCE_LIMIT_SECONDS, HealthChecker
+from rollout_client.routing.health_checker import SILENCE_LIMIT_SECONDS, HealthChecker
+from rollout_client.routing.member_clients import DataToken, MemberClients
 from rollout_client.routing.router import RequestRouter
-from rollout_client.spelling import check_option_names
-from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, Token, read_mounted_token
-from rollout_client.steering.direct import DirectSteering
+from rollout_client.steering.direct_steering import DirectSteering
 from rollout_client.steering.options import DirectOptions
-from rollout_client.steering.protocol import Steering
-from rollout_client.turn.devices import query_pod_devices
+from rollout_client.steering.steering_protocol import Steering
+from rollout_client.turn.turn_devices import query_pod_devices
 from rollout_client.turn.verbs import TurnVerbs
 from rollout_worker.schemas import WeightsId
 from rollout_worker.transfer.tls import TLS_NAME

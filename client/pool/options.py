@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from rollout_client.hooks import Hook
-from rollout_client.routing.connections import DataToken
+from rollout_client.routing.member_clients import DataToken
 
 
 class PoolOptions(TypedDict, total=False):

@@ -7,9 +7,9 @@ import time
 
 import httpx
 
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
-from rollout_client.routing.connections import MemberClients
+from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.router import RequestRouter
 from rollout_worker.schemas import WorkerInfo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from rollout_client.portal import BlockingPortal
+from rollout_client.blocking_portal import BlockingPortal
 from rollout_client.turn.plan import TurnPlan
 from rollout_client.turn.session import StepRunner, TurnSession, TurnStep
 

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
-from rollout_client.discovery.members import Member
+from rollout_client.blocking_portal import BlockingPortal
+from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import PoolClosed
-from rollout_client.generating.prompts import GenerateOptions, Prompt
-from rollout_client.generating.streams import GenerationStream
-from rollout_client.portal import BlockingPortal
+from rollout_client.generating.generate_options import GenerateOptions, Prompt
+from rollout_client.generating.generation_stream import GenerationStream
 from rollout_client.results import GenerateResult
-from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
 from rollout_client.steering.spool import drain_blocking
+from rollout_client.steering.steering_protocol import DEFAULT_STATE_SECONDS
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import TurnPlan
 from rollout_client.turn.session import TurnSession

@@ -22,11 +22,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_worker.schemas import WeightsId, WorkerInfo
 
-from .bounds import ANY_WEIGHTS, WeightsBounds
-from .records import MemberRecord
+from .member_records import MemberRecord
+from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 MAX_SCANNED = 64
 """Up to so many members, all are compared."""

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
 
 from .balancer import LoadBalancer
-from .bounds import ANY_WEIGHTS, WeightsBounds
+from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,15 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rollout_client.control import ControlError, ControlUnreachable, WorkerControl, send_over_httpx
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import SteeringFailed
-from rollout_client.routing.connections import trusted_authorities
+from rollout_client.routing.member_clients import trusted_authorities
+from rollout_client.worker_control import (
+    ControlError,
+    ControlUnreachable,
+    WorkerControl,
+    send_over_httpx,
+)
 from rollout_worker.schemas import WeightsDtypes, WorkerState
 from rollout_worker.transfer.tls import Trust
 

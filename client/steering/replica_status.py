@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_client.errors import EpochLost, PublishFailed, StateTaken, SteeringFailed, Superseded
-from rollout_client.kube.access import Obj
+from rollout_client.kube.cluster_access import Obj
 from rollout_worker.schemas import WeightsId, WeightsSource
 
-from .protocol import PoolState, Published
+from .steering_protocol import PoolState, Published
 
 ANNOTATION_EPOCH = "rollout.dev/trainer-epoch"
 

@@ -7,9 +7,9 @@ together, `devices` asks the API server which devices this pod has, `command` is
 
 from rollout_worker.turn import Turn
 
-from .devices import pod_devices
 from .local import local_turn
 from .plan import Agreement, TurnOptions
 from .session import HeldTurn
+from .turn_devices import pod_devices
 
 __all__ = ["Agreement", "HeldTurn", "Turn", "TurnOptions", "local_turn", "pod_devices"]

@@ -20,14 +20,13 @@ from pathlib import Path
 
 from rollout_client.errors import RolloutError, SteeringFailed, TurnFailed
 from rollout_client.hooks import Hook
-from rollout_client.kube.access import load_access
-from rollout_client.kube.client import ClusterClient
-from rollout_client.steering.cluster import ClusterSteering
-from rollout_client.steering.verbs import SteeringVerbs
+from rollout_client.kube.cluster_access import load_access
+from rollout_client.kube.cluster_client import ClusterClient
+from rollout_client.steering.cluster_steering import ClusterSteering
+from rollout_client.steering.steering_verbs import SteeringVerbs
 from rollout_worker.turn import TurnError
-from rollout_worker.turn.files import holders
+from rollout_worker.turn.lock_files import holders
 
-from .devices import pod_devices, query_pod_devices
 from .plan import (
     DEFAULT_LOCK_DIRECTORY,
     ENV_DEVICES,
@@ -38,6 +37,7 @@ from .plan import (
 )
 from .running import SignalForwarder, SignalInterrupt, run_command
 from .session import TurnSession
+from .turn_devices import pod_devices, query_pod_devices
 
 EXIT_NOT_ACQUIRED, EXIT_NOT_ASKED = 124, 125
 UNLIMITED_SECONDS = 10 * 365 * 86400.0

@@ -7,10 +7,10 @@ import concurrent.futures
 from collections.abc import Sequence
 from pathlib import Path
 
-from .devices import pod_devices
 from .locks import DeviceLocks
 from .plan import given_devices, holder_name, lock_directory
 from .session import HeldTurn
+from .turn_devices import pod_devices
 
 
 class local_turn:

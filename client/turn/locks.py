@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rollout_client.errors import TurnFailed
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
-from rollout_worker.turn.memory import BACK_SECONDS, wait_for_memory
+from rollout_worker.turn.device_memory import BACK_SECONDS, wait_for_memory
 
 from .plan import ENV_DIRECTORY
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from rollout_client.spelling import check_option_names
-from rollout_client.steering.protocol import DEFAULT_STATE_SECONDS
+from rollout_client.option_names import check_option_names
+from rollout_client.steering.steering_protocol import DEFAULT_STATE_SECONDS
 
 DEFAULT_LOCK_DIRECTORY = Path("/rollout/turn")
 """Where pods mount the node's lock directory."""

@@ -16,8 +16,8 @@ from rollout_client.errors import (
     SteeringFailed,
     TurnFailed,
 )
-from rollout_client.steering.protocol import PoolState, Steering
-from rollout_client.steering.verbs import SteeringVerbs
+from rollout_client.steering.steering_protocol import PoolState, Steering
+from rollout_client.steering.steering_verbs import SteeringVerbs
 
 from .locks import DeviceLocks
 from .plan import TurnPlan, given_devices, holder_name, lock_directory

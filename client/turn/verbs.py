@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from typing import Unpack
 
 from rollout_client.hooks import Hook
-from rollout_client.steering.protocol import Steering
-from rollout_client.steering.verbs import SteeringVerbs
+from rollout_client.steering.steering_protocol import Steering
+from rollout_client.steering.steering_verbs import SteeringVerbs
 
-from .devices import pod_devices
 from .plan import TurnOptions, TurnPlan
 from .session import FindDevices, HeldTurn, TurnSession
+from .turn_devices import pod_devices
 
 
 class TurnVerbs(SteeringVerbs):

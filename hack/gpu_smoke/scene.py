@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_worker.observe.processes import ProcessHandle, find_descendants, kill_processes
-from rollout_worker.observe.telemetry import resident_bytes
-from rollout_worker.sources.files import open_source
+from rollout_worker.observe.worker_telemetry import resident_bytes
+from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engine_kinds import CACHE, KINDS, ROOT, EngineKind
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels, half_billion, many_experts

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER_NAME, PLURAL
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
-from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
-from rollout_operator.telemetry import OperatorTelemetry
+from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.operator_telemetry import OperatorTelemetry
 
-from .store import ObjectStore, trim_object
+from .object_store import ObjectStore, trim_object
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)

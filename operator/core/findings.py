@@ -14,10 +14,10 @@ from rollout_operator.api.spec import DesiredState, PoolMode
 from rollout_operator.api.status import UpdatePhase
 from rollout_worker.schemas import Lifecycle
 
-from .heads import describe_wait
+from .pass_plan import ControlVerb
 from .placement import PlacementProblem
-from .plan import ControlVerb
-from .view import PoolView
+from .pool_view import PoolView
+from .replica_heads import describe_wait
 
 
 class FindingKind(StrEnum):

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
-from rollout_worker.claims import natural_sort_key
+from rollout_worker.device_claims import natural_sort_key
 
-from .endpoints import EndpointGate
-from .gangs import PodPlan
-from .heads import ReplicaHead
+from .endpoint_slices import EndpointGate
+from .observed_pool import ObservedPool, Pod
 from .placement import foreign_pod_problems
-from .podreader import has_container_run
-from .podtrouble import describe_trouble, memory_limits, parse_timestamp
-from .world import ObservedPool, Pod
+from .pod_planning import PodPlan
+from .pod_reader import has_container_run
+from .pod_trouble import describe_trouble, memory_limits, parse_timestamp
+from .replica_heads import ReplicaHead
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
-from rollout_worker.claims import natural_sort_key
+from rollout_worker.device_claims import natural_sort_key
 
-from .trainers import (
+from .observed_pool import ObservedPool, Pod
+from .trainer_pods import (
     TRAINERS_SETTLED_SECONDS,
     AllocatedDevice,
     DeviceClaim,
     ObservedTrainers,
     TrainerPod,
 )
-from .world import ObservedPool, Pod
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from rollout_operator.api.objects import Obj
 
-from .client import KubeClient
 from .errors import AlreadyExists, Conflict, KubeError, NotFound
+from .kube_client import KubeClient
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import InvalidSpec, PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.decide import plan_pass
-from rollout_operator.core.plan import EventNote, PassPlan, RequeueAfter
-from rollout_operator.core.stuck import plan_forced_deletion
-from rollout_operator.core.unreadable import status_for_invalid_spec
+from rollout_operator.core.pass_plan import EventNote, PassPlan, RequeueAfter
+from rollout_operator.core.pass_planning import plan_pass
+from rollout_operator.core.stuck_pods import plan_forced_deletion
+from rollout_operator.core.unreadable_objects import status_for_invalid_spec
 from rollout_operator.kube.errors import Conflict, NotFound
 
-from .act import apply_plan, soonest_requeue, write_status, write_unreadable_status
-from .context import PassContext
-from .memory import PoolMemory
-from .observe import PassInput, observe_pool, stop_polling, wait_for_first_polls
-from .writes import PoolWriter
+from .pass_context import PassContext
+from .pass_input import PassInput, observe_pool, stop_polling, wait_for_first_polls
+from .plan_actions import apply_plan, soonest_requeue, write_status, write_unreadable_status
+from .pool_memory import PoolMemory
+from .pool_writer import PoolWriter
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,9 @@ from rollout_operator.api.names import (
     PLURAL,
 )
 from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.cache.resync import Resync
-from rollout_operator.cache.store import ObjectStore
 from rollout_operator.cache.workqueue import WorkQueue
-from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.errors import (
     AlreadyExists,
     Conflict,
@@ -34,9 +33,10 @@ from rollout_operator.kube.errors import (
     NotFound,
     Unavailable,
 )
-from rollout_operator.kube.events import EventRecorder
-from rollout_operator.kube.installed import InstalledSchema
-from rollout_operator.telemetry import OperatorTelemetry
+from rollout_operator.kube.event_recorder import EventRecorder
+from rollout_operator.kube.installed_schema import InstalledSchema
+from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.operator_telemetry import OperatorTelemetry
 from tests.support.manifests import pool, text
 
 NAMESPACE = "kube"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from localkube import Cluster
-from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.kube.lease import (
     LEASE_DURATION_SECONDS,
     RENEW_DEADLINE_SECONDS,

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 
 from localkube import Cluster
-from rollout_operator.core import ailments
-from rollout_operator.workers import poller
+from rollout_operator.core import replica_troubles
+from rollout_operator.workers import head_poller
 from tests.support.api.apiclient import Obj
 from tests.support.api.poollab import NO_NODE, STRATEGIC, PoolLab, pool_lab
 from tests.support.manifests import target
@@ -31,9 +31,9 @@ SILENT_SECONDS = 2.0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ailments, "UNREACHABLE_AFTER_SECONDS", SILENT_SECONDS)
+        patch.setattr(replica_troubles, "UNREACHABLE_AFTER_SECONDS", SILENT_SECONDS)
         for interval in ("SLOW_POLL_SECONDS", "MAX_POLL_BACKOFF_SECONDS"):
-            patch.setattr(poller, interval, 0.5)
+            patch.setattr(head_poller, interval, 0.5)
         async with pool_lab(crd, "stories") as made:
             yield made
 

@@ -15,9 +15,9 @@ import yaml
 
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.telemetry import OperatorTelemetry as OperatorTelemetry
-from rollout_operator.telemetry import PoolMetrics
-from rollout_worker.observe.telemetry import WorkerTelemetry as WorkerTelemetry
+from rollout_operator.operator_telemetry import OperatorTelemetry as OperatorTelemetry
+from rollout_operator.operator_telemetry import PoolMetrics
+from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
 from tests.support.charts import CHART, ROOT, case, every, helm, one, rendered
 
 RULES = CHART / "rules.yaml"

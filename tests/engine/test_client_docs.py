@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool, TurnFailed
 from rollout_worker.turn import Turn
-from rollout_worker.turn.files import holders
+from rollout_worker.turn.lock_files import holders
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import InProcess, in_process
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
-from rollout_client.steering import keeper
+from rollout_client.steering import pool_keeper
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import InProcess, in_process
 from tests.support.waiting import eventually
@@ -38,7 +38,7 @@ def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
 
 @pytest.fixture
 def pool(workers: list[InProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutPool]:
-    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(pool_keeper, "KEEP_INTERVAL_SECONDS", 0.2)
     data = [str(each.data.base_url).rstrip("/") for each in workers]
     control = [str(each.control.base_url).rstrip("/") for each in workers]
     with RolloutPool.from_urls(data, control_urls=control) as pool:

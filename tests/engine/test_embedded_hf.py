@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rollout_worker.embedded import HandOverFailed, ProblemError, Worker
-from rollout_worker.sources.files import write_manifest
+from rollout_worker.sources.checkpoint_files import write_manifest
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, Client, slug

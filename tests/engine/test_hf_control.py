@@ -14,7 +14,7 @@ import torch
 
 from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines import EngineOptions, create_engine
-from rollout_worker.engines.hf.engine import HfEngine
+from rollout_worker.engines.hf.hf_engine import HfEngine
 from rollout_worker.schemas import AbortReason, Progress, StopReason
 from tests.support.engine.engines import (
     PROMPT,

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.engines.hf.engine import HfEngine
+from rollout_worker.engines.hf.hf_engine import HfEngine
 from tests.support.engine.engines import (
     PROMPT,
     V1,

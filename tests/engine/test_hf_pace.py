@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_worker.engines.hf.pace import LEAST, MOST, PrefillPace
+from rollout_worker.engines.hf.prefill_pace import LEAST, MOST, PrefillPace
 
 
 def settled(pace: PrefillPace, overhead: float, per_token: float, todo: int = 10**6) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from rollout_worker.sources.files import open_source
+from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engines import request, run, serving
 from tests.support.engine.tinymodels import SCRIPT, TinyModels, script
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsRejected
-from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import fill_sink
+from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.tensor_filling import fill_sink
 from tests.support.engine.engines import (
     PROMPT,
     V1,

@@ -13,8 +13,8 @@ import pytest
 
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.sglang.engine import SglangEngine
-from rollout_worker.sources.files import open_source
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
+from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.engines import request, run
 from tests.support.engine.tinymodels import TinyModels

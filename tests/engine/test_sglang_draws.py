@@ -17,7 +17,7 @@ from rollout_worker.engines.request_checks import stop_ids
 from rollout_worker.engines.sampling import token_draw, truncation
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import draw_tokens, pick_tokens, seeded_uniform
-from rollout_worker.engines.sglang.streams import make_child_request
+from rollout_worker.engines.sglang.sglang_streams import make_child_request
 from rollout_worker.schemas import WeightsId
 from tests.support.engine.engines import request
 

@@ -15,12 +15,12 @@ import pytest_asyncio
 
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.sglang.engine import SglangEngine
 from rollout_worker.engines.sglang.process import session_processes
-from rollout_worker.engines.sglang.streams import UNREAD_INTERVAL_SECONDS
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
+from rollout_worker.engines.sglang.sglang_streams import UNREAD_INTERVAL_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
-from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import fill_sink
+from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.tensor_filling import fill_sink
 from rollout_worker.turn import Turn
 from rollout_worker.turn.sharing import SOCKET, Sharing
 from tests.support.engine.engine_kinds import KINDS

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.sglang.engine import SglangEngine
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.engines import PROMPT, V1, Output, flip, follow, reaches, request, staged
 from tests.support.engine.reference import Reference

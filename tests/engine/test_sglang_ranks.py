@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.sglang.engine import SglangEngine
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.engines import PROMPT, V1, nothing, request, run, update
 from tests.support.engine.reference import Reference

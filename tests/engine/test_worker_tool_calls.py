@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from rollout_worker.sources.files import write_manifest
+from rollout_worker.sources.checkpoint_files import write_manifest
 from tests.support.engine.tinymodels import script
 from tests.support.engine.workers import InProcess, in_process
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.telemetry import WorkerTelemetry
+from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress, TurnState
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.turn import Turn, TurnError, TurnReplaced
-from rollout_worker.turn.memory import (
+from rollout_worker.turn.device_memory import (
     BACK_SECONDS,
     GIB,
     GROWS,

@@ -17,9 +17,9 @@ are its own. docs/hybrid.md has the rules for handed-over tensors.
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.wire.problems import ProblemError
 
-from .handing import HandedOver, HandOverFailed
-from .host import WorkerEnded
-from .worker import AsyncWorker, Worker
+from .embedded_worker import AsyncWorker, Worker
+from .handing_over import HandedOver, HandOverFailed
+from .worker_host import WorkerEnded
 
 __all__ = [
     "AsyncWorker",

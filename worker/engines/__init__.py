@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_worker.engine import ENGINES, Engine, EngineError, EngineMember, GangMembership
-from rollout_worker.engines.shared_memory.staging import StagingBudget
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.schemas import LogprobsOf
 
 
@@ -52,15 +52,15 @@ def create_engine(engine: str, options: EngineOptions) -> Engine:
         if engine == "hf":
             if options.gang is not None:
                 raise _single_node_error(engine)
-            from .hf.engine import HfEngine
+            from .hf.hf_engine import HfEngine
 
             return HfEngine(options)
         if engine == "vllm":
-            from .vllm.engine import VllmEngine
+            from .vllm.vllm_engine import VllmEngine
 
             return VllmEngine(options)
         if engine == "sglang":
-            from .sglang.engine import SglangEngine
+            from .sglang.sglang_engine import SglangEngine
 
             return SglangEngine(options)
     raise EngineError(f"engine {engine!r} is unknown: use one of {', '.join(ENGINES)}")
@@ -86,11 +86,11 @@ def create_member(engine: str, options: EngineOptions) -> EngineMember:
     """
     with _without_garbage_collection():
         if engine == "vllm":
-            from .vllm.member import VllmMember
+            from .vllm.vllm_member import VllmMember
 
             return VllmMember(options)
         if engine == "sglang":
-            from .sglang.node import SglangMember
+            from .sglang.sglang_node import SglangMember
 
             return SglangMember(options)
     raise _single_node_error(engine)

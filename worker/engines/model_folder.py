@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollout_worker.engine import EngineError, TensorEntry, WeightsLayout
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import Report, open_source, read_source
+from rollout_worker.sources.checkpoint_files import Report, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 logger = logging.getLogger(__name__)

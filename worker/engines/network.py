@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.sources.checkpoint_files import ReadCancelled
 
 SIOCGIFADDR = 0x8915
 RESOLVE_RETRY_SECONDS = 1.0

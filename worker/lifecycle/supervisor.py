@@ -18,7 +18,7 @@ from collections.abc import Callable
 from math import inf
 
 from rollout_worker.core.holds import WantedState
-from rollout_worker.core.runtime import WorkerRuntime
+from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import (
     Engine,
     EngineCrashed,
@@ -27,14 +27,14 @@ from rollout_worker.engine import (
     ProcessSpent,
     WeightsRejected,
 )
-from rollout_worker.gang.places import GangBroken
-from rollout_worker.requests.flights import InFlightRequests
+from rollout_worker.gang.gang_addresses import GangBroken
+from rollout_worker.requests.in_flight_requests import InFlightRequests
 from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.turn import TurnReplaced
-from rollout_worker.updates.state import WeightUpdates
+from rollout_worker.updates.weight_updates import WeightUpdates
 
 from .governor import LifecycleGovernor
-from .turning import check_it_sleeps
+from .turn_waiting import check_it_sleeps
 
 logger = logging.getLogger(__name__)
 

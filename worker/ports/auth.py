@@ -10,7 +10,7 @@ from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
 from rollout_worker.wire.problems import ProblemError
 
-from .access import AccessRight, Authorizer, read_bearer_token, unauthenticated_problem
+from .access_rights import AccessRight, Authorizer, read_bearer_token, unauthenticated_problem
 
 
 class AllowAnyone:
@@ -95,6 +95,6 @@ def make_authorizer(settings: WorkerSettings) -> Authorizer:
         assert settings.auth_token_file is not None
         return SharedToken(settings.auth_token_file)
     # Imported late: it brings an HTTP client that only clusters need.
-    from .kubeauth import KubernetesReview
+    from .kubernetes_auth import KubernetesReview
 
     return KubernetesReview(settings)

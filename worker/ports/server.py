@@ -15,27 +15,27 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_worker.engine import Engine, ProcessSpent
-from rollout_worker.engines.shared_memory.staging import StagingBudget
-from rollout_worker.gang.places import EXIT_GANG_BROKEN, GangBroken, make_gang
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken, make_gang
 from rollout_worker.service import WorkerService, make_member_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.transfer import delta
 from rollout_worker.wire.problems import ProblemError
 
-from . import connections, tls
-from .access import Authorizer
-from .app import problem_response
+from . import port_connections, serving_certificate
+from .access_rights import Authorizer
 from .auth import make_authorizer
-from .connections import (
+from .control_routes import make_control_app
+from .data_routes import make_data_app
+from .port_app import problem_response
+from .port_connections import (
     HEADER_TIMEOUT_SECONDS,
     ConnectionPool,
     ConnectionQuota,
     Listener,
     raise_descriptor_limit,
 )
-from .control import make_control_app
-from .data import make_data_app
-from .weights import WeightsPort
+from .weights_port import WeightsPort
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +157,8 @@ class HttpServers:
         header_seconds: float = HEADER_TIMEOUT_SECONDS,
     ) -> None:
         settings = worker.settings
-        places = places or connections.connection_quota()
-        self._certificate = tls.serving_certificate(settings)
+        places = places or port_connections.connection_quota()
+        self._certificate = serving_certificate.serving_certificate(settings)
         self._authorizer = authorizer
         app = make_data_app(worker)  # may refuse its token's file, while no port is taken yet
         self._sockets = _bind_both_ports(settings)
@@ -231,7 +231,7 @@ async def serve_worker(
     raise_descriptor_limit()
     gang = make_gang(settings)
     if gang is not None and gang.rank > 0:
-        from .member import serve_member
+        from .member_port import serve_member
 
         staging = StagingBudget(settings.staging_memory)
         create = make_member_factory(settings, gang, staging)

@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from rollout_worker.schemas import AbortReason
 
-from .flights import ANSWER_TIMEOUT_SECONDS, InFlightRequest, InFlightRequests
+from .in_flight_requests import ANSWER_TIMEOUT_SECONDS, InFlightRequest, InFlightRequests
 
 logger = logging.getLogger(__name__)
 

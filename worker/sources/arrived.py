@@ -10,8 +10,8 @@ from rollout_worker.transfer.frames import CHUNK_BYTES
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.weights import HASH
 
-from .files import ReadCancelled
-from .memory import Memory
+from .checkpoint_files import ReadCancelled
+from .pushed_memory import Memory
 
 if TYPE_CHECKING:
     from .incoming import End, Incoming

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rollout_worker.schemas import Base
 from rollout_worker.transfer.delta import DeltaError, apply
 
-from .memory import Memory
+from .pushed_memory import Memory
 
 PATCH_SHARE = 1 / 16
 """Of a version's bytes: more than that of deltas isn't kept, since a copy of its base is as fast."""

@@ -13,8 +13,8 @@ from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, 
 from rollout_worker.transfer.layout import LayoutError, PushLayout
 
 from .incoming import LOOK_SECONDS, End, Incoming, Refusal, end_of
-from .memory import Memory, TransferFailed
 from .outward import Outward
+from .pushed_memory import Memory, TransferFailed
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from rollout_worker.transfer.layout import PushLayout
 
 from .basis import Delta
 from .incoming import LOOK_SECONDS, Incoming
-from .memory import Memory, TransferFailed
 from .outward import Outward
+from .pushed_memory import Memory, TransferFailed
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from rollout_worker.transfer.layout import PushLayout
 
 from .arrived import chunks_of, content_bytes, entries_of
 from .basis import Patch
-from .files import WholeVersion
+from .checkpoint_files import WholeVersion
 from .incoming import End, Incoming
-from .memory import Memory, TransferFailed
 from .outward import Outward
+from .pushed_memory import Memory, TransferFailed
 
 MAX_RANGES = 4096
 

@@ -23,7 +23,7 @@ from rollout_worker.transfer.layout import PushLayout
 
 from .arrived import Arrived, entries_of
 from .basis import PATCH_SHARE, Basis, Delta, Patch
-from .memory import Memory, TransferFailed
+from .pushed_memory import Memory, TransferFailed
 
 RESUME_SECONDS = 10.0
 """How long a transfer whose connection is gone waits for the next hop's."""

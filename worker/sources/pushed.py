@@ -18,13 +18,13 @@ from rollout_worker.transfer.frames import Frame, Kind, Malformed
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.transfer.maps import Maps
 
-from .files import ReadableSource, Report
-from .filling import Elsewhere, OpenSlot, fill_from_source
+from .checkpoint_files import ReadableSource, Report
 from .giving import Gives, Kept, give
 from .incoming import LOOK_SECONDS, Incoming, Refusal
-from .memory import Memory, TransferFailed
 from .outward import Outward
+from .pushed_memory import Memory, TransferFailed
 from .receiving import LEAVE_SECONDS, Receiving
+from .tensor_filling import Elsewhere, OpenSlot, fill_from_source
 
 logger = logging.getLogger(__name__)
 

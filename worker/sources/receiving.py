@@ -33,8 +33,8 @@ from rollout_worker.transfer.maps import Maps
 from .basis import Delta
 from .forwarding import Forwarding, hops_of
 from .incoming import LOOK_SECONDS, Incoming, Refusal, end_of
-from .memory import Memory, TransferFailed
 from .outward import Outward
+from .pushed_memory import Memory, TransferFailed
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_worker.turn import door, files, keeping
+from rollout_worker.turn import keeping, lock_files, lock_queue
 from rollout_worker.turn.errors import TurnError, TurnReplaced
 from rollout_worker.turn.looks import Look, Waiting
 
@@ -52,7 +52,7 @@ class Turn:
         if not devices or len(set(devices)) != len(devices):
             raise TurnError(f"name at least one device, and each once, instead of {list(devices)}")
         for device in devices:
-            files.lock_name(device)
+            lock_files.lock_name(device)
         self._directory = directory
         self._devices = tuple(sorted(devices))
         self._holder = holder
@@ -81,7 +81,7 @@ class Turn:
     def blocked_by(self) -> Mapping[str, str]:
         """The device that this object waits for now, and who holds it; nothing if it doesn't wait."""
         device = self._blocked_at if self._attempt is not None else None
-        return {} if device is None else {device: files.read_note(self._directory, device)}
+        return {} if device is None else {device: lock_files.read_note(self._directory, device)}
 
     @property
     def left_by(self) -> Mapping[str, str]:
@@ -157,7 +157,7 @@ class Turn:
             return [
                 each
                 for each in held
-                if not files.is_current(self._open[each], self._directory, each)
+                if not lock_files.is_current(self._open[each], self._directory, each)
             ]
 
     def fileno_list(self) -> list[int]:
@@ -246,10 +246,10 @@ class Turn:
                 return
             self._attempt = None
             self._held = attempt
-            left = {device: files.noted(self._open[device]) for device in self._devices}
+            left = {device: lock_files.noted(self._open[device]) for device in self._devices}
             self._left_by = {device: who for device, who in left.items() if who is not None}
             for device in self._devices:
-                files.write_note(self._open[device], self._holder)
+                lock_files.write_note(self._open[device], self._holder)
         attempt.done.set_result(None)
 
     def _lock_one(self, attempt: _Attempt, device: str) -> bool:
@@ -261,7 +261,7 @@ class Turn:
                 if self._attempt is not attempt:
                     fcntl.flock(file, fcntl.LOCK_UN)
                     return False
-                if files.is_current(file, self._directory, device):
+                if lock_files.is_current(file, self._directory, device):
                     attempt.locked.append(device)
                     return True
             self._drop(device)
@@ -274,9 +274,9 @@ class Turn:
 
     def _flock(self, file: int, device: str) -> None:
         try:
-            if not door.try_enter(file):
+            if not lock_queue.try_enter(file):
                 self._blocked_at = device
-                door.enter(file)
+                lock_queue.enter(file)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -289,7 +289,7 @@ class Turn:
             ) from error
         finally:
             self._blocked_at = None
-            door.leave(file)
+            lock_queue.leave(file)
 
     def _drop(self, device: str) -> None:
         """Somebody replaced the file that we waited for: close it, unless others hold it through us."""
@@ -314,7 +314,7 @@ class Turn:
     def _give(self) -> None:
         """Unlock all, the notes first: afterwards they would be the next holder's."""
         for device in self._devices:
-            files.write_note(self._open[device], "")
+            lock_files.write_note(self._open[device], "")
         self._unlock(self._devices)
 
     def _unlock(self, devices: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from pydantic import (
     field_validator,
 )
 
-from .base import (
+from .bounded_lists import bounded_length
+from .wire_base import (
     MAX_TOKEN_ID,
     AbortReason,
     Body,
@@ -29,7 +30,6 @@ from .base import (
     Wire,
     _is_absent,
 )
-from .bounds import bounded_length
 
 MAX_BATCH_N = 128
 """Largest `n` of one request."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .base import Problem
+from .wire_base import Problem
 
 PREFIX: Final = "urn:rollout:problem:"
 MEDIA_TYPE: Final = "application/problem+json"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_worker.transfer.layout import ITEM_BYTES
 
-from .tensors import Spec
+from .push_tensors import Spec
 
 Box = tuple[tuple[int, int], ...]
 """In each dimension of a tensor: begin and end."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from rollout_worker.transfer.buckets import flat_bytes
 
-from .devices import Device, accelerator_of
-from .tensors import check_there
+from .push_devices import Device, accelerator_of
+from .push_tensors import check_there
 
 if TYPE_CHECKING:
     import torch

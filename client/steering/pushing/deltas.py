@@ -14,7 +14,7 @@ from rollout_worker.transfer.arena import ArenaError
 from rollout_worker.transfer.delta import SPAN_BYTES, WORTH, encode
 from rollout_worker.transfer.frames import CHUNK_BYTES
 
-from .filling import Filling, GivenUp
+from .stream_filling import Filling, GivenUp
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed, RolloutError
-from rollout_client.steering.protocol import Published
+from rollout_client.steering.steering_protocol import Published
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
 from rollout_worker.transfer.layout import LayoutError, PushLayout

@@ -16,8 +16,8 @@ from rollout_worker.transfer.frames import (
 )
 
 from .board import Board
-from .filling import Filling
 from .routes import Receiver
+from .stream_filling import Filling
 
 if TYPE_CHECKING:
     from .sending import Sender

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.protocol import Published
+from rollout_client.steering.steering_protocol import Published
 from rollout_worker.transfer.arena import Arena, ArenaError
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError

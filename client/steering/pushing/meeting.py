@@ -16,9 +16,9 @@ from rollout_client.errors import PublishFailed
 from rollout_worker.transfer.frames import TransferError
 from rollout_worker.transfer.node import BOOT_ID
 
-from .door import ANYHOW, Door, Places, Reach, call
 from .following import Following
 from .leading import Leading
+from .rank_door import ANYHOW, Door, Places, Reach, call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

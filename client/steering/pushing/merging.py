@@ -9,8 +9,8 @@ from rollout_worker.transfer.arena import Arena, ArenaError, Slot
 from rollout_worker.transfer.layout import LayoutError, Placed
 
 from .copying import Copier
-from .filling import Filling, GivenUp
-from .tensors import Dtypes
+from .push_tensors import Dtypes
+from .stream_filling import Filling, GivenUp
 
 WAIT_SECONDS = 0.5
 

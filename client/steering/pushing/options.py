@@ -11,10 +11,10 @@ from pathlib import PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from rollout_client.spelling import check_option_names
-from rollout_client.steering.versions import DEFAULT_KEPT_VERSIONS, VersionFolder
+from rollout_client.option_names import check_option_names
+from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
 
-from .door import ANYHOW, Reach
+from .rank_door import ANYHOW, Reach
 from .routes import TRANSPORTS, Transport
 
 if TYPE_CHECKING:

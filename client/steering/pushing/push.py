@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.protocol import Published, PublishReport, PushedTo
 from rollout_client.steering.spool import iterate_tensors, run_to_end, spool_blocking
+from rollout_client.steering.steering_protocol import Published, PublishReport, PushedTo
 from rollout_worker.schemas import PushedBytes, StageSource, WeightsId
 from rollout_worker.transfer.pace import Pace
 from rollout_worker.transfer.tls import Trust
 
 from .board import Board
 from .deltas import Before, Deltas
-from .filling import Filling, GivenUp
+from .push_tensors import Given, torch_dtype
 from .routes import Receiver, Route, Transport, routes_for
 from .sending import Link, Sender
-from .tensors import Given, torch_dtype
+from .stream_filling import Filling, GivenUp
 
 if TYPE_CHECKING:
     pass

@@ -11,10 +11,10 @@ from rollout_worker.transfer.layout import PushLayout
 
 from .copying import Copier
 from .deltas import Before
-from .filling import Filling
+from .push_tensors import Dtypes, Given, given
 from .routes import Transport
 from .sending import Sender
-from .tensors import Dtypes, Given, given
+from .stream_filling import Filling
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors

@@ -34,9 +34,9 @@ from rollout_worker.transfer.tls import Trust
 
 from .board import Board
 from .deltas import Deltas
-from .filling import Filling, GivenUp
 from .hearing import Reader
 from .routes import Receiver, Route
+from .stream_filling import Filling, GivenUp
 
 DIAL_SECONDS = 5.0
 WAIT_SECONDS = 1.0

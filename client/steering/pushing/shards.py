@@ -17,7 +17,7 @@ from rollout_client.steering.checkpoint_form import is_sharded
 from rollout_worker.transfer.layout import LayoutError
 
 from .boxes import Box, Run, box_of, nbytes_of, overlap, volume
-from .tensors import Spec, spec_of
+from .push_tensors import Spec, spec_of
 
 
 @dataclass(frozen=True, slots=True)

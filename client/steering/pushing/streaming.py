@@ -17,7 +17,7 @@ from rollout_worker.transfer.layout import ITEM_BYTES, LayoutError, Placed, Push
 from .boxes import Box, inside, nbytes_of, pieces_of, rows_of, run_of, shape_of
 from .copying import Copier
 from .merging import Merging
-from .tensors import Spec, check_there, torch_dtype
+from .push_tensors import Spec, check_there, torch_dtype
 from .writing import scatter
 
 if TYPE_CHECKING:

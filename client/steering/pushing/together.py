@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollout_client.steering.protocol import Published
 from rollout_client.steering.spool import run_to_end
+from rollout_client.steering.steering_protocol import Published
 
-from .door import ANYHOW, Reach
 from .following import Following
 from .leading import Leading
 from .meeting import meet
 from .merging import Merging
 from .push import Push
+from .push_tensors import Dtypes
 from .pusher import Begin, Pusher
+from .rank_door import ANYHOW, Reach
 from .routes import Transport
-from .tensors import Dtypes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,8 +12,8 @@ from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
 
 from .boxes import Box, Run, rows_of
 from .copying import Copier
+from .push_tensors import cast, check_there
 from .shards import Part, part_of
-from .tensors import cast, check_there
 
 if TYPE_CHECKING:
     import torch

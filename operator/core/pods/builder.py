@@ -12,10 +12,10 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.placement import PodPlacement
 
-from . import devices, gang
-from .environment import spec_environment, worker_environment
+from . import gang_pods, pod_devices
 from .overlay import join_by_key, merge_templates
 from .volumes import pod_volumes, volume_mounts
+from .worker_environment import spec_environment, worker_environment
 
 NODE_TOLERATION_SECONDS = 30
 """A pod on a lost node is given up this soon (Kubernetes' default is 300 s)."""
@@ -98,20 +98,20 @@ class PodBuilder:
         """Put a pod in its place: beside the trainer's, on the same claim."""
         meta, spec = pod["metadata"], pod["spec"]
         worker = spec["containers"][0]
-        meta["annotations"] |= devices.placement_annotations(place)
-        spec["resourceClaims"] = [*spec.get("resourceClaims", ()), devices.pod_claim(place)]
-        claims = [*worker["resources"].get("claims", ()), devices.container_claim(place)]
+        meta["annotations"] |= pod_devices.placement_annotations(place)
+        spec["resourceClaims"] = [*spec.get("resourceClaims", ()), pod_devices.pod_claim(place)]
+        claims = [*worker["resources"].get("claims", ()), pod_devices.container_claim(place)]
         worker["resources"] = {**worker["resources"], "claims": claims}
-        told = devices.device_environment(
+        told = pod_devices.device_environment(
             self.spec, place, rank, meta["name"], meta["namespace"], self.turn_claim
         )
         worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in told.items())]
         if self.turn_claim:
-            spec["volumes"] = [*spec["volumes"], devices.turn_volume(self.turn_claim)]
-            worker["volumeMounts"] = [*worker["volumeMounts"], devices.turn_mount()]
+            spec["volumes"] = [*spec["volumes"], pod_devices.turn_volume(self.turn_claim)]
+            worker["volumeMounts"] = [*worker["volumeMounts"], pod_devices.turn_mount()]
 
     def _pod_metadata(self, replica: int, rank: int, restarts: int) -> Obj:
-        annotations = gang.without_scraping(self.overlay.get("annotations", {}), rank)
+        annotations = gang_pods.without_scraping(self.overlay.get("annotations", {}), rank)
         annotations[names.ANNOTATION_RESTARTS] = str(restarts)
         if self.retry:
             annotations[names.ANNOTATION_RETRY] = self.retry
@@ -181,7 +181,7 @@ class PodBuilder:
             "image": self.image,
             "args": ["serve", *(f"--engine-arg={a}" for a in engine.args)],
             "env": self._worker_env(replica, rank),
-            "ports": gang.container_ports(self.spec, rank),
+            "ports": gang_pods.container_ports(self.spec, rank),
             "resources": self._container_resources(),
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -199,18 +199,18 @@ class PodBuilder:
             out["imagePullPolicy"] = policy
         if own.get("lifecycle"):
             out["lifecycle"] = own["lifecycle"]
-        probes = gang.worker_probes(rank, tls=self._control_speaks_tls)
+        probes = gang_pods.worker_probes(rank, tls=self._control_speaks_tls)
         return out | {name: {**probe, **own.get(name, {})} for name, probe in probes.items()}
 
     def _pod_volumes(self) -> list[Obj]:
         ours = pod_volumes(self.spec)
         if self.spec.parallelism.nodes > 1:
-            ours.append(gang.token_volume(self.name, self.namespace))
+            ours.append(gang_pods.token_volume(self.name, self.namespace))
         return ours
 
     def _volume_mounts(self) -> list[Obj]:
         ours = volume_mounts(self.spec)
-        return [*ours, gang.token_mount()] if self.spec.parallelism.nodes > 1 else ours
+        return [*ours, gang_pods.token_mount()] if self.spec.parallelism.nodes > 1 else ours
 
     @property
     def _control_speaks_tls(self) -> bool:

@@ -16,16 +16,16 @@ from aiohttp import web
 
 from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
 from rollout_client.hooks import Hook
-from rollout_client.kube.access import load_access
-from rollout_client.kube.client import ClusterClient
-from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.kube.cluster_access import load_access
+from rollout_client.kube.cluster_client import ClusterClient
+from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, read_mounted_token
-from rollout_client.steering.protocol import Published
 from rollout_client.steering.pushing.pusher import Pusher
-from rollout_client.steering.verbs import SteeringVerbs
-from rollout_worker.embedded.handing import HandedOver
+from rollout_client.steering.steering_protocol import Published
+from rollout_client.steering.steering_verbs import SteeringVerbs
+from rollout_worker.embedded.handing_over import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
-from rollout_worker.wire.roothash import HashedTensor, root_hash_of
+from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls

@@ -28,8 +28,8 @@ from rollout_client import (
     RequestRefused,
     WeightsId,
 )
-from rollout_client.generating.prompts import Prompt
-from rollout_client.routing.connections import STREAMS_PER_CLIENT, MemberClients
+from rollout_client.generating.generate_options import Prompt
+from rollout_client.routing.member_clients import STREAMS_PER_CLIENT, MemberClients
 from tests.support.loopback import loopback
 from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from tests.support.waiting import until

@@ -20,7 +20,7 @@ HEAVY = {
     "module",
     [
         "rollout_client",
-        "rollout_client.control",
+        "rollout_client.worker_control",
         "rollout_client.turn.command",
         "rollout_client.integrations.ray",
         "rollout_client.integrations.verl",

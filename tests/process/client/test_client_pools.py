@@ -24,11 +24,11 @@ from rollout_client import (
     RolloutError,
     RolloutPool,
 )
-from rollout_client.control import ControlError, ControlUnreachable
 from rollout_client.errors import StateTaken
-from rollout_client.generating.prompts import OWN_OPTIONS, GenerateOptions
+from rollout_client.generating.generate_options import OWN_OPTIONS, GenerateOptions
 from rollout_client.integrations.ray import PoolActor
 from rollout_client.pool.options import PoolOptions
+from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_worker.schemas import GenerateRequest
 
 NOWHERE = ["http://127.0.0.1:9"]

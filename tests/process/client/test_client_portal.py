@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollout_client import PoolClosed
-from rollout_client.portal import BlockingPortal, calling_thread
+from rollout_client.blocking_portal import BlockingPortal, calling_thread
 from rollout_client.steering.spool import run_to_end
 
 

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.health import MAX_LAG_SECONDS, LoopLag, ProbeServer
-from rollout_operator.logs import LimitWarnings
-from rollout_operator.telemetry import OperatorTelemetry, PoolMetrics
+from rollout_operator.operator_logs import LimitWarnings
+from rollout_operator.operator_telemetry import OperatorTelemetry, PoolMetrics
+from rollout_operator.probe_server import MAX_LAG_SECONDS, LoopLag, ProbeServer
 
 KEY = PoolKey("rl", "math")
 CONTRACT = {

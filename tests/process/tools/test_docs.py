@@ -17,17 +17,17 @@ import yaml
 from pydantic import BaseModel
 from safetensors.numpy import save_file
 
-from rollout_client.conversation.data import CounterName
+from rollout_client.conversation.conversation_data import CounterName
 from rollout_operator import config
 from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.api.status import PoolPhase
-from rollout_operator.core import report
-from rollout_operator.telemetry import OperatorTelemetry as OperatorTelemetry
-from rollout_operator.telemetry import PoolMetrics
+from rollout_operator.core import status_report
+from rollout_operator.operator_telemetry import OperatorTelemetry as OperatorTelemetry
+from rollout_operator.operator_telemetry import PoolMetrics
 from rollout_worker import schemas
-from rollout_worker.core.states import MOVES
+from rollout_worker.core.lifecycle_states import MOVES
 from rollout_worker.engine import Sink, TensorEntry, TensorSpec
 from rollout_worker.engines import (
     adapter,
@@ -41,21 +41,21 @@ from rollout_worker.engines.shared_memory import (
     rank_mappings,
     ranks,
     sinks,
-    staging,
-    tensors,
+    staging_budget,
+    tensor_views,
     unread,
 )
 from rollout_worker.lifecycle import governor, supervisor
-from rollout_worker.observe.telemetry import WorkerTelemetry as WorkerTelemetry
+from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.control import make_control_app
-from rollout_worker.ports.data import make_data_app
-from rollout_worker.requests import flights
+from rollout_worker.ports.control_routes import make_control_app
+from rollout_worker.ports.data_routes import make_data_app
+from rollout_worker.requests import in_flight_requests
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import FLAGS, add_flags, parse_settings
-from rollout_worker.sources import files as checkpoints
-from rollout_worker.sources.filling import fill_sink
-from rollout_worker.updates import commits
+from rollout_worker.sources import checkpoint_files as checkpoints
+from rollout_worker.sources.tensor_filling import fill_sink
+from rollout_worker.updates import weight_commits
 from rollout_worker.wire.problems import KINDS
 from tests.support.unit import shipped
 from tests.support.unit.chatstyles import tokenizer
@@ -202,7 +202,7 @@ def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> Non
 def test_phases_are_described_in_the_order_in_which_they_win() -> None:
     table = section(page("docs/runbook.md"), "Phases")
     shown = [CODE.findall(cell)[0] for cell in cells(table, 0) if CODE.search(cell)]
-    ladder = inspect.getsource(report._pool_phase)
+    ladder = inspect.getsource(status_report._pool_phase)
     assert shown == [PoolPhase[name].value for name in re.findall(r"Phase\.([A-Z]+)[,)]", ladder)]
     assert set(shown) == set(PoolPhase)
 
@@ -368,8 +368,8 @@ def test_what_engines_share_is_described_as_it_is() -> None:
         request_checks,
         selfcheck,
         sinks,
-        staging,
-        tensors,
+        staging_budget,
+        tensor_views,
         unread,
         weight_versions,
     )
@@ -406,11 +406,11 @@ def test_the_time_of_each_call_to_an_engine_is_told() -> None:
         for verbs, after in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:after )?(\d+) s", told)
         for verb in CODE.findall(verbs)
     }
-    pause = {governor.ENGINE_PAUSE_SECONDS, commits.ENGINE_PAUSE_SECONDS}
-    memory = {governor.MEMORY_CALL_SECONDS, commits.ENGINE_COMMIT_SECONDS}
+    pause = {governor.ENGINE_PAUSE_SECONDS, weight_commits.ENGINE_PAUSE_SECONDS}
+    memory = {governor.MEMORY_CALL_SECONDS, weight_commits.ENGINE_COMMIT_SECONDS}
     assert {seconds[verb] for verb in ("hold_admission", "pause", "resume")} == pause
     assert {seconds[verb] for verb in ("commit", "sleep", "wake")} == memory
-    assert seconds["abort"] == flights.ABORT_TIMEOUT_SECONDS
+    assert seconds["abort"] == in_flight_requests.ABORT_TIMEOUT_SECONDS
     assert f"waits {supervisor.ENGINE_STOP_SECONDS:g} s" in told
 
 

@@ -18,10 +18,10 @@ def test_the_table_names_files_that_exist() -> None:
 
 
 def test_the_settings_are_toml_and_name_the_module_as_it_is_imported() -> None:
-    text = mutants.settings_of("operator/core/gangs.py", ["tests/unit/operator"])
+    text = mutants.settings_of("operator/core/pod_planning.py", ["tests/unit/operator"])
     settings = tomllib.loads(text)["tool"]["mutmut"]
     [module] = settings["only_mutate"]
-    assert (ROOT / module).samefile(ROOT / "operator/core/gangs.py")
+    assert (ROOT / module).samefile(ROOT / "operator/core/pod_planning.py")
     assert all(
         (ROOT / path).exists() for path in (*settings["source_paths"], *settings["also_copy"])
     )

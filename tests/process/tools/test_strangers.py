@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_client.steering.pushing.door import Door, Reach, call
+from rollout_client.steering.pushing.rank_door import Door, Reach, call
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.connections import ConnectionQuota
+from rollout_worker.ports.port_connections import ConnectionQuota
 from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers
 from rollout_worker.schemas import OfferRequest
 from rollout_worker.sources import pushed

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.openai.text import ModelText
-from rollout_worker.ports.access import SEE_STATE
+from rollout_worker.openai.model_text import ModelText
+from rollout_worker.ports.access_rights import SEE_STATE
 from rollout_worker.ports.auth import SharedToken
-from rollout_worker.ports.data import make_data_app
+from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.schemas import Checkpoint, DiscardRequest, StageRequest, WeightsSource
 from rollout_worker.service import WorkerService
-from rollout_worker.sources import filling
+from rollout_worker.sources import tensor_filling
 from rollout_worker.threads import SharedCall
 from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.asgi import call
@@ -74,7 +74,7 @@ async def test_a_token_file_that_hangs_lets_nobody_in(tmp_path: Path) -> None:
 async def test_a_volume_that_hangs_is_told(tmp_path: Path) -> None:
     released = threading.Event()
     async with tiny_worker(tmp_path) as tiny:
-        hanging = [filling._THREADS.submit(released.wait, 30) for _ in range(4)]
+        hanging = [tensor_filling._THREADS.submit(released.wait, 30) for _ in range(4)]
         with refused("deadline-exceeded"):
             await tiny.begin_stage(1, 7, deadline_seconds=0.05)
         assert tiny.updates.slot is None

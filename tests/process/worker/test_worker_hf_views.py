@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from rollout_worker.engine import EngineError, Sink, TrainerTensors, WeightsLayout, WeightsRejected
 from rollout_worker.engines.hf.weights.buffers import TensorSink
 from rollout_worker.engines.hf.weights.loading import LoadedModel
-from rollout_worker.engines.hf.weights.memory import WeightsMemory
-from rollout_worker.engines.shared_memory.staging import StagingBudget
-from rollout_worker.sources.tensors import entries_of, fill, named
+from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.sources.tensor_bytes import entries_of, fill, named
 
 LAYOUT = WeightsLayout(
     {each.name: each.spec for each in entries_of(nn.Linear(3, 4).state_dict())}, {}, {}

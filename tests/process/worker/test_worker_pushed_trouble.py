@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineCrashed, EngineError
-from rollout_worker.ports import weights as port
+from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import DiscardRequest, StageRequest, Transfer
 from rollout_worker.sources import incoming
 from rollout_worker.sources.incoming import Incoming

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
-from rollout_worker.sources import files
-from rollout_worker.sources.files import ReadCancelled, open_source, write_manifest
+from rollout_worker.sources import checkpoint_files
+from rollout_worker.sources.checkpoint_files import ReadCancelled, open_source, write_manifest
 from rollout_worker.weights import check_layout
 
 TENSORS: dict[str, Any] = {
@@ -63,7 +63,9 @@ def read(path: Path, layout: WeightsLayout = LAYOUT) -> tuple[dict[str, bytearra
         kept[entry.name] = bytearray(entry.spec.nbytes)
         return memoryview(kept[entry.name])
 
-    root = files.read_source(source, layout.tied, allocate, lambda *_: None, lambda: False)
+    root = checkpoint_files.read_source(
+        source, layout.tied, allocate, lambda *_: None, lambda: False
+    )
     return kept, root
 
 
@@ -264,19 +266,21 @@ def test_progress_and_cancellation(tmp_path: Path) -> None:
     def progress(done: int, total: int) -> None:
         seen.append((done, total))
 
-    files.read_source(source, {}, lambda _: None, progress, lambda: False)
+    checkpoint_files.read_source(source, {}, lambda _: None, progress, lambda: False)
     assert seen[0] == (0, source.bytes_total)
     assert seen[-1] == (source.bytes_total, source.bytes_total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     with pytest.raises(ReadCancelled):
-        files.read_source(source, {}, lambda _: None, progress, lambda: True)
+        checkpoint_files.read_source(source, {}, lambda _: None, progress, lambda: True)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     folder = publish(tmp_path / "w")
     source = open_source(folder)
     os.truncate(folder / "model.safetensors", source.places[source.entries[0].name].offset)
-    error = refused(lambda: files.read_source(source, {}, lambda _: None, lambda *_: None, bool))
+    error = refused(
+        lambda: checkpoint_files.read_source(source, {}, lambda _: None, lambda *_: None, bool)
+    )
     assert "ends within tensor" in str(error)
 
 

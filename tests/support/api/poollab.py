@@ -23,12 +23,12 @@ from aiohttp import web
 
 import processless
 from localkube import Cluster
-from rollout_client.control import WorkerControl
+from rollout_client.worker_control import WorkerControl
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.config import EngineDefaults, OperatorConfig
-from rollout_operator.passes.context import PassContext, ReconcileFunction
+from rollout_operator.operator_process import Operator
+from rollout_operator.passes.pass_context import PassContext, ReconcileFunction
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.runtime import Operator
 from rollout_operator.wiring import OperatorParts
 from tests.support.api.apiclient import PODS, POOLS, Api, ApiError, Obj
 from tests.support.cluster.scalelab import WRITES, holds

@@ -22,13 +22,13 @@ import torch
 from localkube import Cluster
 from localkube.settings import free_ports
 from rollout_client import Hook, Published
-from rollout_client.discovery.members import Member
-from rollout_client.kube.access import load_access
-from rollout_client.kube.client import ClusterClient
-from rollout_client.steering.cluster import ClusterSteering
+from rollout_client.discovery.pool_members import Member
+from rollout_client.kube.cluster_access import load_access
+from rollout_client.kube.cluster_client import ClusterClient
+from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts
-from rollout_client.steering.protocol import OnProgress
-from rollout_client.steering.verbs import SteeringVerbs
+from rollout_client.steering.steering_protocol import OnProgress
+from rollout_client.steering.steering_verbs import SteeringVerbs
 from tests.support.api.poollab import PoolLab, Workers, pool_lab
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout_operator import logs
+from rollout_operator import operator_logs
 from rollout_operator.api.names import API_VERSION, KIND, PLURAL
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.config import OperatorConfig, parse_config
-from rollout_operator.passes.context import PassContext, ReconcileFunction
-from rollout_operator.runtime import Operator
+from rollout_operator.operator_process import Operator
+from rollout_operator.passes.pass_context import PassContext, ReconcileFunction
 
 
 def make_pass(context: PassContext, folder: Path) -> ReconcileFunction:
@@ -64,7 +64,7 @@ async def run(config: OperatorConfig, folder: Path) -> int:
 
 def main(argv: Sequence[str]) -> None:
     config = parse_config(["run", *argv[1:]])
-    logs.configure_logging(config.log_level, config.log_format)
+    operator_logs.configure_logging(config.log_level, config.log_format)
     code = asyncio.run(run(config, Path(argv[0])))
     if code:
         os._exit(code)

@@ -9,7 +9,7 @@ import argparse
 import signal
 import threading
 
-from rollout_worker import logs
+from rollout_worker import json_logs
 from rollout_worker.embedded import Worker
 from rollout_worker.settings import add_flags
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    logs.configure_logging("info", "json", quiet=logs.WORKER_QUIET_LOGGERS)
+    json_logs.configure_logging("info", "json", quiet=json_logs.WORKER_QUIET_LOGGERS)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with Worker(**given) as worker:

@@ -30,8 +30,8 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSpan,
 )
-from rollout_worker.sources.files import Report, open_source
-from rollout_worker.sources.filling import fill_sink
+from rollout_worker.sources.checkpoint_files import Report, open_source
+from rollout_worker.sources.tensor_filling import fill_sink
 
 PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)
 V1, V2 = WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)

@@ -29,7 +29,7 @@ import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
 from rollout_client.steering.pushing import sending
 from rollout_worker.__main__ import main as serve
-from rollout_worker.ports import weights
+from rollout_worker.ports import weights_port
 from rollout_worker.transfer import connection
 from tests.support.engine import push_trainer
 
@@ -44,7 +44,7 @@ def shorten(seconds: float) -> None:
     """Have trainer and worker take a silence of these seconds for the other one's end."""
     for module, name, value in (
         (sending, "LEASE_SECONDS", seconds),
-        (weights, "LEASE_SECONDS", seconds),
+        (weights_port, "LEASE_SECONDS", seconds),
         (connection, "PING_SECONDS", seconds / 20),
     ):
         assert hasattr(module, name)

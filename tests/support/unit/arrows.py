@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.ports import weights as port
+from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import Lifecycle, Transfer
 from rollout_worker.sources import incoming, outward, receiving
 from rollout_worker.transfer import connection

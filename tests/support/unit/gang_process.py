@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rollout_worker.core import whole_turn
+from rollout_worker.core import multi_node_turn
 from rollout_worker.engine import EngineCrashed, MemberInfo
-from rollout_worker.gang import head as heads
-from rollout_worker.gang import line, silence, turning
-from rollout_worker.gang import member as members
-from rollout_worker.gang.places import EXIT_GANG_BROKEN
+from rollout_worker.gang import gang_head as heads
+from rollout_worker.gang import member_client, member_turn, silence_timer
+from rollout_worker.gang import member_worker as members
+from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN
 from rollout_worker.schemas import Progress
 from rollout_worker.turn import Turn
 from tests.support.unit import gang_rank
@@ -234,12 +234,12 @@ class RankedMember(TinyMember):
 def _hurry() -> None:
     """A second of a gang is less here, but more than a busy machine takes."""
     heads.MEMBER_POLL_SECONDS = 0.1
-    heads.MEMBER_SILENCE_SECONDS = members.HEAD_SILENCE_SECONDS = turning.SILENCE_SECONDS = 2.0
+    heads.MEMBER_SILENCE_SECONDS = members.HEAD_SILENCE_SECONDS = member_turn.SILENCE_SECONDS = 2.0
     members.GANG_WATCH_SECONDS = 0.05
-    silence.MAX_GAP_SECONDS = 1.0
-    line.MEMBER_ANSWER_SECONDS, turning.WAIT_SECONDS = 1.5, 0.3
-    whole_turn.PATIENCE_SECONDS = 0.5
-    whole_turn.PAUSE_SECONDS = 0.1
+    silence_timer.MAX_GAP_SECONDS = 1.0
+    member_client.MEMBER_ANSWER_SECONDS, member_turn.WAIT_SECONDS = 1.5, 0.3
+    multi_node_turn.PATIENCE_SECONDS = 0.5
+    multi_node_turn.PAUSE_SECONDS = 0.1
 
 
 def _flags(folder: Path, rank: int) -> tuple[str, ...]:

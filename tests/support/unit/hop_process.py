@@ -10,12 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-from rollout_worker.updates import pushes
+from rollout_worker.updates import pushed_weights
 from tests.support.unit.pushing import pushed_worker, stage
 
 
 async def main(folder: Path) -> None:
-    setattr(pushes, "check_layout", lambda *_, where: None)  # noqa: B010
+    setattr(pushed_weights, "check_layout", lambda *_, where: None)  # noqa: B010
     async with pushed_worker(folder) as worker:
         begun = await stage(worker, 1)
         assert begun.transfer is not None

@@ -14,25 +14,29 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel
 
-from rollout_client.control import WorkerControl
+from rollout_client.worker_control import WorkerControl
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import parse_spec
-from rollout_operator.cache.neighbours import NeighbourInformer
-from rollout_operator.cache.store import ObjectStore
+from rollout_operator.cache.neighbour_informer import NeighbourInformer
+from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import EngineDefaults, OperatorConfig
 from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.services import pool_services
-from rollout_operator.core.trainers import parse_resource_claim, parse_resource_slice, parse_trainer
-from rollout_operator.kube.client import KubeClient
-from rollout_operator.kube.events import EventRecorder
-from rollout_operator.passes.context import PassContext
+from rollout_operator.core.trainer_pods import (
+    parse_resource_claim,
+    parse_resource_slice,
+    parse_trainer,
+)
+from rollout_operator.kube.event_recorder import EventRecorder
+from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.operator_telemetry import OperatorTelemetry
+from rollout_operator.passes.pass_context import PassContext
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.telemetry import OperatorTelemetry
-from rollout_operator.workers.calls import WorkerCalls
-from rollout_operator.workers.poller import AskState, HeadPoller
-from rollout_operator.workers.talk import WorkerClients
+from rollout_operator.workers.head_poller import AskState, HeadPoller
+from rollout_operator.workers.worker_calls import WorkerCalls
+from rollout_operator.workers.worker_clients import WorkerClients
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,

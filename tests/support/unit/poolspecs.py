@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.world import Pod
+from rollout_operator.core.observed_pool import Pod
 
 NOW = 1_000_000.0
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from rollout_worker.ports.tls import serving_certificate
-from rollout_worker.ports.weights import WeightsPort
+from rollout_worker.ports.serving_certificate import serving_certificate
+from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import StagedWeights, Transfer
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.connection import Connection
@@ -22,7 +22,7 @@ from rollout_worker.transfer.delta import encode
 from rollout_worker.transfer.dialing import dial, dial_unix
 from rollout_worker.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
 from rollout_worker.transfer.layout import PushLayout
-from rollout_worker.wire.roothash import HashedTensor, root_hash_of
+from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 

@@ -19,7 +19,7 @@ from rollout_worker.transfer.dialing import dial
 from rollout_worker.transfer.frames import Frame, Kind, TransferError
 from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.transfer.node import node_of
-from rollout_worker.wire.roothash import HashedTensor, root_hash_of
+from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 
 Fault = Callable[["Receiver", Connection, Frame], None]
 

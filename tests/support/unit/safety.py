@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec, WeightsStrategy
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.observed_pool import ObservedPool, Pod
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb, PassPlan
 from rollout_operator.core.placement import PlacementPlanner
-from rollout_operator.core.plan import CallWorker, ControlVerb, PassPlan
-from rollout_operator.core.world import ObservedPool, Pod
 from rollout_worker.schemas import (
     CommitRequest,
     DiscardRequest,

@@ -10,8 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout_client.control import STATE_TIMEOUT_SECONDS
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
+from rollout_client.worker_control import STATE_TIMEOUT_SECONDS
 from tests.support.loopback import Loopback, loopback
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rollout_operator.core.plan import CallWorker, ControlVerb
-from rollout_operator.core.world import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb
 from rollout_worker.schemas import StageRequest, WorkerState
 from tests.support.unit.poolspecs import NOW
 from tests.support.unit.simworker import SimWorker

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.pass_plan import DeletePod, SetGate
 from rollout_operator.core.placement import PodPlacement
-from rollout_operator.core.plan import DeletePod, SetGate
-from rollout_operator.core.trainers import RecordedPlacement
-from rollout_operator.core.world import Pod
+from rollout_operator.core.trainer_pods import RecordedPlacement
 from tests.support.unit.poolspecs import a_pod
 from tests.support.unit.simcalls import SimCalls
 from tests.support.unit.simworker import SimWorker

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.trainers import (
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.trainer_pods import (
     TRAINERS_SETTLED_SECONDS,
     AllocatedDevice,
     DeviceClaim,
@@ -19,8 +20,7 @@ from rollout_operator.core.trainers import (
     TrainerPod,
     TrainerWatch,
 )
-from rollout_operator.core.world import Pod
-from rollout_worker.claims import natural_sort_key
+from rollout_worker.device_claims import natural_sort_key
 
 GONE_SECONDS = 2.0
 """How long a pod of the trainer's terminates."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rollout_client.conversation.boundaries import common_length
 from rollout_client.conversation.codec import Codec
-from rollout_client.conversation.messages import STAND_IN
+from rollout_client.conversation.template_messages import STAND_IN
 from rollout_worker.schemas import RolloutRequest
 from tests.support.unit.conversations import ADD, Counting
 from tests.support.unit.shipped import SPECIAL, Oracle, tokenizer

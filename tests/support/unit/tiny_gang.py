@@ -20,14 +20,14 @@ from rollout_worker.engine import (
     TensorEntry,
 )
 from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
-from rollout_worker.engines.shared_memory.staging import StagingBudget
-from rollout_worker.gang import head as heads
-from rollout_worker.gang import member as members
-from rollout_worker.gang import silence
-from rollout_worker.gang.member import MemberWorker
-from rollout_worker.gang.places import GangBroken, make_gang
-from rollout_worker.ports.connections import ConnectionPool
-from rollout_worker.ports.member import make_head_authorizer, make_member_app
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.gang import gang_head as heads
+from rollout_worker.gang import member_worker as members
+from rollout_worker.gang import silence_timer
+from rollout_worker.gang.gang_addresses import GangBroken, make_gang
+from rollout_worker.gang.member_worker import MemberWorker
+from rollout_worker.ports.member_port import make_head_authorizer, make_member_app
+from rollout_worker.ports.port_connections import ConnectionPool
 from rollout_worker.ports.server import UvicornServer, bind_port, uvicorn_config
 from rollout_worker.schemas import Progress
 from rollout_worker.settings import WorkerSettings
@@ -45,7 +45,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a second of a gang take a fiftieth."""
     monkeypatch.setattr(heads, "MEMBER_POLL_SECONDS", 0.02)
     # So a stall of this whole process, head and member, is nobody's silence.
-    monkeypatch.setattr(silence, "MAX_GAP_SECONDS", 0.1)
+    monkeypatch.setattr(silence_timer, "MAX_GAP_SECONDS", 0.1)
     monkeypatch.setattr(members, "GANG_WATCH_SECONDS", 0.02)
     monkeypatch.setattr(members, "HEAD_SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(members, "FAILURE_REPORT_SECONDS", 0.5)

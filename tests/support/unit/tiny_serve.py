@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from rollout_worker.engine import Engine
-from rollout_worker.ports.access import AccessRight, Authorizer
+from rollout_worker.ports.access_rights import AccessRight, Authorizer
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.service import WorkerService

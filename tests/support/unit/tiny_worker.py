@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from rollout_worker.engine import Engine
-from rollout_worker.requests.flights import InFlightRequest
-from rollout_worker.requests.outputs import RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.requests.running_output import RunningOutput
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.decide import plan_pass
 from rollout_operator.core.hybrid import with_member_count
-from rollout_operator.core.plan import PassPlan
+from rollout_operator.core.observed_pool import ObservedPool, Pod
+from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.pass_planning import plan_pass
 from rollout_operator.core.status_changes import is_same_decision
-from rollout_operator.core.stuck import FORCED_DELETION_SECONDS
-from rollout_operator.core.trainers import ObservedTrainers, TrainerWatch
-from rollout_operator.core.world import ObservedPool, Pod
-from rollout_operator.passes.witness import EndedPodClock
+from rollout_operator.core.stuck_pods import FORCED_DELETION_SECONDS
+from rollout_operator.core.trainer_pods import ObservedTrainers, TrainerWatch
+from rollout_operator.passes.ended_pod_clock import EndedPodClock
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.safety import Pass, check
 from tests.support.unit.simhybrid import SimHybrid

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
 from rollout_worker.schemas import (
     AbortRequest,
     CommitRequest,

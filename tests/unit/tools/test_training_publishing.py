@@ -15,7 +15,7 @@ import publishing
 from demo import train
 from publishing import PHASES, Clock, Publisher, Update, table, ways_of, with_transport
 from rollout_client import Published, PublishProgress, WeightsId
-from rollout_client.steering.protocol import PublishReport, PushedTo
+from rollout_client.steering.steering_protocol import PublishReport, PushedTo
 
 SECONDS = dict(zip(PHASES, (0.01, 0.02, 0.03, 0.04, 0.1), strict=True))
 

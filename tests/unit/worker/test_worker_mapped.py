@@ -30,10 +30,10 @@ from rollout_worker.engines.shared_memory.sinks import (
     MappedSink,
     open_mapped_sink,
 )
-from rollout_worker.engines.shared_memory.staging import StagingBudget
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.engines.weight_versions import require_sealed
-from rollout_worker.sources import files
-from rollout_worker.sources.filling import fill_sink
+from rollout_worker.sources import checkpoint_files
+from rollout_worker.sources.tensor_filling import fill_sink
 
 ENTRIES = [
     TensorEntry("a", TensorSpec("U8", (3,))),
@@ -158,7 +158,7 @@ async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) ->
 async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", TENSOR_ALIGNMENT)
+    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", TENSOR_ALIGNMENT)
     size, slots, staging = (
         1024 * TENSOR_ALIGNMENT,
         tmp_path / "slots",

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_operator.api import names
 from rollout_worker.__main__ import main
-from rollout_worker.ports.kubeauth import API_GROUP, RESOURCE
+from rollout_worker.ports.kubernetes_auth import API_GROUP, RESOURCE
 from rollout_worker.settings import (
     FLAGS,
     InvalidSettings,

@@ -15,8 +15,8 @@ from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.vllm import backups
 from rollout_worker.engines.vllm.launch import StepCounter
 from rollout_worker.engines.vllm.steering import SchedulerControl
-from rollout_worker.engines.vllm.streams import WeightLabels
-from rollout_worker.engines.vllm.versions import VllmVersions
+from rollout_worker.engines.vllm.vllm_streams import WeightLabels
+from rollout_worker.engines.vllm.vllm_versions import VllmVersions
 from rollout_worker.schemas import MemoryTag, WeightsId
 
 ENTRIES = [TensorEntry("a", TensorSpec("U8", (3,)))]

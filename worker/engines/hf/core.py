@@ -20,10 +20,10 @@ from rollout_worker.schemas import CHECKPOINT, AbortReason, WeightsId
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
 from .metrics import BatchCensus, StepTotals
-from .pace import PrefillPace
+from .prefill_pace import PrefillPace
 from .sampling import BatchSampler
 from .sequence import OutputSequence
-from .weights.memory import WeightsMemory
+from .weights.weights_memory import WeightsMemory
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .kv import KvRows
-from .weights.memory import WeightsMemory
+from .weights.weights_memory import WeightsMemory
 
 
 @dataclass(slots=True)

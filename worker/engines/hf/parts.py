@@ -11,14 +11,14 @@ from rollout_worker.schemas import Capabilities
 
 from .core import BatchCore, DeltaDelivery
 from .forward import ForwardRunner
+from .hf_versions import HfVersions
 from .kv import KvRows
-from .pace import PrefillPace
+from .prefill_pace import PrefillPace
 from .settings import HfSettings
 from .thread import StepThread
-from .versions import HfVersions
 from .weights.allocations import device_allocator
 from .weights.loading import LoadedModel
-from .weights.memory import WeightsMemory
+from .weights.weights_memory import WeightsMemory
 
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""

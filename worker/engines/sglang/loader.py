@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollout_worker.engines.shared_memory import rank_mappings
-from rollout_worker.engines.shared_memory.tensors import TensorPlace
-from rollout_worker.sources.files import open_source
+from rollout_worker.engines.shared_memory.tensor_views import TensorPlace
+from rollout_worker.sources.checkpoint_files import open_source
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

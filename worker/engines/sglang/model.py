@@ -20,7 +20,7 @@ from rollout_worker.engines.model_folder import (
 )
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature
 from rollout_worker.schemas import Capabilities
-from rollout_worker.sources.files import open_source
+from rollout_worker.sources.checkpoint_files import open_source
 
 QUANTISATION_FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
 FP8_DEVICES = (8, 9), (10, 0)

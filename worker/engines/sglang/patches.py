@@ -18,7 +18,7 @@ from rollout_worker.turn.sharing import join
 
 from . import loader, sampler, spilling
 from .child import die_with_parent
-from .streams import UNREAD_INTERVAL_SECONDS
+from .sglang_streams import UNREAD_INTERVAL_SECONDS
 
 NEVER_INTERVAL = 1 << 30
 

@@ -16,8 +16,8 @@ from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import AbortReason, WeightsId
 
-from .connection import ChildConnection
-from .streams import SglangStream
+from .child_connection import ChildConnection
+from .sglang_streams import SglangStream
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from sglang.version import __version__
 
 from . import patches
-from .connection import MAX_LINE_BYTES, encode_frame
+from .child_connection import MAX_LINE_BYTES, encode_frame
 from .settings import with_graph_tags
-from .streams import to_child_tokens
+from .sglang_streams import to_child_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from rollout_worker.transfer.locked import current_context, lock
 from .ranks import LOCKED, MAPPED
 from .read_watch import AbsentTensor
 from .sinks import read_index, slot_path
-from .tensors import TensorPlace, view_memory, view_tensors
+from .tensor_views import TensorPlace, view_memory, view_tensors
 
 logger = logging.getLogger(__name__)
 

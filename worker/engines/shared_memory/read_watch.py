@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .tensors import TORCH_DTYPES
+from .tensor_views import TORCH_DTYPES
 
 
 class AbsentTensorRead(RuntimeError):

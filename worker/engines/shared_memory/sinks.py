@@ -24,7 +24,7 @@ from rollout_worker.engine import EngineError, GivenWeights, MappedWeights, Sink
 from rollout_worker.threads import open_in_thread
 
 from .ranks import EngineRanks
-from .staging import StagingBudget
+from .staging_budget import StagingBudget
 
 SLOTS_VARIABLE = "ROLLOUT_SLOTS"
 """Tells the ranks of an engine where the slots of their node are."""

@@ -26,14 +26,14 @@ from rollout_worker.engines.model_folder import (
 )
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import open_source
+from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.turn.sharing import SOCKET
 
-from .environment import join_gang
 from .intake import VllmModel
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
 from .under_ray import check_ray_platform, set_head_variable
+from .vllm_environment import join_gang
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rollout_worker.engine import EngineError
 from rollout_worker.observe import processes
 from rollout_worker.observe.processes import PROC, ProcessHandle
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.sources.checkpoint_files import ReadCancelled
 
 if TYPE_CHECKING:
     from .launch import LaunchedVllm

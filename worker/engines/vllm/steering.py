@@ -12,7 +12,7 @@ from rollout_worker.engines.admission_queue import AdmissionQueue
 from rollout_worker.schemas import AbortReason, MemoryTag
 
 from .launch import LaunchedVllm
-from .streams import VllmStream, WeightLabels
+from .vllm_streams import VllmStream, WeightLabels
 
 FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
 

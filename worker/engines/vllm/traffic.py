@@ -15,7 +15,7 @@ from rollout_worker.schemas import AbortReason, SamplingParams
 from .intake import to_sampling_params
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
-from .streams import VllmStream, WeightLabels
+from .vllm_streams import VllmStream, WeightLabels
 
 
 class VllmRequests:

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from rollout_client import AsyncRolloutPool, ClusterError, Hook, NoReplica
 from rollout_client.discovery.dns import DnsDiscovery
-from rollout_client.discovery.endpoints import EndpointDiscovery, members_of_slices
-from rollout_client.discovery.members import Discovery, Member, Publish
-from rollout_client.kube.access import load_access
-from rollout_client.kube.client import ClusterClient
+from rollout_client.discovery.endpoint_discovery import EndpointDiscovery, members_of_slices
+from rollout_client.discovery.pool_members import Discovery, Member, Publish
+from rollout_client.kube.cluster_access import load_access
+from rollout_client.kube.cluster_client import ClusterClient
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
 
@@ -288,7 +288,7 @@ def test_a_service_account_that_lacks_a_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("t")
-    monkeypatch.setattr("rollout_client.kube.access.SERVICE_ACCOUNT_DIR", tmp_path)
+    monkeypatch.setattr("rollout_client.kube.cluster_access.SERVICE_ACCOUNT_DIR", tmp_path)
     monkeypatch.delenv("KUBECONFIG", raising=False)
     with pytest.raises(ClusterError, match="the service account can't be used"):
         load_access()

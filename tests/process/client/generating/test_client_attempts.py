@@ -21,7 +21,7 @@ from rollout_client import (
     VersionChanged,
     WeightsId,
 )
-from rollout_client.routing.records import MemberRecord
+from rollout_client.routing.member_records import MemberRecord
 from tests.support.loopback import loopback
 from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
 from tests.support.waiting import until

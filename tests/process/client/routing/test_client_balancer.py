@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.discovery.members import Member, static_members
+from rollout_client.discovery.pool_members import Member, static_members
 from rollout_client.routing.balancer import MAX_SCANNED, LoadBalancer
-from rollout_client.routing.bounds import WeightsBounds
+from rollout_client.routing.weights_bounds import WeightsBounds
 from rollout_worker.schemas import WeightsId
 
 
@@ -190,7 +190,7 @@ def test_beyond_some_members_two_are_compared() -> None:
 
 def test_the_stable_hash_is_the_same_in_every_process() -> None:
     program = (
-        "from rollout_client.routing.balancer import LoadBalancer; from rollout_client.discovery.members import Member\n"
+        "from rollout_client.routing.balancer import LoadBalancer; from rollout_client.discovery.pool_members import Member\n"
         "b = LoadBalancer(deterministic=True)\n"
         "b.set_members([Member(f'http://w{i}:8000', f'w{i}') for i in range(5)], 0.0)\n"
         "print([b.choose_member(str(k), 0.0).name for k in range(50)])"

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rollout_client import EpochLost, PublishFailed, PublishProgress, WeightsId
-from rollout_client.discovery.members import Member
-from rollout_client.steering.barrier import (
+from rollout_client.discovery.pool_members import Member
+from rollout_client.steering.control_ports import ControlPorts
+from rollout_client.steering.staging_barrier import (
     Barrier,
     Lost,
     Staged,
@@ -20,7 +21,6 @@ from rollout_client.steering.barrier import (
     Version,
     progress_of,
 )
-from rollout_client.steering.control_ports import ControlPorts
 from rollout_worker.schemas import WeightsSource, WorkerState
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
 from tests.support.waiting import until

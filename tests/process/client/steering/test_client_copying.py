@@ -23,11 +23,11 @@ from rollout_client.steering.pushing.copying import (
     TOLD_BYTES,
     Copier,
 )
-from rollout_client.steering.pushing.devices import accelerator_of
-from rollout_client.steering.pushing.filling import Filling
+from rollout_client.steering.pushing.push_devices import accelerator_of
+from rollout_client.steering.pushing.push_tensors import check_there, given
 from rollout_client.steering.pushing.shards import Part, part_of
+from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.streaming import Streaming
-from rollout_client.steering.pushing.tensors import check_there, given
 from rollout_client.steering.pushing.writing import InMemory
 from rollout_worker.transfer.arena import Arena, Slot
 from rollout_worker.transfer.connection import Connection

@@ -17,10 +17,10 @@ from rollout_client import (
     SteeringFailed,
     WeightsId,
 )
-from rollout_client.discovery.members import Member
-from rollout_client.steering import control_ports, keeper
-from rollout_client.steering.barrier import Version
-from rollout_client.steering.direct import DirectSteering
+from rollout_client.discovery.pool_members import Member
+from rollout_client.steering import control_ports, pool_keeper
+from rollout_client.steering.direct_steering import DirectSteering
+from rollout_client.steering.staging_barrier import Version
 from rollout_worker.schemas import Pushed, WeightsSource
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
 from tests.support.waiting import until
@@ -52,7 +52,7 @@ class Steered:
 
 @pytest.fixture
 async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
-    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(pool_keeper, "KEEP_INTERVAL_SECONDS", 0.1)
     async with scripted_controls(2) as controls:
         made = Steered(controls)
         yield made
@@ -276,7 +276,7 @@ async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
     """And doesn't read the old ones for that, if it can wake without."""
     for control in steered.controls:
         control.wakes_empty = able
-    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 60)  # else it may be quicker
+    monkeypatch.setattr(pool_keeper, "KEEP_INTERVAL_SECONDS", 60)  # else it may be quicker
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     await steered.direct.change_state("Active", 10)
@@ -290,7 +290,7 @@ async def test_who_wakes_with_old_weights_gets_the_new_ones_before_its_cache(
 async def test_who_woke_without_weights_and_failed_gets_the_published_ones(
     steered: Steered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "KEEP_INTERVAL_SECONDS", 60)
+    monkeypatch.setattr(pool_keeper, "KEEP_INTERVAL_SECONDS", 60)
     await steered.direct.change_state("Asleep", 10)
     await steered.publish()
     for control in steered.controls:
@@ -354,7 +354,7 @@ async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered)
 async def test_who_stages_for_too_long_is_given_up_until_the_next_look(
     steered: Steered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper, "SEED_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(pool_keeper, "SEED_TIMEOUT_SECONDS", 0.2)
     await steered.publish()
     behind = steered.controls[1]
     behind.active, behind.phase = (1, 3), "Staging"
@@ -392,9 +392,9 @@ async def test_a_token_that_can_not_be_read_for_a_while_ends_no_care(tmp_path: P
         file.unlink()
         with pytest.raises(SteeringFailed, match="the token of the control ports can't be read"):
             await direct.acquire_epoch(10)
-        (keeper,) = [t for t in asyncio.all_tasks() if t.get_name() == "keeper of the pool"]
-        await asyncio.wait({keeper}, timeout=1.5)  # it looks every second
-        assert not keeper.done()
+        (pool_keeper,) = [t for t in asyncio.all_tasks() if t.get_name() == "keeper of the pool"]
+        await asyncio.wait({pool_keeper}, timeout=1.5)  # it looks every second
+        assert not pool_keeper.done()
         file.write_text("t")
         control.holds = []
         await until(lambda: control.holds == ["Paused"], what="the keeper to pause it")

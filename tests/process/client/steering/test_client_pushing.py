@@ -18,17 +18,17 @@ from rollout_client import (
     PublishProgress,
     RolloutPool,
 )
-from rollout_client.steering import barrier
+from rollout_client.steering import staging_barrier
 from rollout_client.steering.pushing.board import Board
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.deltas import Before, Deltas
-from rollout_client.steering.pushing.filling import Filling, GivenUp
 from rollout_client.steering.pushing.merging import Merging
+from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver as Waiting
 from rollout_client.steering.pushing.routes import Route
 from rollout_client.steering.pushing.sending import Link, Sender
-from rollout_client.steering.pushing.tensors import spec_of
+from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
 from rollout_worker.schemas import Transfer, WeightsId
 from rollout_worker.transfer.arena import Arena, ArenaError
 from rollout_worker.transfer.connection import Connection
@@ -410,7 +410,7 @@ async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: Wo
 async def test_a_chain_goes_on_behind_a_hop_that_died(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(barrier, "DEAD_SECONDS", 0.2)
+    monkeypatch.setattr(staging_barrier, "DEAD_SECONDS", 0.2)
 
     def die(receiver: Receiver, connection: Connection, frame: Frame) -> None:
         if receiver.chunks == 2:

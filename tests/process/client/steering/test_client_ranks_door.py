@@ -15,11 +15,11 @@ import pytest
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing import addresses, meeting
-from rollout_client.steering.pushing import door as door_module
-from rollout_client.steering.pushing.door import ANYHOW, Door, Reach, call
+from rollout_client.steering.pushing import rank_door as door_module
 from rollout_client.steering.pushing.following import Following
 from rollout_client.steering.pushing.leading import Leading
 from rollout_client.steering.pushing.options import PushPlan
+from rollout_client.steering.pushing.rank_door import ANYHOW, Door, Reach, call
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import Kind, TransferError
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left

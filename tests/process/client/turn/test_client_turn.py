@@ -24,12 +24,12 @@ from rollout_client import (
     SteeringFailed,
     TurnFailed,
 )
-from rollout_client.steering import cluster
+from rollout_client.steering import cluster_steering
 from rollout_client.turn import local_turn, locks
 from rollout_client.turn.plan import TurnPlan
 from rollout_client.turn.session import TurnSession
-from rollout_worker.turn import Turn, TurnTimeout, memory
-from rollout_worker.turn.files import holders
+from rollout_worker.turn import Turn, TurnTimeout, device_memory
+from rollout_worker.turn.lock_files import holders
 from tests.support.loopback import kubeconfig, loopback
 from tests.support.unit.scripted_control import scripted_controls
 from tests.support.unit.turn_pool import (
@@ -610,7 +610,7 @@ async def test_an_outage_at_the_end_of_a_turn_keeps_no_devices_and_no_pool_aslee
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster, "QUICK_SECONDS", 0.1)
+    monkeypatch.setattr(cluster_steering, "QUICK_SECONDS", 0.1)
     free: list[bool] = []
 
     async def outage() -> None:
@@ -747,7 +747,7 @@ async def test_the_memory_of_a_holder_that_died_is_waited_for(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody looks after a turn that was given back: it would cost each turn two looks."""
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0.3)
     looks = tmp_path / "looks"
     program = tmp_path / "nvidia-smi"
     program.write_text(

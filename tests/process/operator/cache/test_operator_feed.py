@@ -12,12 +12,12 @@ from aiohttp import web
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.cache.feed import WatchEventHandler
+from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.cache.resync import Resync
-from rollout_operator.cache.store import ObjectStore
+from rollout_operator.cache.watch_events import WatchEventHandler
 from rollout_operator.cache.workqueue import WorkQueue
-from rollout_operator.kube.client import KubeClient
-from rollout_operator.telemetry import OperatorTelemetry
+from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.operator_telemetry import OperatorTelemetry
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
 

@@ -13,12 +13,12 @@ from aiohttp import web
 
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.cache.neighbours import (
+from rollout_operator.cache.neighbour_informer import (
     MAX_SELECTOR_WATCHES,
     NeighbourInformer,
     NeighbourObjects,
 )
-from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.kube.lease import Leadership
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_operator.core.plan import PassPlan
-from rollout_operator.core.stuck import FORCED_DELETION_SECONDS
-from rollout_operator.core.trainers import (
+from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.stuck_pods import FORCED_DELETION_SECONDS
+from rollout_operator.core.trainer_pods import (
     TRAINERS_SETTLED_SECONDS,
     ObservedTrainers,
     RecordedPlacement,

@@ -21,17 +21,17 @@ from rollout_operator.api.status import (
     RolloutReplicaStatus,
     WeightsStatus,
 )
-from rollout_operator.core.decide import plan_pass
-from rollout_operator.core.plan import PassPlan
-from rollout_operator.core.trainers import (
+from rollout_operator.core.observed_pool import FailedCall, ObservedPool, ObservedWorker, Pod
+from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.pass_planning import plan_pass
+from rollout_operator.core.trainer_pods import (
     AllocatedDevice,
     DeviceClaim,
     ObservedTrainers,
     RecordedPlacement,
     TrainerPod,
 )
-from rollout_operator.core.world import FailedCall, ObservedPool, ObservedWorker, Pod
-from rollout_operator.passes.observe import PassInput
+from rollout_operator.passes.pass_input import PassInput
 from rollout_operator.passes.reconcile import THREADED_PLAN_PODS, compute_plan
 from rollout_worker.schemas import (
     KeptWeights,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollout_operator.kube.client import KubeClient
-from rollout_operator.kube.events import CONCURRENT_POSTS, EventRecorder
+from rollout_operator.kube.event_recorder import CONCURRENT_POSTS, EventRecorder
+from rollout_operator.kube.kube_client import KubeClient
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
 

@@ -11,8 +11,8 @@ import pytest
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.kube.errors import Conflict, FencedError, Forbidden, Unavailable
-from rollout_operator.passes.loop import PassLoop
-from rollout_operator.telemetry import OperatorTelemetry
+from rollout_operator.operator_telemetry import OperatorTelemetry
+from rollout_operator.passes.pass_loop import PassLoop
 from tests.support.waiting import until
 
 KEY = PoolKey("rl", "math")

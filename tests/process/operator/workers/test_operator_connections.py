@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from localkube.pki import Authority
-from rollout_client.control import ControlError, ControlUnreachable, WorkerControl
+from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
-from rollout_operator.workers.connections import WorkerConnections
+from rollout_operator.workers.worker_connections import WorkerConnections
 from rollout_worker.schemas import RequireRequest
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.states import serving_state

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout_client.control import WorkerControl
+from rollout_client.worker_control import WorkerControl
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.core.plan import CallWorker, ControlVerb
-from rollout_operator.workers.calls import CallFailure, WorkerCalls
-from rollout_operator.workers.poller import HeadPoller
-from rollout_operator.workers.talk import WorkerClients
-from rollout_worker.ports.access import AccessRight, Authorizer
-from rollout_worker.ports.control import make_control_app
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb
+from rollout_operator.workers.head_poller import HeadPoller
+from rollout_operator.workers.worker_calls import CallFailure, WorkerCalls
+from rollout_operator.workers.worker_clients import WorkerClients
+from rollout_worker.ports.access_rights import AccessRight, Authorizer
+from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.schemas import PushedBytes, StageRequest, StageSource, WorkerState
 from tests.support.unit.asgi import call
 from tests.support.unit.poolspecs import a_pod, spec_of

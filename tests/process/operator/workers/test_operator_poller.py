@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from rollout_client.control import WorkerControl
+from rollout_client.worker_control import WorkerControl
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.workers.connections import WorkerConnections
-from rollout_operator.workers.poller import MAX_CONCURRENT_POLLS, STALE_STATE_SECONDS, HeadPoller
+from rollout_operator.workers.head_poller import (
+    MAX_CONCURRENT_POLLS,
+    STALE_STATE_SECONDS,
+    HeadPoller,
+)
+from rollout_operator.workers.worker_connections import WorkerConnections
 from rollout_worker.schemas import WorkerState
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.states import serving_state
@@ -253,7 +257,7 @@ async def test_another_address_is_another_head(bench: Bench) -> None:
 async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_operator.workers.poller.POLL_SLOT_SECONDS", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.head_poller.POLL_SLOT_SECONDS", 10.0)
     async with loopback() as slow, loopback() as good, bench_of(slow) as bench:
         slow.delay("GET", "/v1/state", serving_state(), 0.3)
         good.answer("GET", "/v1/state", serving_state())
@@ -266,7 +270,7 @@ async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
 
 
 async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_operator.workers.pace.MAX_POLLS_PER_SECOND", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.poll_rate_limit.MAX_POLLS_PER_SECOND", 10.0)
     async with loopback() as worker, bench_of(worker) as bench:
         worker.answer("GET", "/v1/state", serving_state())
         for number in range(20):

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from rollout_client.control import ControlUnreachable
+from rollout_client.worker_control import ControlUnreachable
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.workers.poller import HeadObservation, HeadPoller
+from rollout_operator.workers.head_poller import HeadObservation, HeadPoller
 from rollout_worker.schemas import Lifecycle, WorkerState
 from tests.support.unit.simworker import SimWorker
 from tests.support.unit.virtualtime import run

@@ -13,7 +13,7 @@ import pytest
 from rollout_worker.engine import EngineError
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.turn import Turn, TurnTimeout
-from rollout_worker.turn.files import holders, lock_name
+from rollout_worker.turn.lock_files import holders, lock_name
 from rollout_worker.turn.sharing import SOCKET
 from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_engine import ABLE, Gate, raising

@@ -25,7 +25,7 @@ from rollout_worker.embedded import (
     Worker,
     WorkerEnded,
 )
-from rollout_worker.embedded.keywords import settings_from_keywords
+from rollout_worker.embedded.setting_keywords import settings_from_keywords
 from rollout_worker.engine import Engine, EngineError
 from tests.support.unit.tiny_engine import TinyEngine, raising, write_weights
 from tests.support.waiting import until_sync

@@ -16,10 +16,10 @@ from torch import nn
 
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.hf.weights.borrowed import MappedTensorSink
-from rollout_worker.engines.hf.weights.memory import WeightsMemory
+from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
 from rollout_worker.engines.shared_memory.rank_mappings import read_tensors
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
-from rollout_worker.engines.shared_memory.staging import StagingBudget
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.transfer.arena import Slot
 from rollout_worker.transfer.layout import PushLayout
 

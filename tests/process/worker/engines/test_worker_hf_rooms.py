@@ -19,8 +19,8 @@ from rollout_worker.engine import (
 from rollout_worker.engines.hf.weights.allocations import DeviceAllocator, NamedSpec
 from rollout_worker.engines.hf.weights.buffers import TensorSink
 from rollout_worker.engines.hf.weights.loading import LoadedModel
-from rollout_worker.engines.hf.weights.memory import WeightsMemory
-from rollout_worker.engines.shared_memory.staging import StagingBudget
+from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
 ENTRIES = [TensorEntry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineCrashed, EngineError
-from rollout_worker.lifecycle import governor, verbs
+from rollout_worker.lifecycle import control_verbs, governor
 from rollout_worker.schemas import (
     AbortReason,
     AbortRequest,
@@ -501,7 +501,7 @@ async def test_a_transition_that_hangs_is_given_up(
 async def test_a_caller_waits_no_longer_than_it_may_and_its_hold_remains(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs, "TRANSITION_SLACK_SECONDS", 0.05)
+    monkeypatch.setattr(control_verbs, "TRANSITION_SLACK_SECONDS", 0.05)
     gate = worker.engine.before["pause"] = Gate()
     with refused("deadline-exceeded") as caught:
         await asyncio.wait_for(worker.pause(deadline_seconds=0.05), 5)

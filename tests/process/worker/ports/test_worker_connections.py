@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from rollout_worker.ports import connections
+from rollout_worker.ports import port_connections
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.connections import (
+from rollout_worker.ports.port_connections import (
     MAX_CONTROL_CONNECTIONS,
     MAX_DATA_CONNECTIONS,
     OTHER_DESCRIPTORS,
@@ -113,8 +113,8 @@ async def test_a_crowd_at_once_takes_the_places_of_who_asks_for_nothing(tmp_path
 async def test_who_reads_no_answer_keeps_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "UNREAD_ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "SWEEP_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(port_connections, "UNREAD_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(port_connections, "SWEEP_INTERVAL_SECONDS", 0.05)
     async with served(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
         loop, asks = asyncio.get_running_loop(), b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n"
         with contextlib.ExitStack() as kept:
@@ -149,7 +149,7 @@ async def test_a_header_without_an_end_is_cut_off(tmp_path: Path) -> None:
     listener = Listener(sock, Swallowing, ConnectionPool(4))
     try:
         reader, writer = await asyncio.open_connection(*sock.getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * (4 * connections.HEADER_BYTES))
+        writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * (4 * port_connections.HEADER_BYTES))
         assert await closed((reader, writer))
         writer.close()
     finally:
@@ -174,8 +174,8 @@ MUCH = 2**25
 async def test_the_end_of_an_answer_is_waited_for_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "UNREAD_ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "SWEEP_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(port_connections, "UNREAD_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(port_connections, "SWEEP_INTERVAL_SECONDS", 0.05)
     room = ConnectionPool(4)
     sock = bind_port("127.0.0.1", 0, "--data-port")
     listener = Listener(sock, Telling, room)

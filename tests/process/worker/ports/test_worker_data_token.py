@@ -12,7 +12,7 @@ import uvicorn
 
 from rollout_client import AsyncRolloutPool
 from rollout_client.errors import RolloutError
-from rollout_worker.ports.data import make_data_app
+from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.settings import InvalidSettings
 from tests.support.unit.asgi import Answer, call
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker

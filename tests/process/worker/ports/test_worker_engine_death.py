@@ -13,10 +13,10 @@ import pytest
 
 from rollout_worker.engine import EngineCrashed, EngineRequest
 from rollout_worker.lifecycle import supervisor
-from rollout_worker.openai.text import ModelText
+from rollout_worker.openai.model_text import ModelText
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.control import make_control_app
-from rollout_worker.ports.data import make_data_app
+from rollout_worker.ports.control_routes import make_control_app
+from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker

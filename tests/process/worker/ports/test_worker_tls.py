@@ -12,17 +12,17 @@ import pytest
 from aiohttp import web
 
 from localkube.pki import Authority
-from rollout_client.control import ControlUnreachable, WorkerControl
-from rollout_client.discovery.members import static_members
+from rollout_client.discovery.pool_members import static_members
 from rollout_client.steering.control_ports import ControlPorts
-from rollout_worker.gang.line import MemberClient
-from rollout_worker.ports import connections
-from rollout_worker.ports.connections import MAX_CONTROL_CONNECTIONS, ConnectionPool, Listener
+from rollout_client.worker_control import ControlUnreachable, WorkerControl
+from rollout_worker.gang.member_client import MemberClient
+from rollout_worker.ports import port_connections
+from rollout_worker.ports.port_connections import MAX_CONTROL_CONNECTIONS, ConnectionPool, Listener
 from rollout_worker.ports.server import bind_port
-from rollout_worker.ports.tls import ServingCertificate
+from rollout_worker.ports.serving_certificate import ServingCertificate
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.transfer.tls import TLS_NAME
-from rollout_worker.wire.gang import GangState
+from rollout_worker.wire.gang_models import GangState
 from tests.support.unit.served import served
 from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until
@@ -76,7 +76,7 @@ class Closing(asyncio.Protocol):
 async def test_an_end_that_nobody_waits_for_stops_no_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SWEEP_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(port_connections, "SWEEP_INTERVAL_SECONDS", 0.01)
     certificate = ServingCertificate(*issue(tmp_path, "worker"))
     sock, room = bind_port("127.0.0.1", 0, "--control-port"), ConnectionPool(4)
     listener = Listener(sock, Closing, room, lambda: certificate.context)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.openai.text import ModelText
-from rollout_worker.ports.data import make_data_app
+from rollout_worker.openai.model_text import ModelText
+from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import disconnects
 from rollout_worker.requests.disconnects import EventStream
 from rollout_worker.schemas import AbortReason

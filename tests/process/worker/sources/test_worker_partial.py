@@ -24,17 +24,17 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink, read_index
-from rollout_worker.ports.weights import WeightsPort
+from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources import giving
+from rollout_worker.sources.checkpoint_files import read_source
 from rollout_worker.sources.fetching import Fetching
-from rollout_worker.sources.files import read_source
 from rollout_worker.sources.giving import Kept
 from rollout_worker.sources.incoming import End, Incoming
-from rollout_worker.sources.memory import Memory
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Desk, receive
-from rollout_worker.sources.tensors import HandedOver
+from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.tensor_bytes import HandedOver
 from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from tests.support.unit.pushing import Version

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
-from rollout_worker.sources.memory import Memory
+from rollout_worker.sources.pushed_memory import Memory
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.transfer.spare import Used
 from rollout_worker.wire.problems import ProblemError
@@ -206,7 +206,9 @@ async def test_a_transfer_that_was_cut_goes_on_where_it_was(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
-    monkeypatch.setattr("rollout_worker.updates.pushes.check_layout", lambda *_, where: None)
+    monkeypatch.setattr(
+        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
+    )
     given = Version(7, large)
     begun = await stage(worker, 1)
     assert begun.transfer is not None

@@ -13,8 +13,8 @@ import pytest
 import xxhash
 
 from rollout_worker.engines.shared_memory.sinks import read_index
-from rollout_worker.gang.slots import MemberSlots
-from rollout_worker.ports.weights import WeightsPort
+from rollout_worker.gang.member_slots import MemberSlots
+from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.sources import giving
@@ -25,7 +25,7 @@ from rollout_worker.transfer.connection import Connection
 from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.transfer.room import MARGIN_BYTES
 from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.roothash import HashedTensor, root_hash_of
+from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit.pushing import Version, held, push, quiet, stage, trainer
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_gang import (

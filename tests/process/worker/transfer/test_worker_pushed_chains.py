@@ -36,7 +36,9 @@ CHUNKS = 12
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions of some chunks, hops that are late soon, and a trainer that is patient for a while."""
-    monkeypatch.setattr("rollout_worker.updates.pushes.check_layout", lambda *_, where: None)
+    monkeypatch.setattr(
+        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
+    )
     monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
     monkeypatch.setattr(outward, "HOP_SECONDS", 1.0)
     monkeypatch.setattr(sending, "HOP_SECONDS", 1.0)

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import StagingBudget
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.schemas import PushedBytes, StagedWeights
 from rollout_worker.sources.basis import Basis
 from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind
@@ -186,7 +186,9 @@ async def test_a_chain_passes_deltas_on(tmp_path: Path) -> None:
 async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_worker.updates.pushes.check_layout", lambda *_, where: None)
+    monkeypatch.setattr(
+        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
+    )
     base = Version(1, LARGE)
     given = changed(base, {0: 2, 3 * CHUNK_BYTES + 5: 9})
     await push(worker, 1, base, "tcp")

@@ -116,7 +116,9 @@ async def test_a_transfer_that_was_cut_goes_on_over_tls(
     worker: TinyWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
-    monkeypatch.setattr("rollout_worker.updates.pushes.check_layout", lambda *_, where: None)
+    monkeypatch.setattr(
+        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
+    )
     given, begun, ca = Version(7, large), await ticket(worker), tmp_path / "tls/ca.crt"
     with secured(begun, given, ca) as end:
         end.hello(begun)

@@ -12,10 +12,10 @@ import pytest
 
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.telemetry import WorkerTelemetry
+from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress
-from rollout_worker.turn import Turn, memory
-from rollout_worker.turn.memory import MIB, Free, free_memory, grows, parsed, shortfall
+from rollout_worker.turn import Turn, device_memory
+from rollout_worker.turn.device_memory import MIB, Free, free_memory, grows, parsed, shortfall
 from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until
 
@@ -101,7 +101,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """80 GiB, all of it free, which counts at once: nothing more can come."""
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0)
     return Device(gpu(80, 80))
 
 
@@ -113,7 +113,7 @@ def turn_on(device: Device, directory: Path, *flags: str, seconds: float = 30) -
 async def test_a_first_load_waits_while_memory_still_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0.1)
     device = Device(gpu(10), gpu(40), gpu(90), gpu(90))
     turn, told = turn_on(device, tmp_path), list[Progress]()
     assert await turn.take(told.append)
@@ -125,15 +125,15 @@ async def test_a_first_load_waits_while_memory_still_comes_back(
 async def test_a_driver_that_begins_late_is_waited_for() -> None:
     """The same for worker and trainer: two looks without growth prove nothing."""
     device = Device(*[gpu(20)] * 5, gpu(50), gpu(80))
-    assert await memory.wait_for_memory({}, look=device) == (None, gpu(80))
+    assert await device_memory.wait_for_memory({}, look=device) == (None, gpu(80))
 
 
 async def test_time_ends_a_wait_for_memory_that_still_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "QUIET_SECONDS", 60)
+    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 60)
     device = Device(*(gpu(n) for n in range(90)))
-    why, now = await memory.wait_for_memory({}, 0.3, look=device)
+    why, now = await device_memory.wait_for_memory({}, 0.3, look=device)
     assert why == "it still grows"
     assert now["GPU 0"].free < 90 * GIB
 
@@ -229,7 +229,7 @@ async def test_that_nobody_can_look_is_said_once(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
-    monkeypatch.setattr(memory, "_said", set[str]())
+    monkeypatch.setattr(device_memory, "_said", set[str]())
     for _ in range(2):
         assert await free_memory() == {}
     assert [each.getMessage() for each in caplog.records] == [

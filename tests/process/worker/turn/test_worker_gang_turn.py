@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.core import whole_turn
+from rollout_worker.core import multi_node_turn
 from rollout_worker.core.device_turn import DeviceTurn
-from rollout_worker.gang import head as heads
-from rollout_worker.gang import member as members
-from rollout_worker.gang import turning
-from rollout_worker.gang.line import MemberClient, MemberSilent
+from rollout_worker.gang import gang_head as heads
+from rollout_worker.gang import member_turn
+from rollout_worker.gang import member_worker as members
+from rollout_worker.gang.member_client import MemberClient, MemberSilent
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.turn import Turn, TurnTimeout
-from rollout_worker.turn.files import holders
-from rollout_worker.turn.memory import MIB, Free
+from rollout_worker.turn.device_memory import MIB, Free
+from rollout_worker.turn.lock_files import holders
 from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_gang import Node, TinyGang, hash_of_checkpoint, hasten, head, node
 from tests.support.unit.tiny_worker import refused, settings
@@ -40,11 +40,11 @@ def waits_at(rank: int) -> str:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
     hasten(monkeypatch)
-    monkeypatch.setattr(turning, "WAIT_SECONDS", 0.02)
-    monkeypatch.setattr(turning, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(whole_turn, "PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(whole_turn, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(member_turn, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(member_turn, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(multi_node_turn, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(multi_node_turn, "LOOK_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ async def test_a_trainer_and_a_gang_that_hold_half_each_both_go_on(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 1.0)
+        monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 1.0)
         await gang.sleep()
         await nodes.trainers[1].take_async(5)
         waking = asyncio.create_task(gang.wake())
@@ -309,7 +309,9 @@ async def test_two_gangs_in_opposite_orders_both_go_on(
 async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 0.5)  # a busy machine says nothing for 0.1
+    monkeypatch.setattr(
+        multi_node_turn, "PATIENCE_SECONDS", 0.5
+    )  # a busy machine says nothing for 0.1
     there = asyncio.Event()
     grown = 0
 
@@ -324,7 +326,7 @@ async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
         where = f"127.0.0.1:{member.port}"
         async with head(tmp_path, where, *nodes.flags(0), wait=False) as gang:
             await says(gang, f"rank 1 at {where}: waiting for memory: it still grows")
-            before = time.monotonic() + 3 * whole_turn.PATIENCE_SECONDS
+            before = time.monotonic() + 3 * multi_node_turn.PATIENCE_SECONDS
             await until(lambda: time.monotonic() > before, what="longer than locks are waited for")
             assert nodes.held[:2] == ["gang-0", "gang-1"], "it is on its way"
             assert not member.member.started
@@ -391,7 +393,7 @@ async def test_a_rank_that_dies_asleep_takes_no_turn_with_it(
 async def test_a_member_whose_head_dies_while_they_wait_holds_nothing(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_turn, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 60.0)
     monkeypatch.setattr(heads.GangHead, "give_turns", _nobody_hears)
     nodes.trainers[2].take(5)
     async with (
@@ -507,7 +509,7 @@ async def test_a_silent_heads_turn_is_given_back_unless_it_is_used(
         await line.use_turn(1)
     await has_it(line, 2)
     await line.use_turn(2)
-    quiet = time.monotonic() + 3 * turning.SILENCE_SECONDS
+    quiet = time.monotonic() + 3 * member_turn.SILENCE_SECONDS
     await until(lambda: time.monotonic() > quiet, what="a long silence")
     with pytest.raises(TurnTimeout):
         await nodes.trainers[1].take_async(0.1)

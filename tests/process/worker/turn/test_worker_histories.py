@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from rollout_worker.requests.flights import InFlightRequest
+from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.schemas import DiscardRequest, Lifecycle
 from rollout_worker.turn import Turn, TurnTimeout
 from rollout_worker.wire.problems import ProblemError

@@ -18,7 +18,7 @@ from random import Random
 import pytest
 
 from rollout_worker.turn import Turn, TurnError, TurnTimeout
-from rollout_worker.turn.files import holders, lock_name
+from rollout_worker.turn.lock_files import holders, lock_name
 from rollout_worker.turn.sharing import SOCKET, Sharing, join
 from tests.support.processes import shares_lock
 from tests.support.unit import turn_process

@@ -17,7 +17,7 @@ from rollout_client.conversation.examples import (
     message_kind,
     message_kinds,
 )
-from rollout_client.conversation.messages import Message
+from rollout_client.conversation.template_messages import Message
 from tests.support.unit.chatstyles import tokenizer
 from tests.support.unit.conversations import codec
 

@@ -10,8 +10,8 @@ from rollout_client.generating.continuation import (
     remaining_sampling,
     rewind_length,
 )
-from rollout_client.generating.draft import OutputDraft
-from rollout_client.routing.bounds import WeightsBounds
+from rollout_client.generating.output_draft import OutputDraft
+from rollout_client.routing.weights_bounds import WeightsBounds
 from rollout_worker.schemas import GenerateRequest, SamplingParams, StreamDelta, WeightsSpan
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.generating.draft import BadDelta, OutputDraft
+from rollout_client.generating.output_draft import BadDelta, OutputDraft
 from rollout_worker.schemas import (
     AbortReason,
     StopMatch,

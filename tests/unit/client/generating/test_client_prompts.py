@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_client.generating.prompts import make_request
+from rollout_client.generating.generate_options import make_request
 from tests.support.unit.chatstyles import tokenizer
 
 PROMPT = [5, 6, 7]

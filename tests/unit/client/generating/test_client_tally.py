@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from rollout_client import AttemptReport
-from rollout_client.generating.tally import PACE_TOKENS, OutputUsage, seconds_per_token
+from rollout_client.generating.output_usage import PACE_TOKENS, OutputUsage, seconds_per_token
 from rollout_worker.schemas import GenerateOutput, StopReason, StreamDone, Timing, Usage
 
 OUTPUT = GenerateOutput(index=0, token_ids=(), stop_reason=StopReason.STOP, weights=())

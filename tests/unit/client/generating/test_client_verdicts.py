@@ -14,7 +14,8 @@ from rollout_client import (
     RequestRefused,
     VersionChanged,
 )
-from rollout_client.generating.verdicts import (
+from rollout_client.generating.attempt_stream import AttemptRefused
+from rollout_client.generating.attempt_verdicts import (
     AttemptState,
     AttemptVerdict,
     ContinueOutput,
@@ -33,7 +34,6 @@ from rollout_client.generating.verdicts import (
     out_of_time_error,
     step_after_weights_change,
 )
-from rollout_client.generating.wire import AttemptRefused
 from rollout_worker.schemas import (
     AbortReason,
     DoneOutput,

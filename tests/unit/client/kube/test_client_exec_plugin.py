@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from rollout_client import ClusterError
-from rollout_client.kube.access import load_access
-from rollout_client.kube.client import ClusterClient
+from rollout_client.kube.cluster_access import load_access
+from rollout_client.kube.cluster_client import ClusterClient
 from tests.support.loopback import kubeconfig, loopback
 
 API = "client.authentication.k8s.io/v1"

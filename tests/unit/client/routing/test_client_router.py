@@ -10,10 +10,10 @@ from contextlib import suppress
 import pytest
 
 from rollout_client import NoReplica, PoolClosed, RequestRefused, WeightsId
-from rollout_client.discovery.members import Member
+from rollout_client.discovery.pool_members import Member
 from rollout_client.routing.balancer import LoadBalancer
-from rollout_client.routing.bounds import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
+from rollout_client.routing.weights_bounds import WeightsBounds
 from tests.support.waiting import until
 
 URL = "http://w0:8000"

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from rollout_operator.api import names
 from rollout_operator.api.spec_colocation import LabelSelectorRequirement, TrainerSelector
 from rollout_operator.api.status import MAX_SELECTOR_LENGTH, RolloutReplicaStatus
-from rollout_operator.core.decide import plan_pass
-from rollout_operator.core.podreader import parse_pod
-from rollout_operator.core.trainers import ObservedTrainers
-from rollout_operator.core.world import ObservedPool
+from rollout_operator.core.observed_pool import ObservedPool
+from rollout_operator.core.pass_planning import plan_pass
+from rollout_operator.core.pod_reader import parse_pod
+from rollout_operator.core.trainer_pods import ObservedTrainers
 from rollout_worker.schemas import ActiveWeights, KeptWeights, StagedWeights
 from tests.support.unit.passlab import pod
 from tests.support.unit.poolspecs import NOW, a_pod, spec_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import MemberStatus, UpdatePhase
-from rollout_operator.core.plan import ControlVerb
+from rollout_operator.core.pass_plan import ControlVerb
 from tests.support.unit.poolspecs import spec_of, target
 from tests.support.unit.world import World
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.cache.neighbours import NeighbourObjects
+from rollout_operator.cache.neighbour_informer import NeighbourObjects
 from tests.support.unit.passlab import KEY, PODS, PassLab, pod, watching_pass_lab
 from tests.support.waiting import until
 

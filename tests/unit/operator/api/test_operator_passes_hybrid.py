@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.cache.neighbours import NeighbourObjects
+from rollout_operator.cache.neighbour_informer import NeighbourObjects
 from tests.support.unit.faults import FAULTS, Fault
 from tests.support.unit.passlab import KEY, PODS, PassLab, condition, watching_pass_lab, worker_of
 from tests.support.waiting import until

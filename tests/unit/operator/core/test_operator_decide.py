@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.decide import plan_pass
-from rollout_operator.core.plan import ControlVerb, PassPlan
-from rollout_operator.core.world import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.pass_plan import ControlVerb, PassPlan
+from rollout_operator.core.pass_planning import plan_pass
 from rollout_worker.schemas import StageRequest, WeightsId
 from tests.support.unit.poolspecs import NOW, a_pod, spec_of, target
 from tests.support.unit.simworker import STAGE_ERROR

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
-from rollout_operator.core.decide import plan_pass
-from rollout_operator.core.unreadable import document_for_unreadable_status, status_for_invalid_spec
-from rollout_operator.core.world import FailedCall
+from rollout_operator.core.observed_pool import FailedCall
+from rollout_operator.core.pass_planning import plan_pass
+from rollout_operator.core.unreadable_objects import (
+    document_for_unreadable_status,
+    status_for_invalid_spec,
+)
 from rollout_worker.schemas import Progress, StagedWeights, TurnState, WeightsId, WeightsSource
 from tests.support.unit.poolspecs import spec_of, target
 from tests.support.unit.world import World

@@ -13,9 +13,9 @@ from rollout_operator.core.failures import (
     backoff_seconds,
     consecutive_failures,
 )
-from rollout_operator.core.gangs import PodPlan, group_gangs, plan_pods
-from rollout_operator.core.plan import CreatePod, DeletePod, RequeueAfter
-from rollout_operator.core.world import RECALLED_KEY, ObservedPool, Pod
+from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedPool, Pod
+from rollout_operator.core.pass_plan import CreatePod, DeletePod, RequeueAfter
+from rollout_operator.core.pod_planning import PodPlan, group_gangs, plan_pods
 from tests.support.unit.poolspecs import NOW, spec_of
 from tests.support.unit.poolspecs import a_pod as pod
 

@@ -10,7 +10,7 @@ import pytest
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.endpoints import (
+from rollout_operator.core.endpoint_slices import (
     ENDPOINTS_PER_SLICE,
     EndpointGate,
     pool_slices,
@@ -24,8 +24,8 @@ from rollout_operator.core.hybrid import (
     parse_candidate,
     select_members,
 )
-from rollout_operator.core.plan import ControlVerb, SetGate
-from rollout_operator.core.world import Pod
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.pass_plan import ControlVerb, SetGate
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.poolspecs import NOW, spec_of, target
 from tests.support.unit.simhybrid import STRANGER

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
-from rollout_operator.core.heads import ReplicaHead, WeightsVersion, stage_failures
-from rollout_operator.core.members import HeadPlanner
-from rollout_operator.core.plan import CallWorker, ControlVerb, RequeueAfter
+from rollout_operator.core.head_planner import HeadPlanner
+from rollout_operator.core.observed_pool import FailedCall, ObservedPool, ObservedWorker
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb, RequeueAfter
+from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
 from rollout_operator.core.updates.weights_plan import WeightsPlan
-from rollout_operator.core.world import FailedCall, ObservedPool, ObservedWorker
 from rollout_worker.schemas import (
     Checkpoint,
     CommitRequest,

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.placement import (
     PlacementPending,
     PlacementPlanner,
     PlacementProblem,
     PodPlacement,
 )
-from rollout_operator.core.trainers import (
+from rollout_operator.core.trainer_pods import (
     TRAINERS_SETTLED_SECONDS,
     AllocatedDevice,
     DeviceClaim,
@@ -30,8 +31,7 @@ from rollout_operator.core.trainers import (
     parse_trainer,
     published_uuids,
 )
-from rollout_operator.core.world import Pod
-from rollout_worker.claims import natural_sort_key
+from rollout_worker.device_claims import natural_sort_key
 from tests.support.unit.poolspecs import a_pod, colocated_spec
 
 

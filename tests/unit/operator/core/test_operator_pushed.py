@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_operator.core.heads import ReplicaHead, WeightsVersion
-from rollout_operator.core.plan import ControlVerb
-from rollout_operator.core.updates.copies import MAX_PEERS, assign_peers
+from rollout_operator.core.observed_pool import ObservedWorker
+from rollout_operator.core.pass_plan import ControlVerb
+from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.updates.pushed_copies import MAX_PEERS, assign_peers
 from rollout_operator.core.updates.weights_plan import WeightsPlan, committed_weights
-from rollout_operator.core.world import ObservedWorker
 from rollout_worker.schemas import KeptWeights, Pushed, WeightsId, WeightsSource
 from tests.support.unit.poolspecs import a_pod, pushed, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.crd import custom_resource_definition
-from rollout_operator.kube.client import KubeClient
-from rollout_operator.kube.installed import InstalledSchema
+from rollout_operator.kube.installed_schema import InstalledSchema
+from rollout_operator.kube.kube_client import KubeClient
 from tests.support.loopback import Loopback, kubeconfig, loopback
 
 PATH = "/openapi/v3/apis/rollout.dev/v1alpha1"

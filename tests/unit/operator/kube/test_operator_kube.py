@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rollout_operator.kube.client import KubeClient
 from rollout_operator.kube.credentials import LoginFailed, load_connection_info
 from rollout_operator.kube.errors import (
     AlreadyExists,
@@ -23,6 +22,7 @@ from rollout_operator.kube.errors import (
     Unavailable,
     from_answer,
 )
+from rollout_operator.kube.kube_client import KubeClient
 from tests.support.loopback import Loopback, kubeconfig, loopback
 
 POD = "/api/v1/namespaces/rl/pods/a"

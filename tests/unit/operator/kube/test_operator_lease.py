@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from rollout_operator.kube import lease as leases
-from rollout_operator.kube.client import KubeClient
+from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.kube.lease import LEASE_DURATION_SECONDS, Leadership
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until

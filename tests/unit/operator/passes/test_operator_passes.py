@@ -15,8 +15,8 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.config import OperatorConfig
-from rollout_operator.passes.act import soonest_requeue
-from rollout_operator.passes.memory import PoolMemory
+from rollout_operator.passes.plan_actions import soonest_requeue
+from rollout_operator.passes.pool_memory import PoolMemory
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.passlab import (
@@ -664,7 +664,7 @@ async def test_a_new_process_does_not_tell_the_same_again(lab: PassLab) -> None:
 async def test_a_sentence_is_logged_when_it_is_new(
     lab: PassLab, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="rollout_operator.passes.tell")
+    caplog.set_level("INFO", logger="rollout_operator.passes.pass_reporting")
     await serving(lab)
     told = [r.getMessage() for r in caplog.records if r.name.endswith("tell")]
     assert told[-1] == lab.status["message"]

@@ -12,12 +12,12 @@ from aiohttp import web
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.core.plan import DeletePod, SetGate
+from rollout_operator.core.pass_plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
-from rollout_operator.passes.context import PassContext
-from rollout_operator.passes.onebyone import MAX_WRITES_IN_FLIGHT
+from rollout_operator.passes.pass_context import PassContext
+from rollout_operator.passes.pool_writer import PoolWriter
 from rollout_operator.passes.reconcile import Reconciler
-from rollout_operator.passes.writes import PoolWriter
+from rollout_operator.passes.write_runner import MAX_WRITES_IN_FLIGHT
 from tests.support.loopback import Loopback
 from tests.support.unit.passlab import (
     KEY,

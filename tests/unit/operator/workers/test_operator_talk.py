@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from rollout_client.control import ControlUnreachable, WorkerControl
+from rollout_client.worker_control import ControlUnreachable, WorkerControl
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.core.plan import CallBody, CallWorker, ControlVerb
-from rollout_operator.core.world import ObservedWorker, Pod
-from rollout_operator.workers import talk
-from rollout_operator.workers.calls import WorkerCalls
-from rollout_operator.workers.poller import STALE_STATE_SECONDS, HeadPoller
-from rollout_operator.workers.talk import STALE_FAILURE_SECONDS, WorkerClients, pod_control_address
+from rollout_operator.core.observed_pool import ObservedWorker, Pod
+from rollout_operator.core.pass_plan import CallBody, CallWorker, ControlVerb
+from rollout_operator.workers import worker_clients
+from rollout_operator.workers.head_poller import STALE_STATE_SECONDS, HeadPoller
+from rollout_operator.workers.worker_calls import WorkerCalls
+from rollout_operator.workers.worker_clients import (
+    STALE_FAILURE_SECONDS,
+    WorkerClients,
+    pod_control_address,
+)
 from rollout_worker.schemas import (
     ActiveWeights,
     CommitRequest,
@@ -297,7 +301,7 @@ async def test_staging_and_another_call_run_side_by_side(lab: Talk) -> None:
 async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
     lab: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_clients, "STAGE_POLL_SECONDS", 0.001)
     lab.workers.watch_heads(KEY, [pod()], set())
     refreshed: list[str] = []
 
@@ -328,7 +332,7 @@ async def test_a_stage_that_fails_is_the_calls_failure(
     said: str,
     told: str,
 ) -> None:
-    monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_clients, "STAGE_POLL_SECONDS", 0.001)
     lab.states = [staging("Staging"), staging("Failed", error=error, slug=slug)]
     known = await lab.call(ControlVerb.STAGE, STAGE)
     assert said in known.failures["stage"].message
@@ -418,6 +422,6 @@ async def test_it_is_known_for_how_long_a_slot_has_held_the_same(lab: Talk) -> N
 async def test_a_stage_that_somebody_ended_is_no_failure(
     lab: Talk, monkeypatch: pytest.MonkeyPatch, after: WorkerState
 ) -> None:
-    monkeypatch.setattr(talk, "STAGE_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_clients, "STAGE_POLL_SECONDS", 0.001)
     lab.states = [staging("Staging"), after]
     assert (await lab.call(ControlVerb.STAGE, STAGE)).failures == {}

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.core.fence import WeightsFence
+from rollout_worker.core.weights_fence import WeightsFence
 from rollout_worker.schemas import RequireRequest, WeightsId
 from rollout_worker.wire.problems import ProblemError
 

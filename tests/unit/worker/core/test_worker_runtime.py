@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from rollout_worker.core import runtime as module
-from rollout_worker.core.runtime import ChangeNotifier, WorkerRuntime
+from rollout_worker.core import worker_runtime as module
+from rollout_worker.core.worker_runtime import ChangeNotifier, WorkerRuntime
 from rollout_worker.engine import Engine, EngineCrashed, WeightsRejected
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.tiny_engine import TinyEngine, raising

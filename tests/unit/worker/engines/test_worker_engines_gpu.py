@@ -27,12 +27,12 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.model_folder import checkpoint_dtype
 from rollout_worker.engines.sglang import model, settings, spilling
-from rollout_worker.engines.sglang.connection import ChildConnection
-from rollout_worker.engines.sglang.engine import SglangEngine
+from rollout_worker.engines.sglang.child_connection import ChildConnection
 from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
-from rollout_worker.engines.sglang.versions import SglangVersions
-from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
+from rollout_worker.engines.sglang.sglang_versions import SglangVersions
+from rollout_worker.engines.shared_memory.tensor_views import TORCH_DTYPES
 from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.observe.processes import command_line_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams

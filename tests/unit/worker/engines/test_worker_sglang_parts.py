@@ -29,12 +29,12 @@ from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.child import number_devices, numbers_for_uuids
-from rollout_worker.engines.sglang.connection import ChildConnection, encode_frame
-from rollout_worker.engines.sglang.engine import SglangEngine
+from rollout_worker.engines.sglang.child_connection import ChildConnection, encode_frame
 from rollout_worker.engines.sglang.model import SglangModel, check_request
 from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
-from rollout_worker.engines.sglang.streams import SglangStream, to_child_tokens
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
+from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_tokens
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
 from rollout_worker.observe.processes import find_process
 from rollout_worker.schemas import CHECKPOINT, SamplingParams

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.hf.versions import HfVersions
-from rollout_worker.engines.sglang.versions import SglangVersions
-from rollout_worker.engines.vllm.versions import VllmVersions
+from rollout_worker.engines.hf.hf_versions import HfVersions
+from rollout_worker.engines.sglang.sglang_versions import SglangVersions
+from rollout_worker.engines.vllm.vllm_versions import VllmVersions
 from rollout_worker.schemas import WeightsId
 
 OPTIONS = EngineOptions(Path("model"))

@@ -23,7 +23,7 @@ from rollout_worker.engines.vllm import launch, settings, under_ray
 from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.engines.vllm.launch import StepCounter
 from rollout_worker.engines.vllm.steering import SchedulerControl
-from rollout_worker.engines.vllm.streams import VllmStream, WeightLabels
+from rollout_worker.engines.vllm.vllm_streams import VllmStream, WeightLabels
 from rollout_worker.observe.processes import (
     StandstillDetector,
     find_descendants,
@@ -31,7 +31,7 @@ from rollout_worker.observe.processes import (
     kill_processes,
 )
 from rollout_worker.schemas import Progress, SamplingParams, StopReason, WeightsId
-from rollout_worker.sources.files import ReadCancelled
+from rollout_worker.sources.checkpoint_files import ReadCancelled
 from rollout_worker.turn.sharing import SOCKET
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until_sync

@@ -2,7 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.core.states import MOVES, WITHOUT_ENGINE, IllegalMove, LifecycleTracker
+from rollout_worker.core.lifecycle_states import (
+    MOVES,
+    WITHOUT_ENGINE,
+    IllegalMove,
+    LifecycleTracker,
+)
 from rollout_worker.schemas import Lifecycle
 
 

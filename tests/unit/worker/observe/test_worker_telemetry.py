@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.observe import telemetry
-from rollout_worker.observe.telemetry import REFUSALS, WorkerTelemetry
-from rollout_worker.ports.data import make_data_app
+from rollout_worker.observe import worker_telemetry
+from rollout_worker.observe.worker_telemetry import REFUSALS, WorkerTelemetry
+from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.ports.server import ConcurrencyLimit
-from rollout_worker.requests import bodies
+from rollout_worker.requests import body_routes
 from rollout_worker.schemas import GenerateRequest
 from rollout_worker.service import WorkerService
 from rollout_worker.wire.problems import KINDS
@@ -36,10 +36,10 @@ def value(page: str, series: str) -> float:
 
 
 def test_every_series_names_its_pool_however_it_is_scraped() -> None:
-    telemetry = WorkerTelemetry("math", "rl")
-    telemetry.export_info("hf", "1", "tiny")
-    telemetry.inter_token_seconds.observe(0.01)
-    page = telemetry.render_page("").decode().splitlines()
+    worker_telemetry = WorkerTelemetry("math", "rl")
+    worker_telemetry.export_info("hf", "1", "tiny")
+    worker_telemetry.inter_token_seconds.observe(0.01)
+    page = worker_telemetry.render_page("").decode().splitlines()
     series = [line for line in page if not line.startswith("#")]
     assert len(series) > 100
     assert [s for s in series if 'namespace="rl"' not in s or 'pool="math"' not in s] == []
@@ -100,7 +100,7 @@ async def test_what_is_refused_before_admission_is_counted(
     async with tiny_worker(tmp_path) as tiny:
         full = ConcurrencyLimit(make_data_app(tiny.worker), 0, tiny.worker.count_refusal)
         assert (await call(full, "/v1/generate", asked)).status == 429
-        monkeypatch.setattr(bodies, "BODY_BUDGET_BYTES", 1)
+        monkeypatch.setattr(body_routes, "BODY_BUDGET_BYTES", 1)
         assert (await call(make_data_app(tiny.worker), "/v1/generate", asked)).status == 429
         assert by_problem(tiny.worker) == {"queue-full": 2}
 
@@ -124,7 +124,7 @@ async def test_memory_is_counted_beside_the_event_loop(
         counted.wait(5)
         return 7
 
-    monkeypatch.setattr(telemetry, "_proportional_bytes", count)
+    monkeypatch.setattr(worker_telemetry, "_proportional_bytes", count)
     async with tiny_worker(tmp_path) as tiny:
         app = make_data_app(tiny.worker)
         scrapes = [asyncio.create_task(call(app, "/metrics", method="GET")) for _ in range(3)]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.ports.access import CONTROL_WORKER, SEE_STATE, read_bearer_token
+from rollout_worker.ports.access_rights import CONTROL_WORKER, SEE_STATE, read_bearer_token
 from rollout_worker.ports.auth import SharedToken
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.wire.problems import ProblemError

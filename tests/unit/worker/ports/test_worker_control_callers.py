@@ -10,8 +10,8 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from rollout_worker.ports.access import AccessRight, Authorizer
-from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.access_rights import AccessRight, Authorizer
+from rollout_worker.ports.control_routes import make_control_app
 from tests.support.unit.pushing import Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until

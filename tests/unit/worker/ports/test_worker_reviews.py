@@ -11,9 +11,9 @@ import certifi
 import pytest_asyncio
 from aiohttp import web
 
-from rollout_worker.ports.access import CONTROL_WORKER, SEE_STATE
-from rollout_worker.ports.kubeauth import KubernetesReview
-from rollout_worker.ports.reviews import (
+from rollout_worker.ports.access_rights import CONTROL_WORKER, SEE_STATE
+from rollout_worker.ports.kubernetes_auth import KubernetesReview
+from rollout_worker.ports.token_reviews import (
     ACCEPTED_SECONDS,
     DENIED_SECONDS,
     MAX_ASKED,

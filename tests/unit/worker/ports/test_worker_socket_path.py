@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.ports.unix import (
+from rollout_worker.ports.unix_socket import (
     _allow_all_users,
     listen_at_path,
     remove_socket,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.control import make_control_app
+from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.asgi import call
 from tests.support.unit.tiny_worker import tiny_worker

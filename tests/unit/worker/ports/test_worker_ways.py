@@ -19,8 +19,8 @@ import pytest
 
 import rollout_worker
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.control import make_control_app
-from rollout_worker.ports.data import make_data_app
+from rollout_worker.ports.control_routes import make_control_app
+from rollout_worker.ports.data_routes import make_data_app
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 
 HOME = Path(rollout_worker.__file__).resolve().parent

@@ -4,9 +4,13 @@ from typing import cast
 
 import pytest
 
-from rollout_worker.core.runtime import WorkerRuntime
+from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine
-from rollout_worker.requests.admission import check_queue_room, check_version, serving_refusal
+from rollout_worker.requests.admission_checks import (
+    check_queue_room,
+    check_version,
+    serving_refusal,
+)
 from rollout_worker.schemas import GenerateRequest, Lifecycle, WeightsId
 from rollout_worker.wire.problems import KINDS, ProblemError, conflict_problem
 from tests.support.unit.tiny_engine import TinyEngine

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineCrashed
-from rollout_worker.requests import flights
-from rollout_worker.requests.admission import MAX_SEED, expand_request
+from rollout_worker.requests import in_flight_requests
+from rollout_worker.requests.admission_checks import MAX_SEED, expand_request
 from rollout_worker.schemas import AbortReason, GenerateRequest, StopReason, WeightsId
 from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_engine import MAX_LENGTH, UNKNOWN, Gate, raising
@@ -297,7 +297,7 @@ async def test_an_abort_that_the_engine_does_not_end_ends_without_it(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flight = await worker.runs("r")
-    monkeypatch.setattr(flights, "ABORT_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(in_flight_requests, "ABORT_TIMEOUT_SECONDS", 0.1)
     worker.engine.before["abort"] = Gate()
     began = time.monotonic()
     await worker.flights.abort_requests([flight], AbortReason.CLIENT)
@@ -365,7 +365,7 @@ async def test_a_request_that_fails_in_the_engine_is_aborted(
 
 
 async def test_nobody_waits_for_ever(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "ANSWER_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(in_flight_requests, "ANSWER_TIMEOUT_SECONDS", 0.05)
     flight = await worker.runs("r")
     with pytest.raises(TimeoutError):
         await flight.wait_finished(0.05)

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_worker.schemas import Checkpoint, WeightsSource
 from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
-from rollout_worker.sources.filling import locate_source, resolve_source
+from rollout_worker.sources.tensor_filling import locate_source, resolve_source
 from rollout_worker.wire.problems import ProblemError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import StagingBudget, check_memory_left
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, check_memory_left
 from rollout_worker.threads import BackgroundFreeing
 from rollout_worker.transfer.room import MARGIN_BYTES
 

@@ -20,7 +20,7 @@ from rollout_worker.schemas import (
     StopReason,
     WeightsId,
 )
-from rollout_worker.updates import commits
+from rollout_worker.updates import weight_commits
 from tests.support.unit.tiny_engine import ABLE, Gate, raising
 from tests.support.unit.tiny_worker import LONG, TinyWorker, made_by, refused, tiny_worker
 from tests.support.waiting import until
@@ -385,7 +385,7 @@ async def test_weights_that_sleep_are_not_committed(worker: TinyWorker) -> None:
 async def test_a_commit_waits_for_a_verb_under_way_and_gives_up_in_time(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commits, "LOCK_SLACK_SECONDS", 0.05)
+    monkeypatch.setattr(weight_commits, "LOCK_SLACK_SECONDS", 0.05)
     await worker.stage(1, 7)
     async with worker.runtime.exclusive:
         with refused("deadline-exceeded"):
@@ -528,7 +528,7 @@ async def test_an_engine_that_does_not_resume_after_a_commit_is_replaced(
 async def test_an_engine_that_hangs_in_a_commit_is_given_up(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commits, "ENGINE_COMMIT_SECONDS", 0.05)
+    monkeypatch.setattr(weight_commits, "ENGINE_COMMIT_SECONDS", 0.05)
     await worker.stage(1, 7)
     worker.engine.before["commit"] = Gate()
     with refused("failed") as caught:

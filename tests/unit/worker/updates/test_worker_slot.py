@@ -22,9 +22,9 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.schemas import Checkpoint, StageRequest, StageSource, WeightsSource
-from rollout_worker.sources.files import open_source
-from rollout_worker.sources.filling import Located, fill_sink
-from rollout_worker.updates.slot import StagingSlot
+from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.tensor_filling import Located, fill_sink
+from rollout_worker.updates.staging_slot import StagingSlot
 
 TENSORS = {f"t{i}": np.arange(i, i + 6, dtype=np.float32) for i in range(3)}
 CHECKPOINT = WeightsSource(checkpoint=Checkpoint())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging import StagingBudget
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.transfer.arena import POPULATE_WRITE, advise
 from rollout_worker.transfer.locked import lock
 

@@ -21,7 +21,7 @@ from rollout_worker.engine import (
     TrainerTensors,
     WeightsRejected,
 )
-from rollout_worker.engines.shared_memory.tensors import view_memory
+from rollout_worker.engines.shared_memory.tensor_views import view_memory
 
 from .allocations import NamedSpec, TensorAllocation
 from .buffers import COMPUTE_TORCH_DTYPES, TensorSink, tensor_nbytes

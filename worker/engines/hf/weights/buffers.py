@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from rollout_worker.engine import Sink, TensorEntry, WeightsRejected
 from rollout_worker.engines.shared_memory.sinks import open_unnamed_file
-from rollout_worker.engines.shared_memory.tensors import TORCH_DTYPES
+from rollout_worker.engines.shared_memory.tensor_views import TORCH_DTYPES
 
 from .allocations import TensorAllocation
 

@@ -24,7 +24,7 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.schemas import Progress
-from rollout_worker.sources.files import FileSource, open_source, read_source
+from rollout_worker.sources.checkpoint_files import FileSource, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 from .buffers import TensorSink

@@ -1,0 +1,292 @@
+"""What the end of an attempt means for its output. Pure: no clock, no randomness, no network.
+
+stop, length                         → Finish
+aborted: weights, sleep, control     → Continue, after the tokens so far
+aborted: engine, client; broken, 5xx → Continue, but at most `max_failures` times
+aborted: the logits are not finite   → GiveUp: all replicas have these weights
+429, 503, weights too old            → Continue elsewhere or later, until the deadline
+new weights, and the caller minds    → StartOver, or GiveUp
+4xx, aborted: deadline               → GiveUp, with what was received
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from rollout_client.errors import (
+    DeadlineExceeded,
+    NoReplica,
+    RequestError,
+    RequestFailed,
+    RequestRefused,
+    VersionChanged,
+)
+from rollout_client.results import Outcome
+from rollout_worker.schemas import (
+    NOT_FINITE,
+    AbortReason,
+    DoneOutput,
+    SamplingParams,
+    StopMatch,
+    StopReason,
+    WeightsId,
+)
+
+from .attempt_stream import AttemptRefused
+from .generate_options import OnVersionChange
+
+MAX_FAILURES = 8
+"""Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
+enough that a request that crashes its engine does not crash them all."""
+
+FIRST_PAUSE_SECONDS = 0.05
+MAX_PAUSE_SECONDS = 2.0
+DEFAULT_RETRY_SECONDS = 1.0
+"""When to ask a replica again that is busy and does not say until when."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """How one request is to be seen through.
+
+    Attributes:
+        key: Requests with the same key go to the same replica if possible.
+        session_id: Sent with every attempt.
+        until: Deadline on the monotonic clock.
+    """
+
+    key: str | None
+    session_id: str
+    until: float
+    on_version_change: OnVersionChange = "continue"
+    max_failures: int = MAX_FAILURES
+
+    @property
+    def one_version(self) -> bool:
+        """Whether all tokens must come from the same weights."""
+        return self.on_version_change != "continue"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptState:
+    """Where an output stood when an attempt ended.
+
+    Attributes:
+        replica: Name of the one that the attempt ran on; None: there was no attempt.
+        now: On the monotonic clock.
+        tokens: All that are kept.
+        first: Weights of the first token.
+        last: Weights of the last token.
+        failures: Attempts that broke before this one.
+        dry: Attempts in a row, before this one, that gave no token.
+        end_tokens: The model's own ids that end outputs, as far as the worker has told them.
+    """
+
+    replica: str | None
+    now: float
+    sampling: SamplingParams
+    policy: RequestPolicy
+    tokens: Sequence[int] = ()
+    first: WeightsId | None = None
+    last: WeightsId | None = None
+    failures: int = 0
+    dry: int = 0
+    end_tokens: Set[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishOutput:
+    """The output is whole."""
+
+    reason: StopReason
+    match: StopMatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContinueOutput:
+    """Another attempt goes on after the tokens so far.
+
+    Attributes:
+        pause: Seconds before it, to be spread so that many requests do not come back at once.
+    """
+
+    pause: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """Another attempt begins from the prompt; the tokens so far are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The caller gets an error."""
+
+    error: RequestError
+
+
+Next = FinishOutput | ContinueOutput | StartOver | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaExclusion:
+    """The replica gets no requests.
+
+    Attributes:
+        why: In words, for those who wait for a replica.
+        seconds: For how long; None: until a probe says that it serves.
+    """
+
+    why: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptVerdict:
+    """What to report of an attempt, what to do next, and what the balancer should know.
+
+    Attributes:
+        broke: It counts towards `max_failures`.
+        exclusion: Why the replica gets nothing more for now, if so.
+        weights: The weights that the replica said it serves, if it did.
+    """
+
+    outcome: Outcome
+    cause: str
+    next: Next
+    broke: bool = False
+    exclusion: ReplicaExclusion | None = None
+    weights: WeightsId | None = None
+
+
+def judge_answer(output: DoneOutput | None, at: AttemptState) -> AttemptVerdict:
+    """Judge the worker's own end of a stream."""
+    if output is None:
+        return judge_broken_attempt("it ended a stream without an output", at)
+    if output.stop_reason is not StopReason.ABORTED:
+        return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
+    if output.abort_slug == NOT_FINITE:
+        why = output.abort_detail or NOT_FINITE
+        failed = GiveUp(RequestFailed(why, replica=at.replica))
+        return AttemptVerdict("aborted", why, finish_if_whole(at) or failed)
+    match output.abort_reason or AbortReason.ENGINE:
+        case AbortReason.DEADLINE as reason:
+            return AttemptVerdict("aborted", reason, GiveUp(deadline_error(at)))
+        case AbortReason.ENGINE | AbortReason.CLIENT as reason:
+            return judge_broken_attempt(f"aborted: {reason}", at, "aborted")
+        case reason:
+            asleep = ReplicaExclusion("it fell asleep") if reason is AbortReason.SLEEP else None
+            follows = finish_if_whole(at) or ContinueOutput(_pause_if_dry(at))
+            return AttemptVerdict("aborted", reason, follows, exclusion=asleep)
+
+
+def judge_broken_attempt(why: str, at: AttemptState, outcome: Outcome = "broken") -> AttemptVerdict:
+    """Judge an attempt that broke: the connection, the engine or the worker failed."""
+    failures = at.failures + 1
+    follows: Next = finish_if_whole(at) or ContinueOutput(_backoff_pause(at))
+    if isinstance(follows, ContinueOutput) and at.now >= at.policy.until:
+        follows = GiveUp(deadline_error(at))
+    elif isinstance(follows, ContinueOutput) and failures > at.policy.max_failures:
+        text = f"{failures} attempts broke, the last one: {why}"
+        follows = GiveUp(RequestFailed(text, replica=at.replica))
+    return AttemptVerdict(outcome, why, follows, broke=True, exclusion=ReplicaExclusion(why))
+
+
+def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
+    """Judge an answer that is a problem instead of a stream."""
+    slug = refusal.slug or str(refusal.status)
+    follows: Next = ContinueOutput(_pause_if_dry(at))
+    exclusion = None
+    if refusal.status == 429:
+        exclusion = ReplicaExclusion(
+            "its queue is full", refusal.retry_after or DEFAULT_RETRY_SECONDS
+        )
+    elif refusal.status == 503:
+        exclusion = ReplicaExclusion(refusal.detail)
+    elif slug == "version-not-met":
+        return _judge_wrong_weights(refusal, at)
+    elif slug == "duplicate-request":
+        pass
+    elif refusal.status >= 500:
+        return judge_broken_attempt(str(refusal), at, "refused")
+    elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
+        # As much as the model's length allows was asked for, and that is reached.
+        follows = FinishOutput(StopReason.LENGTH)
+    else:
+        follows = GiveUp(
+            RequestRefused(
+                refusal.detail, replica=at.replica, status=refusal.status, slug=refusal.slug
+            )
+        )
+    return AttemptVerdict("refused", slug, follows, exclusion=exclusion)
+
+
+def _judge_wrong_weights(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
+    """Judge a refusal because of the weights: the replica's are too old, or too new."""
+    if refusal.active is None:
+        later = ReplicaExclusion(refusal.detail, refusal.retry_after or DEFAULT_RETRY_SECONDS)
+        return AttemptVerdict("refused", refusal.slug, ContinueOutput(), exclusion=later)
+    follows: Next = ContinueOutput()
+    if at.policy.one_version and at.first is not None and refusal.active != at.first:
+        follows = step_after_weights_change(at, refusal.active)
+    return AttemptVerdict("refused", refusal.slug, follows, weights=refusal.active)
+
+
+def judge_new_weights(at: AttemptState) -> AttemptVerdict:
+    """Judge an attempt that was left because other weights came and the caller minds."""
+    return AttemptVerdict("moved", "the weights changed", step_after_weights_change(at, at.last))
+
+
+def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> Next:
+    """Say what follows when the weights of the tokens so far serve no more."""
+    if at.policy.on_version_change == "fail":
+        text = f"the weights changed from {at.first} to {to or 'others'} within an output"
+        return GiveUp(VersionChanged(text, replica=at.replica))
+    return StartOver()
+
+
+def finish_if_whole(at: AttemptState) -> FinishOutput | None:
+    """Return the end if nothing is missing but the worker's own word for it.
+
+    As on a worker, nothing of the first `min_tokens` is an end.
+    """
+    sampling, tokens = at.sampling, at.tokens
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
+    if tokens and tokens[-1] in stops and len(tokens) > sampling.min_tokens:
+        return FinishOutput(StopReason.STOP, StopMatch(token_id=tokens[-1]))
+    if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
+        return FinishOutput(StopReason.LENGTH)
+    return None
+
+
+def deadline_error(at: AttemptState) -> DeadlineExceeded:
+    """Return the error for a request whose time is over."""
+    return DeadlineExceeded("its deadline passed", replica=at.replica)
+
+
+def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> RequestError:
+    """Return the error when there is no time for another attempt.
+
+    Args:
+        at: Where the output stands.
+        last: How the attempt before ended; None: there was none.
+        reasons: Why no replica serves now.
+    """
+    if at.tokens or last != "refused":
+        return deadline_error(at)
+    return NoReplica(f"no replica took the request in time ({reasons})")
+
+
+def no_replica_error(error: NoReplica, at: AttemptState) -> RequestError:
+    """Return the right word for it: with tokens in hand the deadline ended the output."""
+    return DeadlineExceeded(error.cause) if at.tokens else error
+
+
+def _pause_if_dry(at: AttemptState) -> float:
+    """Attempts that give nothing must not follow each other at once for ever."""
+    return _backoff_pause(at) if at.dry > 1 else 0.0
+
+
+def _backoff_pause(at: AttemptState) -> float:
+    return min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(at.dry, 10))

@@ -1,0 +1,180 @@
+"""What a caller passes to `generate`, checked and turned into a request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypedDict, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rollout_client.option_names import did_you_mean
+from rollout_worker.schemas import GenerateRequest, SamplingParams
+
+OnVersionChange = Literal["continue", "restart", "fail"]
+
+DEFAULT_DEADLINE_SECONDS = 7200.0
+"""For an output unless said otherwise: 32,768 tokens at five a second, waiting included."""
+
+MAX_ID_LENGTH = 200
+"""Longest request id that a caller may give: attempts append to it."""
+
+MAX_REPORTED_ERRORS = 4
+"""Mistakes that one message names."""
+
+
+class _Array(Protocol):
+    """An array or a tensor of token ids."""
+
+    def tolist(self) -> Any:
+        """Return its numbers as Python's own."""
+
+
+Prompt = GenerateRequest | Sequence[int] | _Array
+"""A whole request, or token_ids [P]: a list, an array, a tensor."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Arguments of `generate` and its kin, all by name; what is left out has the worker's default.
+
+    Attributes:
+        sampling: How tokens are sampled; a mapping has the fields of `SamplingParams`.
+        request_id: Attempts have ids of their own, made from it.
+        session_id: Requests of one conversation go to one replica if possible.
+        group_id: The same for the samples of one prompt, which otherwise spread over replicas.
+        logprobs: Which kind; default: the pool's.
+        epoch: That the versions refer to; default: the active one.
+        min_version: Wait for a replica with such weights or newer ones.
+        exact_version: Wait for a replica with exactly these, and let no others make a token.
+        cache_salt: Requests with other salts share no cached prefix.
+        priority: Lower runs first.
+        deadline_seconds: For everything, waiting and all attempts; default: the pool's.
+        on_version_change: What to do if the weights change within an output: `continue` (spans tell
+            which weights made which token), `restart` from the prompt, or `fail`.
+    """
+
+    sampling: SamplingParams | Mapping[str, object]
+    request_id: str | None
+    session_id: str | None
+    group_id: str | None
+    logprobs: Literal["sampling", "raw", "none"] | None
+    epoch: int | None
+    min_version: int | None
+    exact_version: int | None
+    cache_salt: str | None
+    priority: int
+    deadline_seconds: float
+    on_version_change: OnVersionChange
+
+
+OWN_OPTIONS = ("group_id", "on_version_change")
+"""Options that are not sent."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse a name that `generate` has not.
+
+    Raises:
+        TypeError: As Python's own for a keyword argument that does not exist.
+        ValueError: `on_version_change` has a value that it can't have.
+    """
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"generate has no argument {name!r}{_fix_for_name(name, known)}")
+    choices = get_args(OnVersionChange)
+    if (chosen := options.get("on_version_change", "continue")) not in choices:
+        raise ValueError(f"on_version_change is {chosen!r}: use one of {', '.join(choices)}")
+
+
+def make_request(
+    prompt: Prompt, options: GenerateOptions, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+) -> GenerateRequest:
+    """Return the request for a prompt with these options.
+
+    Args:
+        prompt: As the caller has it.
+        options: Take the place of the same fields of a whole request.
+        deadline_seconds: For a request that names none.
+
+    Raises:
+        ValueError: A field is unknown or has a bad value; the message names each.
+        TypeError: The prompt is no sequence of token ids, or an option does not exist.
+    """
+    check_options(options)
+    given: dict[str, Any] = {"deadline_seconds": deadline_seconds}
+    if isinstance(prompt, GenerateRequest):
+        given |= {name: getattr(prompt, name) for name in prompt.model_fields_set}
+    else:
+        given["token_ids"] = _prompt_token_ids(prompt)
+    sent = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    try:
+        request = GenerateRequest.model_validate({**given, **_plain_numbers(sent)})
+    except ValidationError as error:
+        raise ValueError(_error_words(error)) from None
+    if request.request_id is not None and len(request.request_id) > MAX_ID_LENGTH:
+        raise ValueError(f"request_id is longer than {MAX_ID_LENGTH} characters")
+    return request
+
+
+def _prompt_token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
+    if isinstance(prompt, str | bytes):
+        raise TypeError("a prompt is token ids, not text: tokenize it first")
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence):
+        kind = type(prompt).__name__
+        fix = (
+            ": pass its ['input_ids'], or give return_dict=False to apply_chat_template"
+            if hasattr(ids, "keys") and "input_ids" in ids
+            else ""
+        )
+        raise TypeError(f"a prompt is a list, an array or a tensor of token ids, not a {kind}{fix}")
+    if ids and isinstance(ids[0], Sequence):
+        raise ValueError("a prompt is one row of token ids: pass many to generate_many")
+    whole = tuple(ids)
+    # The usual list of a hundred thousand ids is not gone through one by one.
+    return whole if set(map(type, whole)) <= {int} else tuple(map(_plain_numbers, whole))
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Return numbers of numpy and torch as Python's own, also within mappings and sequences."""
+    if isinstance(value, BaseModel | str | bytes | int | float):
+        # numpy's float64 is a float, too, and one that every check takes.
+        return value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain_numbers(key): _plain_numbers(each) for key, each in value.items()}
+    return tuple(map(_plain_numbers, value)) if isinstance(value, list | tuple) else value
+
+
+def _error_words(error: ValidationError) -> str:
+    """Return what is wrong, in words of ours: the path of each field and what it must be."""
+    wrong, found = [], error.errors()
+    # What follows from a mistake further inside is not told: that one is what to fix.
+    outer = {each["loc"][:size] for each in found for size in range(len(each["loc"]))}
+    inner = [each for each in found if each["loc"] not in outer]
+    for each in inner[:MAX_REPORTED_ERRORS]:
+        path = ".".join(map(str, each["loc"]))
+        if each["type"] == "extra_forbidden":
+            fields = SamplingParams if each["loc"][0] == "sampling" else GenerateRequest
+            name = str(each["loc"][-1])
+            wrong.append(f"{path} does not exist{did_you_mean(name, fields.model_fields)}")
+        else:
+            fix = _KNOWN_FIXES.get(path, "")
+            wrong.append(f"{path}: {each['msg']}, not {str(each['input'])[:80]!r}{fix}")
+    more = len(inner) - len(wrong)
+    return "; ".join(wrong) + (f"; and {more} more" if more else "")
+
+
+_KNOWN_FIXES = {
+    "logprobs": ": 'sampling' is what an output has by default, 'none' leaves them out",
+    "sampling.stop": ": write a list of strings, also for one",
+    "sampling.top_k": ": 0 stands for all tokens",
+}
+
+
+def _fix_for_name(name: str, known: Mapping[str, object]) -> str:
+    """Return what to write instead of an argument that does not exist."""
+    if name in SamplingParams.model_fields:
+        return f": put it into sampling, as in sampling={{{name!r}: …}}"
+    return ": use deadline_seconds" if name == "timeout" else did_you_mean(name, known)

@@ -1,0 +1,181 @@
+"""Finds out by asking whether members serve: excluded ones, outdated ones, and silent ones.
+
+Only members that gave cause are asked. `GET /ready` decides whether one serves, `GET /v1/weights`
+with which weights, `GET /health` whether a silent one is alive, and `GET /v1/info`, once while
+requests run there, which ids end outputs: what one of them ended with says nothing of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from rollout_worker.schemas import WeightsId, WeightsState, WorkerInfo
+
+from .member_clients import MemberClients
+from .member_records import MemberRecord
+from .router import AttemptLease, RequestRouter
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TICK_SECONDS = 0.1
+PROBE_TIMEOUT_SECONDS = 5.0
+FIRST_PROBE_SECONDS = 0.2
+MAX_PROBE_SECONDS = 3.0
+WEIGHTS_PROBE_SECONDS = 0.5
+"""Between two looks at the weights of a member that are too old for somebody who waits."""
+
+SILENCE_LIMIT_SECONDS = 20.0
+GONE_LIMIT_SECONDS = 10.0
+"""How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
+
+
+def probe_pause_after(failures: int) -> float:
+    """Return how long not to probe a member that has failed so often, before it is spread."""
+    return min(MAX_PROBE_SECONDS, FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
+
+
+class HealthChecker:
+    """Asks members that gave cause whether they serve, as long as `run_checks` runs.
+
+    Args:
+        router: Whose members are watched.
+        connections: To them.
+        silent_seconds: How long a worker may say nothing to a request before it is asked.
+        gone_seconds: The same for a member that discovery lost; then the request is cut off.
+    """
+
+    def __init__(
+        self,
+        router: RequestRouter,
+        connections: MemberClients,
+        *,
+        silent_seconds: float = SILENCE_LIMIT_SECONDS,
+        gone_seconds: float = GONE_LIMIT_SECONDS,
+    ) -> None:
+        self._router = router
+        self._connections = connections
+        self._silent = silent_seconds
+        self._gone = gone_seconds
+        self._asking: dict[object, asyncio.Task[None]] = {}
+
+    async def run_checks(self) -> None:
+        """Look around until cancelled."""
+        try:
+            while True:
+                self._check_members(time.monotonic())
+                await asyncio.sleep(HEALTH_TICK_SECONDS)
+        finally:
+            asking = list(self._asking.values())
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    def _check_members(self, now: float) -> None:
+        for url, record in self._router.balancer.records.items():
+            if record.present and now >= record.probe_at and self._wants_probe(record, now):
+                self._start_check(url, partial(self._probe_member, record))
+        suspects: dict[str, list[AttemptLease]] = {}
+        for url in {lease.member.url for lease in self._router.leases}:
+            known = self._router.balancer.records.get(url)
+            if known and known.present and known.info is None and now >= known.info_at:
+                self._start_check(("info", url), partial(self._ask_info, known))
+        for lease in self._router.leases:
+            silent = now - lease.heard_at
+            found = self._router.balancer.records.get(lease.member.url)
+            if (found is None or not found.present) and silent >= self._gone:
+                lease.cut_off("its replica is gone")
+            elif silent >= self._silent:
+                suspects.setdefault(lease.member.url, []).append(lease)
+        for url, leases in suspects.items():
+            self._start_check(("silent", url), partial(self._ask_silent, url, leases))
+
+    def _wants_probe(self, record: MemberRecord, now: float) -> bool:
+        if record.exclusion_reason(now):
+            return record.excluded_until is None
+        return any(not bounds.admits(record.active) for bounds in self._router.waiting_bounds)
+
+    def _start_check(self, what: object, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if what in self._asking:
+            return
+        task = asyncio.create_task(ask())
+        self._asking[what] = task
+        task.add_done_callback(lambda _: self._asking.pop(what, None))
+
+    async def _probe_member(self, record: MemberRecord) -> None:
+        balancer, url = self._router.balancer, record.member.url
+        why = await self._not_serving_reason(url)
+        now = time.monotonic()
+        if balancer.records.get(url) is not record:
+            return
+        if why:
+            record.probe_at = now + probe_pause_after(record.failures) * random.uniform(0.7, 1.0)
+            record.failures += 1
+            record.excluded, record.excluded_until = why, None
+            return
+        record.active = await self._get_weights(url)
+        if record.exclusion_reason(now):
+            name = record.member.name
+            logger.info("%s serves again", name, extra={"replica": name})
+        balancer.readmit_member(url)
+        record.probe_at = now + WEIGHTS_PROBE_SECONDS
+        self._router.notify_waiting()
+
+    async def _not_serving_reason(self, url: str) -> str:
+        """Return why a member does not serve; empty if it does."""
+        try:
+            answer = await self._get_path(url, "/ready")
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}".rstrip(": ")
+        if answer.status_code == 200:
+            return ""
+        try:
+            return str(answer.json()["detail"])[:200]
+        except (ValueError, KeyError, TypeError):
+            return f"GET /ready: {answer.status_code}"
+
+    async def _get_weights(self, url: str) -> WeightsId | None:
+        try:
+            answer = await self._get_path(url, "/v1/weights")
+            state = WeightsState.model_validate_json(answer.content, extra="ignore")
+        except (httpx.HTTPError, ValidationError):
+            return None
+        return None if state.active is None else state.active.identity
+
+    async def _ask_info(self, record: MemberRecord) -> None:
+        """Ask what a member's worker is; an older one tells less than is wanted."""
+        asked_at = time.monotonic()
+        try:
+            answer = await self._get_path(record.member.url, "/v1/info")
+            info = WorkerInfo.model_validate_json(answer.content, extra="ignore")
+        except (httpx.HTTPError, ValidationError):
+            record.info_at = time.monotonic() + MAX_PROBE_SECONDS
+            return
+        if record.info_at <= asked_at:
+            record.info = info
+
+    async def _ask_silent(self, url: str, leases: Sequence[AttemptLease]) -> None:
+        """Ask once whether the member on which all of these heard nothing is alive."""
+        try:
+            answer = await self._get_path(url, "/health")
+            alive = answer.status_code == 200
+            why = f"GET /health: {answer.status_code}"
+        except httpx.HTTPError as error:
+            alive, why = False, f"{type(error).__name__}: {error}".rstrip(": ")
+        for lease in leases:
+            if alive:
+                lease.note_heard()
+            elif time.monotonic() - lease.heard_at >= self._silent:
+                lease.cut_off(f"silent for {self._silent:g} s, and then {why}")
+
+    async def _get_path(self, url: str, path: str) -> httpx.Response:
+        with self._connections.client_for(url) as client:
+            return await client.get(path, timeout=PROBE_TIMEOUT_SECONDS)

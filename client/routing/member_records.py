@@ -1,0 +1,65 @@
+"""What the balancer knows of one member. Pure: the clock is passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_client.discovery.pool_members import Member
+from rollout_worker.schemas import WeightsId, WorkerInfo
+
+from .weights_bounds import ANY_WEIGHTS, WeightsBounds
+
+
+@dataclass(slots=True, eq=False)
+class MemberRecord:
+    """A member, what runs on it, and what its answers said."""
+
+    member: Member
+    in_flight: int = 0
+    present: bool = True
+    """False: discovery no longer has it; the record stays while requests run on it."""
+    excluded: str = ""
+    """Why it gets no requests, in words; empty: it may."""
+    excluded_until: float | None = None
+    """When it may get requests again without a probe; None: only after one."""
+    failures: int = 0
+    """Since it last answered that it serves."""
+    active: WeightsId | None = None
+    """Weights that it serves; None: not known."""
+    pace: float | None = None
+    """Seconds per sampled token, smoothed; None: not measured lately."""
+    paced_at: float = 0.0
+    slowness: float = 1.0
+    """Its pace divided by the median one; 1 if it is near that."""
+    chosen: int = 0
+    """The balancer's turn in which it was chosen last."""
+    probe_at: float = 0.0
+    """When it may be probed again."""
+    info: WorkerInfo | None = None
+    """What it says of itself; None: nothing yet."""
+    info_at: float = 0.0
+    """When it may be asked for that."""
+
+    @property
+    def weighted_load(self) -> float:
+        """Requests in flight, weighed by how slow it is."""
+        return self.in_flight * self.slowness
+
+    def exclusion_reason(self, now: float) -> str:
+        """Why it is excluded now; empty if it is not."""
+        over = self.excluded_until is not None and now >= self.excluded_until
+        return "" if over else self.excluded
+
+    def is_usable(self, now: float) -> bool:
+        """Whether it may get requests."""
+        return self.present and self.member.ready and not self.exclusion_reason(now)
+
+    def unusable_reason(self, now: float, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
+        """Why it gets no request with these bounds now; empty if it may."""
+        if not self.present:
+            return "gone"
+        if not self.member.ready:
+            return "not ready"
+        if not self.is_usable(now):
+            return self.excluded
+        return "" if bounds.admits(self.active) else f"has weights {self.active}"

@@ -1,0 +1,325 @@
+"""Epochs, weights and state of a pool with an operator: the RolloutReplica is patched and followed; whole.
+
+The client only says what shall be; the operator does it, even when this process is gone. What is
+returned or raised is what the status says, in the operator's own words.
+
+Which trainer has the pool is written in an annotation, `rollout.dev/trainer-epoch`, which only rises
+and is only changed by compare-and-swap. The epoch of `spec.weights.target` would not do: it can't
+rise without another weights update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+from rollout_client.errors import (
+    ClusterError,
+    EpochLost,
+    PublishFailed,
+    RolloutError,
+    SteeringFailed,
+)
+from rollout_client.kube.cluster_access import Obj
+from rollout_client.kube.cluster_client import ClusterClient, ReportTrouble, retry_pause
+from rollout_worker.schemas import WeightsId, WeightsSource
+
+from .control_ports import ControlPorts
+from .head_staging import head_ports, stage_on_heads
+from .pushing.push import Push
+from .replica_status import (
+    ANNOTATION_EPOCH,
+    UpdateUnderway,
+    check_epoch,
+    has_reached,
+    has_target,
+    highest_epoch,
+    publish_progress,
+    wanted_replicas,
+    wanted_state,
+)
+from .staging_barrier import Version
+from .steering_protocol import (
+    OnProgress,
+    PoolState,
+    Published,
+    PublishProgress,
+    content_mismatch_error,
+)
+
+logger = logging.getLogger(__name__)
+
+CONFLICT, OVERLOADED, INVALID = 409, 429, 422
+RETRY_SECONDS = 0.02
+QUICK_SECONDS = 10.0
+"""How long a mere look at the object is tried while the API server fails."""
+
+LOOK_SECONDS = 0.2
+STRAGGLER_SECONDS = 60.0
+"""How long waking waits for the last replicas once one serves: broken ones are for the operator."""
+
+
+class ClusterSteering:
+    """Steers a pool through its RolloutReplica.
+
+    Args:
+        kube: The API server.
+        name: Of the RolloutReplica.
+        namespace: Its namespace.
+        heads: Control ports of the members, for weights that are pushed; None: none can be.
+    """
+
+    lowest_identity: WeightsId | None = None
+
+    def __init__(
+        self, kube: ClusterClient, name: str, namespace: str, heads: ControlPorts | None = None
+    ) -> None:
+        self._kube = kube
+        self._heads = heads
+        self._name = name
+        self._collection = f"/apis/rollout.dev/v1alpha1/namespaces/{namespace}/rolloutreplicas"
+        self._path = f"{self._collection}/{name}"
+        self._epoch = 0
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._heads is not None:
+            await self._heads.close()
+        await self._kube.close()
+
+    async def wanted_state(self) -> PoolState | None:
+        """Return what `spec.state` asks for."""
+        return wanted_state(await self._kube.get(self._path, seconds=QUICK_SECONDS))
+
+    # Epoch.
+
+    async def acquire_epoch(self, seconds: float) -> int:
+        """Take the next epoch by compare-and-swap.
+
+        Raises:
+            EpochLost: Another trainer took it at the same time.
+            ClusterError: Not allowed, or no answer.
+        """
+        first: int | None = None
+
+        def change(pool: Obj, unsure: bool) -> Obj:
+            nonlocal first
+            held = highest_epoch(pool)
+            # An epoch that may be of a write of ours without an answer: the next one shuts out both.
+            if first is not None and held != first and not unsure:
+                raise EpochLost(f"another trainer took epoch {held} at the same time")
+            first = held
+            return {"metadata": {"annotations": {ANNOTATION_EPOCH: str(held + 1)}}}
+
+        self._epoch = highest_epoch(await self._swap(change, seconds))
+        return self._epoch
+
+    async def _swap(self, change: Callable[[Obj, bool], Obj | None], seconds: float) -> Obj:
+        """Change the object as it is now; try again if somebody else wrote meanwhile.
+
+        Passing failures of the API server are tried again, too.
+
+        Args:
+            change: Gets the object, and whether a write before this one may have taken effect
+                although it failed. Returns what to merge, None for nothing, or raises.
+            seconds: Deadline.
+        """
+        until, attempt, unsure = time.monotonic() + seconds, 0, False
+        while True:
+            left = max(0.0, until - time.monotonic())
+            pool = await self._kube.get(self._path, seconds=left)
+            body = change(pool, unsure)
+            if body is None:
+                return pool
+            meta = {**body.get("metadata", {})}
+            meta["resourceVersion"] = pool["metadata"]["resourceVersion"]
+            try:
+                return await self._kube.merge_patch(self._path, {**body, "metadata": meta})
+            except ClusterError as error:
+                pause = RETRY_SECONDS if error.status == CONFLICT else retry_pause(attempt)
+                again = error.status == CONFLICT or error.is_transient
+                if not again or time.monotonic() + pause > until:
+                    raise
+                unsure |= error.status not in (CONFLICT, OVERLOADED)
+            await asyncio.sleep(pause)
+            attempt += 1
+
+    # Weights.
+
+    async def publish_identity(
+        self,
+        identity: WeightsId,
+        source: WeightsSource,
+        seconds: float,
+        tell: OnProgress,
+        push: Push | None = None,
+        root_hash: str | None = None,
+    ) -> Published:
+        """Move the target and follow the status until it serves; `push` brings the bytes first.
+
+        Raises:
+            PublishFailed: In the operator's or the API server's words, a replica can't use the bytes that
+                were pushed, or other content has this identity.
+            Superseded: Newer weights took their place.
+            EpochLost: Another trainer has the pool.
+        """
+        began = time.monotonic()
+        barrier = None
+        if push is not None:
+            check_epoch(await self._kube.get(self._path, seconds=seconds), identity.epoch)
+            version = Version(identity, source, root_hash)
+            barrier = await stage_on_heads(self._heads, version, push, began + seconds, tell)
+        try:
+            pool = await self._move(identity, source, seconds - (time.monotonic() - began))
+        except RolloutError as error:
+            # Where nobody knows whether it was moved, the operator decides what becomes of the bytes.
+            if barrier is not None and not (isinstance(error, ClusterError) and error.is_transient):
+                await barrier.discard()
+            raise
+        generation = pool["metadata"]["generation"]
+        if barrier is not None:
+            root_hash = barrier.version.root_hash
+
+        def judge(pool: Obj) -> Published | UpdateUnderway:
+            found = publish_progress(pool, identity, generation, time.monotonic() - began)
+            has = found.root_hash if isinstance(found, Published) else None
+            if root_hash is not None and has not in (None, root_hash):
+                raise content_mismatch_error(identity, root_hash, has)
+            return found
+
+        done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
+        return done if push is None else push.reported(done)
+
+    async def tensor_dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes that tensors must have, by name.
+
+        Raises:
+            PublishFailed: No control ports are known.
+            SteeringFailed: No head tells.
+        """
+        return await head_ports(self._heads).get_dtypes()
+
+    async def _move(self, identity: WeightsId, source: WeightsSource, seconds: float) -> Obj:
+        """Move the target, and return the object that has it."""
+        wanted = {"epoch": identity.epoch, "version": identity.version}
+        # A merge patch keeps what it does not name: the other kinds of source must go.
+        where: Obj = {"path": None, "checkpoint": None, "pushed": None}
+        where |= source.model_dump(exclude_none=True)
+
+        def change(pool: Obj, unsure: bool) -> Obj | None:
+            check_epoch(pool, identity.epoch)
+            if has_target(pool, identity, source):
+                return None
+            return {"spec": {"weights": {"target": {**wanted, "source": where}}}}
+
+        try:
+            return await self._swap(change, seconds)
+        except ClusterError as error:
+            if error.status == INVALID:
+                raise PublishFailed(error.cause) from error
+            raise
+
+    async def _follow(
+        self,
+        judge: Callable[[Obj], Published | UpdateUnderway],
+        seconds: float,
+        tell: OnProgress,
+        identity: WeightsId,
+    ) -> Published:
+        message, trouble = "nothing was seen of the pool", ""
+
+        def heed(error: ClusterError | None) -> None:
+            nonlocal trouble
+            if error is not None and not error.is_transient:
+                raise error
+            trouble = "" if error is None else f"; the API server: {error}"
+
+        try:
+            async with asyncio.timeout(seconds), aclosing(self._objects(heed)) as objects:
+                async for pool in objects:
+                    found = judge(pool)
+                    total = wanted_replicas(pool)
+                    message = found.message
+                    if isinstance(found, Published):
+                        tell(PublishProgress("Complete", total, total, message))
+                        return found
+                    weights = (pool.get("status") or {}).get("weights") or {}
+                    staged = weights.get("stagedReplicas", 0)
+                    tell(PublishProgress(found.phase, staged, total, message))
+        except TimeoutError:
+            why = f"weights {identity} were not committed within {seconds:.0f} s: {message}"
+            raise PublishFailed(f"{why}{trouble}; the operator goes on trying") from None
+        raise PublishFailed(message)  # pragma: no cover - the objects come for ever
+
+    async def _objects(self, trouble: ReportTrouble) -> AsyncGenerator[Obj]:
+        """Yield the object now and after each change.
+
+        Raises:
+            SteeringFailed: It was deleted.
+        """
+        params = {"fieldSelector": f"metadata.name={self._name}"}
+        async with aclosing(self._kube.follow_objects(self._collection, params, trouble)) as found:
+            async for objects in found:
+                if self._name not in objects:
+                    raise SteeringFailed(f"the RolloutReplica {self._name} does not exist any more")
+                yield objects[self._name]
+
+    # State.
+
+    async def change_state(self, state: PoolState, seconds: float) -> int:
+        """Ask for a state in spec, then wait for what the workers say; return how many serve.
+
+        Raises:
+            SteeringFailed: Somebody else changed the state meanwhile, or it took too long.
+            ClusterError: Not allowed, or no answer.
+        """
+        began = time.monotonic()
+        pool = await self._ask(state, seconds)
+        generation, message = pool["metadata"]["generation"], ""
+        first_at: float | None = None
+        try:
+            async with asyncio.timeout(seconds - (time.monotonic() - began)):
+                while True:
+                    seen = await self._seen()
+                    status = {} if isinstance(seen, str) else seen.get("status") or {}
+                    message = seen if isinstance(seen, str) else str(status.get("message", ""))
+                    ready = int(status.get("readyReplicas", 0))
+                    if not isinstance(seen, str) and has_reached(seen, state, generation):
+                        return ready
+                    if state == "Active" and ready:
+                        first_at = first_at or time.monotonic()
+                        if time.monotonic() - first_at > STRAGGLER_SECONDS:
+                            logger.warning("not waiting for the last replicas to wake: %s", message)
+                            return ready
+                    await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            raise SteeringFailed(f"not {state} within {seconds:g} s: {message}") from None
+
+    async def ask_state(self, state: PoolState, seconds: float) -> None:
+        """Ask for a state in spec; the operator does the rest.
+
+        Raises:
+            EpochLost: Another trainer has the pool.
+            ClusterError: Not allowed, or no answer within these seconds.
+        """
+        await self._ask(state, seconds)
+
+    async def _ask(self, state: PoolState, seconds: float) -> Obj:
+        def change(pool: Obj, unsure: bool) -> Obj | None:
+            if self._epoch:
+                check_epoch(pool, self._epoch)
+            return None if wanted_state(pool) == state else {"spec": {"state": state}}
+
+        return await self._swap(change, seconds)
+
+    async def _seen(self) -> Obj | str:
+        """Return the object, or why the API server does not show it at the moment."""
+        try:
+            return await self._kube.get(self._path)
+        except ClusterError as error:
+            if not error.is_transient:
+                raise
+            return f"the API server: {error}"

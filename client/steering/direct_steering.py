@@ -1,0 +1,332 @@
+"""Weights and state of a pool without an operator: the control ports are called one by one.
+
+It comes to what the operator does. All live replicas stage; when all have, all commit. A replica
+that died meanwhile, sleeps or fails to commit is fenced and gets the weights before it serves again,
+and one that was restarted returns to the pool's state (`keeper`). Until the first commit any
+failure leaves the old weights serving everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from rollout_client.discovery.pool_members import Member
+from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed
+from rollout_client.worker_control import QUICK_CALL_SECONDS, ControlError, ControlUnreachable
+from rollout_worker.schemas import (
+    CommitResponse,
+    RequireRequest,
+    WeightsId,
+    WeightsSource,
+    WorkerState,
+)
+
+from .control_ports import ControlPorts
+from .options import DirectOptions
+from .pool_keeper import PoolKeeper
+from .pushing.push import Push
+from .staging_barrier import Barrier, Version, refused
+from .steering_protocol import OnProgress, PoolState, Published, PublishProgress
+
+logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL_SECONDS = 0.5
+STATE_ASK_SECONDS = 3.0
+"""How long somebody who only asks for a wake waits for it."""
+PROGRESS_INTERVAL_SECONDS = 1.0
+"""What a worker gets to take note of a wake whose end nobody waits for."""
+
+
+class DirectSteering:
+    """Steers a pool at the control ports of its members.
+
+    Args:
+        members: Returns who is there now.
+        options: Token, in-flight policy, sleep level.
+        on_weights: Told that a member (by URL) serves an identity.
+    """
+
+    def __init__(
+        self,
+        members: Callable[[], Sequence[Member]],
+        options: DirectOptions,
+        on_weights: Callable[[str, WeightsId], None] = lambda url, identity: None,
+    ) -> None:
+        self._members = members
+        self._options = options
+        self._on_weights = on_weights
+        self._ports = ControlPorts(members, options.token, options.control_ca)
+        self._keeper = PoolKeeper(self._ports, options, self._note_serving)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._keeper.stop()
+        await self._ports.close()
+
+    @property
+    def lowest_identity(self) -> WeightsId | None:
+        """What was published last: a replica that came back with older weights gets nothing."""
+        target = self._keeper.target
+        return None if target is None else target.identity
+
+    async def wanted_state(self) -> PoolState | None:
+        """Return the state that was asked for last through this pool."""
+        return self._keeper.state
+
+    # Epoch.
+
+    async def acquire_epoch(self, seconds: float) -> int:
+        """Take the epoch above all that the workers have seen, and fence the lower ones.
+
+        Without an API server there is nothing to compare and swap on: two trainers that do this at
+        the same moment may both win, so a pool without an operator must have only one trainer.
+
+        Raises:
+            EpochLost: A worker saw a higher epoch meanwhile.
+            SteeringFailed: No worker answers.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                states = await self._ports.get_states()
+                epoch = 1 + max(_highest_epoch(state) for state in states.values())
+                request = RequireRequest(epoch=epoch)
+                answers = await self._ports.ask_members(list(states), lambda c: c.require(request))
+        except TimeoutError:
+            raise SteeringFailed(f"the workers did not confirm an epoch in {seconds:g} s") from None
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                raise EpochLost(answer.detail, replica=name)
+        return epoch
+
+    # Weights.
+
+    async def publish_identity(
+        self,
+        identity: WeightsId,
+        source: WeightsSource,
+        seconds: float,
+        tell: OnProgress,
+        push: Push | None = None,
+        root_hash: str | None = None,
+    ) -> Published:
+        """Stage on all live replicas, then commit on all; `push` brings the bytes, if there is one.
+
+        Raises:
+            PublishFailed: Nothing changed: a replica can't use the weights, has other content under their
+                identity, or time ran out. Or no replica answered to the commit in time: each gets the weights once it answers.
+            EpochLost: A newer trainer owns a worker.
+        """
+        if push is None and source.pushed is not None:
+            raise PublishFailed(
+                "without an operator there is nothing to publish: hand_over commits by itself"
+            )
+        began = time.monotonic()
+        until = began + seconds
+        await self._keeper.stop()
+        try:
+            async with self._keeper.lock:
+                states = await self._ports.get_states()
+                live = [name for name, state in states.items() if state.resident.weights]
+                version = Version(identity, source, root_hash)
+                barrier = Barrier(self._ports, version, live, push=push)
+                await barrier.stage(until, tell)
+                done = await self._commit_staged(barrier, len(states), began, until, tell)
+                return done if push is None else push.reported(done)
+        finally:
+            # After a failure, too: who comes back needs the weights of before.
+            self._keeper.start()
+
+    async def tensor_dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes that tensors must have, by name.
+
+        Raises:
+            SteeringFailed: No worker tells.
+        """
+        return await self._ports.get_dtypes()
+
+    async def _commit_staged(
+        self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress
+    ) -> Published:
+        """Commit on all that staged: from here it only goes forward."""
+        version, count = barrier.version, len(barrier.staged)
+        identity = version.identity
+        message = f"committing weights {identity} on {count} replicas"
+        tell(PublishProgress("Committing", 0, count, message))
+        left = max(0.0, until - time.monotonic())
+        root_hash = next(iter(barrier.staged.values()), version.root_hash)
+        order = self._options.commit_request(identity, left, root_hash)
+        try:
+            answers = await self._ports.ask_members(
+                list(barrier.staged), lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS)
+            )
+        except BaseException:
+            # Cancelled: some may have flipped, so the others must.
+            self._keeper.target = version
+            raise
+        done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
+        errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
+        if errors and len(errors) == len(answers):
+            await barrier.discard()
+            name, error = next(iter(errors.items()))
+            raise refused(name, identity, error)
+        self._keeper.target = version = replace(version, root_hash=root_hash)
+        await self._fence_version(version)
+        if answers and not done:
+            why = f"no replica answered to the commit of {identity} in time"
+            raise PublishFailed(
+                f"{why}; each gets it once it answers, as long as this pool is open"
+            )
+        self._note_serving(done, version)
+        message = f"{len(done)} of {total} replicas serve weights {identity}"
+        if late := total - len(done):
+            message += f"; {late} get them before they serve again"
+        tell(PublishProgress("Complete", len(done), total, message))
+        return Published(
+            identity=identity,
+            root_hash=root_hash,
+            replicas=len(done),
+            seconds=time.monotonic() - began,
+            pause_seconds=max((a.pause_seconds for a in done.values()), default=None),
+            message=message,
+        )
+
+    async def _fence_version(self, version: Version) -> None:
+        """Let no replica serve older weights: neither who missed the commit nor who sleeps."""
+        floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
+        await self._ports.ask_members(
+            self._ports.member_names(), lambda control: control.require(floor)
+        )
+
+    def _note_serving(self, names: Iterable[str], version: Version) -> None:
+        """Note that these replicas serve a version."""
+        known = set(names)
+        for member in self._members():
+            if member.name in known:
+                self._on_weights(member.url, version.identity)
+
+    # State.
+
+    async def change_state(self, state: PoolState, seconds: float) -> int:
+        """Move all replicas that answer to a state; return how many serve then.
+
+        What passes is waited for: that no replica answers, or one loads, or another trainer has put one to sleep.
+
+        Raises:
+            SteeringFailed: A replica refused, or others hold it, or time ran out.
+        """
+        why = ""
+        with self._keeper.ordering_state(state):
+            try:
+                async with asyncio.timeout(seconds):
+                    while True:
+                        try:
+                            return await self._order_state(state)
+                        except _Transient as error:
+                            why = f": {error}"
+                            turn = error.turn
+                        await asyncio.sleep(RETRY_INTERVAL_SECONDS)
+                        if (wish := self._keeper.state) != state:
+                            raise SteeringFailed(f"this pool was asked to be {wish} meanwhile{why}")
+                        if turn:
+                            await self._wait_for_other_turns()
+            except TimeoutError:
+                text = f"not all replicas were {state} within {seconds:g} s{why}"
+                raise SteeringFailed(text) from None
+
+    async def _order_state(self, state: PoolState) -> int:
+        """Move all replicas that answer now.
+
+        Raises:
+            SteeringFailed: A replica refused.
+            _Passing: None answers, or one can't obey yet.
+        """
+        told = await self._ports.ask_members(
+            self._ports.member_names(), lambda control: control.state()
+        )
+        there = [name for name, answer in told.items() if isinstance(answer, WorkerState)]
+        moved = await self._ports.ask_members(there, lambda c: self._keeper.change_state(c, state))
+        answers = {**told, **moved}
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                turn = state == "Active" and _is_other_trainers_turn(answer, told[name])
+                if turn or answer.slug in TRANSIENT_SLUGS:
+                    raise _Transient(f"{name}: {answer.detail}", turn=turn)
+                raise SteeringFailed(answer.detail, replica=name) from answer
+        away = {n: a for n, a in answers.items() if isinstance(a, ControlUnreachable)}
+        if len(away) == len(answers):
+            said = "; ".join(map(str, away.values())) or "the pool has no members"
+            raise _Transient(f"no worker answers ({said})")
+        for name, answer in away.items():
+            logger.warning("%s does not answer and was left as it is: %s", name, answer)
+        return len(answers) - len(away) if state == "Active" else 0
+
+    async def _wait_for_other_turns(self) -> None:
+        """Wait for other trainers' turns: to wake a replica meanwhile would end their sleep."""
+        while True:
+            told = await self._ports.ask_members(
+                self._ports.member_names(), lambda control: control.state()
+            )
+            states = [each for each in told.values() if isinstance(each, WorkerState)]
+            if not any(hold.state == "Asleep" for each in states for hold in each.holds):
+                return
+            await asyncio.sleep(RETRY_INTERVAL_SECONDS)
+
+    async def ask_state(self, state: PoolState, seconds: float) -> None:
+        """Ask for a state, and wait a moment for it; who doesn't have it then comes to it as soon as it can.
+
+        Raises:
+            SteeringFailed: A replica refused; or none answers, which can't be told to wake.
+        """
+        try:
+            await self.change_state(state, min(seconds, STATE_ASK_SECONDS))
+        except SteeringFailed as error:
+            if isinstance(error.__cause__, ControlError):
+                raise
+            if state != "Active":
+                return  # the keeper sees to it
+            # It may wait for devices that this very process keeps, so it has to go on without us.
+            names = self._ports.member_names()
+            answers = await self._ports.ask_members(
+                names, lambda c: c.wake(timeout=PROGRESS_INTERVAL_SECONDS)
+            )
+            if all(isinstance(a, ControlUnreachable) and not a.slow for a in answers.values()):
+                raise
+
+
+class _Transient(Exception):
+    """Not now, but it may be in a moment; `turn`: once another trainer's turn is over."""
+
+    def __init__(self, why: str, *, turn: bool = False) -> None:
+        super().__init__(why)
+        self.turn = turn
+
+
+TRANSIENT_SLUGS = {
+    "starting",
+    "loading",
+    "failed",
+    "waking",
+    "draining",
+    "shutting-down",
+    "changed-meanwhile",
+}
+"""Refusals of a worker that can't obey yet; the last one: another trainer of this name has woken it meanwhile."""
+
+
+def _is_other_trainers_turn(
+    error: ControlError, told: WorkerState | ControlError | ControlUnreachable
+) -> bool:
+    """Whether it can't wake because another trainer, of this name or another one, wants it asleep."""
+    if error.slug != "held" or not isinstance(told, WorkerState):
+        return error.slug == "asleep"
+    return any(hold.state == "Asleep" for hold in told.holds if hold.holder != told.caller)
+
+
+def _highest_epoch(state: WorkerState) -> int:
+    weights = state.weights
+    seen = (weights.active, weights.staged, weights.required)
+    return max(weights.fence_epoch, *(each.epoch for each in seen if each is not None), 0)

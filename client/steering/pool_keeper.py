@@ -1,0 +1,246 @@
+"""Keeps the replicas of a pool without an operator at the pool's weights and state.
+
+A replica that was restarted, or that was away while weights were published, comes back without
+them. The keeper looks at all replicas every second and gives each what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from rollout_client.worker_control import ControlError, WorkerControl
+from rollout_worker.schemas import (
+    MemoryTag,
+    OfferRequest,
+    OfferResponse,
+    PauseRequest,
+    Peer,
+    PushedBytes,
+    RequireRequest,
+    StageRequest,
+    StageSource,
+    WakeRequest,
+    WeightsId,
+    WorkerState,
+)
+
+from .control_ports import ControlPorts
+from .options import DirectOptions
+from .staging_barrier import POLL_SECONDS, Lost, Staged, Unusable, Version, progress_of
+from .steering_protocol import PoolState
+
+logger = logging.getLogger(__name__)
+
+KEEP_INTERVAL_SECONDS = 1.0
+MAX_PEERS = 3
+"""How many members a replica fetches pushed weights from."""
+
+SEED_TIMEOUT_SECONDS = 600.0
+"""How long one replica may take to stage the pool's weights."""
+
+
+class PoolKeeper:
+    """Gives each replica what it lacks, from `start` to `stop`.
+
+    Args:
+        ports: Control ports of all members.
+        options: How the pool is steered.
+        on_weights: Told names of members and the version that they serve now.
+    """
+
+    def __init__(
+        self,
+        ports: ControlPorts,
+        options: DirectOptions,
+        on_weights: Callable[[Iterable[str], Version], None],
+    ) -> None:
+        self.target: Version | None = None
+        """What every replica must come to serve."""
+        self.state: PoolState | None = None
+        """The state that every replica must come to; None: nobody asked for one."""
+        self.lock = asyncio.Lock()
+        """Held while weights are published or given to who lacks them: never both at once."""
+        self._orders, self._ordering = 0, 0
+        """How often the pool itself has ordered a state so far, and how many of these are under way."""
+        self._ports = ports
+        self._options = options
+        self._on_weights = on_weights
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look after the replicas from now on, if there is anything to give them."""
+        needed = self.target is not None or self.state is not None
+        if self._task is None and needed and not self._ports.is_closed:
+            self._task = asyncio.create_task(self._run_loop(), name="keeper of the pool")
+
+    async def stop(self) -> None:
+        """Stop, and wait for the end of what is under way."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run_loop(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_INTERVAL_SECONDS)
+            try:
+                await self._check_replicas()
+            except Exception:
+                logger.exception("the keeper of the pool failed and goes on")
+
+    async def _check_replicas(self) -> None:
+        """Give every replica that answers what it lacks."""
+        async with self.lock:
+            answers = await self._ports.ask_members(self._ports.member_names(), self._mend_replica)
+            seeded = [name for name, answer in answers.items() if answer is True]
+            if self.target is not None:
+                self._on_weights(seeded, self.target)
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                logger.warning("%s lacks the pool's weights or state: %s", name, answer)
+
+    async def _mend_replica(self, control: WorkerControl) -> bool:
+        """Give one replica what it lacks; whether it was given weights."""
+        seeded = self.target is not None and await self._seed_weights(self.target, control)
+        orders = self._orders
+        state = await control.state()
+        if self._ordering or self._orders != orders:
+            return seeded  # what it seems to lack may be on its way: the next look tells
+        held = {hold.state for hold in state.holds if hold.holder == state.caller}
+        wanted = self.state
+        while wanted in ("Asleep", "Paused") and wanted not in held:
+            await self.change_state(control, wanted)
+            if wanted == self.state:
+                break
+            # Somebody changed it meanwhile, and this order may have come after theirs.
+            wanted, held = self.state, set()
+            if wanted == "Active":
+                await self.change_state(control, wanted)
+        return seeded
+
+    async def _seed_weights(self, version: Version, control: WorkerControl) -> bool:
+        """Give one replica the target if it has older weights; whether it was given."""
+        state = await control.state()
+        if not state.resident.weights or not _is_behind(state, version):
+            return False
+        identity = version.identity
+        await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
+        source = StageSource.of(version.source)
+        if version.source.pushed is not None:
+            source = StageSource(pushed=PushedBytes(peers=await self._find_peers(identity)))
+        request = StageRequest(
+            epoch=identity.epoch,
+            version=identity.version,
+            source=source,
+            root_hash=version.root_hash,
+        )
+        await control.stage(request)
+        await _wait_staged(identity, control)
+        order = self._options.commit_request(identity, root_hash=version.root_hash)
+        await control.commit(order)
+        return True
+
+    async def _find_peers(self, identity: WeightsId) -> tuple[Peer, ...]:
+        """Return who gives the bytes of a pushed version, each with a ticket for one fetch.
+
+        Raises:
+            ControlError: Nobody keeps them.
+        """
+        request = OfferRequest(epoch=identity.epoch, version=identity.version)
+        answers = await self._ports.ask_members(
+            self._ports.member_names(), lambda c: c.offer(request)
+        )
+        found = [
+            Peer(host=host, port=offer.port, ticket=offer.ticket)
+            for name, offer in answers.items()
+            if isinstance(offer, OfferResponse) and (host := self._ports.host_of(name))
+        ]
+        if not found:
+            why = (
+                f"no replica keeps the pushed weights {identity}: the next publish brings new ones"
+            )
+            raise ControlError(409, "no-copy", why)
+        return tuple(found[:MAX_PEERS])
+
+    @contextlib.contextmanager
+    def ordering_state(self, state: PoolState) -> Iterator[None]:
+        """Note what every replica must come to, while the pool itself orders that."""
+        self.state = state
+        self._orders += 1
+        self._ordering += 1
+        self.start()
+        try:
+            yield
+        finally:
+            self._ordering -= 1
+
+    async def change_state(self, control: WorkerControl, state: PoolState) -> None:
+        """Move one replica to a state."""
+        match state:
+            case "Asleep":
+                await control.sleep(self._options.sleep_request())
+            case "Paused":
+                await self._wake_replica(control)
+                drain = self._options.drain_seconds
+                await control.pause(PauseRequest(deadline_seconds=drain))
+            case "Active":
+                await self._wake_replica(control)
+                await control.resume()
+
+    async def _wake_replica(self, control: WorkerControl) -> None:
+        """Weights, then the newest version of them, then the KV cache: the order that fits.
+
+        Weights that it is to have no longer are not read for that.
+        """
+        state = await control.state()
+        there = state.resident.weights
+        if there and state.weights.active is not None:
+            return await _wake_unless_held(control.wake())
+        tags: tuple[tuple[MemoryTag, ...], ...] = (("weights",), ("kv_cache",))
+        behind = self.target is not None and _is_behind(state, self.target)
+        empty = behind and state.wakes_empty and not state.held_by_others
+        if not (empty and there):
+            first = WakeRequest(tags=tags[0], load=False if empty else None)
+            await _wake_unless_held(control.wake(first))
+        if self.target is not None:
+            await self._seed_weights(self.target, control)
+        await _wake_unless_held(control.wake(WakeRequest(tags=tags[1])))
+        return None
+
+
+def _is_behind(state: WorkerState, version: Version) -> bool:
+    """Whether a replica lacks a version; one that woke without weights lacks any."""
+    active = state.weights.active
+    return active is None or active.identity < version.identity
+
+
+async def _wait_staged(identity: WeightsId, control: WorkerControl) -> None:
+    """Wait until a replica has staged a version.
+
+    Raises:
+        ControlError: It can't, or took too long, or has lost it: the next look begins anew.
+    """
+    until = time.monotonic() + SEED_TIMEOUT_SECONDS
+    while time.monotonic() < until:
+        match progress_of(await control.state(), identity):
+            case Staged():
+                return
+            case Unusable(why):
+                raise ControlError(409, "stage-failed", why)
+            case Lost():
+                raise ControlError(409, "stage-failed", "it was restarted while it staged them")
+        await asyncio.sleep(POLL_SECONDS)
+    raise ControlError(409, "stage-failed", "it was not staged in time")
+
+
+async def _wake_unless_held(wake: Awaitable[object]) -> None:
+    """Wake; if others still hold it, that is for the caller's last call to say."""
+    try:
+        await wake
+    except ControlError as error:
+        if error.slug != "held":
+            raise

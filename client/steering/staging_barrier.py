@@ -1,0 +1,339 @@
+"""A version on its way to replicas without an operator: all stage it before any commits it; whole, as they share one view."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from rollout_client.errors import EpochLost, PublishFailed
+from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_worker.schemas import (
+    DiscardRequest,
+    StagedWeights,
+    StageRequest,
+    StageSource,
+    WeightsId,
+    WeightsSource,
+    WorkerState,
+)
+
+from .control_ports import ControlPorts
+from .pushing.push import Push
+from .pushing.routes import Receiver
+from .steering_protocol import MISMATCH, OnProgress, PublishProgress, content_mismatch_error
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""How often replicas are asked whose connection for pushed bytes has fallen silent."""
+
+DEAD_SECONDS = 5.0
+"""A replica that does not answer for so long while it stages leaves the barrier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Weights as they are staged."""
+
+    identity: WeightsId
+    source: WeightsSource
+    root_hash: str | None = None
+    """Of their content; None: not known before replicas have read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The replica has the version, staged or already active.
+
+    Attributes:
+        root_hash: Of the bytes that it read.
+    """
+
+    root_hash: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """The replica can't use the version."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The replica knows nothing of the version: it was restarted meanwhile."""
+
+
+def progress_of(state: WorkerState, identity: WeightsId) -> Staged | Unusable | Lost | None:
+    """Say how far a worker is with a version; None: it is still staging."""
+    slot, active = state.weights.staged, state.weights.active
+    if active is not None and active.identity == identity:
+        return Staged(active.root_hash)
+    if slot is None or WeightsId(epoch=slot.epoch, version=slot.version) != identity:
+        return Lost()
+    if slot.phase == "Failed":
+        return Unusable(slot.error or "it names no reason")
+    return Staged(slot.root_hash) if slot.phase == "Staged" else None
+
+
+class Barrier:
+    """Replicas that stage a version, and who has left.
+
+    Args:
+        ports: Control ports of all members.
+        version: What to stage.
+        names: Members that take part.
+        push: Brings the bytes; None: the replicas read them.
+        spared: Members that leave where others would end it: they don't serve.
+        dead_seconds: Who does not answer for so long leaves.
+    """
+
+    def __init__(
+        self,
+        ports: ControlPorts,
+        version: Version,
+        names: Iterable[str],
+        *,
+        push: Push | None = None,
+        spared: Collection[str] = (),
+        dead_seconds: float = DEAD_SECONDS,
+    ) -> None:
+        self.version = version
+        self.staged: dict[str, str | None] = {}
+        """By name of who has staged: the root hash of what it read."""
+        self._ports, self._push, self._spared = ports, push, frozenset(spared)
+        self._news = asyncio.Event()
+        self._looked_at = 0.0
+        self._dead_seconds = dead_seconds
+        self._heard_at = dict.fromkeys(names, time.monotonic())
+        """By name of who is still staging: when it answered last."""
+        self._all = list(self._heard_at)
+        self._pushed_to: frozenset[str] = frozenset()
+        self._foreign: frozenset[str] = frozenset()
+        """Who has other content under this identity, which is not ours to discard."""
+        self._based: frozenset[str] = frozenset()
+        """Who takes what differs from what it serves."""
+
+    async def stage(self, until: float, tell: OnProgress) -> None:
+        """Return when all live replicas have staged; if that fails, none keeps what it staged.
+
+        Args:
+            until: Deadline on the monotonic clock.
+            tell: Called with how far it is.
+
+        Raises:
+            PublishFailed: A replica can't use the weights, has other content under their identity, or it
+                took too long.
+            EpochLost: A newer trainer owns a worker.
+        """
+        seconds = max(0.001, until - time.monotonic())
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stage(seconds, tell)
+        except TimeoutError:
+            missing = ", ".join(sorted(self._heard_at)) or "none"
+            await self.discard()
+            why = f"weights {self.version.identity} were not staged within {seconds:.3g} s"
+            if self._push is not None and not self._push.filled:
+                raise PublishFailed(f"{why}: their tensors did not all come") from None
+            raise PublishFailed(f"{why}; not ready: {missing}") from None
+        except BaseException:
+            await self.discard()
+            raise
+
+    async def _stage(self, seconds: float, tell: OnProgress) -> None:
+        identity, push = self.version.identity, self._push
+        if push is not None:
+            await push.planned()
+        request = StageRequest(
+            epoch=identity.epoch,
+            version=identity.version,
+            source=StageSource.of(self.version.source) if push is None else push.source,
+            root_hash=self.version.root_hash,
+            deadline_seconds=seconds,
+        )
+        answers = await self._begin(request, None if push is None else push.based)
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                self._give_up(name, refused(name, identity, answer))
+        if push is not None:
+            self._carry(push, answers)
+        while True:
+            tell(self._progress())
+            if not self._heard_at:
+                break
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):  # `wait_for` may swallow a cancellation
+                    await self._news.wait()
+            await self._look()
+        if push is not None:
+            # A folder is loaded by who wakes; memory alone has to be somewhere.
+            if not self.staged and push.spool is None:
+                raise PublishFailed(
+                    "no replica takes the weights, so their bytes would be nowhere: wake the pool, or"
+                    " give spool="
+                )
+            self._compare(await push.ended())
+            await push.durable()
+        if len(set(self.staged.values())) > 1:
+            raise PublishFailed(f"the bytes at {self.version.source.path} differ between replicas")
+
+    def _compare(self, sent: str) -> None:
+        """Leave out, or end it for, who has other content than what was sent under this identity."""
+        found = {name: has for name, has in self.staged.items() if has != sent}
+        self._foreign = frozenset(found)
+        for name, has in sorted(found.items()):
+            error = content_mismatch_error(self.version.identity, sent, has, replica=name)
+            if name not in self._spared:
+                raise error
+            logger.warning("publishing goes on without %s", error)
+            del self.staged[name]
+        self.version = replace(self.version, root_hash=sent)
+
+    async def _begin(
+        self, request: StageRequest, based: StageSource | None
+    ) -> dict[str, StagedWeights | ControlError | ControlUnreachable]:
+        """Ask all to stage: with a base, if there is one; who does not serve that gets all bytes."""
+        if based is None:
+            return await self._ports.ask_members(self._all, lambda control: control.stage(request))
+        first = request.model_copy(update={"source": based})
+        answers = await self._ports.ask_members(self._all, lambda control: control.stage(first))
+        whole = [name for name, answer in answers.items() if _takes_no_delta(answer)]
+        self._based = frozenset(answers) - frozenset(whole)
+        again = await self._ports.ask_members(whole, lambda control: control.stage(request))
+        return {**answers, **again}
+
+    def _carry(
+        self,
+        push: Push,
+        answers: Mapping[str, StagedWeights | ControlError | ControlUnreachable],
+    ) -> None:
+        """Bring the bytes to all that wait for them; who gave no ticket has left."""
+        receivers = []
+        for name in sorted(self._heard_at):
+            answer = answers[name]
+            if isinstance(answer, ControlUnreachable):
+                self._leave(name, str(answer))
+            elif (host := self._ports.host_of(name)) is None:
+                self._leave(name, "it is not a member any more")
+            elif isinstance(answer, StagedWeights) and answer.transfer is not None:
+                receivers.append(Receiver(name, host, answer.transfer, name in self._based))
+        loop = asyncio.get_running_loop()
+
+        def news() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it who waits
+                loop.call_soon_threadsafe(self._news.set)
+
+        push.start(receivers, news, self._ports.trust)
+        self._pushed_to = frozenset(each.name for each in receivers)
+
+    def _progress(self) -> PublishProgress:
+        done, total = len(self.staged), len(self._all)
+        message = f"staging weights {self.version.identity}: {done} of {total} replicas have"
+        if self._push is None or not self._pushed_to:
+            return PublishProgress("Staging", done, total, message)
+        has, all_of_it = self._push.board.bytes_done, self._push.nbytes * len(self._pushed_to)
+        message += f", {has} of {all_of_it} bytes are there"
+        return PublishProgress("Staging", done, total, message, has, all_of_it)
+
+    async def _look(self) -> None:
+        """See how far those are that are still staging; ask those of whom nothing else tells."""
+        now = time.monotonic()
+        names = [name for name in list(self._heard_at) if not self._told(name)]
+        if self._push is not None:
+            names = self._unheard(self._push, names, now)
+        answers = await self._ports.ask_members(names, lambda control: control.state())
+        for name, answer in answers.items():
+            if isinstance(answer, ControlError):
+                self._give_up(name, refused(name, self.version.identity, answer))
+            elif isinstance(answer, ControlUnreachable):
+                if time.monotonic() - self._heard_at[name] > self._dead_seconds:
+                    self._leave(name, str(answer))
+            else:
+                self._heard_at[name] = now
+                self._judge(name, answer)
+
+    def _unheard(self, push: Push, names: Iterable[str], now: float) -> list[str]:
+        """Return who must be asked: the way there is broken, or nothing has been heard for a while."""
+        broken, silent = [], []
+        for name in names:
+            if self._broken(name):
+                broken.append(name)
+            elif name in self._pushed_to and push.stands(name):
+                self._heard_at[name] = now
+            else:
+                silent.append(name)
+        if not silent or now - self._looked_at < LOOK_SECONDS:
+            return broken
+        self._looked_at = now
+        return broken + silent
+
+    def _told(self, name: str) -> bool:
+        """Whether the connection that brought the bytes said that the replica has staged them."""
+        if self._push is None or name not in self._pushed_to:
+            return False
+        root_hash = self._push.board.of(name).root_hash
+        if root_hash is None:
+            return False
+        self.staged[name] = root_hash
+        del self._heard_at[name]
+        return True
+
+    def _broken(self, name: str) -> str | None:
+        """Return why the bytes don't get to a replica; None: they do."""
+        if self._push is None or name not in self._pushed_to:
+            return None
+        return self._push.board.of(name).why
+
+    def _judge(self, name: str, state: WorkerState) -> None:
+        identity = self.version.identity
+        match progress_of(state, identity):
+            case Staged(root_hash):
+                self.staged[name] = root_hash
+                del self._heard_at[name]
+            case Unusable(why):
+                why = f"weights {identity} can't be used: {why}"
+                self._give_up(name, PublishFailed(why, replica=name))
+            case Lost():
+                self._leave(name, "it was restarted")
+            case None if broken := self._broken(name):
+                why = f"weights {identity} can't be brought there: {broken}"
+                self._give_up(name, PublishFailed(why, replica=name))
+
+    def _give_up(self, name: str, error: PublishFailed | EpochLost) -> None:
+        """End all of it for one that can't, unless that one does not count."""
+        if name not in self._spared or isinstance(error, EpochLost):
+            raise error
+        self._leave(name, error.cause)
+
+    def _leave(self, name: str, why: str) -> None:
+        logger.warning("publishing goes on without %s: %s", name, why)
+        del self._heard_at[name]
+
+    async def discard(self) -> None:
+        """Let all drop what they have staged of this version."""
+        if self._push is not None:
+            self._push.stop()
+        request = DiscardRequest(**self.version.identity.model_dump())
+        ours = [name for name in self._all if name not in self._foreign]
+        await self._ports.ask_members(ours, lambda control: control.discard(request))
+
+
+def _takes_no_delta(answer: StagedWeights | ControlError | ControlUnreachable) -> bool:
+    """Whether a worker refused a base: it serves other weights, or knows of no bases."""
+    return isinstance(answer, ControlError) and answer.slug in ("wrong-base", "invalid-request")
+
+
+def refused(name: str, identity: WeightsId, error: ControlError) -> PublishFailed | EpochLost:
+    """Return the trainer's error for a worker's refusal of new weights."""
+    if error.slug == "stale-epoch":
+        return EpochLost(error.detail, replica=name)
+    if error.slug == MISMATCH:
+        return PublishFailed(f"{MISMATCH}: {error.detail}", replica=name)
+    return PublishFailed(f"weights {identity}: {error.detail}", replica=name)

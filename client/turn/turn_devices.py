@@ -1,0 +1,180 @@
+"""Which devices this pod has, by the API server: pod → ResourceClaims → devices of their allocation."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_client.errors import ClusterError, TurnFailed
+from rollout_client.kube.cluster_access import Obj, load_access
+from rollout_client.kube.cluster_client import ClusterClient
+from rollout_worker.device_claims import (
+    device_lock_name,
+    device_uuids,
+    natural_sort_key,
+    pod_claims,
+)
+
+from .plan import ENV_DEVICES, ENV_POD
+
+DEVICE_LOOKUP_SECONDS = 10.0
+"""How long each look is tried while the API server fails."""
+
+HTTP_FORBIDDEN, HTTP_NOT_FOUND = 403, 404
+CLAIMS_PATH = "/apis/resource.k8s.io/v1/namespaces"
+SLICES_PATH = "/apis/resource.k8s.io/v1/resourceslices"
+NAME_DEVICES_ADVICE = f"or name the devices: devices=[…], {ENV_DEVICES}, --devices"
+
+
+async def pod_devices(
+    kubeconfig: str | Path | None = None,
+    context: str | None = None,
+    *,
+    uuids: Sequence[str] | None = None,
+) -> list[str]:
+    """Return the names of this pod's devices, `<driver>/<pool>/<device>`, in their natural order.
+
+    That is not the order in which CUDA counts them. The pod is $POD_NAME, or what the host is called, in
+    the service account's namespace. All devices of all its claims are meant.
+
+    Args:
+        kubeconfig: Where the API server is; default: the pod's own, or as kubectl finds it.
+        context: Its context; default: the current one.
+        uuids: Only these devices, in this order, by the uuids that their driver publishes in its
+            ResourceSlices; `GPU-` before them may be left out, as PyTorch does
+            (`torch.cuda.get_device_properties(i).uuid`).
+
+    Raises:
+        TurnFailed: The pod has no claim, one is not allocated, or no device of its has such a uuid.
+        ClusterError: No rights, no credentials, or no answer.
+    """
+    try:
+        kube = ClusterClient(load_access(kubeconfig, context))
+    except ClusterError as error:
+        raise ClusterError(
+            f"the API server can't be asked which devices this process has: {error}; run in a pod with "
+            f"ResourceClaims, {NAME_DEVICES_ADVICE}"
+        ) from error
+    try:
+        return await query_pod_devices(kube, kube.namespace, uuids)
+    finally:
+        await kube.close()
+
+
+async def query_pod_devices(
+    kube: ClusterClient, namespace: str, uuids: Sequence[str] | None = None
+) -> list[str]:
+    """As `pod_devices`, over connections that are there."""
+    name = os.environ.get(ENV_POD) or socket.gethostname()
+    where = f"{namespace}/{name}"
+    pod = await _get_object(kube, "pods", f"/api/v1/namespaces/{namespace}/pods/{name}", where)
+    found: set[str] = set()
+    for claim in _claim_names(pod, where):
+        path = f"{CLAIMS_PATH}/{namespace}/resourceclaims/{claim}"
+        claimed = await _get_object(kube, "resourceclaims", path, f"{namespace}/{claim}")
+        found.update(allocated_devices(claimed, f"{namespace}/{claim}", where))
+    names = sorted(found, key=natural_sort_key)
+    if uuids is None:
+        return names
+    node = str((pod.get("spec") or {}).get("nodeName") or "")
+    return _devices_with_uuids(names, await _node_device_uuids(kube, node), uuids, where)
+
+
+async def _node_device_uuids(kube: ClusterClient, node: str) -> dict[str, str]:
+    """Uuids of a node's devices by name, as their drivers publish them."""
+    selector = {"fieldSelector": f"spec.nodeName={node}"}
+    listed = await _get_object(
+        kube, "resourceslices", SLICES_PATH, f"devices of node {node}", selector
+    )
+    found: dict[str, str] = {}
+    for each in sorted(listed.get("items") or (), key=_slice_generation):
+        found |= device_uuids(each)
+    return found
+
+
+def _slice_generation(piece: Obj) -> int:
+    found: int = piece["spec"]["pool"].get("generation", 0)
+    return found
+
+
+def _devices_with_uuids(
+    names: Sequence[str], known: dict[str, str], uuids: Sequence[str], where: str
+) -> list[str]:
+    """Return the names that belong to these uuids, in their order."""
+    by_uuid = {_bare_uuid(known[name]): name for name in names if name in known}
+    unknown = [uuid for uuid in map(str, uuids) if _bare_uuid(uuid) not in by_uuid]
+    if unknown:
+        told = ", ".join(f"{name}: {known.get(name, 'no uuid')}" for name in names)
+        raise TurnFailed(
+            f"no device of the pod {where} is published with the uuid {unknown[0]} ({told}): pass "
+            f"uuids of its own devices, {NAME_DEVICES_ADVICE}"
+        )
+    return [by_uuid[_bare_uuid(str(uuid))] for uuid in uuids]
+
+
+def _bare_uuid(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").lower()
+
+
+async def _get_object(
+    kube: ClusterClient, kind: str, path: str, what: str, params: dict[str, str] | None = None
+) -> Obj:
+    try:
+        return await kube.get(path, params, seconds=DEVICE_LOOKUP_SECONDS)
+    except ClusterError as error:
+        bind = f"bind this pod's service account to the role rollout-trainer, which may get {kind}"
+        if kind == "resourceslices":
+            bind = (
+                "put this namespace into the chart's colocation.namespaces, which lets it list them"
+            )
+        fix = {
+            HTTP_FORBIDDEN: bind,
+            HTTP_NOT_FOUND: "set POD_NAME by the downward API (fieldRef: metadata.name)"
+            if kind == "pods"
+            else "it was deleted, so this pod can't keep its devices: start it again",
+        }.get(error.status, "try again")
+        raise ClusterError(
+            f"{what} can't be read: {error}; {fix}, {NAME_DEVICES_ADVICE}",
+            status=error.status,
+            reason=error.reason,
+        ) from error
+
+
+def _claim_names(pod: Obj, where: str) -> list[str]:
+    """Return the names of a pod's ResourceClaims, each once.
+
+    Raises:
+        TurnFailed: It has none, or not yet.
+    """
+    found, unmade = pod_claims(pod)
+    if unmade:
+        raise TurnFailed(
+            f"the pod {where} has no ResourceClaim yet for its entry {unmade[0]!r}: wait until "
+            "its status.resourceClaimStatuses names one"
+        )
+    if not found:
+        raise TurnFailed(
+            f"the pod {where} has no ResourceClaim, so which devices it shares is not known: give it "
+            f"spec.resourceClaims, {NAME_DEVICES_ADVICE}"
+        )
+    return sorted(found)
+
+
+def allocated_devices(claim: Obj, name: str, pod: str) -> list[str]:
+    """Return the devices that a claim was given, as `<driver>/<pool>/<device>`.
+
+    Raises:
+        TurnFailed: It was given none.
+    """
+    allocation: Any = (claim.get("status") or {}).get("allocation")
+    results = ((allocation or {}).get("devices") or {}).get("results") or ()
+    if not results:
+        state = "is not allocated yet" if not allocation else "was allocated without a device"
+        raise TurnFailed(
+            f"the ResourceClaim {name} of the pod {pod} {state}: look at kubectl describe "
+            f"resourceclaim, {NAME_DEVICES_ADVICE}"
+        )
+    return [device_lock_name(each["driver"], each["pool"], each["device"]) for each in results]

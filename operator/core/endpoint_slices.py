@@ -1,0 +1,210 @@
+"""The EndpointSlices of a Hybrid pool, and the gates that they hold. Pure.
+
+In the other modes Kubernetes makes them of the gate on each pod. The pods of a Hybrid pool are the
+trainer's, so here an endpoint of the data Service that is ready is the gate itself, and an annotation
+beside it says for which process it was set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+
+from .observed_pool import Pod
+from .pass_plan import SetGate
+
+ENDPOINTS_PER_SLICE = 100
+"""As many as Kubernetes' own slices have: that much is sent to each node when one of them changes."""
+
+_DATA_PORT_ENTRY = {"name": "data", "port": names.DATA_PORT, "protocol": "TCP"}
+_CONTROL_PORT_ENTRY = {"name": "control", "port": names.CONTROL_PORT, "protocol": "TCP"}
+_WEIGHTS_PORT_ENTRY = {"name": "weights", "port": names.WEIGHTS_PORT, "protocol": "TCP"}
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointGate:
+    """What the slices say of a member; times are wall-clock seconds."""
+
+    on: bool = False
+    boot: str | None = None
+    since: float | None = None
+    proven: float | None = None
+
+
+def read_gates(slices: Iterable[Obj], pool: str, uid: str) -> dict[str, EndpointGate]:
+    """Return the gates by pod uid, as the slices of the data Service have them that object `uid` controls."""
+    found: dict[str, EndpointGate] = {}
+    for each in slices:
+        labels = each["metadata"].get("labels") or {}
+        if not is_controlled_by(each, uid) or labels.get(names.LABEL_SERVICE) != pool:
+            continue
+        found |= _parse_gates_annotation(each)
+        for endpoint in each.get("endpoints") or ():
+            pod = (endpoint.get("targetRef") or {}).get("uid", "")
+            if (endpoint.get("conditions") or {}).get("ready") is not False:
+                found[pod] = replace(found.get(pod, EndpointGate()), on=True)
+    return found
+
+
+def is_controlled_by(obj: Obj, uid: str) -> bool:
+    """Whether object `uid` is the controller of this one."""
+    refs = obj["metadata"].get("ownerReferences") or ()
+    return any(ref.get("controller") and ref.get("uid") == uid for ref in refs)
+
+
+def _parse_gates_annotation(each: Obj) -> dict[str, EndpointGate]:
+    """What the annotation holds; nothing, if somebody made something else of it."""
+    text = (each["metadata"].get("annotations") or {}).get(names.ANNOTATION_GATES, "")
+    try:
+        notes = {pod: EndpointGate(False, **note) for pod, note in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+    times = (at for note in notes.values() for at in (note.since, note.proven))
+    return notes if all(at is None or isinstance(at, int | float) for at in times) else {}
+
+
+def with_gates(members: Iterable[Pod], gates: Iterable[SetGate], now: float) -> tuple[Pod, ...]:
+    """Return the members as they are once these gates are set."""
+    changes = {gate.uid: gate for gate in gates}
+
+    def changed(pod: Pod) -> Pod:
+        gate = changes.get(pod.uid)
+        if gate is None:
+            return pod
+        since = pod.gate_since if pod.gate == gate.serving else float(int(now))
+        boot, proven = gate.boot or None, gate.proven_since
+        return replace(
+            pod, gate=gate.serving, gate_boot=boot, gate_since=since, proven_since=proven
+        )
+
+    return tuple(changed(pod) for pod in members)
+
+
+def pool_slices(
+    pool: str, namespace: str, uid: str, members: Iterable[Pod], stored: Iterable[Obj]
+) -> list[Obj]:
+    """Return the slices as they should be; those that are left over become empty.
+
+    Args:
+        pool: name of the RolloutReplica.
+        namespace: its namespace.
+        uid: its uid.
+        members: the trainer's pods by index, with their gates.
+        stored: the pool's slices that are there.
+    """
+    chunks: defaultdict[tuple[str, int], list[Pod]] = defaultdict(list)
+    reached = [pod for pod in members if pod.ip is not None]
+    for place, pod in enumerate(reached):
+        chunks["IPv6" if ":" in (pod.ip or "") else "IPv4", place // ENDPOINTS_PER_SLICE].append(
+            pod
+        )
+    wanted: dict[str, Obj] = {}
+    for service in (names.data_service(pool), names.heads_service(pool)):
+        data = service == names.data_service(pool)
+        for (family, number), pods in chunks.items():
+            name = f"{service}-{family.lower()}-{number}"
+            wanted[name] = _empty_slice(pool, namespace, uid, service, name, family) | {
+                "endpoints": [_make_endpoint(pool, namespace, pod, data=data) for pod in pods]
+            }
+            if data:
+                wanted[name]["metadata"]["annotations"] = {
+                    names.ANNOTATION_GATES: _gates_annotation(pods)
+                }
+    for each in stored:
+        name = each["metadata"]["name"]
+        if is_controlled_by(each, uid) and name not in wanted:
+            service = each["metadata"]["labels"].get(names.LABEL_SERVICE, "")
+            wanted[name] = _empty_slice(pool, namespace, uid, service, name, each["addressType"])
+    return list(wanted.values())
+
+
+def _empty_slice(pool: str, namespace: str, uid: str, service: str, name: str, family: str) -> Obj:
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {
+                **names.pool_labels(pool),
+                names.LABEL_SERVICE: service,
+                names.LABEL_SLICE_MANAGER: names.MANAGER_NAME,
+            },
+            "ownerReferences": [names.controller_reference(pool, uid)],
+        },
+        "addressType": family,
+        "ports": [_DATA_PORT_ENTRY]
+        if service == names.data_service(pool)
+        else [_DATA_PORT_ENTRY, _CONTROL_PORT_ENTRY, _WEIGHTS_PORT_ENTRY],
+        "endpoints": [],
+    }
+
+
+def _make_endpoint(pool: str, namespace: str, pod: Pod, *, data: bool) -> Obj:
+    """The data Service leads to who serves; the headless one to everybody, by name."""
+    serves = is_serving(pod)
+    endpoint: Obj = {
+        "addresses": [pod.ip],
+        "conditions": {
+            "ready": serves if data else True,
+            "serving": serves if data else pod.ready,
+            "terminating": pod.is_deleting,
+        },
+        "targetRef": {
+            "kind": "Pod",
+            "name": pod.name,
+            "namespace": namespace,
+            "uid": pod.uid,
+        },
+    }
+    if not data:
+        endpoint["hostname"] = names.pod_name(pool, pod.replica, 0)
+    if pod.node is not None:
+        endpoint["nodeName"] = pod.node
+    return endpoint
+
+
+def is_serving(pod: Pod) -> bool:
+    """Whether a member belongs into the data Service."""
+    return pod.gate and not pod.is_deleting and not pod.is_finished
+
+
+def _gates_annotation(pods: Iterable[Pod]) -> str:
+    """Who has, or has had, its gate on: so much of a pass outlives the operator's process."""
+    notes = {
+        pod.uid: {"boot": pod.gate_boot, "since": pod.gate_since, "proven": pod.proven_since}
+        for pod in pods
+        if pod.gate_boot is not None
+    }
+    return json.dumps(notes, sort_keys=True, separators=(",", ":"))
+
+
+def slice_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
+    """Return which part of a stored slice is not as wanted, or None."""
+    for field in ("labels", "annotations"):
+        stored = have["metadata"].get(field) or {}
+        for key, value in (want["metadata"].get(field) or {}).items():
+            if stored.get(key) != value:
+                return f"metadata.{field}[{key}]"
+    for field in ("endpoints", "ports"):
+        if (have.get(field) or []) != want[field]:
+            return field
+    return None
+
+
+def slice_patch(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
+    """Return the merge patch that makes a stored slice what it should be.
+
+    It is refused (`Conflict`) if somebody else has written the slice since it was read.
+    """
+    meta = {
+        key: want["metadata"][key] for key in ("labels", "annotations") if key in want["metadata"]
+    }
+    meta["resourceVersion"] = have["metadata"]["resourceVersion"]
+    return {"metadata": meta, "endpoints": want["endpoints"], "ports": want["ports"]}

@@ -1,0 +1,334 @@
+"""What to call on each head next; whole, as calls exclude each other. Pure.
+
+One answer per head and pass: the first check that finds something to do wins, the others wait for
+the next pass. Every call is idempotent, so repeating one costs nothing but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
+from rollout_worker.schemas import (
+    CommitRequest,
+    DiscardRequest,
+    Hold,
+    Lifecycle,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    SleepRequest,
+    StageRequest,
+    StageSource,
+    WakeRequest,
+    WorkerState,
+)
+
+from .hybrid import unfit_reason
+from .observed_pool import ObservedPool, is_asleep
+from .pass_plan import CallBody, CallWorker, ControlVerb, RequeueAfter, SetGate
+from .readiness_gates import gate_change
+from .replica_heads import ReplicaHead, WeightsVersion
+from .updates.content_hashes import unsupported_by_head
+from .updates.pushed_copies import awaits_pointer
+from .updates.weights_plan import WeightsPlan
+
+CALL_SLACK_SECONDS = 15.0
+"""What a call may take beyond the time that the worker itself is given."""
+
+QUICK_CALL_SECONDS = 10.0
+WEIGHTS_LOAD_SECONDS = 600.0
+"""Longest wait for weights to come back from where they sleep."""
+
+WAKING_VERBS = frozenset({ControlVerb.WAKE, ControlVerb.PAUSE, ControlVerb.RESUME})
+"""Calls that may wait for a device which somebody else has, maybe whoever wants the pool asleep."""
+
+
+class HeadPlanner:
+    """Runs the checks for one head, in order."""
+
+    def __init__(
+        self,
+        spec: RolloutReplicaSpec,
+        seen: ObservedPool,
+        weights: WeightsPlan,
+        now: float,
+        wait: RequeueAfter,
+    ) -> None:
+        self.spec = spec
+        self.seen = seen
+        self.weights = weights
+        self.floor = weights.committed.identity
+        self.now = now
+        self.wait = wait
+        heard = {uid: each for uid, each in seen.workers.items() if each.state is not None}
+        self._heard = replace(seen, workers=heard)
+        """The world without workers that are silent: `unfit` looks there for each head."""
+
+    def plan_calls(self, head: ReplicaHead) -> list[CallWorker]:
+        """Return what to call on this head now: at most one control call and one stage."""
+        state = head.worker.state
+        if state is None or not head.worker.is_loaded:
+            return []
+        checks: tuple[Callable[[ReplicaHead, WorkerState], CallWorker | None], ...] = (
+            self._require_floor,
+            self._sleep_or_pause,
+            self._release_hold,
+            self._raise_fence,
+            self._discard_conflicting,
+            self._commit_staged,
+            self._stage_version,
+        )
+        for check in checks:
+            call = check(head, state)
+            if call is not None:
+                return [call] if self._may_call(head, call) else []
+        return []
+
+    def _may_call(self, head: ReplicaHead, call: CallWorker) -> bool:
+        """Not while another call runs on that head, nor before a failed one is due again."""
+        running, verb = head.worker.running, call.verb
+        others = running - {ControlVerb.STAGE} - call.instead_of
+        if verb in running or (verb is not ControlVerb.STAGE and others):
+            return False
+        failure = head.worker.failures.get(verb)
+        if failure is None or failure.about != call.about:
+            return True
+        if failure.retry_in > 0:
+            self.wait.at_most(failure.retry_in)
+            return False
+        return True
+
+    def _make_call(
+        self,
+        head: ReplicaHead,
+        verb: ControlVerb,
+        body: CallBody,
+        seconds: float = QUICK_CALL_SECONDS,
+    ) -> CallWorker:
+        return CallWorker(head.pod.uid, head.pod.name, verb, body, seconds)
+
+    def _require_floor(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        """Set the floor: it lifts the fence of a fresh process and shuts out older weights."""
+        floor, update = self.floor, self.weights.update
+        if update is not None and head.pod.uid in self.weights.out_of_service:
+            floor = update.identity
+        if state.weights.required is not None and state.weights.required >= floor:
+            return self._set_drain_seconds(head, state)
+        body = RequireRequest(epoch=floor.epoch, min_version=floor.version)
+        return self._make_call(head, ControlVerb.REQUIRE, body)
+
+    def _set_drain_seconds(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        """Tell a worker how long to drain at its end: its environment has what was so at its start."""
+        drain = self.spec.drain_seconds
+        if state.drain_seconds in (None, drain):
+            return None
+        body = RequireRequest(epoch=state.weights.fence_epoch, drain_seconds=drain)
+        return self._make_call(head, ControlVerb.REQUIRE, body)
+
+    def _own_hold(self, state: WorkerState) -> Hold | None:
+        return next((h for h in state.holds if h.holder == state.caller), None)
+
+    def _sleep_or_pause(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        """Put to sleep or pause; an update that has begun to commit is finished first."""
+        wanted = self.spec.state
+        # One that some head refuses may never be finished, and goes on while the pool is paused.
+        first = self.weights.is_committing and not (
+            wanted is DesiredState.PAUSED and self.weights.failures
+        )
+        if wanted is DesiredState.ACTIVE or first:
+            return None
+        mine = self._own_hold(state)
+        if wanted is DesiredState.ASLEEP:
+            if mine is not None and mine.state == "Asleep" and is_asleep(state):
+                return None
+            awake = state.lifecycle is not Lifecycle.ASLEEP
+            call = (self._discard_call(head, state) if awake else None) or self._sleep_call(head)
+            return replace(call, instead_of=WAKING_VERBS)
+        if self._replaces_weights_on_wake(head, state) and not self._may_keep_old_weights(head):
+            return self._wake_weights(head, state)
+        held = None if mine is None else mine.state
+        # Asleep under our Paused: somebody else's hold keeps it there.
+        if held == "Paused" and state.lifecycle in (Lifecycle.PAUSED, Lifecycle.ASLEEP):
+            return None
+        return self._pause_call(head, waking=held == "Asleep")
+
+    def _pause_call(self, head: ReplicaHead, *, waking: bool) -> CallWorker:
+        """Pause; our own hold goes from Asleep to Paused without a gap."""
+        body = PauseRequest(
+            mode="drain",
+            deadline_seconds=self.spec.drain_seconds,
+            generation=self.seen.generation,
+        )
+        extra = WEIGHTS_LOAD_SECONDS if waking else CALL_SLACK_SECONDS
+        return self._make_call(head, ControlVerb.PAUSE, body, self.spec.drain_seconds + extra)
+
+    def _sleep_call(self, head: ReplicaHead) -> CallWorker:
+        body = SleepRequest(
+            level=self.spec.sleep.level,
+            mode="drain",
+            deadline_seconds=self.spec.drain_seconds,
+            generation=self.seen.generation,
+        )
+        seconds = self.spec.drain_seconds + WEIGHTS_LOAD_SECONDS
+        return self._make_call(head, ControlVerb.SLEEP, body, seconds)
+
+    def _wake_call(self, head: ReplicaHead) -> CallWorker:
+        body = WakeRequest(generation=self.seen.generation)
+        return self._make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
+
+    def _replaces_weights_on_wake(self, head: ReplicaHead, state: WorkerState) -> bool:
+        """It sleeps, and gets other weights before it serves.
+
+        Then their memory wakes first, without values, and the KV cache once they are committed: what
+        it had is not read for nothing, and no KV cache is there beside two copies of weights.
+        """
+        mine, version = self._own_hold(state), self._wanted_version(head)
+        if mine is None or mine.state != "Asleep" or state.held_by_others:
+            return False
+        return state.wakes_empty and version is not None and self._can_load(head, version)
+
+    def _can_load(self, head: ReplicaHead, version: WeightsVersion) -> bool:
+        """Nothing is known to keep it from these weights: what it has may go."""
+        if (
+            head.failure_message(version.identity, ControlVerb.STAGE, ControlVerb.COMMIT)
+            is not None
+        ):
+            return False
+        given = head.has_staged(version) or head.pod.uid in self.weights.peers
+        return given or not version.is_pushed
+
+    def _may_keep_old_weights(self, head: ReplicaHead) -> bool:
+        """It can't take the weights that it is to have, and may pause with those that it had."""
+        version = self._wanted_version(head)
+        # Without a version, or where pausing fails, those can't be had, either.
+        if version is None or ControlVerb.PAUSE in head.worker.failures:
+            return False
+        return (
+            head.failure_message(version.identity, ControlVerb.STAGE, ControlVerb.COMMIT)
+            is not None
+        )
+
+    def _wake_weights(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        if state.resident.weights:
+            return None
+        body = WakeRequest(tags=("weights",), load=False, generation=self.seen.generation)
+        return self._make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
+
+    def _release_hold(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        """Drop our own hold once the pool is to be active; others' holds are theirs."""
+        mine = self._own_hold(state)
+        if self.spec.state is not DesiredState.ACTIVE or mine is None:
+            return None
+        if mine.state == "Asleep":
+            replaces = self._replaces_weights_on_wake(head, state)
+            return self._wake_weights(head, state) if replaces else self._wake_call(head)
+        return self._make_call(
+            head, ControlVerb.RESUME, ReleaseRequest(generation=self.seen.generation)
+        )
+
+    def _discard_call(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        staged = state.weights.staged
+        if staged is None:
+            return None
+        body = DiscardRequest(epoch=staged.epoch, version=staged.version)
+        return self._make_call(head, ControlVerb.DISCARD, body)
+
+    def _can_change_weights(self, state: WorkerState) -> bool:
+        """Its weights may change: it doesn't sleep, or its weights wake first, to be replaced."""
+        if state.lifecycle is not Lifecycle.ASLEEP:
+            return True
+        return self.spec.state is not DesiredState.ASLEEP and state.resident.weights
+
+    def _wanted_version(self, head: ReplicaHead) -> WeightsVersion | None:
+        version = self.weights.version_for.get(head.pod.uid)
+        return None if version is None or head.has_at_least(version.identity) else version
+
+    def _discard_conflicting(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        """Discard what is in the staging slot if it is in the way of what the head must load.
+
+        That is something later, other bytes under the same identity (an identity is one content,
+        in the whole pool), or something earlier that is still under way.
+        """
+        version, staged = self._wanted_version(head), state.weights.staged
+        if version is None or staged is None or not self._can_change_weights(state):
+            return None
+        if self._awaits_pointer(head, version):
+            return None
+        held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
+        pushed = staged.source.pushed is not None
+        foreign = held == wanted and staged.source != version.source and not pushed
+        late = held < wanted and staged.phase == "Staging"
+        odd = self._has_staged_wrong_bytes(head, version)
+        return self._discard_call(head, state) if held > wanted or foreign or late or odd else None
+
+    def _awaits_pointer(self, head: ReplicaHead, version: WeightsVersion) -> bool:
+        seconds = self.spec.weights.deadline_seconds
+        return awaits_pointer(self.weights, head, version, seconds, self.wait)
+
+    def _has_staged_wrong_bytes(self, head: ReplicaHead, version: WeightsVersion) -> bool:
+        """It has staged other bytes and refused the right hash: the next attempt reads them anew."""
+        failure = head.worker.failures.get(ControlVerb.STAGE)
+        told = failure is not None and failure.about == version.identity
+        due = failure is not None and failure.retry_in <= 0
+        other = head.staged_hash(version) is not None and not head.has_staged(version)
+        return other and told and due
+
+    def _raise_fence(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        """Shut the old trainer out by the new one's epoch, before its staged weights are dropped.
+
+        Until then it may stage again what was dropped.
+        """
+        epoch = self.weights.fence_epoch
+        version = self._wanted_version(head)
+        if version is None or version.identity.epoch < epoch or state.weights.fence_epoch >= epoch:
+            return None
+        return self._make_call(head, ControlVerb.REQUIRE, RequireRequest(epoch=epoch))
+
+    def _commit_staged(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        version, staged = self._wanted_version(head), state.weights.staged
+        if version is None or staged is None or not self._can_change_weights(state):
+            return None
+        if head.pod.uid not in self.weights.may_commit or not head.has_staged(version):
+            return None
+        policy = self.spec.weights.in_flight
+        deadline = self.spec.in_flight_deadline_seconds
+        # Nothing may run below the committed weights: a policy that the engine lacks is not needed.
+        able = head.is_in_service(self.floor) or unsupported_by_head(head, policy) is None
+        body = CommitRequest(
+            epoch=version.identity.epoch,
+            version=version.identity.version,
+            root_hash=staged.root_hash,
+            in_flight=policy.policy if able else "Abort",
+            deadline_seconds=deadline,
+            on_deadline=policy.on_deadline if able else "Abort",
+        )
+        return self._make_call(head, ControlVerb.COMMIT, body, deadline + WEIGHTS_LOAD_SECONDS)
+
+    def _stage_version(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
+        version = self._wanted_version(head)
+        if version is None or head.has_staged(version):
+            return None
+        if not self._can_change_weights(state) or state.lifecycle is Lifecycle.WAKING:
+            return None
+        slot = state.weights.staged
+        if slot is not None and slot.source.pushed is not None and head.is_receiving(version):
+            return None  # a trainer is bringing it, wherever else it may lie
+        peers = self.weights.peers.get(head.pod.uid, ())
+        if self._awaits_pointer(head, version) or (version.is_pushed and not peers):
+            return None
+        body = StageRequest(
+            epoch=version.identity.epoch,
+            version=version.identity.version,
+            source=StageSource.of(version.source),
+            root_hash=version.root_hash,
+            deadline_seconds=self.spec.weights.deadline_seconds,
+        )
+        seconds = self.spec.weights.deadline_seconds + CALL_SLACK_SECONDS
+        return replace(self._make_call(head, ControlVerb.STAGE, body, seconds), peers=peers)
+
+    def plan_gate(self, head: ReplicaHead, leaving: bool) -> SetGate | None:
+        """Return the change of the readiness gate, if one is due."""
+        why = unfit_reason(head, self._heard) if self.spec.mode is PoolMode.HYBRID else None
+        return gate_change(self.spec, self.weights, head, self.now, leaving=leaving, unfit=why)

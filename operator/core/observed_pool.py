@@ -1,0 +1,197 @@
+"""What a pass sees, in plain values: pods (read by `podreader`), workers' answers, what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollout_worker.schemas import Lifecycle, WeightsId, WorkerState
+
+from .trainer_pods import ObservedTrainers, RecordedPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One worker pod as the API server shows it; times are wall-clock seconds."""
+
+    name: str
+    uid: str
+    replica: int
+    rank: int
+    revision: str
+    phase: str
+    owned: bool
+    """Our object is its controller."""
+    mislabelled: bool = False
+    """Somebody changed one of the labels by which Services and monitors find it."""
+    deletion_at: float | None = None
+    """When its grace period ends or ended; None: it is not being deleted."""
+    grace: float | None = None
+    """Seconds that its deletion grants it, if it is being deleted."""
+    own_grace: int | None = None
+    """Seconds that a deletion grants it which names none."""
+    started: bool = False
+    """Some container has run."""
+    ready: bool = False
+    """The Ready condition: containers ready and the gate on."""
+    gate: bool = False
+    gate_boot: str | None = None
+    """The worker process that the gate was set for."""
+    gate_since: float | None = None
+    proven_since: float | None = None
+    """When it first did what its pool asks for: served, paused or slept."""
+    ip: str | None = None
+    node: str | None = None
+    restarts: int = 0
+    """Failures of this replica that were answered by a new pod before this one."""
+    retry: str = ""
+    """Value of the retry annotation of the object when the pod was made."""
+    followed: bool = False
+    """Its worker ended because another rank of its gang had."""
+    finished_at: float | None = None
+    """When its last container ended, if it ran any."""
+    last_known_at: float = 0.0
+    """Latest time that is known of it: of a condition, its start, its creation."""
+    trouble: str = ""
+    """What the kubelet or the scheduler reports as wrong, for a person."""
+    last_log: str = ""
+    """The end of the log of the container that failed, as far as the kubelet keeps it in the pod."""
+    waits_on: str = ""
+    """What it does before its worker starts, for a person; empty if nothing is known."""
+    lacks_node: bool = False
+    """All that `trouble` says is that the scheduler finds no node for it."""
+    unscheduled_since: float | None = None
+    """Since when the scheduler finds no node for it."""
+    is_booting: bool = False
+    """The kubelet says that the worker has not passed its startup probe."""
+    witnessed: float = 0.0
+    """Seconds for which this process has seen it terminating, or else finished. Such an interval
+    holds when a clock is set; the API server's times and our wall clock are the rest."""
+    forced_ago: float | None = None
+    """Seconds since this process tried to remove it by force."""
+    ended: bool = False
+    """Its process has ended, and its pod may start another one: of a trainer's pod."""
+    colocated: bool = False
+    """It uses a trainer's devices: it is never removed by force, for its engine may hold them still."""
+    taken: RecordedPlacement | None = None
+    """The place that it was made for, if it is colocated."""
+
+    @property
+    def ended_at(self) -> float:
+        """When it ended, as well as that is known: no container says so if none ever ran."""
+        return self.last_known_at if self.finished_at is None else self.finished_at
+
+    @property
+    def is_deleting(self) -> bool:
+        """It is terminating."""
+        return self.deletion_at is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Its process has ended and won't come back; in a trainer's pod another one may."""
+        return self.ended or self.phase in ("Failed", "Succeeded")
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """A call to a worker that failed, and in how many seconds it may be tried again."""
+
+    message: str
+    count: int
+    retry_in: float
+    slug: str | None = None
+    about: WeightsId | None = None
+    """The weights that the call was about, if it was about any."""
+
+
+def is_loaded(state: WorkerState) -> bool:
+    """Whether a worker that says this has a model, if perhaps no weights: it may wait for a commit."""
+    without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
+    known = state.weights.active is not None or state.lifecycle is Lifecycle.ASLEEP
+    return known and state.lifecycle not in without
+
+
+def is_asleep(state: WorkerState) -> bool:
+    """Whether a worker that says this has given all its memory back; waking, it takes it in steps."""
+    there = state.resident
+    return state.lifecycle is Lifecycle.ASLEEP and not (there.weights or there.kv_cache)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedWorker:
+    """A head's own answer, and our calls to it."""
+
+    state: WorkerState | None = None
+    error: str | None = None
+    running: frozenset[str] = frozenset()
+    """Names of calls in flight."""
+    failures: Mapping[str, FailedCall] = field(default_factory=dict)
+    last: WorkerState | None = None
+    """Its last answer to this process, however old; `state`, as long as that is believed."""
+    slot_seconds: float = 0.0
+    """For how long this process has seen the same version in its slot, in the same phase."""
+    silent_since: float | None = None
+    """Wall clock, seconds: its last answer before polls failed, or the first poll; None: it answers."""
+    silent_seconds: float = 0.0
+    """How long that is ago, by a clock that nobody sets."""
+    active: WeightsId | None = field(init=False, default=None)
+    """Identity of the weights it would serve with."""
+
+    def __post_init__(self) -> None:
+        """Take the identity once: a pass compares it many times."""
+        if self.state is None:
+            return
+        object.__setattr__(self, "last", self.state)
+        if self.state.weights.active is not None:
+            object.__setattr__(self, "active", self.state.weights.active.identity)
+
+    @property
+    def is_loaded(self) -> bool:
+        """It has a model and can be told what to do."""
+        return self.state is not None and is_loaded(self.state)
+
+
+RECALLED_KEY = "status"
+"""Key of what stood in the way of the process before this one, until it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPool:
+    """Everything `plan_pass` may look at."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    pods: tuple[Pod, ...]
+    workers: Mapping[str, ObservedWorker]
+    """By pod uid; heads only."""
+    conflicts: Mapping[str, str]
+    """Objects of others that have the names we need: `kind/name` → sentence."""
+    rejections: Mapping[str, str]
+    """Writes that the API server rejected, creations by `kind/name` → sentence."""
+    restarts_of: Mapping[int, int]
+    """Failures of replicas whose failed pods are deleted and not yet replaced, as status has them."""
+    barrier: frozenset[str] | None
+    """Boot ids of the barrier of the update under way; None: this process has not formed one."""
+    paused: bool
+    retry: str
+    predecessors: tuple[Pod, ...] = ()
+    """Pods of a deleted RolloutReplica of this name, which have yet to go."""
+    awaited: frozenset[str] = frozenset()
+    """Children that wait to be created, as `kind/name`: their name gets free, or others were refused."""
+    api_errors: Mapping[str, str] = field(default_factory=dict)
+    """Writes that the API server could not do, creations by `kind/name` → sentence."""
+    undeleted: frozenset[str] = frozenset()
+    """Uids of pods whose deletion the API server refused: what they do for the pool goes on."""
+    beside: ObservedTrainers = field(default_factory=ObservedTrainers)
+    """The trainer's pods and claims, of a colocated pool."""
+    strangers: tuple[str, ...] = ()
+    """What there is to tell of pods that look like the pool's and are not: they are left alone."""
+
+    def find_worker(self, pod: Pod) -> ObservedWorker:
+        """What is known of a head's worker."""
+        return self.workers.get(pod.uid, UNKNOWN_WORKER)
+
+
+UNKNOWN_WORKER = ObservedWorker()

@@ -1,0 +1,204 @@
+"""Turn what the user wants and what is observed into a plan. Pure: no clock, API or logging."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
+from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_worker.schemas import WorkerState
+
+from .head_planner import HeadPlanner
+from .hybrid import plan_hybrid_pods, with_member_count
+from .observed_pool import UNKNOWN_WORKER, ObservedPool, Pod, is_loaded
+from .pass_plan import CallWorker, ControlVerb, EventNote, PassPlan, RequeueAfter, SetGate
+from .pod_planning import group_gangs, plan_pods
+from .pool_view import PoolView
+from .replica_heads import ReplicaHead
+from .replica_troubles import find_replica_troubles
+from .status_report import build_status
+from .updates.update_planning import plan_weights
+from .updates.weights_plan import WeightsPlan, target_version
+
+KUBELET_READY_SECONDS = 30.0
+"""How long a pod whose gate is on may take to be Ready before something is wrong with it."""
+
+CONTROL_VERBS = (
+    ControlVerb.REQUIRE,
+    ControlVerb.PAUSE,
+    ControlVerb.RESUME,
+    ControlVerb.SLEEP,
+    ControlVerb.WAKE,
+)
+
+
+def plan_pass(
+    spec: RolloutReplicaSpec, seen: ObservedPool, stored: RolloutReplicaStatus, now: float
+) -> PassPlan:
+    """Return the pass's plan.
+
+    Args:
+        spec: what the user wants.
+        seen: the world.
+        stored: the status as read from the API server; the one memory that outlives a crash.
+        now: wall clock, seconds since the epoch.
+    """
+    wait = RequeueAfter()
+    spec = with_member_count(spec, seen)
+    heads = _wanted_heads(spec, seen)
+    weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
+    if spec.mode is PoolMode.HYBRID:
+        pods = plan_hybrid_pods(spec, seen)
+    else:
+        settling = _settling_replicas(spec, heads, weights, now, wait)
+        pods = plan_pods(spec, seen, now, _healthy_replicas(spec, heads), wait, settling)
+    going = {d.uid for d in pods.delete}
+    leaving = going - seen.undeleted  # an update of weights would wait for it for ever
+    planner = HeadPlanner(spec, seen, weights, now, wait)
+    gates, calls = _plan_gates_and_calls(planner, heads.values(), leaving)
+    gates += _gates_to_close(seen, heads, going)
+    gangs, errors = group_gangs(spec, seen), stored.last_errors
+    ailments = find_replica_troubles(spec, seen, gangs, heads.values(), pods, errors, now, wait)
+    view = PoolView(
+        spec,
+        seen,
+        gangs,
+        heads,
+        pods,
+        weights,
+        target_version(spec).identity,
+        ailments,
+        was_at_rest=_was_at_rest(spec, stored),
+    )
+    status = build_status(view, stored, now)
+    notes = [
+        EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()
+    ] + weights.notes
+    return PassPlan(
+        status=status,
+        seek=tuple(pods.seek),
+        create=tuple(pods.create),
+        delete=tuple(pods.delete),
+        gates=tuple(gates),
+        calls=tuple(calls),
+        notes=tuple(notes),
+        restarts=pods.restarts,
+        barrier=weights.barrier,
+        requeue=wait.seconds,
+        sentence=status.message,
+        unreachable=len(ailments.unreachable),
+        in_a_row=ailments.in_a_row,
+    )
+
+
+def _plan_gates_and_calls(
+    planner: HeadPlanner, heads: Iterable[ReplicaHead], leaving: Collection[str]
+) -> tuple[list[SetGate], list[CallWorker]]:
+    """Return the gates of the heads to set, and the calls to those that do not leave."""
+    gates: list[SetGate] = []
+    calls: list[CallWorker] = []
+    for head in heads:
+        gate = planner.plan_gate(head, head.pod.uid in leaving)
+        gates += [gate] if gate else []
+        if head.pod.uid not in leaving:
+            calls += planner.plan_calls(head)
+    return gates, calls
+
+
+def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, ReplicaHead]:
+    """Living heads of wanted replicas by uid, lowest replica first."""
+    if spec.suspend:
+        return {}
+    theirs = spec.mode is PoolMode.HYBRID
+    found = (p for p in seen.pods if p.rank == 0 and not p.is_deleting and (p.owned or theirs))
+    wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
+    members: dict[int, list[Pod]] = {}
+    for pod in sorted(seen.pods, key=lambda p: p.rank):
+        if pod.rank and pod.owned and not pod.is_deleting:
+            members.setdefault(pod.replica, []).append(pod)
+    return {pod.uid: _make_head(seen, pod, members.get(pod.replica, ())) for pod in wanted}
+
+
+def _make_head(seen: ObservedPool, pod: Pod, members: Iterable[Pod]) -> ReplicaHead:
+    """A head with its gang; what it says once a member has ended is of no use to anybody."""
+    head = ReplicaHead(pod, seen.find_worker(pod), tuple(members))
+    return replace(head, worker=UNKNOWN_WORKER) if head.lost_member else head
+
+
+def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:
+    last = stored.last_transition
+    return last is not None and last.to == spec.state.value and last.completed_at is not None
+
+
+def _healthy_replicas(spec: RolloutReplicaSpec, heads: dict[str, ReplicaHead]) -> frozenset[int]:
+    """Replicas whose head does what spec asks for, or would if nobody else held it."""
+
+    def works(head: ReplicaHead) -> bool:
+        if spec.state is DesiredState.ACTIVE and head.pod.ready and not head.is_finished:
+            return True
+        return head.worker.state is not None and _is_at_rest(spec, head.worker.state)
+
+    return frozenset(h.pod.replica for h in heads.values() if works(h))
+
+
+def _is_at_rest(spec: RolloutReplicaSpec, state: WorkerState) -> bool:
+    """It is paused or asleep, as spec or somebody else's hold wants it."""
+    reached = spec.state is not DesiredState.ACTIVE and state.lifecycle == spec.state.value
+    return reached or (is_loaded(state) and state.held_by_others)
+
+
+def _may_be_at_rest(spec: RolloutReplicaSpec, head: ReplicaHead) -> bool:
+    """It is silent, and was at rest when it last answered: silence proves nothing.
+
+    A process that has heard nothing of it knows only whether it ever did what was asked.
+    """
+    last = head.worker.last
+    if last is None:
+        return (
+            spec.state is not DesiredState.ACTIVE
+            and head.is_silent
+            and head.pod.proven_since is not None
+        )
+    return head.is_silent and _is_at_rest(spec, last)
+
+
+def _settling_replicas(
+    spec: RolloutReplicaSpec,
+    heads: dict[str, ReplicaHead],
+    weights: WeightsPlan,
+    now: float,
+    wait: RequeueAfter,
+) -> frozenset[int]:
+    """Replicas on their way from state to state, or silent: nothing is known to be wrong."""
+
+    def settles(head: ReplicaHead) -> bool:
+        state, since = head.worker.state, head.pod.gate_since
+        if state is None:
+            return _may_be_at_rest(spec, head)
+        if not head.worker.is_loaded or not head.has_at_least(weights.committed.identity):
+            return False
+        if any(head.worker.failures.get(verb) for verb in CONTROL_VERBS):
+            return False
+        if not (state.serving and head.pod.gate):
+            return True
+        # All that is left to do is the kubelet's.
+        left = 0.0 if since is None else since + KUBELET_READY_SECONDS - now
+        if left > KUBELET_READY_SECONDS + 1:  # the clock was set back: an hour may be meant by it
+            left = 0.0
+        if left > 0 and not head.pod.ready:
+            wait.at_most(left)
+        return left > 0
+
+    return frozenset(h.pod.replica for h in heads.values() if settles(h))
+
+
+def _gates_to_close(
+    seen: ObservedPool, heads: dict[str, ReplicaHead], leaving: set[str]
+) -> list[SetGate]:
+    """Take surplus heads out of the Service before they are deleted."""
+    return [
+        SetGate(p.name, p.uid, False, p.gate_boot or "", "it is being deleted", p.proven_since)
+        for p in seen.pods
+        if p.uid in leaving and p.uid not in heads and p.gate and not p.is_deleting
+    ]

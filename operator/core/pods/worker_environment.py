@@ -1,0 +1,95 @@
+"""The environment of the worker container: settings from the spec, and the pool's own entries."""
+
+from __future__ import annotations
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.spec import RolloutReplicaSpec
+
+from . import gang_pods, pod_devices
+from .volumes import weights_roots
+
+COMPILE_CACHE_VARIABLES = {
+    "XDG_CACHE_HOME": "",
+    "VLLM_CACHE_ROOT": "/vllm",
+    "SGLANG_CACHE_DIR": "/sglang",
+    "TORCHINDUCTOR_CACHE_DIR": "/inductor",
+    "TRITON_CACHE_DIR": "/triton",
+    "FLASHINFER_WORKSPACE_BASE": "",  # it adds .cache/flashinfer itself
+    "DG_JIT_CACHE_DIR": "/deep_gemm",
+    "TVM_FFI_CACHE_DIR": "/tvm-ffi",
+    "QUACK_CACHE_DIR": "/quack",
+    "CUDA_CACHE_PATH": "/nv",
+}
+"""Where engines and the compilers below them put what they compile, in the volume for it."""
+
+
+def worker_environment(
+    pool: str, namespace: str, spec: RolloutReplicaSpec, overlay: Obj, replica: int, rank: int
+) -> list[Obj]:
+    """Return what the operator tells the worker of `(replica, rank)`."""
+    values = {
+        "ROLLOUT_ENGINE": spec.engine.type.value,
+        "ROLLOUT_MODEL": _model_location(spec),
+        "ROLLOUT_SERVED_NAME": spec.model.served_name or pool,
+        "ROLLOUT_DTYPE": spec.model.dtype,
+        "ROLLOUT_LOGPROBS": spec.engine.logprobs_of,
+        "ROLLOUT_POOL": pool,
+        "ROLLOUT_NAMESPACE": namespace,
+        "ROLLOUT_AUTH": "kubernetes",
+        "ROLLOUT_DATA_PORT": str(names.DATA_PORT),
+        "ROLLOUT_CONTROL_PORT": str(names.CONTROL_PORT),
+        "ROLLOUT_WEIGHTS_ROOTS": ":".join(weights_roots(spec, overlay)),
+        "ROLLOUT_DRAIN_SECONDS": str(spec.drain_seconds),
+        "ROLLOUT_SPILL_DIR": spec.sleep.spill.path or names.SPILL_MOUNT,
+        "ROLLOUT_START_TIMEOUT": str(spec.worker.start_timeout_seconds),
+        "ROLLOUT_MAX_QUEUE": str(spec.worker.max_queue),
+        "ROLLOUT_LOG_LEVEL": spec.worker.log_level,
+        "HOME": "/tmp",
+        # Caches are named after the user, and the image's uid has no name in its passwd.
+        "USER": "rollout",
+        "LOGNAME": "rollout",
+    }
+    if spec.accelerator is not None:
+        values |= pod_devices.torch_device([spec.accelerator.resource])
+    if spec.engine.cache is not None:
+        values |= {
+            name: f"{names.CACHE_MOUNT}{folder}" for name, folder in COMPILE_CACHE_VARIABLES.items()
+        }
+        values["HF_HOME"] = "/tmp/.cache/huggingface"  # else models would fill the cache's volume
+    if rank == 0:  # the other ranks of a gang fetch from it
+        values["ROLLOUT_WEIGHTS_PORT"] = str(spec.weights.transport.port)
+    if spec.weights.transport.tls == "Required":
+        values["ROLLOUT_WEIGHTS_TLS"] = "required"
+    if spec.weights.transport.egress is not None:
+        values["ROLLOUT_WEIGHTS_EGRESS"] = str(spec.weights.transport.egress)
+    if spec.weights.transport.gang_fetch == "All":
+        values["ROLLOUT_GANG_FETCH"] = "all"
+    if spec.model.max_length is not None:
+        values["ROLLOUT_MAX_LENGTH"] = str(spec.model.max_length)
+    if spec.weights.staging_memory is not None:
+        values["ROLLOUT_STAGING_MEMORY"] = str(spec.weights.staging_memory)
+    if spec.model.source.hub and spec.model.source.hub.revision:
+        values["ROLLOUT_MODEL_REVISION"] = spec.model.source.hub.revision
+    values |= gang_pods.gang_environment(pool, spec, replica, rank)
+    return [*({"name": k, "value": v} for k, v in values.items()), *_hub_token_entries(spec)]
+
+
+def spec_environment(spec: RolloutReplicaSpec) -> list[Obj]:
+    """Return `spec.engine.env` as a container has it."""
+    return [e.model_dump(mode="json", by_alias=True, exclude_none=True) for e in spec.engine.env]
+
+
+def _hub_token_entries(spec: RolloutReplicaSpec) -> list[Obj]:
+    hub = spec.model.source.hub
+    if hub is None or hub.token_secret is None:
+        return []
+    ref = {"name": hub.token_secret.name, "key": hub.token_secret.key}
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}}]
+
+
+def _model_location(spec: RolloutReplicaSpec) -> str:
+    source = spec.model.source
+    if source.hub is not None:
+        return source.hub.repo
+    return source.path or names.MODEL_MOUNT

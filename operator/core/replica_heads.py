@@ -1,0 +1,231 @@
+"""One head of a pool and its worker: what it serves, what it has staged, why it failed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollout_worker.schemas import Lifecycle, StagedWeights, WeightsId, WeightsSource, WorkerState
+
+from .observed_pool import ObservedWorker, Pod, is_loaded
+
+IN_SERVICE_LIFECYCLES = (Lifecycle.ACTIVE, Lifecycle.PAUSING, Lifecycle.PAUSED, Lifecycle.DRAINING)
+
+CONTENT_MISMATCH_SLUG = "content-mismatch"
+"""The problem of a worker that finds other bytes under an identity than it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsVersion:
+    """An identity, where its bytes are, and their root hash once the pool is bound to one."""
+
+    identity: WeightsId
+    source: WeightsSource
+    root_hash: str | None = None
+
+    @property
+    def is_pushed(self) -> bool:
+        """A trainer brings the bytes to the workers; no volume has them."""
+        return self.source.pushed is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaHead:
+    """A living head pod of a wanted replica, and its worker."""
+
+    pod: Pod
+    worker: ObservedWorker
+    members: tuple[Pod, ...] = ()
+    """The other pods of its gang that are not being deleted, by rank."""
+
+    @property
+    def lost_member(self) -> Pod | None:
+        """A member that has ended: no engine goes on without one of its ranks."""
+        return next((pod for pod in self.members if pod.is_finished), None)
+
+    @property
+    def is_finished(self) -> bool:
+        """It has ended, or its gang has: it comes back as new pods only."""
+        return self.pod.is_finished or self.lost_member is not None
+
+    @property
+    def is_serving(self) -> bool:
+        """It is in the data Service."""
+        return self.pod.ready and self.pod.gate and not self.is_finished
+
+    @property
+    def boot_id(self) -> str | None:
+        """Id of the worker process, from its last answer or from the gate it was given."""
+        return self.worker.last.boot_id if self.worker.last else self.pod.gate_boot
+
+    @property
+    def last_active(self) -> WeightsId | None:
+        """Identity of its weights as its last answer says."""
+        active = self.worker.last.weights.active if self.worker.last else None
+        return None if active is None or self.is_finished else active.identity
+
+    @property
+    def is_silent(self) -> bool:
+        """Its process may live, and does not answer: nothing is known of it."""
+        return self.worker.state is None and not self.is_finished
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """Others have its devices; however long they do, a wake that waits for them is no failure."""
+        state = self.worker.state
+        return state is not None and state.turn is not None and state.turn.state == "Waiting"
+
+    @property
+    def staged_slot(self) -> StagedWeights | None:
+        """Its staging slot."""
+        return self.worker.state.weights.staged if self.worker.state else None
+
+    def has_at_least(self, identity: WeightsId) -> bool:
+        """It serves, or would serve, with this identity or a later one."""
+        return self.worker.active is not None and self.worker.active >= identity
+
+    def staged_hash(self, version: WeightsVersion) -> str | None:
+        """Root hash of what it has staged of the version, whole; None for nothing.
+
+        From the version's source, or pushed: a trainer may write what it pushes to a path, too.
+        """
+        slot = self.staged_slot
+        if slot is None or slot.phase != "Staged":
+            return None
+        if slot.source != version.source and slot.source.pushed is None:
+            return None
+        return slot.root_hash if (slot.epoch, slot.version) == version.identity.as_tuple() else None
+
+    def has_staged(self, version: WeightsVersion) -> bool:
+        """It could commit this version now, or has it already."""
+        found = self.staged_hash(version)
+        there = found is not None and version.root_hash in (None, found)
+        return there or self.has_at_least(version.identity)
+
+    def is_receiving(self, version: WeightsVersion) -> bool:
+        """Its slot is being filled with this version."""
+        slot = self.staged_slot
+        return (
+            slot is not None
+            and slot.phase == "Staging"
+            and (slot.epoch, slot.version) == version.identity.as_tuple()
+        )
+
+    def newer_push_message(self, version: WeightsVersion) -> str | None:
+        """That a trainer has pushed later weights into its slot: nobody else could bring them again."""
+        slot = self.staged_slot
+        if slot is None or slot.source.pushed is None or slot.phase == "Failed":
+            return None
+        if (slot.epoch, slot.version) <= version.identity.as_tuple():
+            return None
+        later = f"({slot.epoch}, {slot.version})"
+        return f"{self.pod.name}: weights {later} were pushed to it instead of {version.identity}"
+
+    def is_in_service(self, committed: WeightsId) -> bool:
+        """It serves, or would if the pool were not paused.
+
+        Silence proves nothing: of who is silent the last answer counts, and if this process has
+        heard none, whether it ever was in the Service.
+        """
+        if self.is_finished:
+            return False
+        if self.worker.last is not None:
+            return _is_state_in_service(self.worker.last, committed)
+        return self.pod.gate_boot is not None
+
+    def failure_message(self, identity: WeightsId | None, *verbs: str) -> str | None:
+        """What the last of these calls said if it failed; `identity`: the weights it was about."""
+        for verb in verbs:
+            failed = self.worker.failures.get(verb)
+            if failed is not None and failed.about == identity:
+                return f"{self.pod.name}: {failed.message}"
+        slot = self.staged_slot
+        if "stage" not in verbs or slot is None or slot.phase != "Failed" or identity is None:
+            return None
+        if (slot.epoch, slot.version) != identity.as_tuple():
+            return None
+        return f"{self.pod.name}: {slot.error or 'staging failed'}"
+
+    def mismatch_message(self, version: WeightsVersion) -> str | None:
+        """How its bytes differ from those that the pool has under this identity."""
+        found, wanted = self.staged_hash(version), version.root_hash
+        if found is not None and wanted not in (None, found):
+            return (
+                f"{self.pod.name}: {CONTENT_MISMATCH_SLUG}: it staged {version.identity} with root_hash {found}, "
+                f"the pool's is {wanted}: publish the right bytes under a higher version"
+            )
+        for verb in ("stage", "commit"):
+            failed = self.worker.failures.get(verb)
+            if failed is None or failed.about != version.identity:
+                continue
+            if failed.slug == CONTENT_MISMATCH_SLUG:
+                return f"{self.pod.name}: {failed.message}"
+        slot = self.staged_slot
+        if slot is None or slot.phase != "Failed" or slot.slug != CONTENT_MISMATCH_SLUG:
+            return None
+        about = (slot.epoch, slot.version) == version.identity.as_tuple()
+        return f"{self.pod.name}: {slot.error}" if about else None
+
+
+def _is_state_in_service(state: WorkerState, committed: WeightsId) -> bool:
+    active = state.weights.active
+    return (
+        is_loaded(state)
+        and state.lifecycle in IN_SERVICE_LIFECYCLES
+        and state.weights.required is not None
+        and active is not None
+        and active.identity >= committed
+    )
+
+
+def stage_failures(heads: Iterable[ReplicaHead], version: WeightsVersion) -> list[str]:
+    """Return why these heads could not stage this version, other bytes first."""
+    heads = list(heads)
+    odd = {h.pod.uid: text for h in heads if (text := h.mismatch_message(version))}
+    rest = (h.failure_message(version.identity, "stage") for h in heads if h.pod.uid not in odd)
+    return [*sorted(odd.values()), *sorted(text for text in rest if text)]
+
+
+def describe_wait(head: ReplicaHead) -> str:
+    """What a head is doing, for a person; empty if it serves."""
+    state = head.worker.state
+    if head.is_serving:
+        return ""
+    if head.pod.trouble:
+        return head.pod.trouble
+    if trouble := _describe_member_trouble(head):
+        return trouble
+    if state is None:
+        return _describe_startup(head)
+    if state.progress is not None:
+        told = state.progress.fraction is None or "%" in state.progress.message
+        part = "" if told else f" {state.progress.fraction:.0%}"
+        return f"is {state.lifecycle}: {state.progress.message}{part}"
+    others = [h.holder for h in state.holds if h.holder != state.caller]
+    if others:
+        return f"is {state.lifecycle}, held by {', '.join(sorted(others))}"
+    staged = state.weights.staged
+    if staged is not None and staged.phase == "Staging":
+        return f"is staging weights ({staged.epoch}, {staged.version})"
+    return f"is {state.lifecycle}" + ("" if state.serving else " but does not serve yet")
+
+
+def _describe_startup(head: ReplicaHead) -> str:
+    for pod in (head.pod, *head.members):
+        if not pod.started:
+            there = pod.waits_on or "is waiting for its container"
+            what = there if pod.node else "is not scheduled yet"
+            return what if pod is head.pod else f"waits for {pod.name}, which {what}"
+    if not head.worker.error:
+        return "is starting"
+    yet = "yet " if head.boot_id is None else ""
+    return f"does not answer {yet}({head.worker.error})"
+
+
+def _describe_member_trouble(head: ReplicaHead) -> str:
+    """Which member keeps a head from serving, as far as its pod says so."""
+    for member in head.members:
+        if member.trouble or member.is_finished:
+            verb = "lost" if member.is_finished else "waits for"
+            return f"{verb} {member.name}: {member.trouble or 'it has ended'}"
+    return ""

@@ -1,0 +1,51 @@
+"""Pods that terminate and don't go: a dead node, a finalizer of somebody else. Pure."""
+
+from __future__ import annotations
+
+from .observed_pool import Pod
+from .pass_plan import DeletePod, RequeueAfter
+
+FORCED_DELETION_SECONDS = 30.0
+"""A pod still there this long after its grace period (a dead node, a finalizer) is deleted with grace
+0, and again each time this long after."""
+
+
+def plan_forced_deletion(pod: Pod, now: float, wait: RequeueAfter) -> DeletePod | None:
+    """Return the deletion by force of a pod that outlived its grace period, if it is due.
+
+    Never of a colocated pod: what is removed by force may run on, with the trainer's devices.
+    """
+    if pod.deletion_at is None:
+        return None
+    left = seconds_until_forced(pod, now)
+    wait.at_most(left if left > 0 else FORCED_DELETION_SECONDS)
+    return forced_deletion(pod) if left <= 0 and not pod.colocated else None
+
+
+def stuck_message(pod: Pod, now: float) -> str | None:
+    """Say that a colocated pod outlived its grace period, and what can be done."""
+    if not pod.colocated or pod.deletion_at is None or seconds_until_forced(pod, now) > 0:
+        return None
+    where = f" on node {pod.node!r}" if pod.node else ""
+    return (
+        f"pod {pod.name!r}{where} outlived its grace period and is not removed by force, because its engine "
+        "may hold the trainer's devices: mend the node, or delete the Node object once it is off"
+    )
+
+
+def seconds_until_forced(pod: Pod, now: float) -> float:
+    """Seconds until a terminating pod is deleted by force: first, or once more.
+
+    What this process has witnessed counts alone: by a clock that is ahead, a pod that has just begun
+    to drain would be removed, and with it the requests that it runs.
+    """
+    if pod.forced_ago is not None:
+        return FORCED_DELETION_SECONDS - pod.forced_ago
+    if pod.grace is None:
+        return FORCED_DELETION_SECONDS + (pod.deletion_at or now) - now
+    return FORCED_DELETION_SECONDS + pod.grace - pod.witnessed
+
+
+def forced_deletion(pod: Pod) -> DeletePod:
+    """Delete a pod that terminates, without grace."""
+    return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)

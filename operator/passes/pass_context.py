@@ -1,0 +1,39 @@
+"""What a reconcile pass is given."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.cache.neighbour_informer import NeighbourInformer
+from rollout_operator.cache.object_store import ObjectStore
+from rollout_operator.config import OperatorConfig
+from rollout_operator.kube.event_recorder import EventRecorder
+from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.operator_telemetry import OperatorTelemetry
+from rollout_operator.workers.worker_clients import WorkerClients
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """Everything around a pass.
+
+    Attributes:
+        clock: Wall-clock seconds, to compare with the API server's times.
+        monotonic: Monotonic seconds, for every interval that begins in this process.
+    """
+
+    config: OperatorConfig
+    store: ObjectStore
+    neighbours: NeighbourInformer
+    kube: KubeClient
+    workers: WorkerClients
+    recorder: EventRecorder
+    telemetry: OperatorTelemetry
+    clock: Callable[[], float]
+    monotonic: Callable[[], float]
+
+
+ReconcileFunction = Callable[[PoolKey], Awaitable[float | None]]
+"""One pass over a pool; returns in how many seconds to look again, or None."""

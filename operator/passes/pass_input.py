@@ -1,0 +1,184 @@
+"""The first third of a pass: what it starts from. Nobody is asked; polls bring the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_operator.api import names
+from rollout_operator.api.names import ConditionType
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
+from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.endpoint_slices import read_gates
+from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
+from rollout_operator.core.observed_pool import ObservedPool, ObservedWorker, Pod
+from rollout_operator.core.pass_plan import ControlVerb
+from rollout_operator.core.trainer_pods import (
+    DeviceClaim,
+    DeviceSlice,
+    ObservedTrainers,
+    TrainerPod,
+    published_uuids,
+)
+
+from .pass_context import PassContext
+from .pool_memory import PoolMemory
+
+FIRST_POLLS_SECONDS = 5.0
+"""How long the first answers of a pool's heads may take: a poll's deadline, and its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassInput:
+    """What one pass starts from: the object, its spec and stored status, and the world."""
+
+    key: PoolKey
+    pool: Obj
+    spec: RolloutReplicaSpec
+    stored: RolloutReplicaStatus
+    seen: ObservedPool
+
+
+def observe_pool(
+    ctx: PassContext, key: PoolKey, pool: Obj, spec: RolloutReplicaSpec, memory: PoolMemory
+) -> ObservedPool:
+    """Turn what the store and the polls hold about a pool into plain values."""
+    meta = pool["metadata"]
+    notes = meta.get("annotations") or {}
+    if spec.mode is PoolMode.HYBRID:
+        told, beside, foreign = _observe_members(ctx, key, spec, meta["uid"])
+        pods = told
+    else:
+        ours, predecessors = memory.pods.read_pods(
+            ctx.store.pool_pods(key), key.name, meta["uid"], spec
+        )
+        foreign = memory.pods.strangers
+        told = memory.witness.with_seen_seconds((*ours, *predecessors), ctx.monotonic())
+        pods, beside = told[: len(ours)], _observe_trainers(ctx, key, spec, memory)
+    heads = [p for p in pods if p.rank == 0]
+    return ObservedPool(
+        name=key.name,
+        namespace=key.namespace,
+        uid=meta["uid"],
+        generation=meta.get("generation", 0),
+        pods=pods,
+        workers={p.uid: ctx.workers.observe_worker(p) for p in heads if not p.is_finished},
+        conflicts=memory.obstacles.conflicts,
+        rejections=memory.obstacles.rejections,
+        restarts_of={r.replica: r.restarts for r in memory.believed_status.replacing},
+        barrier=memory.barrier,
+        paused=notes.get(names.ANNOTATION_PAUSED) == "true",
+        retry=notes.get(names.ANNOTATION_RETRY, ""),
+        predecessors=told[len(pods) :],
+        awaited=memory.obstacles.awaited,
+        api_errors=memory.obstacles.api_errors,
+        undeleted=memory.obstacles.undeleted,
+        beside=beside,
+        strangers=foreign,
+    )
+
+
+def _observe_members(
+    ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec, uid: str
+) -> tuple[tuple[Pod, ...], ObservedTrainers, tuple[str, ...]]:
+    """The trainer's pods as members of a Hybrid pool; none while they are not listed. And who is none."""
+    assert spec.colocation is not None, "the CRD demands a selector"
+    found = ctx.neighbours.subscribe_inside(key, spec.colocation.trainer_selector)
+    if found.unknown is not None:
+        return (), ObservedTrainers(unknown=found.unknown), ()
+    gates = read_gates(ctx.store.pool_slices(key), key.name, uid)
+    candidates = [pod for pod in found.pods if isinstance(pod, MemberCandidate)]
+    return (
+        select_members(spec, candidates, gates),
+        ObservedTrainers(claims={}),
+        foreign_pod_messages(spec, candidates),
+    )
+
+
+def _observe_trainers(
+    ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec, memory: PoolMemory
+) -> ObservedTrainers:
+    """What the trainer has; only colocated pools ask."""
+    if spec.colocation is None:
+        return ObservedTrainers()
+    selector, shared = spec.colocation.trainer_selector, spec.colocation.slots > 1
+    found = ctx.neighbours.subscribe_beside(key, selector, slices=shared)
+    if found.unknown is not None:
+        return ObservedTrainers(unknown=found.unknown)
+    trainers = tuple(pod for pod in found.pods if isinstance(pod, TrainerPod))
+    return ObservedTrainers(
+        trainers=trainers,
+        claims={c.name: c for c in found.claims if isinstance(c, DeviceClaim)},
+        uuids=published_uuids(each for each in found.slices if isinstance(each, DeviceSlice)),
+        stable_seconds=memory.trainers.note_trainers(trainers, ctx.monotonic()),
+        has_shrunk=memory.trainers.has_shrunk,
+    )
+
+
+def wait_for_first_polls(
+    ctx: PassContext, key: PoolKey, seen: ObservedPool, memory: PoolMemory
+) -> float | None:
+    """Poll every head once before the first decision; return how long that may still take.
+
+    A process that has just started knows no worker's answer. To decide without would flip the
+    conditions of a pool that serves, and take an update for one without workers.
+    """
+    now = ctx.monotonic()
+    memory.first_look = now if memory.first_look is None else memory.first_look
+    left = memory.first_look + FIRST_POLLS_SECONDS - now
+    heads = [p for p in seen.pods if p.rank == 0]
+    memory.polled = ctx.workers.watch_heads(key, heads, {p.uid for p in heads})
+    waiting = any(ctx.workers.poller.last_observation(uid) is None for uid in memory.polled)
+    memory.first_polls_done = left <= 0 or not waiting
+    return None if memory.first_polls_done else left
+
+
+def stop_polling(ctx: PassContext, memory: PoolMemory) -> None:
+    """Poll no head of a pool about which nothing can be decided: nobody would notice who goes.
+
+    Once something can, all are polled before it is, as by a process that has just started.
+    """
+    for uid in memory.polled:
+        ctx.workers.poller.unwatch_head(uid)
+    memory.first_look, memory.first_polls_done = None, False
+
+
+def poll_heads(
+    ctx: PassContext,
+    key: PoolKey,
+    seen: ObservedPool,
+    status: RolloutReplicaStatus,
+    memory: PoolMemory,
+) -> None:
+    """Have the heads polled: often while something is under way, seldom otherwise."""
+    conditions = (
+        status.find_condition(c) for c in (ConditionType.PROGRESSING, ConditionType.DEGRADED)
+    )
+    moving = any(c is not None and c.status == "True" for c in conditions)
+    updating = update_phase(status) in (UpdatePhase.STAGING, UpdatePhase.COMMITTING)
+    heads = [p for p in seen.pods if p.rank == 0]
+    update = status.weights.last_update if updating else None
+    # A head that serves has nothing new to say while its pool waits for the others.
+    fast = {
+        p.uid
+        for p in heads
+        if moving and (not p.gate or _has_news(seen.workers.get(p.uid), update))
+    }
+    polled = ctx.workers.watch_heads(key, heads, fast)
+    for uid in memory.polled - polled:
+        ctx.workers.forget_head(uid)
+    memory.polled = polled
+
+
+def _has_news(worker: ObservedWorker | None, update: LastUpdate | None) -> bool:
+    """Whether a look may show how far an update is: not of who has come to it, or is told to commit."""
+    if update is None or worker is None or worker.state is None:
+        return update is not None
+    slot, wanted = worker.state.weights.staged, update.identity.as_tuple()
+    staged = slot is not None and slot.phase == "Staged" and (slot.epoch, slot.version) == wanted
+    return not (staged or worker.active == update.identity or ControlVerb.COMMIT in worker.running)
+
+
+def update_phase(status: RolloutReplicaStatus) -> UpdatePhase | None:
+    """Return the phase of the last weights update."""
+    return status.weights.last_update.phase if status.weights.last_update else None

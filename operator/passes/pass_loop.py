@@ -1,0 +1,132 @@
+"""The N tasks that take keys from the queue and run one pass each.
+
+A pass that fails is retried with the key's own back-off. A pass that has to wait returns the
+seconds to wait; nothing sleeps inside a pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
+from rollout_operator.kube.errors import Conflict, FencedError, KubeError, Unavailable
+from rollout_operator.operator_telemetry import OperatorTelemetry
+
+from .pass_context import ReconcileFunction
+
+logger = logging.getLogger(__name__)
+
+PASS_DEADLINE_SECONDS = 300.0
+"""Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""
+
+FENCED_RETRY_SECONDS = 1.0
+
+
+class PassLoop:
+    """See the module.
+
+    Args:
+        reconcile: The pass.
+        queue: Where keys come from.
+        telemetry: Counts passes.
+        workers: How many run at once.
+        may_run: False while this process is fenced; keys wait then.
+    """
+
+    def __init__(
+        self,
+        reconcile: ReconcileFunction,
+        queue: WorkQueue[PoolKey],
+        telemetry: OperatorTelemetry,
+        *,
+        workers: int,
+        may_run: Callable[[], bool],
+    ) -> None:
+        self._reconcile = reconcile
+        self._queue = queue
+        self._telemetry = telemetry
+        self._workers = workers
+        self._may_run = may_run
+
+    async def run(self) -> None:
+        """Run passes until the queue is closed."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._workers):
+                group.create_task(self._work_loop(), name=f"pass {number}")
+
+    async def drain_passes(self, task: asyncio.Task[None] | None, seconds: float) -> None:
+        """Start no more passes, let running ones end, then cancel what is left.
+
+        Args:
+            task: That of `run`, if it was started.
+            seconds: What running passes get.
+        """
+        self._queue.close()
+        if task is None:
+            return
+        _, late = await asyncio.wait({task}, timeout=seconds)
+        if late:
+            logger.warning(
+                "cancelling %d passes that did not end in time", self._queue.busy_count()
+            )
+            task.cancel()
+            await asyncio.wait({task}, timeout=1)
+
+    async def _work_loop(self) -> None:
+        while True:
+            try:
+                key = await self._queue.get()
+            except QueueClosed:
+                return
+            try:
+                await self._run_pass(key)
+            finally:
+                self._queue.mark_done(key)
+
+    async def _run_pass(self, key: PoolKey) -> None:
+        if not self._may_run():
+            self._queue.add(key, FENCED_RETRY_SECONDS)
+            return
+        began = time.perf_counter()
+        result = await self._run_guarded(key)
+        self._telemetry.reconcile_duration.observe(time.perf_counter() - began)
+        self._telemetry.reconcile_total.labels(result).inc()
+
+    async def _run_guarded(self, key: PoolKey) -> str:
+        """Run the pass, ask for the next one, and return the result's label."""
+        where = {"pool": str(key)}
+        try:
+            async with asyncio.timeout(PASS_DEADLINE_SECONDS):
+                again = await self._reconcile(key)
+        except FencedError:
+            self._queue.add(key, FENCED_RETRY_SECONDS)
+            return "fenced"
+        except Conflict as error:
+            # Somebody else wrote in between: routine, the next pass sees the newer object.
+            logger.debug("%s", error, extra=where)
+            self._queue.add(key, rate_limited=True)
+            return "conflict"
+        except Unavailable as error:
+            logger.warning("the pass failed and will be retried: %s", error, extra=where)
+            self._queue.add(key, error.retry_after or 0.0, rate_limited=True)
+            return self._count_failure(key)
+        except KubeError as error:
+            logger.error("the pass failed: %s", error, extra=where)  # noqa: TRY400 - its message says all
+            self._queue.add(key, rate_limited=True)
+            return self._count_failure(key)
+        except Exception:
+            logger.exception("the pass failed", extra=where)
+            self._queue.add(key, rate_limited=True)
+            return self._count_failure(key)
+        self._queue.reset_backoff(key)
+        if again is not None:
+            self._queue.add(key, again)
+        return "ok"
+
+    def _count_failure(self, key: PoolKey) -> str:
+        self._telemetry.count_failed_pass(key)
+        return "error"

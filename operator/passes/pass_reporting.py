@@ -1,0 +1,151 @@
+"""What a pass reports: events for people, one log line, figures for Prometheus."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Literal
+
+from rollout_operator.api.names import ConditionType
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.spec import PoolMode
+from rollout_operator.api.status import (
+    LastUpdate,
+    PoolCondition,
+    RolloutReplicaStatus,
+    UpdatePhase,
+    WeightsStatus,
+)
+from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.operator_telemetry import PoolMetrics
+
+from .pass_context import PassContext
+from .pass_input import PassInput
+from .pool_memory import PoolMemory
+
+logger = logging.getLogger(__name__)
+
+EventType = Literal["Normal", "Warning"]
+
+
+def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory) -> None:
+    """Post an event for each note and each condition that changed; log a new sentence."""
+    for note in plan.notes:
+        ctx.recorder.record_event(look.pool, note.type, note.reason, note.message)
+    for condition in plan.status.conditions:
+        if not _has_changed(condition, look.stored.find_condition(condition.type)):
+            continue
+        found = _condition_event(condition)
+        if found is not None:
+            ctx.recorder.record_event(look.pool, *found, condition.message)
+    if plan.sentence != memory.sentence:
+        memory.sentence = plan.sentence
+        logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
+
+
+WAITING_REASON = "WaitingForTrainer"
+UNSCHEDULABLE_REASON = "Unschedulable"
+"""The two reasons of Progressing that are worth an event: somebody may have to act."""
+
+FINAL_PHASES = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
+
+
+def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:
+    """Count what became of a weights update in this pass, if anything did."""
+    for update, outcome in update_outcomes(look.stored.weights, plan.status.weights):
+        if update.started_at is not None:
+            seconds = max(0.0, ctx.clock() - update.started_at.timestamp())
+            ctx.telemetry.count_ended_update(look.key, outcome.value, seconds)
+
+
+def update_outcomes(
+    stored: WeightsStatus, new: WeightsStatus
+) -> Iterator[tuple[LastUpdate, UpdatePhase]]:
+    """Yield the updates that reached an outcome between two statuses, and which one."""
+    before, after = stored.last_update, new.last_update
+    is_told = False
+    if before is not None and after is not None and _is_same_update(before, after):
+        is_told = before.phase is after.phase
+    elif before is not None and before.phase not in FINAL_PHASES:
+        # Within one pass it ended and another one began.
+        there = new.committed is not None and new.committed.identity >= before.identity
+        yield before, UpdatePhase.COMPLETE if there else UpdatePhase.SUPERSEDED
+    if after is not None and after.phase in (*FINAL_PHASES, UpdatePhase.FAILED) and not is_told:
+        yield after, after.phase
+
+
+def _is_same_update(one: LastUpdate, other: LastUpdate) -> bool:
+    return one.identity == other.identity and one.started_at == other.started_at
+
+
+def update_pool_metrics(
+    ctx: PassContext,
+    key: PoolKey,
+    pool: Obj,
+    status: RolloutReplicaStatus,
+    plan: PassPlan | None = None,
+) -> None:
+    """Show the pool's figures on the page of metrics."""
+    target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
+    weights = {"target": (int(target["epoch"]), int(target["version"]))}
+    if status.weights.committed is not None:
+        weights["committed"] = status.weights.committed.identity.as_tuple()
+    if status.weights.active is not None:
+        weights["active_min"] = status.weights.active.min.identity.as_tuple()
+        weights["active_max"] = status.weights.active.max.identity.as_tuple()
+    figures = PoolMetrics(
+        desired=_desired_replicas(pool, status),
+        replicas=status.replicas,
+        ready=status.ready_replicas,
+        asleep=status.asleep_replicas,
+        unreachable=plan.unreachable if plan else 0,
+        in_a_row=plan.in_a_row if plan else 0,
+        restarts=status.restarts,
+        weights=weights,
+        conditions={c.type: c.status for c in status.conditions},
+        degraded=_condition_reason(status, ConditionType.DEGRADED),
+        progressing=_condition_reason(status, ConditionType.PROGRESSING),
+    )
+    ctx.telemetry.set_pool_metrics(key, figures)
+
+
+def _desired_replicas(pool: Obj, status: RolloutReplicaStatus) -> int:
+    """Replicas that should run: how many a Hybrid pool has, only its status knows."""
+    if pool["spec"].get("mode") == PoolMode.HYBRID:
+        return status.desired_replicas
+    return int(pool["spec"].get("replicas", 1))
+
+
+def _condition_reason(status: RolloutReplicaStatus, kind: ConditionType) -> str | None:
+    """Reason of a condition that is True; None if it isn't."""
+    found = status.find_condition(kind)
+    return found.reason if found is not None and found.status == "True" else None
+
+
+def _has_changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
+    """Another status; or degraded for another reason, or waiting for something else of a trainer."""
+    if condition.reason == WAITING_REASON:
+        return before is None or before.message != condition.message
+    if condition.reason == UNSCHEDULABLE_REASON:
+        return before is None or before.reason != UNSCHEDULABLE_REASON
+    if before is None:
+        return condition.status != "False"
+    degraded = condition.type == ConditionType.DEGRADED and condition.status == "True"
+    return condition.status != before.status or (degraded and condition.reason != before.reason)
+
+
+def _condition_event(condition: PoolCondition) -> tuple[EventType, str] | None:
+    """Type and reason of the event for a condition's change; None if it is not worth one."""
+    table: dict[tuple[str, str], tuple[EventType, str]] = {
+        ("Ready", "True"): ("Normal", "Ready"),
+        ("Ready", "False"): ("Normal", "NotReady"),
+        ("Degraded", "True"): ("Warning", condition.reason),
+        ("Degraded", "False"): ("Normal", "Recovered"),
+        ("Asleep", "True"): ("Normal", "Asleep"),
+        ("Suspended", "True"): ("Normal", "Suspended"),
+    }
+    if condition.reason == WAITING_REASON:
+        return "Normal", WAITING_REASON
+    if condition.reason == UNSCHEDULABLE_REASON:
+        return "Warning", UNSCHEDULABLE_REASON
+    return table.get((condition.type, condition.status))

@@ -1,0 +1,192 @@
+"""The last third of a pass: the plan's writes and calls, in the order that makes them safe."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import suppress
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.spec import PoolMode
+from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.core.endpoint_slices import with_gates
+from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.pods.builder import PodBuilder
+from rollout_operator.core.status_changes import is_same_decision, owned_fields, without_progress
+from rollout_operator.core.unreadable_objects import document_for_unreadable_status
+from rollout_operator.kube.errors import Conflict, FencedError, KubeError, NotFound
+
+from .pass_context import PassContext
+from .pass_input import PassInput, poll_heads, update_phase
+from .pass_reporting import count_update, post_events, update_pool_metrics
+from .pool_memory import PoolMemory
+from .pool_writer import PoolWriter
+from .slice_writes import write_slices
+from .write_obstacles import REJECTED, STATUS_LABEL
+
+logger = logging.getLogger(__name__)
+
+STATUS_PROGRESS_SECONDS = 1.0
+"""Least time between two writes of status that only report progress."""
+
+
+async def apply_plan(
+    ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory
+) -> float | None:
+    """Carry the plan out; return when to look again.
+
+    Status goes first: it holds the decisions that others rely on. Where the API server does not take
+    it, everything goes on but what takes weights from a worker or gives it others.
+    """
+    obstacles = memory.obstacles
+    obstacles.begin_pass()
+    # Looks change nothing, and their answers come while status is written.
+    poll_heads(ctx, look.key, look.seen, plan.status, memory)
+    writer = PoolWriter(ctx, look.key, look.seen.uid, obstacles)
+    try:
+        later = await write_status(writer, look.pool, plan, memory)
+    except NotFound:
+        return None  # the object is gone: nothing is made for it, and the watch will say so
+    decided = memory.unwritten is None or is_same_decision(look.stored.weights, plan.status.weights)
+    post_events(ctx, look, plan, memory)
+    if decided:
+        memory.barrier = plan.barrier
+        count_update(ctx, look, plan)
+    if not look.seen.paused:
+        before = obstacles.reported_labels
+        await _write_children(writer, look, plan, memory)
+        if not writer.relabelled:
+            obstacles.end_pass()  # else nothing was tried that could show them gone
+        writer.check_alive()
+        _start_calls(ctx, look, plan, decided=decided)
+        if obstacles.reported_labels != before or writer.relabelled or writer.changed:
+            return 0.0
+        later = soonest_requeue(later, obstacles.seconds_left(ctx.monotonic()))
+    if not decided:
+        return soonest_requeue(later, max(1.0, plan.requeue or 1.0))
+    phase = update_phase(plan.status)
+    if phase is UpdatePhase.COMMITTING and update_phase(look.stored) is not phase:
+        return 0.0  # the decision is in status now: commit calls may start
+    return soonest_requeue(later, plan.requeue)
+
+
+async def write_status(
+    writer: PoolWriter, pool: Obj, plan: PassPlan, memory: PoolMemory
+) -> float | None:
+    """Write the status if it changed; mere progress at most once a second.
+
+    What the API server does not take is kept in `memory.unwritten`.
+
+    Returns:
+        Seconds until it may be written, if it waits for that.
+
+    Raises:
+        NotFound: the object is gone; the watch will say so.
+        Conflict: somebody else has written the object since it was read.
+    """
+    ctx, key, status = writer.ctx, writer.key, plan.status
+    update_pool_metrics(ctx, key, pool, status, plan)
+    before, after = memory.stored_fields, owned_fields(status)
+    if before == after:
+        memory.unwritten = None
+        memory.obstacles.clear_obstacle(STATUS_LABEL)
+        return None
+    now = ctx.monotonic()
+    if memory.unwritten is not None and memory.obstacles.is_waiting(STATUS_LABEL, now):
+        memory.unwritten = status
+        return memory.obstacles.retry_in(STATUS_LABEL, now)
+    wait = 0.0 if memory.written_at is None else memory.written_at + STATUS_PROGRESS_SECONDS - now
+    if wait > 0 and without_progress(before) == without_progress(after):
+        return wait
+    version = pool["metadata"]["resourceVersion"]
+    try:
+        await writer.apply_status(version, status.to_document())
+    except (NotFound, FencedError):
+        raise
+    except KubeError as error:
+        if isinstance(error, Conflict) and memory.overtaken != version:
+            # A trainer that writes each second is no refusal; only the same version over and over is.
+            memory.overtaken = version
+            memory.obstacles.clear_obstacle(STATUS_LABEL)
+        request = ("patch", names.PLURAL)
+        met = writer.note_failure(STATUS_LABEL, f"the status of {key.name!r}", request, error)
+        if not met.reason:
+            raise
+        memory.unwritten = status
+        ctx.recorder.record_event(pool, "Warning", met.reason, met.text)
+        return memory.obstacles.retry_in(STATUS_LABEL, now)
+    memory.unwritten = None
+    memory.obstacles.clear_obstacle(STATUS_LABEL)
+    memory.written_at = now
+    return None
+
+
+async def write_unreadable_status(
+    ctx: PassContext, key: PoolKey, pool: Obj, why: str, stored: RolloutReplicaStatus
+) -> None:
+    """Say that the status can't be read, and write back all that it holds."""
+    update_pool_metrics(ctx, key, pool, stored)
+    document = document_for_unreadable_status(stored, pool, why, ctx.clock())
+    if document is None:
+        return
+    logger.warning("%s", why, extra={"pool": str(key)})
+    ctx.recorder.record_event(pool, "Warning", "UnreadableStatus", why)
+    writer = PoolWriter(ctx, key, pool["metadata"]["uid"])
+    with suppress(NotFound):
+        await writer.apply_status(pool["metadata"]["resourceVersion"], document)
+
+
+async def _write_children(
+    writer: PoolWriter, look: PassInput, plan: PassPlan, memory: PoolMemory
+) -> None:
+    ctx, key, spec, seen = writer.ctx, look.key, look.spec, look.seen
+    if spec.mode is PoolMode.HYBRID:
+        await writer.write_services(selecting=False)
+        members = with_gates(seen.pods, plan.gates, ctx.clock())
+        writer.changed |= await write_slices(writer, members)
+        return
+    defaults = ctx.config.engine_defaults(spec.engine.type)
+    turn = ctx.config.turn_claim
+    builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
+    await writer.write_services(spec.weights.transport.port)
+    await writer.run_all(
+        writer.relabel_pod(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
+        for p in seen.pods
+        if p.mislabelled
+    )
+    before = writer.relabelled
+    await writer.run_all(
+        writer.seek_pod(builder.build_pod(s.replica, s.rank, 0)) for s in plan.seek
+    )
+    if writer.relabelled > before:
+        return  # its gang is whole: the plan was made without it
+    # Out of the Service first, then away.
+    await writer.run_all(writer.set_gate(g) for g in plan.gates if not g.serving)
+    for deletion in plan.delete:
+        if deletion.forced:
+            memory.witness.note_forced(deletion.uid, ctx.monotonic())
+    await writer.run_all(writer.delete_pod(p) for p in plan.delete)
+    if builder.missing_setting is None:
+        creates = (builder.build_pod(c.replica, c.rank, c.restarts, c.place) for c in plan.create)
+        await writer.create_pods(creates)
+    elif plan.create:
+        writer.obstacles.note_obstacle(
+            builder.missing_setting[0], REJECTED, builder.missing_setting[1], math.inf
+        )
+    await writer.run_all(writer.set_gate(g) for g in plan.gates if g.serving)
+
+
+def _start_calls(ctx: PassContext, look: PassInput, plan: PassPlan, *, decided: bool) -> None:
+    """Start calls to workers; what changes weights for good only if that stands in status."""
+    by_uid = {p.uid: p for p in look.seen.pods}
+    for call in plan.calls:
+        if call.is_irreversible and not decided:
+            continue
+        if ctx.workers.start_call(look.key, by_uid[call.uid], call):
+            logger.info("calling %s on %s", call.verb, call.pod, extra={"pool": str(look.key)})
+
+
+def soonest_requeue(*seconds: float | None) -> float | None:
+    """Return the least of these waits; None: none of them asks for a look."""
+    return min((s for s in seconds if s is not None), default=None)

@@ -1,0 +1,125 @@
+"""Sends the writes of a pass so that each stands alone: what hinders one is noted, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.kube.errors import FencedError, KubeError, Unavailable
+
+from .pass_context import PassContext
+from .write_obstacles import WriteObstacle, WriteObstacles
+
+logger = logging.getLogger(__name__)
+
+MAX_WRITES_IN_FLIGHT = 12
+"""Writes of one pass in flight. Each turn of the event loop serves all of them, and another pool's
+call waits for them at every step: 500 new pods must not make it late."""
+
+SILENT_KINDS_OF_DEAD_SERVER = 2
+"""Once requests of so many kinds got no answer, and none got one, the API server counts as dead. Of one
+kind alone a hung admission webhook is more likely."""
+
+T = TypeVar("T")
+
+
+class WriteRunner:
+    """See the module. What ends a pass is raised: the fence, and an API server that is dead."""
+
+    def __init__(self, ctx: PassContext, key: PoolKey, obstacles: WriteObstacles | None) -> None:
+        self.ctx = ctx
+        self.key = key
+        self.obstacles = WriteObstacles() if obstacles is None else obstacles
+        self.extra = {"pool": str(key)}
+        self._limit = asyncio.Semaphore(MAX_WRITES_IN_FLIGHT)
+        self._answers = 0
+        self._silent: set[tuple[str, str]] = set()
+
+    async def run_all(self, writes: Iterable[Coroutine[Any, Any, object]]) -> None:
+        """Run writes, a bounded number at once; raise what ends the pass once all have ended."""
+
+        async def bounded(write: Coroutine[Any, Any, object]) -> None:
+            async with self._limit:
+                await write
+
+        results = await asyncio.gather(*(bounded(w) for w in writes), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def slow_start_batch(
+        self, kind: str, writes: Mapping[str, Callable[[], Coroutine[Any, Any, object]]]
+    ) -> None:
+        """Do one of these writes, by label, then two, four, …, until one is refused.
+
+        An exhausted quota or a webhook that is down refuses all: the rest of the kind waits some seconds,
+        and those that were never tried come before the others then.
+        """
+        found = self.obstacles
+        now, held = self.ctx.monotonic(), found.get(kind)
+        if found.is_waiting(kind, now) and held is not None:
+            found.hold_back(writes, held.due)
+            return
+        due = sorted((x for x in writes if not found.is_waiting(x, now)), key=found.retry_order)
+        if not due:
+            # Each waits for a time of its own, or there is none: the kind's wakes nobody.
+            found.clear_obstacle(kind)
+        size = 1
+        while due:
+            batch, due = due[:size], due[size:]
+            await self.run_all(writes[label]() for label in batch)
+            refused = [label for label in batch if found.is_refused(label)]
+            if refused:
+                found.hold_kind(kind, refused[0], due, self.ctx.monotonic())
+                return
+            found.clear_obstacle(kind)
+            size *= 2
+
+    async def run_guarded(
+        self, label: str, what: str, request: tuple[str, str], write: Callable[[], Awaitable[T]]
+    ) -> T | None:
+        """Do one write, unless it was refused a short while ago; None: not done.
+
+        Args:
+            label: Names the write in `obstacles`.
+            what: Names it in sentences.
+            request: Its verb and resource, for the metric.
+            write: Sends it.
+        """
+        if self.obstacles.is_waiting(label, self.ctx.monotonic()):
+            return None
+        self.check_alive()
+        before = self.obstacles.get(label)
+        try:
+            done = await write()
+        except FencedError:
+            raise
+        except KubeError as error:
+            self.note_failure(label, what, request, error)
+            return None
+        self._answers += 1
+        if self.obstacles.get(label) is before:
+            self.obstacles.clear_obstacle(label)
+        return done
+
+    def check_alive(self) -> None:
+        """Raise `Unavailable` if the API server is dead, as far as this pass has seen."""
+        if len(self._silent) >= SILENT_KINDS_OF_DEAD_SERVER and not self._answers:
+            raise Unavailable(0, "NoAnswer", "the API server answers nothing; trying again later")
+
+    def note_failure(
+        self, label: str, what: str, request: tuple[str, str], error: KubeError
+    ) -> WriteObstacle:
+        """Note that the API server did not do this write; log and count what is worth telling."""
+        met = self.obstacles.note_failed_write(label, what, error, self.ctx.monotonic())
+        if error.status:
+            self._answers += 1
+        else:
+            self._silent.add(request)
+        if met.reason:
+            logger.warning("%s", met.text, extra=self.extra)
+            self.ctx.telemetry.count_failed_write(self.key, *request, met.reason)
+        return met

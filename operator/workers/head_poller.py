@@ -1,0 +1,327 @@
+"""Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
+
+Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
+and every five seconds elsewhere. A head that fails to answer is asked less and less often; its last
+answer stays, marked stale once it is too old to be trusted. Of pools with hundreds of heads under way,
+or thousands in all or that fail, these intervals stretch (`pace`): pools that are starting must not take
+the time that their passes need. After a call of ours its worker is asked at once (`refresh_state`).
+Silent heads delay no others' polls: they have a pace of their own, and a poll that waits for its answer
+soon leaves its place to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
+from rollout_operator.kube.errors import KubeError
+from rollout_worker.schemas import WorkerState
+
+from .poll_rate_limit import PollRateLimit
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT_POLLS = 64
+"""Polls that begin at once."""
+
+POLL_SLOT_SECONDS = 0.1
+"""How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_POLLS_PER_SECOND`
+(of each pace) polls that get no answer at all take 60 places."""
+
+FAST_POLL_SECONDS = 0.5
+SLOW_POLL_SECONDS = 5.0
+FIRST_POLL_BACKOFF_SECONDS = 0.5
+MAX_POLL_BACKOFF_SECONDS = 5.0
+STARTING_POLL_BACKOFF_SECONDS = 1.0
+STALE_STATE_SECONDS = 15.0
+POLL_TIMEOUT_SECONDS = 3.0
+POLL_JITTER = 0.1
+EARLY_POLL_SECONDS = 0.02
+"""A poll that is due so soon may as well be now."""
+
+AskState = Callable[[PoolKey, str], Awaitable[WorkerState]]
+"""Asks the control port at an address (host:port) of a pool's pod."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadObservation:
+    """What is known of a head.
+
+    Attributes:
+        state: Its last answer, perhaps of long ago; None: it never answered.
+        error: Why the last poll failed; None if it went well.
+        at: Monotonic time of `state`, or of the first poll's end if there is none.
+        failures: Polls in a row that failed.
+        stale: No answer for more than 15 s (longer where the interval is stretched).
+        slot_seconds: How long its slot has held the same version in the same phase.
+        silent_since: Wall clock of `at`, if polls have failed since then.
+        silent_seconds: Seconds since `at`, likewise.
+    """
+
+    state: WorkerState | None
+    error: str | None
+    at: float
+    failures: int
+    stale: bool
+    slot_seconds: float = 0.0
+    silent_since: float | None = None
+    silent_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _PolledHead:
+    key: PoolKey
+    address: str
+    since: float
+    state: WorkerState | None = None
+    fingerprint: object = None
+    error: str | None = None
+    answered_at: float | None = None
+    patience: float = 0.0
+    """Seconds of silence that it had when it last answered: its next poll was put off accordingly."""
+    failures: int = 0
+    silent_since: float = 0.0
+    """Wall clock, taken once for each silence: what is told of it must not change by the second."""
+    was_stale: bool = False
+    slot: object = None
+    """Version and phase of its staging slot, and since when they were seen."""
+    slot_since: float = 0.0
+    waiters: list[asyncio.Event] = field(default_factory=list)
+    due_at: float = 0.0
+    """When it is to be asked next; 0: at once."""
+
+
+class HeadPoller:
+    """See the module. `run` must be running for anything to happen.
+
+    Args:
+        ask: How a head is asked; it must have a deadline of its own.
+        wake: Called with the key when a head's answer changed.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ask: AskState,
+        wake: Callable[[PoolKey], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._wake = wake
+        self._clock = clock
+        self._heads: dict[str, _PolledHead] = {}
+        self._fast: set[str] = set()
+        self._slow_pace = PollRateLimit(SLOW_POLL_SECONDS)
+        """Of all that answer."""
+        self._fast_pace = PollRateLimit(FAST_POLL_SECONDS)
+        """Of the fast ones that answer."""
+        self._failing_pace = PollRateLimit(0.0)
+        self._queue: WorkQueue[str] = WorkQueue(clock=clock)
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(MAX_CONCURRENT_POLLS):
+                group.create_task(self._work_loop(group), name=f"poller {number}")
+
+    def watch_head(self, key: PoolKey, pod_uid: str, address: str, fast: bool) -> None:
+        """Poll this head from now on; a call with other arguments changes them."""
+        head = self._heads.get(pod_uid)
+        hurried = fast and pod_uid not in self._fast
+        eased = not fast and pod_uid in self._fast
+        (self._fast.add if fast else self._fast.discard)(pod_uid)
+        renewed = head is None or (head.key, head.address) != (key, address)
+        if head is None or renewed:
+            self._leave_rate_limits(pod_uid)
+            head = self._heads[pod_uid] = _PolledHead(key, address, self._clock())
+        self._join_rate_limits(pod_uid, head)
+        if renewed:
+            self._queue.add(pod_uid)
+        elif hurried:
+            self._schedule_now(pod_uid, head)
+        elif eased and not head.waiters:
+            # The next fast poll is due in half a second, and nobody wants it any more.
+            head.due_at = self._clock() + self._poll_interval(pod_uid, head)
+
+    def unwatch_head(self, pod_uid: str) -> None:
+        """Forget this head."""
+        self._leave_rate_limits(pod_uid)
+        self._heads.pop(pod_uid, None)
+        self._fast.discard(pod_uid)
+
+    def note_state(self, pod_uid: str, state: WorkerState) -> None:
+        """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
+        head = self._heads.get(pod_uid)
+        if head is not None:
+            self._note_outcome(pod_uid, head, state, None)
+
+    def poll_now(self, pod_uid: str) -> None:
+        """Poll this head now."""
+        head = self._heads.get(pod_uid)
+        if head is not None:
+            self._schedule_now(pod_uid, head)
+
+    def _schedule_now(self, pod_uid: str, head: _PolledHead) -> None:
+        head.due_at = 0.0
+        self._queue.add(pod_uid)
+
+    async def refresh_state(self, pod_uid: str) -> None:
+        """Poll this head now and return when its answer is there (or it failed to come)."""
+        head = self._heads.get(pod_uid)
+        if head is None:
+            return
+        polled = asyncio.Event()
+        head.waiters.append(polled)
+        self.poll_now(pod_uid)
+        try:
+            # A poll that is under way ends first and does not count: it asked too early.
+            async with asyncio.timeout(2 * POLL_TIMEOUT_SECONDS):
+                await polled.wait()
+        except TimeoutError:
+            logger.debug("no fresh state of %s in time", head.address)
+
+    def last_observation(self, pod_uid: str) -> HeadObservation | None:
+        """Return what is known of a head; None before its first poll ended."""
+        head = self._heads.get(pod_uid)
+        if head is None or (head.answered_at is None and head.failures == 0):
+            return None
+        at, now = _last_answer_at(head), self._clock()
+        slot_seconds = now - head.slot_since if head.slot else 0.0
+        found = HeadObservation(
+            head.state, head.error, at, head.failures, self._is_stale(head), slot_seconds
+        )
+        if not head.failures:
+            return found
+        return replace(found, silent_since=head.silent_since, silent_seconds=now - at)
+
+    async def _work_loop(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                uid = await self._queue.get()
+            except QueueClosed:
+                return
+            await asyncio.wait(
+                {group.create_task(self._poll_if_due(uid))}, timeout=POLL_SLOT_SECONDS
+            )
+
+    async def _poll_if_due(self, uid: str) -> None:
+        try:
+            head = self._heads.get(uid)
+            early = 0.0 if head is None else head.due_at - self._clock()
+            if early > EARLY_POLL_SECONDS:
+                # It was put off: in the queue the first due time stands.
+                self._queue.add(uid, early)
+            else:
+                await self._poll_head(uid)
+        finally:
+            self._queue.mark_done(uid)
+
+    async def _poll_head(self, uid: str) -> None:
+        head = self._heads.get(uid)
+        if head is None:
+            return
+        state, error, asked_at = None, None, self._clock()
+        waiters, head.waiters = head.waiters, []
+        head.due_at = math.inf
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_SECONDS + 1):
+                state = await self._ask(head.key, head.address)
+        except TimeoutError:
+            error = f"no answer within {POLL_TIMEOUT_SECONDS:g} s"
+        except (ControlError, ControlUnreachable, KubeError) as failure:
+            error = str(failure)
+        except Exception as failure:
+            logger.exception("polling %s failed", head.address, extra={"pool": str(head.key)})
+            error = f"{type(failure).__name__}: {failure}"
+        if self._heads.get(uid) is not head:
+            return  # no longer watched, or at another address
+        overtaken = head.answered_at is not None and head.answered_at > asked_at
+        changed = not overtaken and self._note_outcome(uid, head, state, error)
+        for waiter in waiters:
+            waiter.set()
+        interval = self._poll_interval(uid, head)
+        if head.due_at == math.inf:  # else somebody has asked for the next one meanwhile
+            head.due_at = self._clock() + interval
+        self._queue.add(uid, interval)
+        if changed:
+            self._wake(head.key)
+
+    def _note_outcome(
+        self, uid: str, head: _PolledHead, state: WorkerState | None, error: str | None
+    ) -> bool:
+        """Take the outcome of a poll; return whether the pool should look."""
+        if state is not None:
+            fingerprint = _without_load(state)
+            changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
+            head.state, head.fingerprint = state, fingerprint
+            head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
+            staged = state.weights.staged
+            slot = staged and (staged.epoch, staged.version, staged.phase)
+            if slot != head.slot:
+                head.slot, head.slot_since = slot, head.answered_at
+            head.failures = 0
+        else:
+            changed = head.failures == 0
+            if changed:
+                head.silent_since = time.time() - (self._clock() - _last_answer_at(head))
+            head.failures += 1
+        self._join_rate_limits(uid, head)
+        head.error = error
+        stale = self._is_stale(head)
+        changed = changed or stale != head.was_stale
+        head.was_stale = stale
+        return changed
+
+    def _is_stale(self, head: _PolledHead) -> bool:
+        return self._clock() - _last_answer_at(head) > max(
+            head.patience, self._stale_after_seconds(head)
+        )
+
+    def _stale_after_seconds(self, head: _PolledHead) -> float:
+        return max(STALE_STATE_SECONDS, 3 * self._slow_pace.poll_interval(head.key))
+
+    def _join_rate_limits(self, uid: str, head: _PolledHead) -> None:
+        """Note to which paces it belongs."""
+        answers = head.failures == 0
+        self._slow_pace.put(head.key, uid, inside=answers)
+        self._fast_pace.put(head.key, uid, inside=answers and uid in self._fast)
+        self._failing_pace.put(head.key, uid, inside=not answers)
+
+    def _leave_rate_limits(self, uid: str) -> None:
+        if (head := self._heads.get(uid)) is not None:
+            for pace in (self._slow_pace, self._fast_pace, self._failing_pace):
+                pace.put(head.key, uid, inside=False)
+
+    def _backoff_seconds(self, uid: str, head: _PolledHead) -> float:
+        """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
+        starting = uid in self._fast and head.answered_at is None
+        longest = STARTING_POLL_BACKOFF_SECONDS if starting else MAX_POLL_BACKOFF_SECONDS
+        seconds = min(longest, FIRST_POLL_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
+        return max(seconds, self._failing_pace.poll_interval(head.key))
+
+    def _poll_interval(self, uid: str, head: _PolledHead) -> float:
+        pace = self._fast_pace if uid in self._fast else self._slow_pace
+        interval = (
+            self._backoff_seconds(uid, head) if head.failures else pace.poll_interval(head.key)
+        )
+        return interval * random.uniform(1 - POLL_JITTER, 1 + POLL_JITTER)
+
+
+def _last_answer_at(head: _PolledHead) -> float:
+    """Monotonic time of its last answer; since when it has been polled, if there was none."""
+    return head.since if head.answered_at is None else head.answered_at
+
+
+def _without_load(state: WorkerState) -> object:
+    """Return the answer without its load, which changes all the time and means nothing to a pass."""
+    holds = tuple((hold.holder, hold.state) for hold in state.holds)
+    return state.model_copy(update={"in_flight": 0, "queued": 0, "holds": ()}), holds

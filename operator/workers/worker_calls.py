@@ -1,0 +1,201 @@
+"""Slow calls to workers, run beside the passes.
+
+A pass never waits for a worker: it starts a call and ends; the end of the call wakes the pool. One
+call at a time runs in each lane; a pod has two, one for staging and one for all other calls. What a
+call *did* is read from the worker's own state afterwards; only its failure is remembered here, for
+the back-off and the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+
+from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.kube.errors import KubeError
+
+logger = logging.getLogger(__name__)
+
+CALL_BACKOFF_BASE_SECONDS = 1.0
+CALL_BACKOFF_MAX_SECONDS = 30.0
+CALL_CANCEL_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """How a call has failed, times in monotonic seconds.
+
+    Attributes:
+        count: Failures in a row.
+        message: The last one, in a sentence.
+        at: When.
+        retry_at: Not to be tried before.
+        problem: Slug of the worker's problem, where it answered one.
+        about: What the call was about; another thing may be tried at once.
+    """
+
+    count: int
+    message: str
+    at: float
+    retry_at: float
+    problem: str | None = None
+    about: Hashable = None
+
+
+class WorkerCalls:
+    """Calls in flight and failures, by lane; see the module.
+
+    Args:
+        wake: Called with the key after each end.
+        after: Awaited before that with the lane and what the call returned (None: it failed), to
+            look at the worker again (bounded by the callee); the lane stays taken meanwhile, so that
+            the next pass sees what the call did.
+        clock: Monotonic seconds.
+        may_start: Asked before each start; False refuses it (fenced).
+        failed: Told the key and the name of each call that failed.
+    """
+
+    def __init__(
+        self,
+        wake: Callable[[PoolKey], None],
+        *,
+        after: Callable[[str, object], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        may_start: Callable[[], bool] = lambda: True,
+        failed: Callable[[PoolKey, str], None] = lambda key, name: None,
+    ) -> None:
+        self._wake = wake
+        self._after = after
+        self._clock = clock
+        self._may_start = may_start
+        self._failed = failed
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._failures: dict[str, dict[str, CallFailure]] = {}
+
+    def start_call(
+        self,
+        key: PoolKey,
+        lane: str,
+        name: str,
+        make: Callable[[], Awaitable[object]],
+        deadline: float,
+        about: Hashable = None,
+        *,
+        instead_of: Collection[str] = (),
+    ) -> bool:
+        """Start a call unless another one is in flight for the lane.
+
+        Args:
+            key: The pool to wake at the end.
+            lane: The pod's uid, or the uid and the kind of call.
+            name: What is called; failures are kept by it.
+            make: Makes the awaitable; its result is for `after` alone.
+            deadline: Seconds after which the call is cancelled and has failed.
+            about: Failures are counted as long as this stays the same.
+            instead_of: Names of calls that are given up for this one. The worker may go on with what
+                it was asked; its answer is not waited for, nor taken for a failure.
+
+        Returns:
+            False if the lane is busy, or if this process may not act (any more).
+        """
+        if not self._may_start():
+            return False
+        if (before := self._running.get(lane)) is not None:
+            if before[0] not in instead_of:
+                return False
+            logger.info(
+                "%s is given up for %s", before[0], name, extra={"pool": str(key), "lane": lane}
+            )
+            before[1].cancel()
+        task = asyncio.create_task(
+            self._run_call(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
+        )
+        self._running[lane] = (name, task)
+        # Not a `finally` in the task: one that is cancelled before its first step never gets there.
+        task.add_done_callback(lambda task: self._end_call(key, lane, task))
+        return True
+
+    def running_call(self, lane: str) -> str | None:
+        """Return the name of the call in flight."""
+        entry = self._running.get(lane)
+        return entry[0] if entry else None
+
+    def call_failures(self, lane: str) -> Mapping[str, CallFailure]:
+        """Return all failures of a lane, by the call's name."""
+        return self._failures.get(lane, {})
+
+    def seconds_until(self, moment: float) -> float:
+        """Return the seconds until a failure's `retry_at`; negative once it is over."""
+        return moment - self._clock()
+
+    def forget_calls(self, lane: str) -> None:
+        """Drop everything about a lane and cancel its call, because the pod is gone."""
+        self._failures.pop(lane, None)
+        entry = self._running.get(lane)
+        if entry:
+            entry[1].cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancel every call and wait, not for long, until all have ended."""
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CALL_CANCEL_SECONDS)
+
+    async def _run_call(
+        self,
+        key: PoolKey,
+        lane: str,
+        name: str,
+        make: Callable[[], Awaitable[object]],
+        deadline: float,
+        about: Hashable,
+    ) -> None:
+        answer: object = None
+        try:
+            async with asyncio.timeout(deadline):
+                answer = await make()
+        except TimeoutError:
+            self._note_failure(key, lane, name, f"no answer within {deadline:g} s", about)
+        except ControlError as error:
+            self._note_failure(key, lane, name, error.detail, about, problem=error.slug or None)
+        except (ControlUnreachable, KubeError) as error:
+            self._note_failure(key, lane, name, str(error), about)
+        except Exception as error:
+            logger.exception("%s failed", name, extra={"pool": str(key), "lane": lane})
+            self._note_failure(key, lane, name, f"{type(error).__name__}: {error}", about)
+        else:
+            self._failures.get(lane, {}).pop(name, None)
+        if self._after is not None:
+            await self._after(lane, answer)
+
+    def _end_call(self, key: PoolKey, lane: str, task: asyncio.Task[None]) -> None:
+        if (entry := self._running.get(lane)) is not None and entry[1] is task:
+            del self._running[lane]
+        self._wake(key)
+
+    def _note_failure(
+        self,
+        key: PoolKey,
+        lane: str,
+        name: str,
+        message: str,
+        about: Hashable,
+        *,
+        problem: str | None = None,
+    ) -> None:
+        self._failed(key, name)
+        failures = self._failures.setdefault(lane, {})
+        before = failures.get(name)
+        count = before.count + 1 if before and before.about == about else 1
+        delay = min(CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_BASE_SECONDS * 2.0 ** min(count - 1, 10))
+        now = self._clock()
+        failures[name] = CallFailure(count, message, now, now + delay, problem, about)
+        logger.info(
+            "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "lane": lane}
+        )

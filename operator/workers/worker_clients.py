@@ -1,0 +1,205 @@
+"""The workers as a pass sees them: what each one said last, and the calls that are made to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
+from rollout_operator.api import names
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb
+from rollout_operator.kube.errors import KubeError
+from rollout_worker.schemas import (
+    Committed,
+    OfferRequest,
+    Peer,
+    PushedBytes,
+    StagedWeights,
+    StageRequest,
+    StageSource,
+    WeightsId,
+    WorkerState,
+)
+
+from .head_poller import HeadPoller
+from .worker_calls import WorkerCalls
+
+STAGE_POLL_SECONDS = 0.1
+
+STALE_FAILURE_SECONDS = 60.0
+"""A failed call that is due again for so long is not wanted any more, say sleep in a pool that has been
+woken meanwhile. Failures about weights are kept: they tell of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerClients:
+    """All workers of all pools, by the uid of their head pod.
+
+    Attributes:
+        poller: Asks them for their state.
+        calls: Calls under way and how the last ones failed.
+        control: Makes the client of a worker's control port from the pool and `host:port`.
+    """
+
+    poller: HeadPoller
+    calls: WorkerCalls
+    control: Callable[[PoolKey, str], WorkerControl]
+
+    def observe_worker(self, pod: Pod) -> ObservedWorker:
+        """What is known of a head; one missed poll is not taken for silence."""
+        seen = self.poller.last_observation(pod.uid)
+        believed = seen is not None and not seen.stale and seen.failures < 2
+        lanes = (pod.uid, call_key(pod.uid, ControlVerb.STAGE))
+        running = frozenset(name for lane in lanes if (name := self.calls.running_call(lane)))
+        failures = {
+            verb: FailedCall(
+                failed.message,
+                failed.count,
+                self.calls.seconds_until(failed.retry_at),
+                failed.problem,
+                failed.about if isinstance(failed.about, WeightsId) else None,
+            )
+            for lane in lanes
+            for verb, failed in self.calls.call_failures(lane).items()
+            if failed.about is not None
+            or verb in running
+            or self.calls.seconds_until(failed.retry_at) > -STALE_FAILURE_SECONDS
+        }
+        return ObservedWorker(
+            state=seen.state if seen is not None and believed else None,
+            error=seen.error if seen is not None else None,
+            running=running,
+            failures=failures,
+            last=seen.state if seen is not None else None,
+            slot_seconds=seen.slot_seconds if seen is not None else 0.0,
+            silent_since=seen.silent_since if seen is not None else None,
+            silent_seconds=seen.silent_seconds if seen is not None else 0.0,
+        )
+
+    def watch_heads(
+        self, key: PoolKey, heads: Iterable[Pod], fast: Collection[str]
+    ) -> frozenset[str]:
+        """Poll these heads from now on, those in `fast` often; returns the uids that are polled."""
+        uids = set()
+        for pod in heads:
+            if pod.ip and pod.started and not pod.is_finished:
+                self.poller.watch_head(key, pod.uid, pod_control_address(pod), pod.uid in fast)
+                uids.add(pod.uid)
+        return frozenset(uids)
+
+    def forget_head(self, uid: str) -> None:
+        """Drop everything about a head that is gone."""
+        self.poller.unwatch_head(uid)
+        for verb in ControlVerb:
+            self.calls.forget_calls(call_key(uid, verb))
+
+    def start_call(self, key: PoolKey, pod: Pod, call: CallWorker) -> bool:
+        """Start a planned call; its end wakes the pool."""
+        worker = self.control(key, pod_control_address(pod))
+
+        async def make() -> object:
+            planned = await self._with_peers(key, call) if call.peers else call
+            answer = await _send_call(worker, planned)
+            if call.verb is ControlVerb.STAGE:
+                # Other calls refresh the view of their worker by themselves: their lane is the pod.
+                await self.poller.refresh_state(call.uid)
+            return answer
+
+        return self.calls.start_call(
+            key,
+            call_key(call.uid, call.verb),
+            call.verb,
+            make,
+            call.deadline_seconds,
+            call.about,
+            instead_of=call.instead_of,
+        )
+
+    async def note_call_end(self, lane: str, answer: object) -> None:
+        """Learn what a call did: from the state in its answer, else by a look at the worker."""
+        state = answer.state if isinstance(answer, Committed) else answer
+        if isinstance(state, WorkerState):
+            self.poller.note_state(lane, state)
+        else:
+            await self.poller.refresh_state(lane)
+
+    async def _with_peers(self, key: PoolKey, call: CallWorker) -> CallWorker:
+        """Return the stage with peers to fetch from: each is asked for a ticket, good for one fetch."""
+        assert isinstance(call.body, StageRequest), "only weights are fetched"
+        body = call.body
+        asked = OfferRequest(epoch=body.epoch, version=body.version)
+        controls = [self.control(key, _control_address(ip)) for ip in call.peers]
+        answers = await asyncio.gather(
+            *(each.offer(asked) for each in controls), return_exceptions=True
+        )
+        offers = []
+        for ip, answer in zip(call.peers, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                offers.append((ip, answer))
+            elif not isinstance(answer, ControlError | ControlUnreachable | KubeError):
+                raise answer
+        wanted = body.root_hash or (offers[0][1].root_hash if offers else None)
+        same = [(ip, offer) for ip, offer in offers if offer.root_hash == wanted]
+        if not same:
+            told = "; ".join(
+                f"{ip}: {answer}" for ip, answer in zip(call.peers, answers, strict=True)
+            )
+            what = f"no replica gives weights ({body.epoch}, {body.version}): {told}"
+            raise ControlError(409, "no-copy", what)
+        peers = tuple(Peer(host=ip, port=o.port, ticket=o.ticket) for ip, o in same)
+        first = same[0][1]
+        pushed = PushedBytes(layout_id=first.layout_id, bytes=first.bytes, peers=peers)
+        change = {"source": StageSource(pushed=pushed), "root_hash": wanted}
+        return replace(call, body=body.model_copy(update=change))
+
+
+def call_key(uid: str, verb: ControlVerb) -> str:
+    """Return the lane of a call: staging has its own, so that sleep need not wait for it."""
+    return f"{uid}/stage" if verb is ControlVerb.STAGE else uid
+
+
+def pod_control_address(pod: Pod) -> str:
+    """Control port of a pod."""
+    return _control_address(pod.ip)
+
+
+def _control_address(ip: str | None) -> str:
+    host = f"[{ip}]" if ip and ":" in ip else ip
+    return f"{host}:{names.CONTROL_PORT}"
+
+
+async def _send_call(worker: WorkerControl, call: CallWorker) -> object:
+    try:
+        return await _dispatch_call(worker, call)
+    except ControlError as error:
+        # Our hold is released; the worker's state says who else still holds it.
+        if error.slug != "held" or call.verb not in (ControlVerb.RESUME, ControlVerb.WAKE):
+            raise
+        return None
+
+
+async def _dispatch_call(worker: WorkerControl, call: CallWorker) -> object:
+    if isinstance(call.body, StageRequest):
+        await _stage_and_wait(worker, call.body)
+        return None
+    send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
+    if call.verb in (ControlVerb.REQUIRE, ControlVerb.DISCARD, ControlVerb.RESUME):
+        return await send(call.body)
+    return await send(call.body, timeout=call.deadline_seconds)
+
+
+async def _stage_and_wait(worker: WorkerControl, request: StageRequest) -> None:
+    """Stage and wait until it is done, so that its failure counts as the call's."""
+    staged: StagedWeights | None = await worker.stage(request)
+    wanted = (request.epoch, request.version)
+    while staged is not None and (staged.epoch, staged.version) == wanted:
+        if staged.phase == "Failed":
+            why = staged.error or "the worker gave no reason"
+            raise ControlError(409, staged.slug or "stage-failed", why)
+        if staged.phase == "Staged":
+            return
+        await asyncio.sleep(STAGE_POLL_SECONDS)
+        staged = (await worker.state()).weights.staged

@@ -1,0 +1,254 @@
+"""What all parts of a worker share: state, engine, locks, and guarded calls to the engine.
+
+The parts are `flights` (requests), `updates` (weights), `governor` (holds → lifecycle) and
+`supervisor` (the engine's life); `service` puts them together. They meet only here. Everything runs
+on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from rollout_worker.engine import (
+    Engine,
+    EngineCrashed,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    GangMembership,
+)
+from rollout_worker.gang.gang_head import GangHead
+from rollout_worker.observe.worker_telemetry import WorkerTelemetry
+from rollout_worker.schemas import Lifecycle, Progress, Resident
+from rollout_worker.settings import WorkerSettings
+from rollout_worker.wire.problems import ProblemError, conflict_problem
+
+from .device_turn import DeviceTurn
+from .holds import Holds, HoldTarget, WantedState
+from .lifecycle_states import LifecycleTracker
+from .multi_node_turn import WholeTurn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NOTHING_RESIDENT = Resident(weights=False, kv_cache=False)
+
+
+class ChangeNotifier:
+    """Wakes all current waiters, each of which then rechecks its condition."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify_all(self) -> None:
+        """Wake all current waiters."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait_for_change(self, seconds: float | None) -> bool:
+        """Wait for the next pulse; return False if none came within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class WorkerRuntime:
+    """The shared state of one worker process."""
+
+    def __init__(self, settings: WorkerSettings, gang: GangMembership | None = None) -> None:
+        self.settings = settings
+        self.boot_id = uuid.uuid4().hex
+        self.telemetry = WorkerTelemetry(settings.pool, settings.namespace)
+        self.lifecycle = LifecycleTracker(self._note_move)
+        self.holds = Holds()
+        self.changed = ChangeNotifier()
+        """Fires when the state, a hold or a request changes."""
+        self.exclusive = asyncio.Lock()
+        """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
+        self.turn: DeviceTurn | WholeTurn | None = None
+        """Set where others use the same devices by turns."""
+        self.gang: GangHead | None = None
+        """Set where the engine spans several nodes and this is the first."""
+        if gang is not None:
+            self.gang = GangHead(settings, gang, self.boot_id, self.report_crash)
+        if settings.turn_devices:
+            self.turn = self._make_turn(self.gang)
+        self.engine: Engine | None = None
+        self.info: EngineInfo | None = None
+        self.died: asyncio.Future[str] | None = None
+        """For the current engine; resolves to the reason once it crashes."""
+        self.progress: Progress | None = None
+        self.last_error: str | None = None
+        self.restarts = 0
+        self.shutting_down = False
+        self.admitting = True
+        """False once a shutdown starts to refuse new requests."""
+        self.generation: int | None = None
+        self.drain_seconds = settings.drain_seconds
+        """What running requests get when the process is told to end."""
+
+    def _make_turn(self, gang: GangHead | None) -> DeviceTurn | WholeTurn:
+        if gang is None:
+            return DeviceTurn(self.settings, self.telemetry, self.changed.wait_for_change)
+        own = DeviceTurn(self.settings, self.telemetry, self.changed.wait_for_change, counts=False)
+        return WholeTurn(own, gang, self.telemetry)
+
+    def _note_move(self, old: Lifecycle, new: Lifecycle) -> None:
+        logger.info("lifecycle %s -> %s", old.value, new.value)
+        self.telemetry.export_lifecycle(new)
+        self.changed.notify_all()
+
+    def hold_target(self) -> HoldTarget:
+        """What the live holds currently ask for."""
+        now = time.monotonic()
+        for holder in self.holds.expire_holds(now):
+            logger.info("the hold by %r expired", holder)
+        return self.holds.merged_target(now)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any hold keeps the worker from generating."""
+        return self.hold_target().want is not WantedState.ACTIVE
+
+    def engine_stats(self) -> EngineStats:
+        """The engine's counts; zeros while no engine is loaded."""
+        if self.engine is None or not self.lifecycle.has_engine:
+            return EngineStats(running=0, resident=NOTHING_RESIDENT)
+        return self.engine.stats()
+
+    def loaded_engine(self) -> tuple[Engine, EngineInfo]:
+        """The engine, for verbs that need one.
+
+        Raises:
+            ProblemError: 409 that names the state.
+        """
+        if self.engine is None or self.info is None or not self.lifecycle.has_engine:
+            raise self.wrong_state_problem("wait for the engine to load and try again")
+        return self.engine, self.info
+
+    def wrong_state_problem(self, fix: str) -> Exception:
+        """A 409 that names the current state and the fix."""
+        state = self.lifecycle.current_state
+        why = f" ({self.last_error})" if state is Lifecycle.FAILED and self.last_error else ""
+        return conflict_problem(
+            state.value.lower(), f"the worker is {state.value}{why}: {fix}", lifecycle=state.value
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is an engine that is not known to be dead."""
+        return self.engine is not None and self.died is not None and not self.died.done()
+
+    def check_alive(self) -> None:
+        """Stop a verb whose engine died while the verb was waiting for something else.
+
+        Raises:
+            EngineCrashed: with the reason.
+        """
+        if self.died is not None and self.died.done():
+            raise EngineCrashed(self.died.result())
+
+    def report_crash(self, reason: str) -> None:
+        """Report the engine as dead; the supervisor replaces it. Idempotent."""
+        if self.died is not None and not self.died.done():
+            self.died.set_result(reason)
+            self.changed.notify_all()
+
+    def see_generation(self, generation: int | None) -> None:
+        """Remember the object generation of an operator's call.
+
+        Raises:
+            ProblemError: 409 if a newer one was seen: the caller has read a stale object.
+        """
+        if generation is None:
+            return
+        if self.generation is not None and generation < self.generation:
+            raise conflict_problem(
+                "stale-generation",
+                f"generation {generation} is older than {self.generation}, which this worker has"
+                " already seen: read the object again",
+                generation=self.generation,
+            )
+        self.generation = generation
+
+    @asynccontextmanager
+    async def exclusive_within(self, seconds: float) -> AsyncIterator[None]:
+        """Hold `exclusive`, waiting at most `seconds` to acquire it.
+
+        Raises:
+            ProblemError: another verb took longer.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self.exclusive.acquire()
+        except TimeoutError:
+            raise ProblemError(
+                "deadline-exceeded",
+                f"another verb was still running after {seconds:g} s: try again",
+                retry_after=1,
+            ) from None
+        try:
+            yield
+        finally:
+            self.exclusive.release()
+
+    async def call_engine(
+        self, work: Coroutine[Any, Any, T], seconds: float, what: str, *, fatal: bool = True
+    ) -> T:
+        """Await a call to an engine that may hang or die during it.
+
+        With `fatal`, an error other than `EngineError` counts as a crash: it leaves the engine in an
+        unknown state.
+
+        Raises:
+            EngineCrashed: the engine died, or did not answer within `seconds` and is presumed dead.
+        """
+        died = self.died
+        assert died is not None, "call it only while there is an engine"
+        task = asyncio.ensure_future(work)
+        try:
+            both: set[asyncio.Future[Any]] = {task, died}
+            await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await _cancel_call(task)
+            raise
+        if not task.done():
+            self.report_crash(f"{what} took more than {seconds:g} s")
+            await _cancel_call(task)
+            raise EngineCrashed(died.result())
+        try:
+            return task.result()
+        except EngineCrashed as error:
+            self.report_crash(str(error))
+            raise
+        except EngineError:
+            raise
+        except Exception as error:
+            if not fatal:
+                raise
+            logger.exception("%s failed in the engine", what)
+            self.report_crash(f"{what} failed: {error}")
+            raise EngineCrashed(died.result()) from error
+
+
+CANCEL_GRACE_SECONDS = 5.0
+
+
+async def _cancel_call(task: asyncio.Task[Any]) -> None:
+    """Cancel a call and let it clean up, but not for long."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CANCEL_GRACE_SECONDS)
+    if task.done() and not task.cancelled():
+        task.exception()  # looked at: who gave it up wants no error of it
+    if task.done() and not task.cancelled():
+        task.exception()

@@ -1,0 +1,258 @@
+"""The adapter: `Engine` of the worker's contract on top of the step thread.
+
+Everything here runs in the worker's asyncio loop. The core and the model belong to the step thread
+(`thread.py`), which answers commands at step boundaries; loading and spilling weights run in threads
+of their own, so that neither the loop nor an abort ever waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import transformers
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineDelta,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    InvalidRequest,
+    ProcessSpent,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
+from rollout_worker.schemas import AbortReason, Progress, StopReason
+from rollout_worker.sources.checkpoint_files import ReadCancelled
+from rollout_worker.threads import run_in_thread
+
+from . import metrics, settings
+from .core import BatchCore, DeltaDelivery
+from .parts import HfParts, assemble_parts, make_capabilities
+from .sequence import make_sequence
+from .thread import describe_spent, find_lasting_fault
+from .weights.loading import LoadedModel, load_model
+from .weights.weights_memory import freeze_heap, release_freed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+THREAD_STOP_SECONDS = 30.0
+"""How long `stop` waits for the step that runs."""
+
+
+@dataclass(slots=True)
+class _OutputStream:
+    """The reader's end of one output."""
+
+    request: EngineRequest
+    deltas: asyncio.Queue[EngineDelta]
+
+
+class HfEngine(EngineAdapter[HfParts]):
+    """Serves one transformers model."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._settings = settings.parse_settings(options.args)
+        self._streams: dict[str, _OutputStream] = {}
+        self._arrivals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.capabilities = make_capabilities(stop_strings=True, reloads=True)
+
+    @override
+    async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        loop = self._loop = asyncio.get_running_loop()
+
+        def relay(progress: Progress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        if self._settings.threads:
+            torch.set_num_threads(self._settings.threads)
+
+        def work(cancelled: Callable[[], bool]) -> LoadedModel:
+            loaded = load_model(self._options, self._settings, relay, cancelled)
+            if not self._options.guest:  # garbage of the process's owner would stay for ever, too
+                freeze_heap()
+            return loaded
+
+        try:
+            loaded = await run_in_thread(work, self._give_up)
+        except ReadCancelled:
+            raise EngineError("the engine was stopped while it loaded") from None
+        except RuntimeError as error:
+            if (why := find_lasting_fault(error)) is not None:
+                raise ProcessSpent(describe_spent(why)) from error
+            raise
+        self._parts = assemble_parts(
+            loaded, self._options, self._settings, self._deliver_deltas, self._on_crash
+        )
+        self._parts.thread.start()
+        self.capabilities = make_capabilities(
+            stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
+        )
+        logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
+        version = transformers.__version__
+        return self._engine_info(
+            "hf", version, loaded, loaded.root_hash, loaded.layout, by_path=False
+        )
+
+    @override
+    async def stop(self) -> None:
+        self._give_up.set()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            large = (weakref.ref(parts.loaded.model), weakref.ref(parts.core))
+            ended = await self._stop_thread(parts)
+            del parts
+            await asyncio.to_thread(release_freed)
+            if any(each() is not None for each in large) and not self._options.guest:
+                gc.unfreeze()  # a cycle holds them, such as an error and its frames
+                await asyncio.to_thread(release_freed)
+            if not ended:
+                raise EngineError(
+                    "the step thread did not end, so memory of its model is still here"
+                )
+
+    async def _stop_thread(self, parts: HfParts) -> bool:
+        with contextlib.suppress(EngineCrashed, TimeoutError):
+            end = parts.thread.run_command(
+                lambda: parts.core.abort_requests(None, AbortReason.ENGINE)
+            )
+            await asyncio.wait_for(asyncio.wrap_future(end), THREAD_STOP_SECONDS)
+        parts.memory.forget_spill()
+        ended = await asyncio.to_thread(parts.thread.stop, THREAD_STOP_SECONDS)
+        if not ended:
+            logger.error("the step thread did not end within %.0f s", THREAD_STOP_SECONDS)
+        self._end_streams("the engine was stopped")
+        return ended
+
+    @override
+    def validate(self, request: EngineRequest) -> None:
+        check_model_limits(request, self._require_parts().loaded)
+        if request.cache_salt is not None:
+            raise InvalidRequest(
+                "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
+            )
+
+    @override
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        parts = self._require_parts()
+        self.validate(request)
+        name = request.request_id
+        check_id_unused(name, self._streams)
+        stream = self._streams[name] = _OutputStream(request, asyncio.Queue())
+        finished = False
+        try:
+            await self._queue_request(parts, stream)
+            while not finished:
+                delta = await stream.deltas.get()
+                finished = delta.stop_reason is not None
+                yield delta
+        finally:
+            if self._streams.get(name) is stream:
+                del self._streams[name]
+            if not finished:
+                parts.thread.run_command(
+                    lambda: parts.core.abort_requests([name], AbortReason.CLIENT)
+                )
+
+    async def _queue_request(self, parts: HfParts, stream: _OutputStream) -> None:
+        self._arrivals += 1
+        arrival = self._arrivals
+
+        def enter() -> None:
+            sink = stream.deltas.put_nowait
+            parts.core.add_request(make_sequence(stream.request, parts.loaded, arrival, sink))
+
+        await asyncio.wrap_future(parts.thread.run_command(enter))
+
+    @override
+    async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
+        return await self._run_command(lambda core: core.abort_requests(request_ids, reason))
+
+    @override
+    async def hold_admission(self) -> None:
+        def hold(core: BatchCore) -> None:
+            core.queue.is_open = False
+
+        await self._run_command(hold)
+
+    @override
+    async def pause(self) -> None:
+        def pause(core: BatchCore) -> None:
+            core.paused = True
+
+        await self._run_command(pause)
+
+    @override
+    async def resume(self) -> None:
+        def resume(core: BatchCore) -> None:
+            core.check_weights()
+            core.paused, core.queue.is_open = False, True
+
+        await self._run_command(resume)
+
+    @override
+    async def reset_cache(self) -> None:
+        """Do nothing: no prefix outlives its request here."""
+
+    @override
+    def alive(self) -> str | None:
+        if self._parts is None:
+            return self._ended
+        return self._parts.thread.find_problem(self._settings.step_deadline_seconds) or self._ended
+
+    @override
+    def metrics(self) -> str:
+        parts = self._parts
+        if parts is None:
+            return ""
+        return metrics.render_metrics(parts.core.totals, parts.core.census, parts.kv, parts.memory)
+
+    async def _run_command(self, command: Callable[[BatchCore], T]) -> T:
+        parts = self._require_parts()
+        return await asyncio.wrap_future(parts.thread.run_command(lambda: command(parts.core)))
+
+    def _deliver_deltas(self, deliveries: list[DeltaDelivery]) -> None:
+        """Called in the step thread: hand new tokens to their readers, in order."""
+        if deliveries:
+            self._call_in_loop(lambda: _hand_over_deltas(deliveries))
+
+    def _on_crash(self, why: str) -> None:
+        """Called in the step thread as its last act."""
+        self._call_in_loop(lambda: self._end_streams(why))
+
+    def _call_in_loop(self, callback: Callable[[], object]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    def _end_streams(self, why: str) -> None:
+        self._ended = why
+        self.on_end(why)
+        for stream in self._streams.values():
+            stream.deltas.put_nowait(
+                EngineDelta(
+                    token_ids=(),
+                    logprobs=None if stream.request.logprobs is None else (),
+                    spans=(),
+                    stop_reason=StopReason.ABORTED,
+                    abort_reason=AbortReason.ENGINE,
+                )
+            )
+
+
+def _hand_over_deltas(deliveries: list[DeltaDelivery]) -> None:
+    for sequence, delta in deliveries:
+        sequence.sink(delta)

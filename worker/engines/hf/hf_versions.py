@@ -1,0 +1,138 @@
+"""The weights of one running engine of this process.
+
+Runs in the asyncio loop. Spilling happens in threads; whatever touches the model runs as a command
+of the step thread, or while `core.unfit` keeps it from stepping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, TypeVar
+
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    EngineError,
+    GivenWeights,
+    KvPolicy,
+    Sink,
+    TensorEntry,
+    WeightsRefill,
+)
+from rollout_worker.engines.weight_versions import WeightVersions
+from rollout_worker.schemas import MemoryTag, WeightsId
+from rollout_worker.threads import open_in_thread, run_in_thread
+
+from .core import BatchCore
+from .thread import StepThread
+from .weights.buffers import TensorSink
+from .weights.weights_memory import NOT_UPDATABLE, WeightsMemory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class HfVersions(WeightVersions[TensorSink]):
+    """The weights of one running engine."""
+
+    def __init__(self, memory: WeightsMemory, core: BatchCore, thread: StepThread) -> None:
+        super().__init__(TensorSink)
+        self._memory = memory
+        self._core = core
+        self._thread = thread
+
+    @override
+    async def open_slot(
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
+    ) -> Sink:
+        return await open_in_thread(lambda: self._memory.open_sink(entries, given))
+
+    @override
+    async def _switch_weights(self, identity: WeightsId, sink: TensorSink, kv: KvPolicy) -> None:
+        def flip() -> None:
+            self._memory.swap_weights(sink, pin=kv == "pin")
+            self._core.commit_weights(identity, kv)
+            self._mark_loaded()
+            self._core.unfit = bool(self._asleep)
+
+        await self._run_command(flip)
+
+    @override
+    async def _close_committed(self, sink: Sink) -> None:
+        self._memory.free_in_thread(
+            sink.close
+        )  # the engine stands still here, and need not for that
+
+    @override
+    def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        if level == 2 and "weights" in tags and not self._memory.is_updatable:
+            raise EngineError(NOT_UPDATABLE)
+
+    @override
+    async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+        if "kv_cache" in tags:
+            await self._run_command(lambda: self._set_asleep("kv_cache"))
+            await self._run_command(self._core.drop_kv)
+        if "weights" in tags:
+            await self._release_weights(level)
+        await run_in_thread(lambda _: self._memory.release_memory(), threading.Event())
+
+    async def _release_weights(self, level: Literal[1, 2]) -> None:
+        await self._run_command(lambda: self._set_asleep("weights"))
+        await self._run_command(self._core.unpin_outputs)
+        try:
+            # Else there is nothing worth keeping.
+            if level == 1 and self._memory.resident and self._memory.is_intact:
+                await run_in_thread(lambda _: self._memory.spill_weights(), threading.Event())
+        except BaseException:
+            self._memory.forget_spill()
+            await self._run_command(lambda: self._set_awake("weights"))
+            raise
+        await self._run_command(self._memory.drop_weights)
+
+    @override
+    async def _read_back(self, refill: WeightsRefill) -> TensorSink | None:
+        """Return the weights' values; None if they are there again, from a sound copy."""
+        if self._memory.resident:  # a former wake was cancelled at the last moment
+            return None
+        if self._memory.has_spill:
+            try:
+                await run_in_thread(lambda _: self._memory.restore_weights(), threading.Event())
+            except EngineError as error:
+                logger.warning("%s; reading the active weights from their source", error)
+                self._memory.forget_spill()
+            else:
+                return None
+        return self._require_sealed(await refill())
+
+    @override
+    async def _retake_memory(self, tags: set[MemoryTag], sink: TensorSink | None) -> None:
+        if sink is not None:
+            await self._run_command(lambda: self._memory.swap_weights(sink))
+        if "weights" in tags and self._memory.resident:
+            await self._run_command(lambda: self._set_awake("weights"))
+        if "kv_cache" in tags:
+            await self._run_command(lambda: self._set_awake("kv_cache"))
+
+    @override
+    async def _drop_copy(self) -> None:
+        self._memory.forget_spill()
+
+    def _set_asleep(self, tag: MemoryTag) -> None:
+        self._asleep.add(tag)
+        self._core.unfit = True
+
+    def _set_awake(self, tag: MemoryTag) -> None:
+        self._asleep.discard(tag)
+        self._core.unfit = bool(self._asleep)
+
+    async def _run_command(self, command: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.run_command(command))

@@ -1,0 +1,210 @@
+"""The adapter: `Engine` of the worker's contract on top of a supervised child."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineDelta,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+)
+from rollout_worker.engines import EngineOptions, selfcheck
+from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.engines.request_checks import (
+    check_id_unused,
+    make_stop_checker,
+    with_max_tokens,
+)
+from rollout_worker.schemas import CHECKPOINT, AbortReason, Progress
+
+from . import settings
+from .child_connection import CallFailed, ChildConnection, MetricsPage
+from .model import SglangModel, check_request, make_capabilities
+from .scheduling import RequestScheduler
+from .sglang_node import SglangNode, StartedNode
+from .sglang_streams import SglangStream
+from .sglang_versions import SglangVersions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _SglangParts:
+    """What exists once the child runs."""
+
+    model: SglangModel
+    connection: ChildConnection
+    scheduler: RequestScheduler
+    versions: SglangVersions
+    page: MetricsPage
+    pinned: frozenset[str] = frozenset()
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests that have made a token."""
+        return self.scheduler.running
+
+
+class SglangEngine(EngineAdapter[_SglangParts]):
+    """Serves one model by one child of SGLang."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._settings = settings.parse_flags(options.args)
+        self._streams: dict[str, SglangStream] = {}
+        self._arrivals = itertools.count()
+        self._node = SglangNode(options, self._settings, self._take_frames, self._on_node_end)
+        self.capabilities = make_capabilities(tokenizer=True, facts={})
+
+    @override
+    async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        loaded = await self._node.start(report)
+        parts = self._parts = self._assemble_parts(loaded)
+        await self._warm_up_and_check(parts, loaded.root_hash, report)
+        logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
+        version, layout = loaded.facts["version"], loaded.model.layout
+        return self._engine_info("sglang", version, loaded.model, loaded.root_hash, layout)
+
+    def _assemble_parts(self, loaded: StartedNode) -> _SglangParts:
+        model, connection, facts = loaded.model, loaded.connection, loaded.facts
+        tokens = facts["max_tokens"] - settings.SLACK_TOKENS
+        if tokens < model.max_length:
+            raise EngineError(
+                f"the KV cache holds {tokens} tokens, below the maximum length {model.max_length}: "
+                "raise max_batch_tokens or lower max_length"
+            )
+        scheduler = RequestScheduler(connection, int(facts["max_running"]), CHECKPOINT)
+        versions = SglangVersions(
+            self._options, model, connection, scheduler, facts, self._node.mark_dead
+        )
+        self.capabilities = make_capabilities(tokenizer=model.tokenizer is not None, facts=facts)
+        return _SglangParts(model, connection, scheduler, versions, MetricsPage(connection))
+
+    async def _warm_up_and_check(
+        self, parts: _SglangParts, root_hash: str, report: Callable[[Progress], None]
+    ) -> None:
+        """Warm up, and see that updates of this model work."""
+        model, options = parts.model, self._options
+
+        async def reload() -> None:
+            try:
+                await parts.versions.reload_checkpoint()
+            except EngineCrashed as error:
+                raise EngineError(self._node.last_words() or str(error)) from error
+
+        probe = selfcheck.UpdateProbe(self.generate, model.vocab_size, model.max_length, "sampling")
+        cpu = settings.runs_on_cpu(options)
+        report(Progress(message="warming up"))
+        try:
+            await probe.warm_up(selfcheck.PROMPT_TOKENS if cpu else selfcheck.WARM_UP_TOKENS)
+            if self._settings.self_update_check:
+                key = ("sglang", root_hash, options.args, options.dtype)
+                await selfcheck.check_update(probe, reload, report, key)
+            await parts.connection.call_child("flush")
+        except (EngineCrashed, CallFailed) as error:
+            words = self._node.last_words()
+            raise EngineError(f"SGLang started, but can't generate: {words or error}") from error
+
+    @override
+    async def stop(self) -> None:
+        self._end_streams()
+        self._ended = self._ended or "the engine was stopped"
+        if self._parts is not None:
+            self._parts.versions.stop_calling_ranks()
+        await self._node.stop()
+
+    def _on_node_end(self) -> None:
+        self._ended = self._node.ended
+        self._end_streams()
+        self.on_end(self._ended or "")
+
+    def _end_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.end_output(AbortReason.ENGINE)
+
+    @override
+    def validate(self, request: EngineRequest) -> None:
+        check_request(request, self._require_parts().model)
+
+    @override
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        self.validate(request)
+        parts, name = self._require_parts(), request.request_id
+        check_id_unused(name, self._streams)
+        request = with_max_tokens(request, parts.model)
+        stops = make_stop_checker(request.sampling, parts.model)
+        stream = SglangStream(request, next(self._arrivals), parts.model.eos_token_ids, stops)
+        self._streams[name] = stream
+        try:
+            parts.scheduler.add_request(stream)
+            finished = False
+            while not finished:
+                delta = await stream.deltas.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                finished = delta.stop_reason is not None
+                yield delta
+        finally:
+            if self._streams.get(name) is stream:
+                del self._streams[name]
+            if not stream.done and self._ended is None:
+                parts.scheduler.abort_requests([stream], AbortReason.CLIENT)
+
+    def _take_frames(self, frames: list[Any]) -> None:
+        if self._parts is not None and self._ended is None:
+            self._parts.scheduler.take_frames(frames)
+
+    @override
+    async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
+        scheduler = self._require_parts().scheduler
+        names = set(self._streams) if request_ids is None else set(request_ids)
+        known = {name for name in names & set(self._streams) if not self._streams[name].done}
+        scheduler.abort_requests([self._streams[name] for name in known], reason)
+        return known
+
+    @override
+    async def hold_admission(self) -> None:
+        self._require_parts().scheduler.hold_admission()
+
+    @override
+    async def pause(self) -> None:
+        await self._run_command(self._require_parts().scheduler.pause())
+
+    @override
+    async def resume(self) -> None:
+        parts = self._require_parts()
+        if not parts.versions.is_awake:
+            raise EngineError("the engine is asleep: wake it before it is resumed")
+        await self._run_command(parts.scheduler.resume())
+
+    @override
+    async def reset_cache(self) -> None:
+        """Forget reusable prefixes; SGLang does so only while nothing runs, else they age."""
+        await self._run_command(self._require_parts().connection.call_child("flush"))
+
+    @override
+    def alive(self) -> str | None:
+        wrong = self._node.find_problem()
+        if wrong is not None or self._parts is None:
+            return wrong
+        return self._parts.scheduler.find_hang(self._settings.step_deadline_seconds)
+
+    @override
+    def metrics(self) -> str:
+        return "" if self._parts is None else self._parts.page.latest_text()
+
+    async def _run_command(self, call: Awaitable[object]) -> None:
+        try:
+            await call
+        except CallFailed as error:
+            self._node.mark_dead(f"SGLang failed at a command: {error}")
+            raise EngineCrashed(str(error)) from error

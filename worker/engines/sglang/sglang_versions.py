@@ -1,0 +1,203 @@
+"""The weights of one running child of SGLang, which works on the worker's commands one after another.
+
+A command that fails half-way leaves the child in an unknown state: then it is ended, and the worker
+starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineError,
+    GivenWeights,
+    KvPolicy,
+    Sink,
+    TensorEntry,
+    WeightsRejected,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.shared_memory.ranks import EngineRanks
+from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
+from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.schemas import MemoryTag, WeightsId
+
+from .child_connection import CallFailed, ChildConnection
+from .model import SglangModel, update_refusal
+from .scheduling import RequestScheduler
+
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+MEMORY_SAVER_FIX = "enable SGLang's memory saver (on by default on a GPU)"
+
+
+async def open_node_slot(
+    options: EngineOptions,
+    model: SglangModel,
+    entries: Sequence[TensorEntry],
+    slot: str | None = None,
+    given: GivenWeights | None = None,
+    ranks: EngineRanks | None = None,
+) -> Sink:
+    """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
+    return await open_mapped_sink(
+        entries,
+        header=True,
+        skip=model.layout.tied,
+        slots=None if options.gang is None else options.gang.slots,
+        slot=slot,
+        staging=options.staging,
+        given=given,
+        ranks=ranks,
+    )
+
+
+class SglangVersions(RankVersions):
+    """The weights of one running child; at sleep level 1 each rank keeps its own in a file.
+
+    Args:
+        options: What the worker says.
+        model: The model's folder.
+        connection: Leads to the child.
+        scheduler: Its requests.
+        facts: What the child said of itself.
+        give_up: Ends a child in an unknown state, with the reason.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        model: SglangModel,
+        connection: ChildConnection,
+        scheduler: RequestScheduler,
+        facts: dict[str, Any],
+        give_up: Callable[[str], None],
+    ) -> None:
+        super().__init__(options)
+        self._options = options
+        self._model = model
+        self._connection = connection
+        self._scheduler = scheduler
+        self._facts = facts
+        self._give_up = give_up
+        device = facts.get("device")
+        self._no_updates: str | None = facts.get("no_updates") or update_refusal(
+            model.quantisation, None if device is None else tuple(device)
+        )
+
+    @override
+    async def open_slot(
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
+    ) -> Sink:
+        self._check_updatable()
+        ranks = self._notified_ranks()
+        return await open_node_slot(self._options, self._model, entries, given=given, ranks=ranks)
+
+    def _check_updatable(self) -> None:
+        """Refuse weights that SGLang would refuse, before anything is touched for them."""
+        if self._no_updates is not None:
+            raise WeightsRejected(self._no_updates)
+
+    async def reload_checkpoint(self) -> None:
+        """Load the checkpoint once more as a commit loads a version; nothing runs.
+
+        Raises:
+            WeightsRejected: SGLang doesn't update this model.
+            EngineCrashed: it failed at it, and has ended.
+        """
+        self._check_updatable()
+        folder = {"folder": str(self._options.model)}
+        async with self._lock, self._without_steps("the update"):
+            await self._scheduler.pause()
+            # What has ended here may still be there: with it the child's cache can't be flushed.
+            await self._scheduler.stop_steps("retract")
+            await self._connection.call_child("load", where=folder, version=None, flush=True)
+            await self._scheduler.resume()
+
+    @override
+    def _count_ranks(self) -> int:
+        return int(self._facts["ranks"])
+
+    @override
+    async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
+        await self._connection.call_child("call_ranks", method=method, **args)
+
+    @override
+    async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
+        keep = kv == "keep" and "kv_cache" not in self._asleep
+        async with self._without_steps("the commit"):
+            await self._scheduler.stop_steps("in_place" if keep else "retract")
+            await self._load_weights(sink, str(identity), flush=not keep)
+        self._mark_loaded()
+        self._scheduler.switch_weights(identity, keep=keep)
+
+    async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
+        where = sink.sink_location
+        if isinstance(sink, BorrowedSink):
+            where = {"ticket": sink.ticket_path()}
+        await self._connection.call_child("load", where=where, version=version, flush=flush)
+
+    @override
+    def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
+        if not self._facts["enable_memory_saver"]:
+            raise EngineError(f"this engine cannot give memory back: {MEMORY_SAVER_FIX}")
+
+    @override
+    async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+        # Memory in use must not go: what runs waits in the queue, without KV.
+        await self._scheduler.stop_steps("retract")
+        if "weights" in tags and level == 1:
+            try:
+                await self._connection.call_child("spill", what="keep")
+            except CallFailed as error:
+                raise EngineError(
+                    f"cannot spill the weights: {error}; free space there, set another spill_dir, "
+                    "or sleep at level 2"
+                ) from error
+        await self._connection.call_child(
+            "release", tags=[tag for tag in MEMORY_TAGS if tag in tags]
+        )
+        if "kv_cache" in tags:
+            self._scheduler.note_recomputed()
+
+    @override
+    async def _drop_copy(self) -> None:
+        async with self._without_steps("giving up the spilled weights"):
+            await self._connection.call_child("spill", what="forget")
+
+    @override
+    async def _retake_memory(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
+        await self._connection.call_child(
+            "retake", tags=[tag for tag in MEMORY_TAGS if tag in tags]
+        )
+        if sink is not None:
+            await self._load_weights(sink, None, flush=False)
+        elif "weights" in tags and self._has_copy:
+            await self._connection.call_child("spill", what="bring_back")
+
+    @override
+    @asynccontextmanager
+    async def _without_steps(self, what: str) -> AsyncIterator[None]:
+        """Let what is inside happen wholly, or end the child."""
+        try:
+            yield
+        except CallFailed as error:
+            self._give_up(f"{what} failed: {error}")
+            raise EngineCrashed(f"{what} failed: {error}") from error
+        except asyncio.CancelledError:
+            self._give_up(f"{what} was given up half-way")
+            raise
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether nothing is asleep."""
+        return not self._asleep

@@ -1,0 +1,226 @@
+"""The adapter: `Engine` of the worker's contract on top of vLLM's `AsyncLLM`.
+
+Everything here runs in the worker's asyncio loop; starting and stopping run in threads, so that
+neither the loop nor an abort ever waits for a disk or a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    EngineDelta,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+)
+from rollout_worker.engines import EngineOptions, selfcheck
+from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.observe import processes
+from rollout_worker.schemas import AbortReason, Capabilities, LogprobsOf, Progress
+
+from . import launch, settings, shutdown, under_ray, vllm_environment
+from .intake import check_request
+from .steering import SchedulerControl
+from .traffic import VllmRequests
+from .vllm_streams import WeightLabels
+from .vllm_versions import VllmVersions
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class _VllmParts:
+    """What exists once vLLM runs."""
+
+    launched: launch.LaunchedVllm
+    steering: SchedulerControl
+    versions: VllmVersions
+    traffic: VllmRequests
+    pinned: frozenset[str] = frozenset()
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Ids of the requests that vLLM has."""
+        return self.steering.running
+
+
+class VllmEngine(EngineAdapter[_VllmParts]):
+    """Serves one model with vLLM."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        vllm_environment.prepare_environment()
+        shutdown.prepare_folder()
+        self._settings = settings.parse_flags(options.args, options.gang)
+        self._before = processes.find_descendants(os.getpid())
+        self._standing = processes.StandstillDetector()
+        self.capabilities = _make_capabilities(
+            options.logprobs, seed=True, strings=True, cache=True
+        )
+
+    @override
+    async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        launched = await shutdown.start_in_thread(
+            lambda relay, cancelled: launch.launch_vllm(
+                self._options, self._settings, relay, cancelled
+            ),
+            report,
+            self._give_up,
+            self._before,
+        )
+        report(Progress(message="warming up"))
+        try:
+            if launched.config.parallel_config.use_ray:
+                launched.adopt_ranks(await under_ray.find_rank_processes(launched.llm))
+            parts = await self._assemble_parts(launched)
+            await self._warm_up_and_check(parts, report)
+        except (EngineCrashed, TimeoutError) as error:
+            await asyncio.to_thread(shutdown.shut_down_vllm, launched)
+            raise EngineError(f"vLLM started, but can't generate: {error}") from error
+        except EngineError:
+            await asyncio.to_thread(shutdown.shut_down_vllm, launched)
+            raise
+        self._parts = parts
+        model = launched.model
+        chunked = launched.config.scheduler_config.enable_chunked_prefill
+        self.capabilities = _make_capabilities(
+            self._options.logprobs,
+            # A seed and a prompt taken in parts end vLLM's core on a CPU.
+            seed=not (launched.cpu and chunked),
+            strings=model.tokenizer is not None,
+            cache=bool(launched.config.cache_config.enable_prefix_caching),
+        )
+        logger.info("serving %s, weights %s", self._options.model, launched.root_hash)
+        return self._engine_info(
+            "vllm", launched.version, model, launched.root_hash, launched.layout
+        )
+
+    async def _warm_up_and_check(
+        self, parts: _VllmParts, report: Callable[[Progress], None]
+    ) -> None:
+        """Warm up, and see that updates of this model work."""
+        launched, options = parts.launched, self._options
+        model = launched.model
+        probe = selfcheck.UpdateProbe(
+            parts.traffic.generate, model.vocab_size, model.max_length, options.logprobs
+        )
+        async with asyncio.timeout(WARM_UP_TIMEOUT_SECONDS):
+            # Long prompts vLLM has tried by itself, to see what memory they take.
+            await probe.warm_up(selfcheck.PROMPT_TOKENS)
+        if self._settings.self_update_check:
+            key = ("vllm", launched.root_hash, options.args, options.dtype)
+            await selfcheck.check_update(probe, parts.versions.reload_checkpoint, report, key)
+        await parts.steering.reset_cache()
+
+    async def _assemble_parts(self, launched: launch.LaunchedVllm) -> _VllmParts:
+        labels, llm = WeightLabels(), launched.llm
+        await llm.engine_core.set_weight_version_async(labels.current)
+        if "seed" not in self._settings.given:
+            await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
+        if launched.config.parallel_config.pipeline_parallel_size > 1:
+            await llm.collective_rpc("rollout_prepare")
+        # vLLM counts for each of its data-parallel ranks.
+        ranks = int(launched.config.parallel_config.data_parallel_size)
+        limit = int(launched.config.scheduler_config.max_num_seqs) * ranks
+        steering = SchedulerControl(launched, limit, labels)
+        versions = VllmVersions(launched, steering, labels, self._options)
+        return _VllmParts(launched, steering, versions, VllmRequests(launched, steering, labels))
+
+    @override
+    async def stop(self) -> None:
+        self._give_up.set()
+        self._ended = self._ended or "the engine was stopped"
+        parts, self._parts = self._parts, None
+        if parts is None:
+            await asyncio.to_thread(shutdown.end_started_processes, self._before)
+            return
+        parts.traffic.stop_waiting()
+        parts.versions.stop_calling_ranks()
+        await parts.versions.close_spill()
+        await asyncio.to_thread(shutdown.shut_down_vllm, parts.launched)
+
+    @override
+    def validate(self, request: EngineRequest) -> None:
+        check_request(request, self._require_parts().launched.model)
+
+    @override
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        self.validate(request)
+        async for delta in self._require_parts().traffic.generate(request):
+            yield delta
+
+    @override
+    async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
+        return await self._require_parts().steering.abort_requests(request_ids, reason)
+
+    @override
+    async def hold_admission(self) -> None:
+        steering = self._require_parts().steering
+        steering.admission_held = True
+        await steering.wait_for_first_tokens()
+        await steering.requeue_unstarted()
+
+    @override
+    async def pause(self) -> None:
+        steering = self._require_parts().steering
+        await steering.wait_for_first_tokens()
+        steering.paused = True
+        await steering.sync_scheduler()
+
+    @override
+    async def resume(self) -> None:
+        steering = self._require_parts().steering
+        steering.paused = steering.admission_held = False
+        await steering.sync_scheduler()
+
+    @override
+    async def reset_cache(self) -> None:
+        await self._require_parts().steering.reset_cache()
+
+    @override
+    def alive(self) -> str | None:
+        parts = self._parts
+        if self._ended is not None or parts is None:
+            return self._ended
+        if parts.launched.llm.errored or not all(p.is_alive() for p in parts.launched.vital):
+            self._ended = "vLLM's engine core or one of its workers died"
+            return self._ended
+        if self._options.gang is not None and self._standing.find_stopped(parts.launched.vital):
+            self._ended = "one of vLLM's processes was stopped"
+            return self._ended
+        since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds
+        if since is not None and (age := time.monotonic() - since) > deadline:
+            return f"vLLM made no step for {age:.0f} s, the deadline is {deadline:g} s"
+        return None
+
+    @override
+    def metrics(self) -> str:
+        from .metrics import render_metrics
+
+        return render_metrics() if self._parts is not None else ""
+
+
+def _make_capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:
+    return Capabilities(
+        logprobs=(kind,),
+        seed=seed,
+        priority=True,
+        stop_strings=strings,
+        in_flight=("Drain", "Abort", "Keep", "Recompute"),
+        sleep_levels=(1, 2),
+        memory_release=True,
+        prefix_cache=cache,
+        cache_salt=cache,
+    )

@@ -1,0 +1,181 @@
+"""The weights of one running vLLM, whose workers map what this process has staged.
+
+`Steering` keeps vLLM from stepping while weights or memory change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from rollout_worker.engine import (
+    EngineCrashed,
+    GivenWeights,
+    KvPolicy,
+    Sink,
+    TensorEntry,
+    WeightsRefill,
+)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
+from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
+from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.schemas import MemoryTag, WeightsId
+
+from .launch import LaunchedVllm
+from .steering import SchedulerControl
+from .vllm_streams import WeightLabels
+
+
+class VllmVersions(RankVersions):
+    """The weights of one running vLLM; at sleep level 1 a CPU keeps its copy in a file."""
+
+    def __init__(
+        self,
+        launched: LaunchedVllm,
+        steering: SchedulerControl,
+        labels: WeightLabels,
+        options: EngineOptions,
+    ) -> None:
+        super().__init__(options, steering.asleep)
+        self._launched = launched
+        self._steering = steering
+        self._labels = labels
+        self._options = options
+        self._spill: MappedSink | None = None
+        self._cache_follows = False  # the KV cache sleeps only because the weights do
+
+    @override
+    async def open_slot(
+        self,
+        entries: Sequence[TensorEntry],
+        *,
+        on_disk: bool = False,
+        given: GivenWeights | None = None,
+    ) -> Sink:
+        gang, spill_dir = self._options.gang, self._options.spill_dir
+        return await open_mapped_sink(
+            entries,
+            (spill_dir or Path(tempfile.gettempdir())) if on_disk else None,
+            slots=None if gang is None else gang.slots,
+            staging=self._options.staging,
+            given=given,
+            ranks=self._notified_ranks(),
+        )
+
+    @override
+    async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
+        """Load, then label; nothing steps meanwhile."""
+        steering = self._steering
+        async with steering.hold_steps():
+            await steering.requeue_unstarted()
+            kept = kv == "keep" and not steering.is_kv_lost
+            if not kept:
+                await steering.drop_kv()
+            await self._load_weights("rollout_load", sink.make_ticket())
+            self._mark_loaded()
+            label = self._labels.make_label(identity, kept=kept)
+            await self._launched.llm.engine_core.set_weight_version_async(label)
+            self._labels.adopt_label(label)
+
+    async def reload_checkpoint(self) -> None:
+        """Load the checkpoint once more as a commit loads a version; nothing runs.
+
+        Raises:
+            EngineCrashed: vLLM failed at it.
+        """
+        async with self._lock, self._steering.hold_steps():
+            await self._steering.drop_kv()
+            await self._load_weights("rollout_reload")
+
+    async def _load_weights(self, method: str, *args: object) -> None:
+        """Let the workers load; a failure leaves them with halves of two versions."""
+        self._steering.broken = True
+        try:
+            await self._call_workers(method, *args)
+        except Exception as error:
+            raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
+        self._steering.broken = False
+
+    async def _call_workers(self, method: str, *args: object) -> list[Any]:
+        found: list[Any] = await self._launched.llm.collective_rpc(method, args=args)
+        return found
+
+    @override
+    async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
+        await self._launched.llm.collective_rpc(method, kwargs=dict(args))
+
+    @override
+    def _count_ranks(self) -> int:
+        parallel = self._launched.config.parallel_config
+        return int(parallel.world_size) * int(parallel.data_parallel_size)
+
+    @override
+    def _without_steps(self, what: str) -> AbstractAsyncContextManager[None]:
+        return self._steering.hold_steps()
+
+    @override
+    def _linked_to_sleep(self, tags: set[MemoryTag]) -> set[MemoryTag]:
+        if "kv_cache" in tags:
+            self._cache_follows = False
+        elif "weights" in tags - self._asleep and not self._launched.cpu:
+            self._cache_follows = "kv_cache" not in self._asleep
+            return tags | {"kv_cache"}  # vLLM's sleep on a GPU gives both back
+        return tags
+
+    @override
+    def _linked_to_wake(self, tags: set[MemoryTag]) -> set[MemoryTag]:
+        return tags | {"kv_cache"} if self._cache_follows and "weights" in tags else tags
+
+    @override
+    async def _prepare_sleep(
+        self, level: Literal[1, 2], tags: set[MemoryTag], refill: WeightsRefill
+    ) -> None:
+        if "weights" not in tags:
+            return
+        if not self._launched.cpu:
+            # vLLM's own copies are in main memory, locked, and asked for without a look.
+            check_memory_left(await self._pinned_bytes(level))
+        elif level == 1:
+            # A copy in a file, so that they come back whatever happens to their source.
+            self._spill = self._require_sealed(await refill(on_disk=True))
+
+    async def _pinned_bytes(self, level: int) -> int:
+        """Return how much main memory the ranks of this node take together to sleep at this level."""
+        parallel = self._launched.config.parallel_config  # vLLM answers for one data-parallel rank
+        once = sum(await self._call_workers("rollout_pinned_bytes", level))
+        return int(once) * int(parallel.data_parallel_size) // self._nodes
+
+    @override
+    async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+        self._asleep |= tags  # also if it fails below: no step may follow
+        await self._steering.requeue_unstarted()
+        await self._steering.drop_kv()
+        await self._call_workers("rollout_release", level, sorted(tags))
+
+    @override
+    async def _drop_copy(self) -> None:
+        if not self._launched.cpu:
+            await self._call_workers("rollout_forget")
+        await self.close_spill()
+
+    @override
+    async def _retake_memory(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
+        await self._call_workers("rollout_wake", sorted(tags))
+        source = sink or (self._spill if "weights" in tags else None)
+        if source is not None:
+            await self._load_weights("rollout_load", source.make_ticket())
+            await self.close_spill()
+        self._cache_follows = self._cache_follows and "kv_cache" not in tags
+
+    async def close_spill(self) -> None:
+        """Give up the copy of sleeping weights in a file, if there is one."""
+        spill, self._spill = self._spill, None
+        if spill is not None:
+            await asyncio.to_thread(spill.close)

@@ -1,0 +1,171 @@
+"""The head's line to one member's control port."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from rollout_worker.settings import WorkerSettings
+from rollout_worker.threads import SharedCall
+from rollout_worker.transfer.tls import TLS_NAME
+from rollout_worker.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
+
+from .member_trust import MemberTrust
+
+MEMBER_ANSWER_SECONDS = 3.0
+"""What a member gets to answer: from memory, so it is the network's time."""
+TOKEN_READ_SECONDS = 1.0
+HEAD_ENDS = "the head ends"
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class MemberSilent(Exception):
+    """A member did not answer, or not as a member does; the text says what happened."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        """Of the refusal, if it was one."""
+
+
+class MemberClient:
+    """Calls one member; `name` is how messages call it.
+
+    Args:
+        rank: Which one.
+        address: HOST:PORT of its control port.
+        leader: Boot id of this head.
+        settings: The head's.
+    """
+
+    def __init__(self, rank: int, address: str, leader: str, settings: WorkerSettings) -> None:
+        self.rank = rank
+        self.name = f"rank {rank} at {address}"
+        self._leader = leader
+        file = {"token": settings.auth_token_file, "kubernetes": settings.gang_token_file}
+        found = file.get(settings.auth)
+        self._token = None if found is None else SharedCall(found.read_text, f"gang-{rank}")
+        secure = settings.control_tls_cert_file
+        self._extensions = {} if secure is None else {"sni_hostname": TLS_NAME}
+        self._url = f"http{'s' if secure else ''}://{address}/v1/gang/"
+        self._trust = None if secure is None else MemberTrust(secure, f"trust-{rank}")
+        self._http = self._make_client()
+        self._former: httpx.AsyncClient | None = None
+        self._calls: set[asyncio.Task[httpx.Response]] = set()
+
+    def _make_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self._url,
+            verify=True if self._trust is None else self._trust.context,
+            timeout=MEMBER_ANSWER_SECONDS,
+            trust_env=False,  # a proxy is not meant for the gang's own network
+        )
+
+    async def _renew_certificates(self) -> None:
+        """Meet new connections with the certificates of the day."""
+        if self._trust is None or not await self._trust.renew_context() or self._http.is_closed:
+            return
+        outdated, self._former = self._former, self._http  # calls of the last one may be under way
+        self._http = self._make_client()
+        if outdated is not None:
+            await outdated.aclose()
+
+    async def get_state(self, *, started: bool) -> GangState:
+        """Ask how it is; `started` says whether the head's engine runs.
+
+        Raises:
+            NoAnswer: see there; as all others.
+        """
+        return await self._call_member(GangState, "GET", "state", started=str(started).lower())
+
+    async def open_slot(self, slot: str, request: SlotRequest) -> GangSlot:
+        """Tell it to fill a slot."""
+        return await self._call_member(GangSlot, "PUT", f"slots/{slot}", body=request)
+
+    async def get_slot(self, slot: str) -> GangSlot:
+        """Ask how far a slot is."""
+        return await self._call_member(GangSlot, "GET", f"slots/{slot}")
+
+    async def close_slot(self, slot: str) -> None:
+        """Tell it to give a slot back, if it has it."""
+        await self._call_member(GangState, "DELETE", f"slots/{slot}")
+
+    async def take_turn(self, attempt: int) -> GangTurn:
+        """Tell it to take its node's turn; answers once it has it, or how far it is after a moment."""
+        return await self._call_member(GangTurn, "PUT", f"turn/{attempt}")
+
+    async def use_turn(self, attempt: int) -> GangTurn:
+        """Tell it to keep a turn that it has, even if this head falls silent, and to load if it hasn't."""
+        return await self._call_member(GangTurn, "POST", f"turn/{attempt}/use")
+
+    async def give_turn(self, attempt: int, *, started: bool) -> GangTurn:
+        """Tell it to give its turn back, and take no part in this attempt any more."""
+        return await self._call_member(
+            GangTurn, "DELETE", f"turn/{attempt}", started=str(started).lower()
+        )
+
+    async def close(self) -> None:
+        """Close the connections; calls under way fail."""
+        # First: httpx overlooks a connection that is still being made, and nobody would close it.
+        for call in self._calls:
+            call.cancel()
+        await self._http.aclose()
+        if self._former is not None:
+            await self._former.aclose()
+
+    async def _call_member(
+        self, kind: type[M], method: str, path: str, body: BaseModel | None = None, **query: str
+    ) -> M:
+        await self._renew_certificates()
+        try:
+            answer = await self._send_request(
+                method,
+                path,
+                params={"leader": self._leader, **query},
+                json=None if body is None else body.model_dump(mode="json"),
+                headers=await self._auth_headers(),
+                extensions=self._extensions,
+            )
+        except (httpx.HTTPError, OSError) as error:
+            raise MemberSilent(f"{type(error).__name__}: {error}") from error
+        if not answer.is_success:
+            status = answer.status_code
+            raise MemberSilent(f"it answered {status}: {_error_detail(answer)}", status)
+        try:
+            return kind.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise MemberSilent(
+                f"it answered what no member does: {error.errors()[0]['msg']}"
+            ) from error
+
+    async def _send_request(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        if self._http.is_closed:
+            raise MemberSilent(HEAD_ENDS)
+        call = asyncio.create_task(self._http.request(method, path, **fields))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                raise MemberSilent(HEAD_ENDS) from None  # `close` did it
+            raise
+
+    async def _auth_headers(self) -> dict[str, str]:
+        if self._token is None:
+            return {}
+        token = (await self._token.get_result(TOKEN_READ_SECONDS)).strip()
+        return {"Authorization": f"Bearer {token}"}
+
+
+def _error_detail(answer: httpx.Response) -> str:
+    try:
+        found: Any = answer.json()
+        return str(found["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]

@@ -1,0 +1,256 @@
+"""The slots of a member: this node's memory for new weights, each filled as the head says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from rollout_worker.engine import (
+    ContentMismatch,
+    EngineError,
+    EngineMember,
+    GivenWeights,
+    MemberInfo,
+    Sink,
+    TensorEntry,
+)
+from rollout_worker.schemas import CHECKPOINT, PushedBytes
+from rollout_worker.settings import WorkerSettings
+from rollout_worker.sources.arrived import content_bytes
+from rollout_worker.sources.fetching import Fetching
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.outward import Outward
+from rollout_worker.sources.pushed import receive
+from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.tensor_filling import (
+    Located,
+    OpenSlot,
+    fill_sink,
+    locate_source,
+    resolve_within,
+)
+from rollout_worker.transfer.frames import CHUNK_BYTES
+from rollout_worker.weights import check_layout
+from rollout_worker.wire.gang_models import GangSlot, SlotRequest
+from rollout_worker.wire.problems import ProblemError
+
+logger = logging.getLogger(__name__)
+
+SOURCE_LOOKUP_SECONDS = 10.0
+
+Claim = Callable[[int], Callable[[], None]]
+"""Charges memory of staged weights, as `StagingBudget.claim_memory`; returns what gives it back."""
+
+
+class MemberSlot:
+    """One slot of this node, being filled or filled."""
+
+    def __init__(self, slot: str, request: SlotRequest) -> None:
+        self.id = slot
+        self.request = request
+        self.done = 0
+        self.total = 0
+        self.unread: frozenset[str] = frozenset()
+        """Names of the tensors that no rank of this node reads."""
+        self.root_hash: str | None = None
+        self.error: str | None = None
+        self.slug: str | None = None
+        self.sink: Sink | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def report_progress(self, done: int, total: int) -> None:
+        """Note progress; may be called from any thread."""
+        self.done, self.total = done, total
+
+    def note_hash(self, root_hash: str) -> None:
+        """Note what was found.
+
+        Raises:
+            ContentMismatch: it isn't what the head expects.
+        """
+        if self.request.root_hash not in (None, root_hash):
+            raise ContentMismatch(
+                f"the source has root_hash {root_hash} on this node, it should have"
+                f" {self.request.root_hash}"
+            )
+        self.root_hash = root_hash
+
+    async def close(self) -> None:
+        """End the filling and give the memory back."""
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            await asyncio.to_thread(sink.close)
+
+    def to_view(self) -> GangSlot:
+        """The slot as the head sees it."""
+        phase = "Failed" if self.error else "Filling" if self.sink is None else "Filled"
+        return GangSlot.model_validate(
+            {
+                "id": self.id,
+                "phase": phase,
+                "bytes_done": self.done,
+                "bytes_total": self.total,
+                "root_hash": self.root_hash,
+                "error": self.error,
+                "slug": self.slug,
+            }
+        )
+
+
+class MemberSlots:
+    """All slots of a node.
+
+    Args:
+        settings: The worker's.
+        claim: Charges memory of weights that are fetched from the head.
+    """
+
+    def __init__(self, settings: WorkerSettings, claim: Claim) -> None:
+        self._settings = settings
+        self._claim = claim
+        self._outward = Outward.of(settings)
+        self._held: dict[str, MemberSlot] = {}
+
+    def __iter__(self) -> Iterator[GangSlot]:
+        return (held.to_view() for held in self._held.values())
+
+    def open_slot(
+        self, slot: str, request: SlotRequest, member: EngineMember, info: MemberInfo
+    ) -> GangSlot:
+        """Begin to fill a slot; a repeated call changes nothing."""
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = MemberSlot(slot, request)
+            held.task = asyncio.create_task(self._fill_slot(held, member, info))
+        return held.to_view()
+
+    def slot_view(self, slot: str) -> GangSlot:
+        """One slot.
+
+        Raises:
+            ProblemError: 404.
+        """
+        if slot not in self._held:
+            raise ProblemError("not-found", f"this member has no slot {slot}: stage again")
+        return self._held[slot].to_view()
+
+    async def close(self, slot: str) -> None:
+        """Give a slot back, if there is one; it is listed as long as its memory is there."""
+        held = self._held.get(slot)
+        if held is not None:
+            await held.close()
+            self._held.pop(slot, None)
+
+    async def close_all(self) -> None:
+        """Give all slots back."""
+        for slot in list(self._held):
+            await self.close(slot)
+
+    async def _fill_slot(self, held: MemberSlot, member: EngineMember, info: MemberInfo) -> None:
+        seconds, pushed = held.request.deadline_seconds, held.request.source.pushed
+
+        def unread(entries: Sequence[TensorEntry]) -> frozenset[str]:
+            if self._settings.gang_fetch == "needed":
+                held.unread = member.unread(entries)
+            return held.unread
+
+        async def open_slot(
+            entries: Sequence[TensorEntry], given: GivenWeights | None = None
+        ) -> Sink:
+            # Given memory isn't passed on: ranks find a slot in its folder, so it is copied there.
+            if pushed is None:
+                await asyncio.to_thread(unread, entries)
+            return await member.open_slot(
+                held.id, entries, on_disk=held.request.on_disk, unread=held.unread
+            )
+
+        try:
+            async with asyncio.timeout(seconds):
+                if pushed is not None:
+                    held.sink = await self._fetch_from_head(held, pushed, info, open_slot, unread)
+                    return
+                located = await self._locate_source(held.request, info)
+                held.sink = await fill_sink(
+                    open_slot, info.layout, located, held.note_hash, held.report_progress
+                )
+        except TimeoutError:
+            held.error = f"not staged within {seconds:g} s"
+        except (EngineError, ProblemError) as error:
+            held.error, held.slug = str(error), error.slug
+        except Exception as error:
+            logger.exception("filling slot %s failed", held.id)
+            held.error = f"internal error: {error}"
+
+    async def _fetch_from_head(
+        self,
+        held: MemberSlot,
+        pushed: PushedBytes,
+        info: MemberInfo,
+        open_slot: OpenSlot,
+        unread: Callable[[Sequence[TensorEntry]], frozenset[str]],
+    ) -> Sink:
+        """Fetch pushed bytes from the head, those that ranks read here, and keep none beside the sink."""
+        check = partial(check_layout, info.layout, where="what was pushed")
+
+        def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+            return self._allocate_memory(nbytes, nbytes - incoming.chunks_left_out * CHUNK_BYTES)
+
+        # Its identity is the head's.
+        incoming = Incoming(CHECKPOINT, pushed, check, room, unread=unread)
+        Fetching(incoming, pushed.peers, self._outward).start()
+        try:
+            sink = await receive(
+                open_slot, info.layout, incoming, held.note_hash, held.report_progress
+            )
+        finally:
+            incoming.close("the slot is filled, or was given up")
+        _log_arrival(held, incoming)
+        return sink
+
+    def _allocate_memory(self, nbytes: int, needed: int) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for what is fetched; returns what takes it off the budget, too.
+
+        Args:
+            nbytes: Of the whole version, whose offsets are kept.
+            needed: What of it comes: no other pages are touched.
+
+        Raises:
+            EngineError: There is none.
+            ArenaError: The kernel gives none.
+        """
+        expected = max(needed, 0)
+        give_back = self._claim(expected)
+        try:
+            memory = Memory(max(nbytes, 1), hollow=True, private=True, expected=expected)
+            return memory, give_back
+        except BaseException:
+            give_back()
+            raise
+
+    async def _locate_source(self, request: SlotRequest, info: MemberInfo) -> Located:
+        resolved = await resolve_within(
+            request.source.without_bytes, self._settings, SOURCE_LOOKUP_SECONDS
+        )
+        return locate_source(resolved, self._settings, Path(info.model))
+
+
+def _log_arrival(held: MemberSlot, incoming: Incoming) -> None:
+    """Log what of a version came."""
+    assert incoming.layout is not None, "it was received"
+    chunks = incoming.chunks + incoming.chunks_left_out
+    logger.info(
+        "fetched %d of %d chunks from the head",
+        incoming.chunks,
+        chunks,
+        extra={
+            "bytes_read": held.total,
+            "bytes_total": content_bytes(incoming.layout),
+            "left_alone": len(held.unread),
+        },
+    )

@@ -1,0 +1,239 @@
+"""The member's side: runs this node's ranks, fills slots when the head asks, and ends with its gang."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+
+from rollout_worker.engine import (
+    EngineMember,
+    GangMembership,
+    MemberInfo,
+)
+from rollout_worker.schemas import Progress
+from rollout_worker.settings import WorkerSettings
+from rollout_worker.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
+from rollout_worker.wire.problems import ProblemError, conflict_problem
+
+from .gang_addresses import GangBroken
+from .member_slots import Claim, MemberSlots
+from .member_turn import Locks, MemberTurn, lacking
+from .silence_timer import SilenceTimer
+
+logger = logging.getLogger(__name__)
+
+GANG_WATCH_SECONDS = 0.5
+HEAD_SILENCE_SECONDS = 8.0
+"""Silence after which the head counts as dead; with what else it takes, this node ends within 10 s."""
+HEAD_LEAVE_SECONDS = 3.0
+"""The same once this member was told to end: it stays while its head drains."""
+HEAD_START_SECONDS = 60.0
+"""The same while either of the two still loads."""
+FAILURE_REPORT_SECONDS = 3.0
+"""How long a member that gives up stays, so that its head hears why."""
+SLOTS_CLOSE_SECONDS = 5.0
+"""What giving the slots back may take at the end; the ranks end after it."""
+RANKS_STOP_SECONDS = 30.0
+
+
+class MemberWorker:
+    """The worker of a node whose rank is above 0, without its socket.
+
+    Args:
+        settings: The worker's.
+        gang: What the engine is told.
+        create: Makes this node's part of the engine.
+        claim: Charges memory of weights that are fetched from the head.
+        locks: Of this node's devices, where others use them by turns.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        gang: GangMembership,
+        create: Callable[[], EngineMember],
+        claim: Claim,
+        locks: Locks | None = None,
+    ) -> None:
+        self.settings = settings
+        self._turn = None if locks is None else MemberTurn(locks, self._break_gang)
+        self._slots = MemberSlots(settings, claim)
+        self.boot_id = uuid.uuid4().hex
+        self._gang = gang
+        self._create = create
+        self._member: EngineMember | None = None
+        self._info: MemberInfo | None = None
+        self._leader: str | None = None
+        self._leader_started = False
+        self._silence = SilenceTimer()
+        self._leaving = False
+        self._wrong: str | None = None
+        self._told = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this node's ranks run."""
+        return self._info is not None and self._wrong is None
+
+    async def run_until_broken(self) -> None:
+        """Load and watch until the gang is broken.
+
+        Raises:
+            GangBroken: says why.
+        """
+        starting = asyncio.create_task(self._start_ranks())
+        try:
+            while self._wrong is None:
+                await asyncio.wait([starting], timeout=GANG_WATCH_SECONDS)
+                if starting.done() and starting.exception() is None:
+                    await asyncio.sleep(GANG_WATCH_SECONDS)
+                self._wrong = self._wrong or self._find_trouble(starting)
+            # Where the head is silent, nobody is there to hear it.
+            if self._silence.silent_seconds() < HEAD_SILENCE_SECONDS:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FAILURE_REPORT_SECONDS):
+                        await self._told.wait()
+            raise GangBroken(self._wrong)
+        finally:
+            starting.cancel()
+            await asyncio.wait([starting], timeout=RANKS_STOP_SECONDS)
+
+    def _break_gang(self, why: str) -> None:
+        self._wrong = self._wrong or why
+
+    @property
+    def member_turn(self) -> MemberTurn:
+        """This node's turn, of which the head speaks.
+
+        Raises:
+            ProblemError: 409, there is none.
+        """
+        if self._turn is None:
+            raise lacking()
+        return self._turn
+
+    def give_turn(self, attempt: int) -> GangTurn:
+        """Give the turn back; see `MemberTurn.give`."""
+        return self.member_turn.give(attempt, loaded=self._leader_started)
+
+    async def _start_ranks(self) -> None:
+        if self._turn is not None:
+            await self._turn.used.wait()  # however long others have the devices
+        timeout = self.settings.start_timeout
+        async with asyncio.timeout(timeout):
+            # In a thread: importing an engine takes seconds, and probes need answers.
+            self._member = await asyncio.to_thread(self._create)
+            self._info = await self._member.start(self._report_progress)
+        logger.info("the ranks of this node run", extra={"root_hash": self._info.root_hash})
+
+    async def wait_released(self) -> None:
+        """Wait, not for long, until the head needs these ranks no more: it may finish requests."""
+        self._leaving = True
+        limit = self.settings.drain_seconds + self.settings.shutdown_grace
+        until = asyncio.get_running_loop().time() + limit
+        while self._leader_started and self._wrong is None:
+            if asyncio.get_running_loop().time() > until:
+                return
+            await asyncio.sleep(GANG_WATCH_SECONDS)
+
+    def _report_progress(self, progress: Progress) -> None:
+        if progress.fraction is None:  # what has one is told a hundred times
+            logger.info("loading: %s", progress.message)
+
+    def _find_trouble(self, starting: asyncio.Task[None]) -> str | None:
+        """None while the gang can go on, else what is wrong."""
+        if starting.done() and (error := starting.exception()) is not None:
+            if isinstance(error, TimeoutError):
+                limit = self.settings.start_timeout
+                return f"the ranks did not load within --start-timeout {limit:g} s"
+            return f"the ranks did not start: {error}"
+        quiet = self._silence.silent_seconds()
+        if self._turn is not None:
+            self._turn.look(quiet)
+        started = self._info is not None and self._leader_started
+        limit = HEAD_SILENCE_SECONDS if started else HEAD_START_SECONDS
+        if self._leaving:
+            limit = HEAD_LEAVE_SECONDS
+        if self._leader is not None and quiet > limit:
+            return f"the head has not asked for {quiet:.0f} s"
+        return None if self._member is None or self._info is None else self._member.alive()
+
+    # What the head calls.
+
+    def note_head(self, leader: str, *, started: bool | None = None) -> None:
+        """Note a call of the head; another head's means that ours is gone.
+
+        Raises:
+            ProblemError: 409, it is another one.
+        """
+        if self._leader not in (None, leader):
+            self._break_gang("the head was restarted")
+            raise conflict_problem(
+                "changed-meanwhile", "this member belongs to a head before: it ends"
+            )
+        self._leader = leader
+        self._silence.note_heard()
+        if started is not None:
+            self._leader_started = started
+
+    def gang_state(self) -> GangState:
+        """How this node is, with all its slots."""
+        if self._wrong is not None:
+            self._told.set()
+        return GangState(
+            boot_id=self.boot_id,
+            rank=self._gang.rank,
+            phase="Starting" if self._info is None else "Ready",
+            wrong=self._wrong,
+            root_hash=None if self._info is None else self._info.root_hash,
+            slots=tuple(self._slots),
+            turn=None if self._turn is None else self._turn.view(),
+        )
+
+    def open_slot(self, slot: str, request: SlotRequest) -> GangSlot:
+        """Begin to fill a slot; a repeated call changes nothing.
+
+        Raises:
+            ProblemError: 503, nothing is loaded yet.
+        """
+        if self._info is None or self._member is None:
+            raise ProblemError(
+                "starting", "the ranks have not loaded yet: try again", retry_after=2
+            )
+        return self._slots.open_slot(slot, request, self._member, self._info)
+
+    def slot_view(self, slot: str) -> GangSlot:
+        """One slot; see `MemberSlots.slot_view`."""
+        return self._slots.slot_view(slot)
+
+    async def close_slot(self, slot: str) -> None:
+        """Give a slot back; see `MemberSlots.close`."""
+        await self._slots.close(slot)
+
+    async def stop_worker(self) -> None:
+        """Give everything back; what a volume that does not answer holds goes with the process."""
+        try:
+            async with asyncio.timeout(SLOTS_CLOSE_SECONDS):
+                await self._slots.close_all()
+        except TimeoutError:
+            logger.warning("a slot is still being filled after %g s", SLOTS_CLOSE_SECONDS)
+        ended = await self._stop_ranks()
+        if self._turn is not None:
+            await self._turn.stop(ended=ended)
+        shutil.rmtree(self._gang.slots, ignore_errors=True)
+
+    async def _stop_ranks(self) -> bool:
+        """Stop this node's ranks; returns whether none is left."""
+        if self._member is None:
+            return True
+        try:
+            async with asyncio.timeout(RANKS_STOP_SECONDS):
+                await self._member.stop()
+            return True
+        except Exception:  # whatever the adapter raised, the process ends
+            logger.exception("the ranks failed to stop")
+            return False

@@ -1,0 +1,256 @@
+"""Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to streamed text.
+
+Between the edges everything is token ids, so a trainer learns from exactly what was sampled. The
+first request that needs the tokenizer loads it with transformers, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout_worker.engine import EngineError
+from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
+from rollout_worker.threads import SharedCall
+from rollout_worker.wire.problems import ProblemError
+
+from .openai_messages import bad_field, plain_messages
+from .tool_calls import begun_length
+
+T = TypeVar("T")
+
+TEMPLATE_READ_SECONDS = 10.0
+"""What the model's folder may take to give the chat template."""
+TOKENIZER_SECONDS = 300.0
+"""What a text may take to become ids, with those before it and the loading of the tokenizer."""
+
+_REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What templates raise besides their own errors."""
+
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder shows for a character whose last bytes have not arrived yet."""
+
+
+def read_chat_template(folder: Path) -> str:
+    """The chat template in a model's folder, empty if there is none; read without transformers."""
+    try:
+        return (folder / "chat_template.jinja").read_text()
+    except OSError:
+        pass
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template", "") for each in template}
+        template = named.get("tool_use") or named.get("default") or ""
+    return str(template)
+
+
+class ModelText:
+    """The served model's tokenizer and chat template."""
+
+    def __init__(self, folder: Callable[[], Path], seconds: float = TEMPLATE_READ_SECONDS) -> None:
+        """`folder` gives the loaded model's folder, or refuses while there is none."""
+        self._folder = folder
+        self._seconds = seconds
+        self._tokenizer: Any = None
+        self._template: str | None = None
+        self._reading = SharedCall(lambda: read_chat_template(folder()), "template")
+        # One at a time: tokenizers are not thread-safe.
+        self._thread = ThreadPoolExecutor(1, "texts")
+
+    async def chat_template(self) -> str:
+        """The chat template, empty if the model has none.
+
+        Raises:
+            ProblemError: the model's folder does not answer, or nothing is loaded yet.
+        """
+        if self._template is None:
+            try:
+                self._template = await self._reading.get_result(self._seconds)
+            except TimeoutError:
+                raise _late_problem(
+                    f"the model's folder did not answer in {self._seconds:g} s"
+                ) from None
+        return self._template
+
+    async def encode_prompt(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
+
+        Raises:
+            ProblemError: 422, the string is not valid text.
+        """
+        _check_text("prompt", text)
+        return await self._run_in_thread(
+            lambda tokenizer: list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        )
+
+    async def render_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        *,
+        special: bool,
+        **options: bool,
+    ) -> list[int]:
+        """Token ids of a conversation; `variables` are passed to the template.
+
+        `special`: the tokenizer adds its special tokens to what the template wrote.
+
+        Raises:
+            ProblemError: 422, there is no template, or it rejects these messages, tools or
+                variables.
+        """
+        template = await self.chat_template()
+        if not template:
+            raise _unsupported_problem(
+                "messages", "the model has no chat template: use /v1/completions"
+            )
+        if tools and "tools" not in template:
+            raise _unsupported_problem(
+                "tools", "the model's chat template supports no tools: leave them out"
+            )
+
+        def render(tokenizer: Any) -> list[int]:
+            from jinja2 import TemplateError
+
+            _check_variables(variables, tokenizer.apply_chat_template)
+            said = plain_messages(messages)
+            try:
+                text = tokenizer.apply_chat_template(
+                    said,
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    **options,
+                    **variables,
+                )
+            except (TemplateError, *_REJECTIONS) as error:
+                raise _unsupported_problem(
+                    "messages", f"the model's chat template rejects them: {error}"
+                ) from error
+            _check_text("messages", text)
+            return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+        return await self._run_in_thread(render)
+
+    async def make_decoder(self) -> Callable[[Sequence[int], bool], str]:
+        """A function (ids, keep special tokens) -> text, fast enough to call on the event loop."""
+        tokenizer = await self._run_in_thread(lambda tokenizer: tokenizer)
+
+        return lambda ids, special: decode_tokens(tokenizer, ids, special=special)
+
+    async def _run_in_thread(self, work: Callable[[Any], T]) -> T:
+        def run() -> T:
+            if self._tokenizer is None:
+                self._tokenizer = _load_tokenizer(self._folder())
+            return work(self._tokenizer)
+
+        call = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            async with asyncio.timeout(TOKENIZER_SECONDS):
+                return await call
+        except TimeoutError:
+            raise _late_problem(
+                f"the tokenizer did not get to it in {TOKENIZER_SECONDS:g} s"
+            ) from None
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    missing = _unsupported_problem(
+        "prompt", "the model's folder has no tokenizer: send token ids to /v1/generate"
+    )
+    try:
+        tokenizer = load_tokenizer(folder)
+    except EngineError as error:
+        raise missing from error
+    if tokenizer is None:
+        raise missing
+    return tokenizer
+
+
+def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) -> None:
+    """Refuse names that are parameters of the rendering call, not variables of a template."""
+    taken = inspect.signature(apply).parameters.keys() - {"documents"} | {"messages"}
+    for name in taken.intersection(variables):
+        field = f"chat_template_kwargs.{name}"
+        raise _unsupported_problem(field, f"{field}: not a template variable: leave it out")
+
+
+def _check_text(field: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can escape but no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a surrogate pair, {text[error.start]!a}: send whole characters"
+        raise bad_field(field, half) from error
+
+
+def _late_problem(detail: str) -> ProblemError:
+    return ProblemError("deadline-exceeded", f"{detail}: try again", retry_after=1)
+
+
+def _unsupported_problem(field: str, detail: str) -> ProblemError:
+    return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])
+
+
+class StreamedText:
+    """An output's text as its ids arrive; holds back partial characters and partial stop strings.
+
+    The text ends before the first of `stops`; `special`: it shows special tokens, too.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int], bool], str],
+        stops: Sequence[str] = (),
+        *,
+        special: bool = False,
+    ) -> None:
+        self._decode = decode
+        self._special = special
+        self._stops = stops
+        self._ids: list[int] = []
+        self._from = self._upto = 0  # the range of ids whose text is known
+        self._held = ""
+        self._over = False
+
+    def push_ids(self, ids: Sequence[int]) -> str:
+        """Add new ids and return the text that is now certain."""
+        self._ids += ids
+        known = self._decode(self._ids[self._from : self._upto], self._special)
+        text = self._decode(self._ids[self._from :], self._special)
+        if text.endswith(REPLACEMENT_CHARACTER):
+            return ""
+        self._from, self._upto = self._upto, len(self._ids)
+        return self._certain_text(text[len(known) :])
+
+    def take_rest(self) -> str:
+        """Return the rest of the text."""
+        known = self._decode(self._ids[self._from : self._upto], self._special)
+        self._held += self._decode(self._ids[self._from :], self._special)[len(known) :]
+        text, self._held = self._cut_at_stop(self._held), ""
+        return text
+
+    def _certain_text(self, text: str) -> str:
+        self._held += text
+        text = self._cut_at_stop(self._held)
+        keep = (
+            0 if self._over else max((begun_length(text, stop) for stop in self._stops), default=0)
+        )
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _cut_at_stop(self, text: str) -> str:
+        if self._over:
+            return ""
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._over = bool(found)
+        return text[: min(found)] if found else text

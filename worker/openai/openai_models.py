@@ -1,0 +1,263 @@
+"""Request models of the OpenAI routes: the fields that have an effect here.
+
+Fields that never change an answer are ignored, as OpenAI clients expect; all others are refused by
+name (`fields`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
+
+from rollout_worker.schemas import Bool, Float, GenerateRequest, Int, Problem, TokenId
+from rollout_worker.wire.bounded_lists import bounded_length
+from rollout_worker.wire.generate import AllowedIds, Biases
+from rollout_worker.wire.problems import ProblemError
+from rollout_worker.wire.validation import invalid_request_problem
+from rollout_worker.wire.wire_base import refuse_many_unknown
+
+from .ignored_fields import check_unused_fields, unsupported_field
+
+SAME_FIELDS = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "seed", "n", "min_tokens"),
+    *("stop_token_ids", "allowed_token_ids", "ignore_eos"),
+)
+"""Fields that mean the same as their namesakes in `sampling`."""
+
+
+class OpenAIBody(BaseModel):
+    """What clients send; JSON's types are taken literally, as on the worker's own routes."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        return refuse_many_unknown(cls, given)
+
+
+class StreamOptions(OpenAIBody):
+    """What a stream reports besides its chunks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Bool = False
+    include_obfuscation: Bool | None = Field(default=None, description="Has no effect.")
+
+
+MAX_STOPS = 16
+MAX_VARIABLES = 64
+"""Of a chat template, a response format or a tool, at the top level."""
+
+Anything = Annotated[
+    Mapping[str, Any], Field(max_length=MAX_VARIABLES), bounded_length(MAX_VARIABLES)
+]
+
+
+class OpenAIRequest(OpenAIBody):
+    """The fields of both routes; defaults are OpenAI's."""
+
+    model: str | None = None
+    max_tokens: Int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    n: Int | None = None
+    stream: Bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    logit_bias: Biases | None = None
+    seed: Int | None = None
+    response_format: Anything | None = None
+    # Ours, and other servers'.
+    top_k: Int | None = Field(default=None, description="0 or -1: all tokens.")
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    min_tokens: Int | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    allowed_token_ids: AllowedIds | None = None
+    ignore_eos: Bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    skip_special_tokens: Bool = Field(
+        default=True, description="false: the text shows special tokens, too."
+    )
+    add_special_tokens: Bool | None = Field(
+        default=None,
+        description="Whether the tokenizer adds its special tokens to a text; null: it does to a"
+        " prompt, not to what a chat template wrote.",
+    )
+    return_token_ids: Bool | None = None
+    return_tokens_as_token_ids: Bool | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def check_fields(self, served: str) -> None:
+        """Refuse a different model, and fields that would change the output.
+
+        Raises:
+            ProblemError: names the field.
+        """
+        if self.model not in (None, served):
+            raise ProblemError(
+                "not-found",
+                f"model {self.model!r} is not served here: use {served!r}",
+                errors=[{"field": "model", "message": "unknown"}],
+            )
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise unsupported_field("response_format", "leave it out")
+        check_unused_fields(self.model_extra or {})
+
+    def to_generate_request(
+        self, request_id: str, token_ids: list[int], *, logprobs: bool, max_tokens: int | None
+    ) -> GenerateRequest:
+        """The request in the worker's own terms.
+
+        Raises:
+            ProblemError: 422 that names the field.
+        """
+        sampling = {name: getattr(self, name) for name in SAME_FIELDS}
+        top_k = 0 if self.top_k in (None, -1) else self.top_k
+        sampling |= {"max_tokens": max_tokens, "top_k": top_k}
+        sampling |= {"stop": self.stop_strings or None}
+        body = {
+            "request_id": request_id,
+            "token_ids": token_ids,
+            "sampling": {k: v for k, v in sampling.items() if v is not None},
+            "logprobs": None if logprobs else "none",
+            "priority": self.priority or 0,
+            "cache_salt": self.cache_salt,
+            "session_id": self.session_id,
+            "stream": bool(self.stream),
+        }
+        try:
+            return GenerateRequest.model_validate(body)
+        except ValidationError as error:
+            raise invalid_request_problem(error.errors()) from error
+
+
+Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+def _check_prompt(value: object) -> object:
+    one = isinstance(value, str) or _is_list_of(str, value) or _is_list_of(int, value)
+    lists = cast(list[object], value) if _is_list_of(list, value) else ()
+    if not one and not (lists and all(_is_list_of(int, ids) for ids in lists)):
+        raise ValueError("must be a string, a list of token ids, or a list of either")
+    return value
+
+
+class CompletionRequest(OpenAIRequest):
+    """Body of `POST /v1/completions`: text or token ids, one prompt or several."""
+
+    # In Python, element by element: C would hold the lock for all of them, once for each kind.
+    prompt: Annotated[SkipValidation[Prompt], BeforeValidator(_check_prompt)]
+    logprobs: Int | None = Field(
+        default=None, ge=0, description="0 or 1: logprobs of the sampled tokens."
+    )
+
+    @property
+    def all_prompts(self) -> list[str | list[int]]:
+        """The prompts, one by one."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and isinstance(given[0], int):
+            return [[token for token in given if isinstance(token, int)]]
+        return [each for each in given if not isinstance(each, int)]
+
+
+class ToolDefinition(OpenAIBody):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Anything
+
+
+MAX_MESSAGES = 2**14
+MAX_TOOLS = 1024
+
+
+class ChatRequest(OpenAIRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[
+        list[dict[str, Any]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        bounded_length(MAX_MESSAGES),
+    ]
+    max_completion_tokens: Int | None = None
+    logprobs: Bool | None = None
+    top_logprobs: Int | None = None
+    tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: str | Anything | None = None
+    parallel_tool_calls: Bool | None = Field(
+        default=None, description="false: of several calls of tools, the answer has the first."
+    )
+    add_generation_prompt: Bool = True
+    continue_final_message: Bool = False
+    chat_template_kwargs: Anything | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum number of tokens to generate; None: up to the maximum length."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools to show to the model; with `tool_choice: none`, too, as vLLM does: TRL relies on that."""
+        return [tool.model_dump() for tool in self.tools or ()]
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether calls are looked for in the answer's text."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def check_fields(self, served: str) -> None:
+        """See `OpenAIRequest.check_fields`."""
+        super().check_fields(served)
+        if self.top_logprobs:
+            raise unsupported_field(
+                "top_logprobs", "only sampled tokens have logprobs: leave it out"
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise unsupported_field(
+                "tool_choice", "tool calls can't be forced: use 'auto' or 'none'"
+            )
+
+
+def openai_error_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
+    """Detail and first field of a refusal, under the names the client used.
+
+    `prompt`: the field of the route that the token ids come from.
+    """
+    detail, fields = problem.detail, []
+    for said in (problem.model_extra or {}).get("errors", ()):
+        field = said["field"].removeprefix("sampling.")
+        if field.partition(".")[0] == "token_ids":
+            field = prompt
+        detail = detail.replace(f"{said['field']}: ", f"{field}: ")
+        fields.append(field)
+    return detail, next(filter(None, fields), None)
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    """Whether it is a list of exactly this type: JSON's true does not count as a number."""
+    return isinstance(value, list) and all(type(each) is kind for each in value)

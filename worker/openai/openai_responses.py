@@ -1,0 +1,240 @@
+"""Finished and streaming outputs in OpenAI's format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.requests.running_output import RunningOutput
+from rollout_worker.schemas import StopReason, StreamDelta, WeightsSpan
+
+from .model_text import StreamedText
+from .openai_models import ChatRequest, CompletionRequest
+from .tool_calls import ToolCallFilter, parse_tool_calls
+
+Decode = Callable[[Sequence[int], bool], str]
+Choice = dict[str, Any]
+
+FINISH_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
+"""`abort` is not an OpenAI value, but none of theirs says that the answer is incomplete."""
+
+
+@dataclass(slots=True)
+class OpenAIExchange:
+    """One call to an OpenAI route: the request, and the flights that answer it."""
+
+    id: str
+    model: str
+    request: ChatRequest | CompletionRequest
+    flights: list[InFlightRequest]
+    decode: Decode
+    tools: bool = False
+    """Whether to parse tool calls."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether this is the chat route."""
+        return isinstance(self.request, ChatRequest)
+
+    @property
+    def max_tool_calls(self) -> int | None:
+        """How many calls of tools an answer may have: of more, the first ones; None: any number."""
+        asked = self.request.parallel_tool_calls if isinstance(self.request, ChatRequest) else None
+        return 1 if asked is False else None
+
+    def make_text(self) -> StreamedText:
+        """For the text of one output."""
+        special = not self.request.skip_special_tokens
+        return StreamedText(self.decode, self.request.stop_strings, special=special)
+
+    def numbered_outputs(self) -> Iterator[tuple[int, InFlightRequest, RunningOutput]]:
+        """Every output with the index of its choice, prompt by prompt."""
+        index = 0
+        for flight in self.flights:
+            for output in flight.outputs:
+                yield index, flight, output
+                index += 1
+
+    def oldest_weights(self) -> WeightsSpan | None:
+        """The span of the oldest weights that have produced a token so far."""
+        spans = [span for _, _, output in self.numbered_outputs() for span in output.spans]
+        return min(spans, key=lambda span: (span.epoch, span.version), default=None)
+
+    def common_fields(self, kind: str, choices: list[Choice], **more: Any) -> dict[str, Any]:
+        """The fields common to every answer and chunk."""
+        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**about, "choices": choices, **more}
+
+    def token_usage(self) -> dict[str, Any]:
+        """Token counts over all prompts and outputs."""
+        prompt = sum(len(flight.outputs[0].request.token_ids) for flight in self.flights)
+        made = sum(len(output.token_ids) for _, _, output in self.numbered_outputs())
+        cached = sum(output.cached_tokens for _, _, output in self.numbered_outputs())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def logprobs_field(
+        self, ids: Sequence[int], logprobs: Sequence[float] | None, offset: int = 0
+    ) -> dict[str, Any] | None:
+        """Logprobs of these tokens, in the route's format; None if they were not requested."""
+        if logprobs is None:
+            return None
+        as_ids = self.request.return_tokens_as_token_ids
+        texts = [f"token_id:{i}" if as_ids else self.decode([i], True) for i in ids]
+        if self.is_chat:
+            content = [
+                {"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []}
+                for t, p in zip(texts, logprobs, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [{t: p} for t, p in zip(texts, logprobs, strict=True)],
+            "text_offset": offsets,
+        }
+
+    # A complete answer.
+
+    def full_answer(self) -> dict[str, Any]:
+        """The answer, once every output has ended."""
+        choices = [self._make_choice(*each) for each in self.numbered_outputs()]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        more: dict[str, Any] = {"usage": self.token_usage()}
+        if self.is_chat and self.request.return_token_ids:
+            more["prompt_token_ids"] = list(self.flights[0].outputs[0].request.token_ids)
+        return self.common_fields(kind, choices, **more)
+
+    def _make_choice(self, index: int, flight: InFlightRequest, output: RunningOutput) -> Choice:
+        asked = output.request.logprobs is not None
+        growing = self.make_text()
+        text = growing.push_ids(_visible_ids(output.token_ids, output)) + growing.take_rest()
+        choice: Choice = {
+            "index": index,
+            "logprobs": self.logprobs_field(output.token_ids, output.logprobs if asked else None),
+            "finish_reason": _finish_reason(output),
+        }
+        if self.is_chat:
+            content, calls = parse_tool_calls(text) if self.tools else (text, [])
+            calls = calls[: self.max_tool_calls]
+            message = {"role": "assistant", "content": content or (None if calls else "")}
+            choice["message"] = {**message, "tool_calls": calls} if calls else message
+            if calls and output.stop_reason is StopReason.STOP:
+                choice["finish_reason"] = "tool_calls"
+        else:
+            choice["text"] = text
+        return choice | self._token_id_fields(flight, output.token_ids, output.spans, first=True)
+
+    def _token_id_fields(
+        self,
+        flight: InFlightRequest,
+        ids: Sequence[int],
+        spans: Sequence[WeightsSpan],
+        *,
+        first: bool,
+    ) -> dict[str, Any]:
+        if not self.request.return_token_ids:
+            return {}
+        prompt: dict[str, Any] = {}
+        if first and not self.is_chat:
+            prompt = {"prompt_token_ids": list(flight.outputs[0].request.token_ids)}
+        weights = [span.model_dump() for span in spans]
+        return {**prompt, "token_ids": list(ids), "weights": weights}
+
+
+class StreamedChunks:
+    """A streamed answer: turns the engine's deltas into chunks."""
+
+    def __init__(self, exchange: OpenAIExchange) -> None:
+        self._exchange = exchange
+        self._kind = "chat.completion.chunk" if exchange.is_chat else "text_completion"
+        self._outputs = {(id(f), o.index): (i, f, o) for i, f, o in exchange.numbered_outputs()}
+        self._growing = {key: exchange.make_text() for key in self._outputs}
+        self._gates = {key: ToolCallFilter() for key in self._outputs}
+        self._made = dict.fromkeys(self._outputs, 0)
+        self._offset = dict.fromkeys(self._outputs, 0)
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        """The chunks before the first token."""
+        if not self._exchange.is_chat:
+            return
+        more: dict[str, Any] = {}
+        if self._exchange.request.return_token_ids:
+            ids = self._exchange.flights[0].outputs[0].request.token_ids
+            more["prompt_token_ids"] = list(ids)
+        for index, _, _ in self._outputs.values():
+            delta = {"role": "assistant", "content": ""}
+            yield self._make_chunk([_partial_choice(index, delta=delta)], **more)
+
+    def delta_chunk(self, flight: InFlightRequest, delta: StreamDelta) -> dict[str, Any]:
+        """The chunk for new tokens; its text may be empty while a character is incomplete."""
+        key = (id(flight), delta.index)
+        index, _, output = self._outputs[key]
+        begin, ids = self._made[key], delta.token_ids
+        self._made[key] += len(ids)
+        last = output.stop_reason is not None and self._made[key] == len(output.token_ids)
+        text = self._growing[key].push_ids(_visible_ids(ids, output) if last else ids)
+        logprobs = self._exchange.logprobs_field(ids, delta.logprobs, self._offset[key])
+        if logprobs and "tokens" in logprobs:
+            self._offset[key] += sum(len(token) for token in logprobs["tokens"])
+        more = self._exchange._token_id_fields(flight, ids, delta.weights, first=not begin)
+        return self._make_chunk(
+            [self._text_choice(index, key, text) | {"logprobs": logprobs} | more]
+        )
+
+    def closing_chunks(self) -> Iterator[dict[str, Any]]:
+        """The closing chunks: held-back text, tool calls, finish reasons, usage if requested."""
+        for key, (index, _, output) in self._outputs.items():
+            rest, finish = self._growing[key].take_rest(), _finish_reason(output)
+            if not self._exchange.is_chat:
+                yield self._make_chunk([_partial_choice(index, finish, text=rest)])
+                continue
+            delta: dict[str, Any] = {"content": rest} if rest else {}
+            if self._exchange.tools:
+                visible = self._gates[key].push_text(rest)
+                content, calls = self._gates[key].take_rest()
+                calls = calls[: self._exchange.max_tool_calls]
+                delta = {"content": visible + content} if visible + content else {}
+                if calls:
+                    delta["tool_calls"] = [{"index": n, **c} for n, c in enumerate(calls)]
+                    finish = "tool_calls" if finish == "stop" else finish
+            yield self._make_chunk([_partial_choice(index, finish, delta=delta)])
+        options = self._exchange.request.stream_options
+        if options is not None and options.include_usage:
+            yield self._make_chunk([], usage=self._exchange.token_usage())
+
+    def _text_choice(self, index: int, key: tuple[int, int], text: str) -> Choice:
+        if not self._exchange.is_chat:
+            return _partial_choice(index, text=text)
+        if self._exchange.tools:
+            text = self._gates[key].push_text(text)
+        return _partial_choice(index, delta={"content": text})
+
+    def _make_chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:
+        return self._exchange.common_fields(self._kind, choices, **more)
+
+
+def _partial_choice(index: int, finish: str | None = None, **what: Any) -> Choice:
+    return {"index": index, **what, "logprobs": None, "finish_reason": finish}
+
+
+def _finish_reason(output: RunningOutput) -> str:
+    return FINISH_REASONS[output.stop_reason or StopReason.ABORTED]
+
+
+def _visible_ids(ids: Sequence[int], output: RunningOutput) -> Sequence[int]:
+    """The ids without the stop id that ended the output, which is not part of the text."""
+    match = output.stop_match
+    return ids[:-1] if match is not None and match.token_id is not None else ids

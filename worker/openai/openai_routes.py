@@ -1,0 +1,311 @@
+"""OpenAI's routes, for clients without token ids, over the same flights as `/v1/generate`.
+
+Errors have OpenAI's format and our status codes. `X-Weights-Version` names the oldest weights that
+produced a token of the answer, or the active ones if there are no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRouter
+
+from rollout_worker.requests.admission_checks import check_prompt_length
+from rollout_worker.requests.body_routes import BodyRoute
+from rollout_worker.requests.disconnects import (
+    ClientDisconnected,
+    EventStream,
+    abort_abandoned,
+    await_unless_disconnected,
+    finish_flights,
+)
+from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.schemas import MAX_IDENTITY, StreamDelta
+from rollout_worker.service import WorkerService
+from rollout_worker.wire.problems import ProblemError
+from rollout_worker.wire.validation import invalid_request_problem
+
+from .ignored_fields import unsupported_field
+from .model_text import ModelText
+from .openai_models import ChatRequest, CompletionRequest, openai_error_words
+from .openai_responses import OpenAIExchange, StreamedChunks
+from .tool_calls import tool_parser_of
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DEADLINE_SECONDS = 600.0
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
+MAX_PROMPTS = 256
+CHAT_PATH = "/v1/chat/completions"
+
+MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, le=MAX_IDENTITY)]
+
+
+class OpenAIRoute(BodyRoute):
+    """A route with errors in OpenAI's format."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Wrap the handler."""
+        original = super().get_route_handler()
+        chat = self.path == CHAT_PATH
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await original(request)
+            except ProblemError as error:
+                return error_response(error, chat=chat)
+            except RequestValidationError as error:
+                return error_response(invalid_request_problem(error.errors()), chat=chat)
+            except ClientDisconnected:
+                return Response(status_code=499)  # the client is gone: nobody will read this
+
+        return handle
+
+
+def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
+    """A problem in OpenAI's format, under the names of the route's own fields."""
+    problem = error.problem
+    detail, field = openai_error_words(problem, "messages" if chat else "prompt")
+    return {
+        "error": {
+            "message": detail,
+            "type": "invalid_request_error" if problem.status < 500 else "server_error",
+            "param": field,
+            "code": error.slug,
+        }
+    }
+
+
+def error_response(error: ProblemError, *, chat: bool) -> Response:
+    """The response for an error."""
+    return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=error.headers)
+
+
+def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
+    """Add the routes."""
+    router = APIRouter(route_class=OpenAIRoute)
+    _add_models_route(router, worker)
+
+    @router.post("/v1/completions")
+    async def completions(
+        body: CompletionRequest, request: Request, min_version: MinVersion = None
+    ) -> Response:
+        """Complete one or more prompts, given as text or token ids."""
+        body.check_fields(worker.settings.served_name)
+        if (body.logprobs or 0) > 1:
+            raise unsupported_field("logprobs", "only sampled tokens have logprobs: use 0 or 1")
+        worker.check_serving()
+        _check_batch(len(body.all_prompts), body.n or 1, worker.settings.max_queue)
+        special = body.add_special_tokens is not False
+        prompts = [
+            each if isinstance(each, list) else await texts.encode_prompt(each, special=special)
+            for each in body.all_prompts
+        ]
+        limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        call = _OpenAICall(worker, texts, request, body, min_version)
+        return await call.answer_request("cmpl", prompts, limit, logprobs=body.logprobs is not None)
+
+    @router.post(CHAT_PATH)
+    async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
+        """Continue a conversation; tool calls are parsed if the chat template defines them."""
+        body.check_fields(worker.settings.served_name)
+        worker.check_serving()
+        ids = await texts.render_conversation(
+            body.messages,
+            body.offered_tools,
+            body.chat_template_kwargs or {},
+            special=bool(body.add_special_tokens),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        call = _OpenAICall(worker, texts, request, body, min_version)
+        call.tools = body.may_call_tools and tool_parser_of(await texts.chat_template()) is not None
+        return await call.answer_request(
+            "chatcmpl", [ids], body.token_limit, logprobs=bool(body.logprobs)
+        )
+
+    app.include_router(router)
+
+
+def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
+    started = int(time.time())
+
+    def served() -> dict[str, Any]:
+        info = worker.runtime.info
+        return {
+            "id": worker.settings.served_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "rollout",
+            "max_model_len": None if info is None else info.max_length,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The served model, as a list of one."""
+        return {"object": "list", "data": [served()]}
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """The served model, by name."""
+        if model != worker.settings.served_name:
+            raise ProblemError("not-found", f"model {model!r} is not served here")
+        return served()
+
+
+def _check_batch(prompts: int, n: int, max_queue: int) -> None:
+    """Refuse several prompts at once that never fit into the queue.
+
+    Raises:
+        ProblemError: 422 that names the field.
+    """
+    if not 0 < prompts <= MAX_PROMPTS:
+        raise unsupported_field("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
+    if prompts > 1 and prompts * n > max_queue:
+        raise unsupported_field(
+            "prompt",
+            f"{prompts} prompts with n = {n} never fit into the queue (--max-queue {max_queue}):"
+            " send fewer",
+        )
+
+
+class _OpenAICall:
+    """One request on its way through the worker."""
+
+    def __init__(
+        self,
+        worker: WorkerService,
+        texts: ModelText,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        min_version: int | None,
+    ) -> None:
+        self._worker, self._request, self._body = worker, request, body
+        self._texts = texts
+        self._min_version = min_version
+        self.tools = False
+
+    async def answer_request(
+        self, kind: str, prompts: Sequence[list[int]], max_tokens: int | None, *, logprobs: bool
+    ) -> Response:
+        """Generate and answer, in one response or as a stream."""
+        for ids in prompts:
+            check_prompt_length(len(ids), self._worker.max_model_length)
+        decode = await self._texts.make_decoder()
+        name = f"{kind}-{uuid.uuid4().hex}"
+        flights: list[InFlightRequest] = []
+        try:
+            for number, ids in enumerate(prompts):
+                asked = self._body.to_generate_request(
+                    name if len(prompts) == 1 else f"{name}-{number}",
+                    ids,
+                    logprobs=logprobs,
+                    max_tokens=max_tokens,
+                ).model_copy(update={"min_version": self._min_version})
+                flights.append(self._worker.submit_request(asked))
+        except ProblemError:
+            await abort_abandoned(self._worker.flights, flights)
+            raise
+        served = self._worker.settings.served_name
+        exchange = OpenAIExchange(name, served, self._body, flights, decode, self.tools)
+        if self._body.stream:
+            return await self._stream_response(exchange)
+        await finish_flights(self._worker.flights, flights, DEFAULT_DEADLINE_SECONDS, self._request)
+        # In a thread: texts and logprobs of many tokens take seconds.
+        said = await asyncio.to_thread(lambda: _encode_json(exchange.full_answer()))
+        return Response(
+            said, media_type="application/json", headers=self._weights_headers(exchange)
+        )
+
+    def _weights_headers(self, exchange: OpenAIExchange) -> dict[str, str]:
+        found = exchange.oldest_weights() or self._worker.updates.active_identity
+        if found is None:
+            return {}
+        return {"X-Weights-Epoch": str(found.epoch), "X-Weights-Version": str(found.version)}
+
+    async def _stream_response(self, exchange: OpenAIExchange) -> Response:
+        """Wait for the first token before the headers, which name its weights."""
+        pieces = _merge_deltas(exchange.flights)
+        first: tuple[InFlightRequest, StreamDelta] | None = None
+        try:
+            first = await await_unless_disconnected(self._request, anext(pieces, None))
+        except BaseException:
+            await asyncio.shield(abort_abandoned(self._worker.flights, exchange.flights))
+            raise
+        events = _stream_events(self._worker, exchange, first, pieces)
+        return EventStream(events, DEFAULT_DEADLINE_SECONDS, self._weights_headers(exchange))
+
+
+async def _merge_deltas(
+    flights: Sequence[InFlightRequest],
+) -> AsyncIterator[tuple[InFlightRequest, StreamDelta]]:
+    """Yield the deltas of all flights as they arrive, no faster than they are read."""
+    ready: asyncio.Queue[tuple[InFlightRequest, StreamDelta] | None] = asyncio.Queue(1)
+
+    async def pump(flight: InFlightRequest) -> None:
+        async for delta in flight.stream_deltas(DEFAULT_DEADLINE_SECONDS):
+            await ready.put((flight, delta))
+
+    async def pump_all() -> None:
+        ends = await asyncio.gather(*map(pump, flights), return_exceptions=True)
+        await ready.put(None)
+        for error in filter(None, ends):
+            raise error
+
+    pumping = asyncio.create_task(pump_all())
+    try:
+        while (piece := await ready.get()) is not None:
+            yield piece
+        await pumping
+    finally:
+        pumping.cancel()
+
+
+async def _stream_events(
+    worker: WorkerService,
+    exchange: OpenAIExchange,
+    first: tuple[InFlightRequest, StreamDelta] | None,
+    pieces: AsyncIterator[tuple[InFlightRequest, StreamDelta]],
+) -> AsyncGenerator[bytes, None]:
+    chunks = StreamedChunks(exchange)
+    try:
+        for chunk in chunks.first_chunks():
+            yield _format_event(chunk)
+        if first is not None:
+            yield _format_event(chunks.delta_chunk(*first))
+            async for flight, delta in pieces:
+                yield _format_event(chunks.delta_chunk(flight, delta))
+        for chunk in chunks.closing_chunks():
+            yield _format_event(chunk)
+    except ProblemError as error:
+        yield _format_event(error_body(error, chat=exchange.is_chat))
+    except Exception:
+        # The status line is already sent: only an event can report the error.
+        logger.exception("a stream failed", extra={"request": exchange.id})
+        broken = ProblemError(
+            "internal-error", "the stream failed; the traceback is in the worker's log"
+        )
+        yield _format_event(error_body(broken, chat=exchange.is_chat))
+    finally:
+        await asyncio.shield(abort_abandoned(worker.flights, exchange.flights))
+    yield b"data: [DONE]\n\n"
+
+
+def _encode_json(answer: dict[str, Any]) -> bytes:
+    """JSON, written in steps: in one, C would hold Python's lock until the end."""
+    writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return "".join(writer.iterencode(answer)).encode()
+
+
+def _format_event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,182 @@
+"""Routes of the control port: state, holds, abort, weights. All of them require authentication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_worker.schemas import (
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
+    Committed,
+    DiscardRequest,
+    DiscardResponse,
+    OfferRequest,
+    OfferResponse,
+    PauseRequest,
+    ReleaseRequest,
+    RequireRequest,
+    ResetRequest,
+    SleepRequest,
+    StagedWeights,
+    StageRequest,
+    WakeRequest,
+    WeightsDtypes,
+    WeightsState,
+    WorkerState,
+)
+from rollout_worker.service import WorkerService
+from rollout_worker.wire.body_decoding import CONTROL_LIMITS
+from rollout_worker.wire.problems import ProblemError
+
+from .access_rights import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight, Authorizer
+from .browser_guard import BrowserGuard
+from .port_app import new_app, problem_response
+
+LESSER_RIGHTS: Final[Mapping[str, AccessRight]] = {
+    "/v1/state": SEE_STATE,
+    "/v1/weights/dtypes": SEE_STATE,
+    "/openapi.json": SEE_STATE,
+    "/v1/weights/stage": STAGE_WEIGHTS,
+    "/v1/weights/discard": STAGE_WEIGHTS,
+}
+"""Paths that need a lesser right than `CONTROL`, which all others need."""
+
+_RELEASE = ReleaseRequest()
+_PAUSE = PauseRequest()
+_SLEEP = SleepRequest()
+_WAKE = WakeRequest()
+_RESET = ResetRequest()
+
+
+def make_control_app(worker: WorkerService, authorizer: Authorizer) -> FastAPI:
+    """The application of the control port."""
+    app = new_app(
+        "rollout-worker control",
+        "State, sleep and weights of one worker.",
+        limits=lambda: CONTROL_LIMITS,
+    )
+    app.add_middleware(ControlAuthentication, authorizer=authorizer)
+    if worker.settings.auth == "none":
+        app.add_middleware(BrowserGuard)
+    # For the OpenAPI document only: the gate has already checked.
+    app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
+    _add_hold_routes(app, worker)
+    _add_request_routes(app, worker)
+    _add_weight_routes(app, worker)
+    return app
+
+
+class ControlAuthentication:
+    """Authenticates and authorizes a call before anything else of its request is read."""
+
+    def __init__(self, app: ASGIApp, authorizer: Authorizer) -> None:
+        self._app = app
+        self._authorizer = authorizer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its caller's name, or answer 401, 403 or 503."""
+        if scope["type"] == "http":
+            header = Headers(scope=scope).get("authorization")
+            right = LESSER_RIGHTS.get(scope["path"], CONTROL_WORKER)
+            try:
+                address = (scope.get("client") or ("",))[0]
+                caller = await self._authorizer.check_caller(header, right, address)
+            except ProblemError as error:
+                await problem_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+
+async def _caller_name(request: Request) -> str:
+    # Not a plain function: those run in threads, and calls would overtake each other there.
+    return str(request.state.caller)
+
+
+Caller = Annotated[str, Depends(_caller_name)]
+
+
+def _add_hold_routes(app: FastAPI, worker: WorkerService) -> None:
+    verbs = worker.verbs
+
+    @app.get("/v1/state")
+    async def state(caller: Caller) -> WorkerState:
+        """Return the full state of this worker."""
+        return worker.worker_state(caller)
+
+    @app.post("/v1/pause")
+    async def pause(caller: Caller, body: PauseRequest = _PAUSE) -> WorkerState:
+        """Hold the worker Paused; answers once it is paused."""
+        await verbs.pause_worker(caller, body)
+        return worker.worker_state(caller)
+
+    @app.post("/v1/resume")
+    async def resume(caller: Caller, body: ReleaseRequest = _RELEASE) -> WorkerState:
+        """Release the caller's pause; 409 `held` if others still hold the worker."""
+        await verbs.resume_worker(caller, body)
+        return worker.worker_state(caller)
+
+    @app.post("/v1/sleep")
+    async def sleep(caller: Caller, body: SleepRequest = _SLEEP) -> WorkerState:
+        """Hold the worker Asleep; answers once its memory is released."""
+        await verbs.put_to_sleep(caller, body)
+        return worker.worker_state(caller)
+
+    @app.post("/v1/wake")
+    async def wake(caller: Caller, body: WakeRequest = _WAKE) -> WorkerState:
+        """Release the caller's sleep for these tags; answers once their memory is restored."""
+        await verbs.wake_worker(caller, body)
+        return worker.worker_state(caller)
+
+
+def _add_request_routes(app: FastAPI, worker: WorkerService) -> None:
+    @app.post("/v1/abort")
+    async def abort(caller: Caller, body: AbortRequest) -> AbortResponse:
+        """End requests with partial output; answers once they have ended."""
+        return await worker.verbs.abort_requests(caller, body)
+
+    @app.post("/v1/cache/reset")
+    async def reset_cache(caller: Caller, body: ResetRequest = _RESET) -> WorkerState:
+        """Clear the prefix cache; running requests are unaffected."""
+        await worker.verbs.reset_prefix_cache(caller)
+        return worker.worker_state(caller)
+
+
+def _add_weight_routes(app: FastAPI, worker: WorkerService) -> None:
+    @app.post("/v1/weights/stage", status_code=202)
+    async def stage(caller: Caller, body: StageRequest) -> StagedWeights:
+        """Start staging weights beside the serving ones; GET /v1/weights shows progress."""
+        return await worker.updates.stage_weights(caller, body)
+
+    @app.post("/v1/weights/commit")
+    async def commit(caller: Caller, body: CommitRequest) -> Committed:
+        """Switch to the staged weights in one critical section."""
+        done = await worker.commits.commit_weights(caller, body)
+        return Committed(**dict(done), state=worker.worker_state(caller))
+
+    @app.get("/v1/weights/dtypes")
+    async def dtypes(caller: Caller) -> WeightsDtypes:
+        """Return the dtypes that every version of the weights has to have."""
+        return worker.updates.checkpoint_dtypes()
+
+    @app.post("/v1/weights/discard")
+    async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:
+        """Discard this identity from the staging slot."""
+        return await worker.updates.discard_staged(caller, body)
+
+    @app.post("/v1/weights/offer")
+    async def offer(caller: Caller, body: OfferRequest) -> OfferResponse:
+        """Offer the pushed weights that this worker keeps to another one: a ticket to fetch them."""
+        return worker.updates.offer_weights(caller, body)
+
+    @app.post("/v1/require")
+    async def require(caller: Caller, body: RequireRequest) -> WeightsState:
+        """Lift the fence and set the admission floor."""
+        return worker.updates.raise_fence(caller, body)

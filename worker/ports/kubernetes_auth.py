@@ -1,0 +1,195 @@
+"""`--auth kubernetes`: TokenReview says who is calling, LocalSubjectAccessReview whether they may.
+
+Only tokens issued for this pool's audience count. If the API server can't be asked, the answer is
+503, never yes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.threads import SharedCall
+from rollout_worker.wire.problems import ProblemError
+
+from .access_rights import AccessRight, read_bearer_token, unauthenticated_problem
+from .token_reviews import ReviewQueue, TokenReviews
+
+API_GROUP = "rollout.dev"
+RESOURCE = "rolloutreplicas"
+REVIEW_TIMEOUT_SECONDS = 10.0
+FILE_SECONDS = 5.0
+"""What our own token may take to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUser:
+    """The owner of a token, according to the API server."""
+
+    name: str
+    spec: dict[str, Any] = field(hash=False, compare=False, repr=False)
+    """`user`, `uid`, `groups`, `extra`, as in the spec of an access review."""
+
+
+NOBODY = TokenUser(name="", spec={})
+"""The owner of a token that the API server rejected."""
+
+
+class KubernetesReview:
+    """Asks the cluster's API server, and keeps its answers for a while (`reviews`)."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        assert settings.pool is not None
+        assert settings.namespace is not None
+        self._settings = settings
+        self._pool, self._namespace = settings.pool, settings.namespace
+        queue = ReviewQueue()
+        self._users: TokenReviews[TokenUser] = TokenReviews(
+            queue, accepts=lambda user: user is not NOBODY
+        )
+        self._denials: TokenReviews[str] = TokenReviews(queue, accepts=lambda denial: not denial)
+        self._own_token = SharedCall(settings.kube_token_file.read_text, "token")
+        self._http = httpx.AsyncClient(
+            base_url=_api_server_url(settings),
+            verify=_api_server_tls(settings),
+            timeout=REVIEW_TIMEOUT_SECONDS,
+            trust_env=False,  # a proxy in the pod's environment is not meant for the API server
+        )
+
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
+        """Authenticate by TokenReview, then authorize by LocalSubjectAccessReview."""
+        user = await self.authenticate_caller(authorization, address)
+        key = _token_key(read_bearer_token(authorization))
+        denial = await self._denials.get(
+            (key, right), address, lambda: self._review_right(user, right)
+        )
+        if denial:
+            raise ProblemError("forbidden", denial)
+        return user.name
+
+    async def authenticate_caller(self, authorization: str | None, address: str = "") -> TokenUser:
+        """Return whose token it is.
+
+        Raises:
+            ProblemError: 401, nobody's; 503, that can't be checked right now.
+        """
+        token = read_bearer_token(authorization)
+        user = await self._users.get(_token_key(token), address, lambda: self._review_token(token))
+        if user is NOBODY:
+            audience = self._settings.token_audience
+            raise unauthenticated_problem(
+                f"the token is not valid for audience {audience!r}: request one with"
+                f" `kubectl create token ACCOUNT --audience {audience}`"
+            )
+        return user
+
+    async def _review_token(self, token: str) -> TokenUser:
+        audience = self._settings.token_audience
+        status = await self._create_review(
+            "/apis/authentication.k8s.io/v1/tokenreviews",
+            {
+                "apiVersion": "authentication.k8s.io/v1",
+                "kind": "TokenReview",
+                "spec": {"token": token, "audiences": [audience]},
+            },
+        )
+        # `error` is also set for invalid tokens, so it adds nothing. An API server that does not
+        # support audiences would accept a token issued for anyone: hence the second check.
+        if not status.get("authenticated") or audience not in status.get("audiences", []):
+            return NOBODY
+        user = status.get("user", {})
+        spec = {k: user[k] for k in ("uid", "groups", "extra") if k in user}
+        return TokenUser(name=user["username"], spec={"user": user["username"], **spec})
+
+    async def _review_right(self, user: TokenUser, right: AccessRight) -> str:
+        """Empty if the user has the right, else what is missing."""
+        status = await self._create_review(
+            f"/apis/authorization.k8s.io/v1/namespaces/{self._namespace}/localsubjectaccessreviews",
+            {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "LocalSubjectAccessReview",
+                "metadata": {"namespace": self._namespace},
+                "spec": {**user.spec, "resourceAttributes": self._resource_attributes(right)},
+            },
+        )
+        if status.get("allowed"):
+            return ""
+        return (
+            f"{user.name} may not {right.verb} {RESOURCE}.{API_GROUP}/{right.subresource} of"
+            f" {self._pool!r} in namespace {self._namespace!r}: grant it with a Role"
+        )
+
+    def _resource_attributes(self, right: AccessRight) -> dict[str, str]:
+        return {
+            "namespace": self._namespace,
+            "group": API_GROUP,
+            "resource": RESOURCE,
+            "subresource": right.subresource,
+            "name": self._pool,
+            "verb": right.verb,
+        }
+
+    async def _create_review(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Create a review and return its status; any failure is a 503, never a yes."""
+        try:
+            token = (await self._own_token.get_result(FILE_SECONDS)).strip()
+            answer = await self._http.post(
+                path, json=body, headers={"Authorization": f"Bearer {token}"}
+            )
+            answer.raise_for_status()
+            status = answer.json()["status"]
+        except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ProblemError(
+                "auth-unavailable",
+                f"the Kubernetes API could not review the caller ({_failure_reason(error)}): try again",
+                retry_after=2,
+            ) from error
+        if not isinstance(status, dict):
+            raise ProblemError(
+                "auth-unavailable", "the Kubernetes API could not review the caller: try again"
+            )
+        return status
+
+    async def close(self) -> None:
+        """Close the connections to the API server."""
+        await self._http.aclose()
+
+
+def _token_key(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _failure_reason(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"HTTP {error.response.status_code}"
+    return type(error).__name__
+
+
+def _api_server_url(settings: WorkerSettings) -> str:
+    if settings.kube_api_url:
+        return settings.kube_api_url
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    if not host:
+        raise InvalidSettings(
+            "--auth kubernetes only works inside a pod (KUBERNETES_SERVICE_HOST is not set): use"
+            " --auth token elsewhere"
+        )
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+def _api_server_tls(settings: WorkerSettings) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(settings.kube_ca))
+    except OSError as error:
+        raise InvalidSettings(
+            f"the Kubernetes CA {str(settings.kube_ca)!r} can't be used: {error}"
+        ) from error

@@ -1,0 +1,278 @@
+"""The port that weights come through, over TCP and over a Unix socket: transfers only, by ticket.
+
+Each connection has a thread, for bytes that pass an event loop would keep it from everything else.
+Who has shown no ticket is a stranger: little is read of it, and nobody waits for it. Strangers have places of
+their own, few of them from one address, and the oldest of them goes for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+
+from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.sources.incoming import Refusal
+from rollout_worker.sources.outward import Outward
+from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
+from rollout_worker.transfer.connection import Connection, first_to_go
+from rollout_worker.transfer.frames import (
+    LEASE_SECONDS,
+    PROTOCOL,
+    Kind,
+    Malformed,
+    TransferError,
+    Untrusted,
+)
+from rollout_worker.transfer.node import node_of
+from rollout_worker.transfer.tls import HANDSHAKE
+
+from .serving_certificate import ServingCertificate
+from .unix_socket import listen_at_path, remove_socket, socket_identity
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 64
+"""Who may be about to show a ticket, over TCP and over the Unix socket each."""
+MAX_STRANGERS_PER_ADDRESS = 32
+"""How many of them may come from one address, or one process."""
+GREETING_TIMEOUT_SECONDS = 10.0
+"""What a connection gets to say what it has come for."""
+BACKLOG = 128
+THREAD_STOP_SECONDS = 5.0
+FAREWELL_SECONDS = 1.0
+"""What who is turned away gets to read why."""
+ACCEPT_RETRY_SECONDS = 0.1
+"""After which a connection is taken again when there was no descriptor for one."""
+
+
+class WeightsPort:
+    """Listens from the beginning, serves from `start` to `stop`.
+
+    Args:
+        settings: Of the worker: which of the two it has.
+        desk: Knows the tickets; told where they can be used, and how other workers are reached.
+        certificate: Of the control port, shown here as well; None: this port speaks no TLS.
+
+    Raises:
+        BadSettings: The port is taken, or the socket can't be made.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, desk: Desk, certificate: ServingCertificate | None = None
+    ) -> None:
+        self._desk, self._certificate = desk, certificate
+        self._required = settings.weights_tls == "required"
+        self._listening: list[socket.socket] = []
+        self._path = settings.weights_socket
+        self._lock = threading.Lock()
+        self._strangers: dict[Connection, str] = {}
+        """And where they are, in the order in which they came."""
+        self._admitted: set[Connection] = set()
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+        port = node = None
+        if settings.weights_port is not None:
+            port = self._listen_on(_listen_tcp(settings.data_host, settings.weights_port))
+        if self._path is not None:
+            self._listen_on(listen_at_path(self._path, BACKLOG))
+            self._made = socket_identity(self._path)
+            node = node_of(str(self._path))
+        path = None if self._path is None else str(self._path)
+        desk.address = Address(port, path, node, self._required)
+        desk.outward = Outward.of(settings)
+
+    def _listen_on(self, sock: socket.socket) -> int:
+        self._listening.append(sock)
+        name = sock.getsockname()
+        return int(name[1]) if sock.family != socket.AF_UNIX else 0
+
+    def start(self) -> None:
+        """Take connections, in threads."""
+        for sock in self._listening:
+            thread = threading.Thread(
+                target=self._accept_connections, args=(sock,), name="weights-port", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """Take none any more and end those that are open; blocks until their threads have ended."""
+        self._stopped = True
+        for sock in self._listening:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if self._path is not None:
+            remove_socket(self._path, self._made)
+        with self._lock:
+            connections = [*self._strangers, *self._admitted]
+            threads = list(self._threads)
+        for connection in connections:
+            connection.interrupt()
+        for thread in threads:
+            thread.join(THREAD_STOP_SECONDS)
+        for sock in self._listening:
+            sock.close()
+
+    def _accept_connections(self, sock: socket.socket) -> None:
+        while not self._stopped:
+            try:
+                connected, address = sock.accept()
+            except OSError as error:
+                if self._stopped:
+                    return
+                logger.warning("a connection for weights could not be taken: %s", error)
+                with self._lock:  # there are too many descriptors
+                    if self._strangers:
+                        first_to_go(list(self._strangers)).interrupt()
+                time.sleep(ACCEPT_RETRY_SECONDS)
+                continue
+            try:
+                self._take_connection(connected, address)
+            except (OSError, RuntimeError) as error:  # gone again, or there is no thread for it
+                logger.warning("a connection for weights could not be taken: %s", error)
+                connected.close()
+
+    def _take_connection(self, connected: socket.socket, address: object) -> None:
+        place, connection = _caller_address(connected, address), Connection(connected)
+        connection.patience(GREETING_TIMEOUT_SECONDS)
+        thread = threading.Thread(
+            target=self._serve_connection, args=(connection,), name="weights", daemon=True
+        )
+        with self._lock:
+            if self._stopped:
+                return connection.close()
+            late = self._stranger_to_drop(connection, place)
+            if late is not None:
+                del self._strangers[late]
+                late.interrupt()
+            self._strangers[connection] = place
+            self._threads = [each for each in self._threads if each.is_alive()]
+            try:
+                thread.start()
+            except RuntimeError:
+                del self._strangers[connection]
+                raise
+            self._threads.append(thread)
+        return None
+
+    def _stranger_to_drop(self, connection: Connection, place: str) -> Connection | None:
+        """Return the stranger that has to go for another one."""
+        kin = [each for each in self._strangers if each.unix == connection.unix]
+        near = [each for each in kin if self._strangers[each] == place]
+        if len(near) >= MAX_STRANGERS_PER_ADDRESS:
+            return first_to_go(near)
+        return first_to_go(kin) if len(kin) >= MAX_STRANGERS else None
+
+    def _serve_connection(self, connection: Connection) -> None:
+        try:
+            work = self._read_greeting(connection)
+            if work is not None:
+                connection.patience(LEASE_SECONDS)
+                work(connection)
+        except TransferError as error:
+            known = connection in self._admitted
+            logger.log(
+                logging.INFO if known else logging.DEBUG,
+                "a connection for weights ended: %s",
+                error,
+            )
+        except Exception:
+            logger.exception("a connection for weights failed")
+        finally:
+            connection.close()
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._admitted.discard(connection)
+
+    def _read_greeting(self, connection: Connection) -> Work | None:
+        """Return what a stranger has come for, which is one no more; None: it was turned away.
+
+        Raises:
+            TransferError: It is gone, said nothing in time, or TLS fails.
+        """
+        if not self._begin_tls(connection):
+            return None
+        try:
+            if self._desk.idle:
+                raise no_ticket()
+            work = self._desk.work_for(connection.receive_first())
+        except Refusal as refusal:
+            _send_refusal(connection, refusal.slug, str(refusal))
+            return None
+        except Malformed as error:
+            fix = f"use the same release at both ends, this worker speaks protocol {PROTOCOL}"
+            _send_refusal(connection, "malformed", f"{error}: {fix}")
+            return None
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._admitted.add(connection)
+        return work
+
+    def _begin_tls(self, connection: Connection) -> bool:
+        """Begin TLS if the other end does; False: it had to, and was turned away.
+
+        Raises:
+            TransferError: The other end is gone, or TLS fails.
+        """
+        held = self._certificate
+        if connection.unix or (held is None and self._desk.idle):
+            return True
+        if connection.first_byte() != HANDSHAKE:
+            if self._required:
+                detail = (
+                    "this port takes weights over TLS alone: call it so, and trust the workers' CA"
+                )
+                self._refuse_stranger(connection, "tls-required", detail, "it spoke no TLS")
+            return not self._required
+        if held is None:
+            detail = (
+                "this port speaks no TLS: call it without, or start it with --weights-tls required"
+            )
+            self._refuse_stranger(
+                connection, "no-tls", detail, "it spoke TLS, which this port does not"
+            )
+            return False
+        try:
+            connection.secure(held.context)
+        except Untrusted as error:
+            self._desk.turned_away(str(error))
+            raise
+        return True
+
+    def _refuse_stranger(self, connection: Connection, slug: str, detail: str, why: str) -> None:
+        self._desk.turned_away(why)
+        _send_refusal(connection, slug, detail)
+
+
+def _send_refusal(connection: Connection, slug: str, detail: str) -> None:
+    """Say why a stranger is turned away."""
+    connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
+    connection.leave(FAREWELL_SECONDS)
+
+
+def _caller_address(connected: socket.socket, address: object) -> str:
+    """Return where a caller is: its address, or its process."""
+    if isinstance(address, tuple):
+        return str(address[0])
+    size = struct.calcsize("3i")
+    pid, *_ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return f"process {pid}"
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise InvalidSettings(
+            f"--weights-port {host}:{port} can't be used: {error.strerror}"
+        ) from error
+    return sock

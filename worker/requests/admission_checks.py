@@ -1,0 +1,220 @@
+"""What a request must meet before it is queued, as ordered checks that name the fix.
+
+Everything here is fast and free of side effects, so a request is checked and registered in one
+step of the event loop, and no commit can come in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout_worker.core.holds import WantedState
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
+from rollout_worker.schemas import GenerateRequest, Lifecycle, LogprobsOf, WeightsId
+from rollout_worker.wire.problems import ProblemError
+
+from .capability_checks import check_capabilities
+
+MAX_SEED = 2**63
+
+_NO_ENGINE = {
+    Lifecycle.STARTING: ("starting", "the worker is starting", 2),
+    Lifecycle.LOADING: ("starting", "the model is loading", 2),
+    Lifecycle.FAILED: ("failed", "the engine failed and is being restarted", 5),
+}
+
+
+def serving_refusal(
+    runtime: WorkerRuntime, active: WeightsId | None, required: WeightsId | None
+) -> ProblemError | None:
+    """Why no request may run now, or None. Readiness follows the same answer.
+
+    `active`: the serving weights; `required`: the floor below which nothing is served.
+    """
+    if not runtime.admitting:
+        return _admission_refusal(
+            "shutting-down", "the worker is shutting down: use another replica", 1
+        )
+    state = runtime.lifecycle.current_state
+    if state in _NO_ENGINE:
+        return _admission_refusal(*_NO_ENGINE[state])
+    if not runtime.is_alive:
+        return engine_failed_problem()
+    want = runtime.hold_target().want
+    if want is WantedState.ASLEEP or state in (
+        Lifecycle.DRAINING,
+        Lifecycle.ASLEEP,
+        Lifecycle.WAKING,
+    ):
+        return _admission_refusal(
+            "asleep", "the worker is asleep: wake it, or use another replica", 5
+        )
+    if want is WantedState.PAUSED or state is not Lifecycle.ACTIVE:
+        return _admission_refusal("paused", "the worker is paused: resume it, or try again", 1)
+    return _fence_refusal(runtime, active, required)
+
+
+def _fence_refusal(
+    runtime: WorkerRuntime, active: WeightsId | None, required: WeightsId | None
+) -> ProblemError | None:
+    if required is None:
+        if not runtime.settings.is_in_pool:
+            return None
+        return _admission_refusal(
+            "fenced", "no weights floor has been set yet (POST /v1/require)", 1
+        )
+    if active is None or active < required:
+        return ProblemError(
+            "fenced",
+            f"the active weights {active} are below the required {required}: stage and commit"
+            f" {required} or later, or use another replica",
+            retry_after=1,
+            active=_identity_fields(active),
+            required=_identity_fields(required),
+        )
+    return None
+
+
+def engine_failed_problem() -> ProblemError:
+    """What requests get from the moment in which an engine dies."""
+    return _admission_refusal(*_NO_ENGINE[Lifecycle.FAILED])
+
+
+def _admission_refusal(slug: str, detail: str, retry_after: int) -> ProblemError:
+    return ProblemError(slug, f"{detail}; nothing was generated", retry_after=retry_after)
+
+
+def _identity_fields(weights: WeightsId | None) -> dict[str, int] | None:
+    return None if weights is None else weights.model_dump()
+
+
+def check_version(request: GenerateRequest, active: WeightsId) -> WeightsId | None:
+    """Compare the request's bounds with the active weights; return the exact identity, if any.
+
+    Raises:
+        ProblemError: 409 `version-not-met`, retryable, which names the active weights.
+    """
+    epoch = active.epoch if request.epoch is None else request.epoch
+    exact = None
+    if request.exact_version is not None:
+        exact = WeightsId(epoch=epoch, version=request.exact_version)
+        if exact != active:
+            raise _version_not_met(f"exactly {exact}", active)
+    if request.min_version is not None or request.epoch is not None:
+        floor = WeightsId(epoch=epoch, version=request.min_version or 0)
+        if active < floor:
+            raise _version_not_met(f"at least {floor}", active)
+    return exact
+
+
+def _version_not_met(wanted: str, active: WeightsId) -> ProblemError:
+    return ProblemError(
+        "version-not-met",
+        f"the request wants weights {wanted}, but {active} are active: try again after the update,"
+        " use another replica, or change the bound",
+        retry_after=1,
+        active=_identity_fields(active),
+    )
+
+
+def expand_request(
+    request: GenerateRequest,
+    request_id: str,
+    engine: Engine,
+    info: EngineInfo,
+    default_logprobs: LogprobsOf,
+) -> Sequence[EngineRequest]:
+    """Return one engine request per output, with lengths, logprobs and seeds resolved.
+
+    Raises:
+        ProblemError: 413 or 422 that names the field.
+    """
+    sampling = request.sampling.model_copy(
+        update={"max_tokens": _resolve_max_tokens(request, info.max_length), "n": 1}
+    )
+    logprobs: LogprobsOf | None = default_logprobs
+    if request.logprobs is not None:
+        logprobs = None if request.logprobs == "none" else request.logprobs
+    seed = request.sampling.seed
+    requests = [
+        EngineRequest(
+            request_id=f"{request_id}/{index}",
+            token_ids=request.token_ids,
+            sampling=sampling
+            if seed is None
+            else sampling.model_copy(update={"seed": (seed + index) % MAX_SEED}),
+            logprobs=logprobs,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            session_id=request.session_id,
+            streamed=request.stream,
+        )
+        for index in range(request.sampling.n)
+    ]
+    try:
+        check_capabilities(requests[0], engine.capabilities)
+        engine.validate(requests[0])
+    except InvalidRequest as error:
+        raise invalid_problem(error) from error
+    return requests
+
+
+def invalid_problem(error: InvalidRequest) -> ProblemError:
+    """The engine's refusal, as a problem that names the field."""
+    slug = "too-long" if error.status == 413 else "unsupported"
+    named = f"{error.field}: {error}"
+    return ProblemError(slug, named, errors=[{"field": error.field, "message": str(error)}])
+
+
+def _resolve_max_tokens(request: GenerateRequest, max_length: int) -> int:
+    prompt = len(request.token_ids)
+    wanted = request.sampling.max_tokens
+    room = max_length - prompt
+    needed = wanted or max(1, request.sampling.min_tokens)
+    if room < needed:
+        raise _too_long_problem(prompt, needed, max_length)
+    return wanted or room
+
+
+def check_prompt_length(tokens: int, max_length: int) -> None:
+    """Refuse a prompt that leaves no room for one token, before anything is done with its ids.
+
+    Raises:
+        ProblemError: 413.
+    """
+    if tokens >= max_length:
+        raise _too_long_problem(tokens, 1, max_length)
+
+
+def _too_long_problem(prompt: int, needed: int, max_length: int) -> ProblemError:
+    return ProblemError(
+        "too-long",
+        f"{prompt} prompt tokens plus {needed} to generate exceed the maximum length of"
+        f" {max_length}: shorten the prompt, or lower sampling.max_tokens or min_tokens",
+        errors=[{"field": "token_ids", "message": f"{prompt} of {max_length} tokens"}],
+    )
+
+
+def check_queue_room(runtime: WorkerRuntime, waiting: int, wanted: int) -> None:
+    """Refuse a request that does not fit in the queue.
+
+    Raises:
+        ProblemError: 429 with Retry-After; 422 if it never will.
+    """
+    limit = runtime.settings.max_queue
+    if wanted > limit:
+        said = f"{wanted} outputs never fit into the queue (--max-queue {limit}): ask for fewer"
+        raise ProblemError(
+            "unsupported",
+            f"sampling.n: {said}",
+            errors=[{"field": "sampling.n", "message": said}],
+        )
+    if waiting + wanted > limit:
+        raise ProblemError(
+            "queue-full",
+            f"{waiting} outputs are queued and --max-queue is {limit}: try again, or use another"
+            " replica",
+            retry_after=1,
+            queued=waiting,
+        )

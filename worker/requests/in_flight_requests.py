@@ -1,0 +1,319 @@
+"""Requests in flight: one pump per output, abort with partial output, deadlines; whole.
+
+A *flight* is an accepted request; an *output* is one of its `n` continuations, and one request to
+the engine. Whatever happens, a flight ends with every output finished by the model, or aborted with
+a reason and its partial output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from functools import partial
+
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
+from rollout_worker.schemas import (
+    AbortReason,
+    DoneOutput,
+    GenerateResponse,
+    LogprobsOf,
+    StopReason,
+    StreamDelta,
+    StreamDone,
+    Timing,
+    Usage,
+    WeightsId,
+)
+
+from .admission_checks import invalid_problem
+from .running_output import RunningOutput
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_SECONDS = 90.0
+"""How long a request may outlive its own deadline before the worker gives up on it."""
+
+ABORT_TIMEOUT_SECONDS = 30.0
+"""How long the engine may take to end an aborted request; then the worker ends it itself."""
+
+
+class InFlightRequest:
+    """An accepted request."""
+
+    def __init__(
+        self, request_id: str, requests: Sequence[EngineRequest], exact: WeightsId | None
+    ) -> None:
+        self.request_id = request_id
+        self.exact = exact
+        self.outputs = [RunningOutput(index, request) for index, request in enumerate(requests)]
+        self.landing = len(self.outputs)
+        """Outputs whose pump has not ended."""
+        self.created = time.monotonic()
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self.fresh = asyncio.Event()
+        """Set when there is more to read: no queue, as its reader may be slow, or read no more."""
+        self.done = asyncio.Event()
+        self.refusal: InvalidRequest | None = None
+        """Why the engine refused it after it was accepted."""
+        self.deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def logprobs_kind(self) -> LogprobsOf | None:
+        """Kind of its logprobs; None if it has none."""
+        return self.outputs[0].request.logprobs
+
+    def check_answered(self) -> None:
+        """Make sure that a finished flight has an answer.
+
+        Raises:
+            ProblemError: the engine refused it before it generated a token.
+        """
+        if self.refusal is not None and not any(output.token_ids for output in self.outputs):
+            raise invalid_problem(self.refusal)
+
+    async def wait_finished(self, deadline_seconds: float) -> None:
+        """Wait until it ends, by its own deadline at the latest.
+
+        Raises:
+            ProblemError: see `check_answered`.
+        """
+        async with asyncio.timeout(deadline_seconds + ANSWER_TIMEOUT_SECONDS):
+            await self.done.wait()
+        self.check_answered()
+
+    async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
+        """Yield what it has made since the last look, to one reader, until it ends.
+
+        Raises:
+            ProblemError: see `check_answered`.
+        """
+        until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_TIMEOUT_SECONDS
+        read, ended = [0] * len(self.outputs), False
+        while not ended:
+            async with asyncio.timeout_at(until):
+                await self.fresh.wait()
+            self.fresh.clear()
+            ended = self.done.is_set()  # asked first: what comes meanwhile is read once more
+            for place, output in enumerate(self.outputs):
+                delta = output.delta_since(read[place])
+                if delta is not None:
+                    read[place] += len(delta.token_ids)
+                    yield delta
+        self.check_answered()
+
+    def to_response(self) -> GenerateResponse:
+        """The answer of a finished flight."""
+        return GenerateResponse(
+            request_id=self.request_id,
+            logprobs_of=self.logprobs_kind,
+            outputs=tuple(output.to_result() for output in self.outputs),
+            usage=self._token_usage(),
+            timing=self._measured_timing(),
+        )
+
+    def final_event(self) -> StreamDone:
+        """The closing event of a finished flight."""
+        return StreamDone(
+            request_id=self.request_id,
+            logprobs_of=self.logprobs_kind,
+            outputs=tuple(
+                DoneOutput(
+                    index=output.index,
+                    stop_reason=output.stop_reason or StopReason.ABORTED,
+                    stop_match=output.stop_match,
+                    abort_reason=output.abort_reason,
+                    **output.abort_cause,
+                )
+                for output in self.outputs
+            ),
+            usage=self._token_usage(),
+            timing=self._measured_timing(),
+        )
+
+    def _token_usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.outputs[0].request.token_ids),
+            completion_tokens=sum(len(output.token_ids) for output in self.outputs),
+            cached_tokens=sum(output.cached_tokens for output in self.outputs),
+        )
+
+    def _measured_timing(self) -> Timing:
+        assert self.ended is not None, "only a finished flight is answered"
+        first = None if self.first_token is None else self.first_token - self.created
+        return Timing(
+            queued_seconds=min(output.queued_seconds for output in self.outputs),
+            first_token_seconds=first,
+            total_seconds=self.ended - self.created,
+            preemptions=sum(output.preemptions for output in self.outputs),
+        )
+
+
+class InFlightRequests:
+    """All requests in flight on one worker, by request id."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+        self._flights: dict[str, InFlightRequest] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        runtime.telemetry.watch_load(
+            lambda: runtime.engine_stats().running, lambda: self.waiting_count
+        )
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._flights
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def unfinished_outputs(self) -> dict[str, RunningOutput]:
+        """All unfinished outputs, by the engine's request id."""
+        return {
+            output.request.request_id: output
+            for flight in self._flights.values()
+            for output in flight.outputs
+            if output.stop_reason is None
+        }
+
+    @property
+    def waiting_count(self) -> int:
+        """Accepted outputs that the engine has not started."""
+        return max(0, len(self.unfinished_outputs) - self._runtime.engine_stats().running)
+
+    def outputs_pinned_elsewhere(self, active: WeightsId) -> list[RunningOutput]:
+        """Unfinished outputs that asked for exactly one identity, other than this one."""
+        return [
+            output
+            for flight in self._flights.values()
+            if flight.exact not in (None, active)
+            for output in flight.outputs
+            if output.stop_reason is None
+        ]
+
+    def launch_request(self, flight: InFlightRequest, deadline_seconds: float) -> None:
+        """Register a flight and start its pumps; call it right after the admission check."""
+        self._flights[flight.request_id] = flight
+        loop = asyncio.get_running_loop()
+        flight.deadline = loop.call_later(deadline_seconds, self._expire_request, flight)
+        self._runtime.telemetry.prompt_tokens.inc(len(flight.outputs[0].request.token_ids))
+        for output in flight.outputs:
+            output.pump = asyncio.create_task(self._pump_output(flight, output))
+            # Not in the pump itself: one that is cancelled before its first step runs nothing.
+            output.pump.add_done_callback(partial(self._finish_output, flight, output))
+
+    def _expire_request(self, flight: InFlightRequest) -> None:
+        abort = asyncio.create_task(self.abort_requests([flight], AbortReason.DEADLINE))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
+
+    async def _pump_output(self, flight: InFlightRequest, output: RunningOutput) -> None:
+        try:
+            async for delta in self._generate_deltas(output):
+                self._take_delta(flight, output, delta)
+        except EngineCrashed as error:
+            self._runtime.report_crash(str(error))
+        except InvalidRequest as error:
+            flight.refusal = error
+        except asyncio.CancelledError:
+            # Only `abort` and `fail_all` cancel a pump, after they have recorded why.
+            pass
+        except Exception:
+            logger.exception(
+                "the engine failed during a request", extra={"request": flight.request_id}
+            )
+
+    async def _generate_deltas(self, output: RunningOutput) -> AsyncIterator[EngineDelta]:
+        engine = self._runtime.engine
+        # It may have been aborted since admission: the engine doesn't know about it yet.
+        if output.aborting is not None or engine is None:
+            return
+        async for delta in engine.generate(output.request):
+            yield delta
+
+    def _take_delta(
+        self, flight: InFlightRequest, output: RunningOutput, delta: EngineDelta
+    ) -> None:
+        output.append_delta(delta)
+        if delta.token_ids:
+            self._count_tokens(flight, output, len(delta.token_ids))
+            flight.fresh.set()
+
+    def _count_tokens(self, flight: InFlightRequest, output: RunningOutput, tokens: int) -> None:
+        now, telemetry = time.monotonic(), self._runtime.telemetry
+        if flight.first_token is None:
+            flight.first_token = now
+            # Now, not at its end: a request may go on for half an hour.
+            telemetry.first_token_seconds.observe(now - flight.created)
+        if output.latest is not None:
+            telemetry.inter_token_seconds.observe((now - output.latest) / tokens)
+        output.latest = now
+        telemetry.generated_tokens.inc(tokens)
+
+    def _finish_output(
+        self, flight: InFlightRequest, output: RunningOutput, _: asyncio.Task[None]
+    ) -> None:
+        telemetry = self._runtime.telemetry
+        output.mark_aborted(output.aborting or AbortReason.ENGINE)
+        assert output.stop_reason is not None
+        telemetry.requests.labels(output.stop_reason.value).inc()
+        flight.landing -= 1
+        if flight.landing:
+            return
+        flight.ended = time.monotonic()
+        if flight.deadline is not None:
+            flight.deadline.cancel()
+        telemetry.request_seconds.observe(flight.ended - flight.created)
+        del self._flights[flight.request_id]
+        flight.done.set()
+        flight.fresh.set()
+        self._runtime.changed.notify_all()
+
+    async def abort_requests(self, flights: Iterable[InFlightRequest], reason: AbortReason) -> None:
+        """End these flights with their partial output; return once they have ended."""
+        outputs = [o for flight in flights for o in flight.outputs if o.stop_reason is None]
+        await self.abort_outputs(outputs, reason)
+
+    async def abort_outputs(self, outputs: Collection[RunningOutput], reason: AbortReason) -> None:
+        """End single outputs with what they have so far; return once they have ended."""
+        if not outputs:
+            return
+        for output in outputs:
+            output.aborting = output.aborting or reason
+        runtime = self._runtime
+        if runtime.engine is not None:
+            ids = {output.request.request_id for output in outputs}
+            try:
+                await runtime.call_engine(
+                    runtime.engine.abort(ids, reason), ABORT_TIMEOUT_SECONDS, "abort"
+                )
+            except EngineCrashed:
+                logger.warning("the engine died while requests were being aborted")
+        pumps = {output.pump for output in outputs if output.pump is not None}
+        _, late = await asyncio.wait(pumps, timeout=ABORT_TIMEOUT_SECONDS)
+        for pump in late:
+            pump.cancel()
+
+    async def abort_all(self, reason: AbortReason) -> None:
+        """End everything in flight, with partial output."""
+        await self.abort_requests(list(self._flights.values()), reason)
+
+    async def abort_ids(self, ids: Collection[str], reason: AbortReason) -> set[str]:
+        """End the named requests; return those that were in flight."""
+        known = {request_id for request_id in ids if request_id in self._flights}
+        await self.abort_requests([self._flights[request_id] for request_id in known], reason)
+        return known
+
+    def request_ids(self) -> list[str]:
+        """Ids of all requests in flight."""
+        return list(self._flights)
+
+    def fail_all(self) -> None:
+        """End everything as aborted (`engine`), without the engine, which is dead."""
+        for output in self.unfinished_outputs.values():
+            output.aborting = output.aborting or AbortReason.ENGINE
+            if output.pump is not None:
+                output.pump.cancel()

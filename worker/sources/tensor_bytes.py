@@ -1,0 +1,187 @@
+"""Tensors of this process as a source of weights: named, described, read chunk by chunk for their hash.
+
+Bytes are those that a file of safetensors would hold, so the same values have the same root hash. Those
+on a device come through main memory in chunks, never as a whole. torch is imported inside functions: not
+every worker has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rollout_worker.engine import (
+    Sink,
+    TensorEntry,
+    TensorSpec,
+    TrainerTensors,
+    WeightsLayout,
+    WeightsRejected,
+)
+from rollout_worker.threads import run_in_thread
+from rollout_worker.transfer.layout import TORCH_NAMES
+from rollout_worker.weights import check_layout
+
+from .checkpoint_files import CHUNK_BYTES, Report, WholeVersion, read_source
+from .tensor_filling import OpenSlot, fill_from_source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class HandedOver(WholeVersion):
+    """Tensors as a source; see `files.ReadableSource`."""
+
+    tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Its tensors, in the order of their names.
+
+        Raises:
+            WeightsRejected: safetensors has no such dtype.
+        """
+        return entries_of(self.tensors)
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.spec.nbytes for entry in self.entries)
+
+    def read_chunks(
+        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
+    ) -> Iterator[memoryview]:
+        """See `ReadableSource.read_chunks`."""
+        begin = 0
+        for chunk in _chunks(self.tensors[entry.name]):
+            if view is not None:
+                view[begin : begin + len(chunk)] = chunk
+            begin += len(chunk)
+            yield chunk
+
+    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+        """See `ReadableSource.check_promise`: nothing was promised."""
+
+
+def named(given: Any) -> dict[str, Tensor]:
+    """Return tensors by name, of a module, a mapping or pairs of name and tensor; nothing is copied.
+
+    Raises:
+        WeightsRejected: a name comes twice, or something is no plain tensor.
+    """
+    from torch.nn import Module
+
+    if isinstance(given, Module):
+        given = given.state_dict(keep_vars=True)
+    pairs: Iterable[tuple[str, Any]] = given.items() if isinstance(given, Mapping) else given
+    found: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        if name in found:
+            raise WeightsRejected(f"tensor {name!r} is handed over twice: keep one", tensor=name)
+        found[name] = _plain(name, tensor)
+    return found
+
+
+def _plain(name: str, tensor: Any) -> Tensor:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise WeightsRejected(f"{name!r} is a {kind}: hand over torch tensors", tensor=name)
+    if hasattr(tensor, "full_tensor"):
+        raise WeightsRejected(
+            f"tensor {name!r} is a shard of several ranks: hand over its full_tensor()", tensor=name
+        )
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise WeightsRejected(
+            f"tensor {name!r} has no dense values here: hand over strided tensors", tensor=name
+        )
+    return tensor.detach()
+
+
+def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
+    """Describe tensors as their checkpoint's file would, ordered by name.
+
+    Raises:
+        WeightsRejected: safetensors has no such dtype.
+    """
+    found = []
+    for name, tensor in sorted(tensors.items()):
+        dtype = _DTYPES.get(str(tensor.dtype))
+        if dtype is None:
+            raise WeightsRejected(
+                f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors does not support",
+                tensor=name,
+            )
+        found.append(TensorEntry(name, TensorSpec(dtype, tuple(tensor.shape))))
+    return tuple(found)
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in order."""
+    import torch
+
+    if not tensor.numel():
+        return
+    # Of a tensor with gaps this is a copy, on its own device.
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for begin in range(0, flat.numel(), CHUNK_BYTES):
+        array: Any = flat[begin : begin + CHUNK_BYTES].cpu().numpy()
+        yield memoryview(array).cast("B")
+
+
+def settled(tensors: Mapping[str, Tensor]) -> None:
+    """Wait until what the caller's streams still write to these tensors is written."""
+    import torch
+
+    for device in {each.device for each in tensors.values() if each.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+async def fill(
+    open_slot: OpenSlot,
+    layout: WeightsLayout,
+    given: TrainerTensors,
+    verify: Callable[[str], None],
+    report: Report = lambda done, total: None,
+) -> Sink:
+    """Return a sealed sink with what was handed over: the tensors themselves, or a copy of them.
+
+    Args:
+        open_slot: Takes the tensors, or gives the memory.
+        layout: What they must be.
+        given: The tensors; who copies them releases them. After a failure they are as before.
+        verify: Raises unless the root hash is the right one; called in the loop.
+        report: Told of progress, in a thread.
+
+    Raises:
+        WeightsRejected: a missing, unexpected or ill-shaped tensor, or one that was changed meanwhile.
+        EngineError: the engine has no room.
+    """
+    source = HandedOver(given.tensors)
+    check_layout(layout, source.entries, "what was handed over")
+    sink = await fill_from_source(open_slot, layout, source, verify, report, given=given)
+    if not sink.took:
+        given.release()
+    return sink
+
+
+async def content_of(given: TrainerTensors) -> str:
+    """Return the root hash of what was handed over.
+
+    Raises:
+        WeightsRejected: a dtype that no file has.
+    """
+    source = HandedOver(given.tensors)
+    return await run_in_thread(
+        lambda cancelled: read_source(
+            source, {}, lambda _: None, lambda done, total: None, cancelled
+        ),
+        threading.Event(),
+    )

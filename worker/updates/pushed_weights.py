@@ -1,0 +1,266 @@
+"""Pushed weights of one worker: who may bring them, what is kept of them, who may fetch that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import EngineError
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.schemas import (
+    ActiveWeights,
+    Base,
+    KeptWeights,
+    OfferRequest,
+    OfferResponse,
+    PushedBytes,
+    StagedWeights,
+    StageRequest,
+    WeightsId,
+)
+from rollout_worker.sources.basis import Basis
+from rollout_worker.sources.fetching import Fetching
+from rollout_worker.sources.giving import Gives, Kept, kept_of
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.pushed import Desk
+from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.tensor_filling import Elsewhere
+from rollout_worker.transfer.spare import Used
+from rollout_worker.weights import check_layout
+from rollout_worker.wire.problems import ProblemError, conflict_problem
+
+from .staging_slot import StagingSlot
+
+logger = logging.getLogger(__name__)
+
+
+class PushedWeights:
+    """See the module.
+
+    Args:
+        runtime: Of the worker.
+        staging: What memory of staged weights is charged to.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, staging: StagingBudget) -> None:
+        self._runtime = runtime
+        self._claim, self._freeing = staging.claim_memory, staging.freeing
+        self.spare = staging.spare
+        self.desk = Desk()
+        self.kept: Kept | None = None
+        """The pushed bytes of the active weights, for joiners and for our own refills."""
+
+    def to_view(self) -> KeptWeights | None:
+        """What is kept, as clients see it."""
+        return None if self.kept is None else self.kept.view()
+
+    def check_pushed(self, pushed: PushedBytes) -> None:
+        """Refuse pushed bytes where nobody could bring them.
+
+        Raises:
+            ProblemError: 422.
+        """
+        if self._runtime.gang is not None and self.desk.address.port is None:
+            fix = "the other nodes can't fetch them here: start the head with --weights-port"
+        elif not pushed.peers and not self.desk.address.anywhere:
+            fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
+        else:
+            return
+        errors = [{"field": "source.pushed", "message": fix}]
+        raise ProblemError("unsupported", fix, errors=errors)
+
+    def begin_incoming(self, identity: WeightsId, request: StageRequest) -> Incoming | None:
+        """Return what is going to arrive, if bytes are pushed; peers are asked at once."""
+        pushed = request.source.pushed
+        if pushed is None:
+            return None
+        _, info = self._runtime.loaded_engine()
+        check = partial(check_layout, info.layout, where="what was pushed")
+        basis = None if pushed.base is None else self._hold_delta_base(pushed.base)
+        # A delta is applied in place, which a page that can't be had later would end.
+        # Nor does any process map what a gang receives: all nodes copy it.
+        private = not info.by_path or self._runtime.gang is not None
+        room = partial(self._allocate_memory, hollow=basis is None, private=private)
+        incoming = Incoming(identity, pushed, check, room, basis)
+        if pushed.peers:
+            Fetching(incoming, pushed.peers, self.desk.outward, request.root_hash).start()
+        return incoming
+
+    def view_with_ticket(self, caller: str, slot: StagingSlot) -> StagedWeights:
+        """Return the slot's view, with a ticket if the caller is to bring the bytes."""
+        view, incoming = slot.to_view(), slot.incoming
+        if incoming is None or incoming.fetched or slot.caller != caller or view.phase != "Staging":
+            return view
+        return view.model_copy(update={"transfer": self.desk.expect(incoming)})
+
+    def fill_other_nodes(
+        self,
+        source: Gives,
+        root_hash: str | None,
+        seconds: float,
+        *,
+        on_disk: bool = False,
+    ) -> Elsewhere | None:
+        """How the other nodes of a gang fill the same slot: from here; None: there are none."""
+        gang, host = self._runtime.gang, self._runtime.settings.leader_address
+        if gang is None:
+            return None
+        assert host is not None, "checked by the settings"
+        return partial(
+            gang.fill_slots,
+            source=lambda: self.desk.for_member(source, host),
+            root_hash=root_hash,
+            on_disk=on_disk,
+            seconds=seconds,
+        )
+
+    def check_base(
+        self, request: StageRequest, active: ActiveWeights | None, slot: StagingSlot | None
+    ) -> None:
+        """Refuse a delta of anything but what serves here, with its bytes and room beside them.
+
+        Raises:
+            ProblemError: 409 `wrong-base`.
+        """
+        pushed = request.source.pushed
+        if pushed is None or (base := pushed.base) is None:
+            return
+        if active is None or (active.epoch, active.version, active.root_hash) != _base_key(base):
+            raise self._wrong_base_problem(base, "it does not serve here")
+        kept = self._hold_delta_base(base)
+        kept.release()
+        if pushed.layout_id not in (None, kept.layout_id):
+            raise self._wrong_base_problem(base, f"it has the layout {kept.layout_id}")
+        begun = None if slot is None or slot.incoming is None else slot.incoming
+        if (
+            begun is not None
+            and begun.identity == _request_identity(request)
+            and begun.basis is None
+        ):
+            raise self._wrong_base_problem(base, "these weights are being staged without one")
+        if pushed.bytes is not None:
+            try:
+                self._claim(pushed.bytes, self.spare.nbytes)()
+            except EngineError as error:
+                raise self._wrong_base_problem(base, str(error)) from error
+
+    def _hold_delta_base(self, base: Base) -> Basis:
+        """Hold what is kept of the base.
+
+        Raises:
+            ProblemError: 409 `wrong-base`, it is not kept.
+        """
+        kept = self.kept
+        identity = WeightsId(epoch=base.epoch, version=base.version)
+        if kept is None or kept.identity != identity or kept.end.root_hash != base.root_hash:
+            raise self._wrong_base_problem(base, "this worker does not keep its bytes")
+        memory = kept.memory
+        return Basis(base, kept.layout.layout_id, memory, memory.hold(), kept.patch)
+
+    def _wrong_base_problem(self, base: Base, why: str) -> ProblemError:
+        named = WeightsId(epoch=base.epoch, version=base.version)
+        return conflict_problem(
+            "wrong-base",
+            f"no delta of weights {named} (root_hash {base.root_hash}) can come: {why}; stage"
+            " without source.pushed.base, and send all bytes",
+        )
+
+    def _allocate_memory(
+        self, nbytes: int, *, hollow: bool, private: bool
+    ) -> tuple[Memory, Callable[[], None]]:
+        """Take memory for pushed bytes, as `Memory` does; what is kept goes first if there is no room else.
+
+        Raises:
+            EngineError: There is none.
+            ArenaError: The kernel gives none.
+        """
+        size = max(nbytes, 1)
+        used = self.spare.take(size)
+        try:
+            give_back = self._charge_memory(nbytes, 0 if used is None else size)
+        except EngineError:
+            if used is not None:
+                used.slot.close()
+            raise
+        try:
+            memory = Memory(
+                size, used=used, recycle=self._recycle_memory, hollow=hollow, private=private
+            )
+            return memory, give_back
+        except BaseException:
+            give_back()
+            raise
+
+    def _charge_memory(self, nbytes: int, there: int) -> Callable[[], None]:
+        try:
+            return self._claim(nbytes, there)
+        except EngineError:
+            if self.kept is None:
+                raise
+            self.drop_kept()
+            return self._claim(nbytes, there)
+
+    def keep_slot(self, slot: StagingSlot) -> None:
+        """Keep the pushed bytes of a slot that serves now, and none from before."""
+        former = self.kept
+        self.kept = None if slot.incoming is None else kept_of(slot.incoming)
+        if self.kept is None:
+            self._freeing.free_soon(self.spare.drop)
+        self._free_former(former)
+
+    def _recycle_memory(self, used: Used) -> None:
+        """Have memory used again, as long as this worker's weights are pushed ones."""
+        if self.kept is None:
+            used.slot.close()
+        else:
+            self.spare.put(used)
+
+    def close(self) -> None:
+        """Keep nothing, and no memory for what might come."""
+        self.drop_kept()
+        self.spare.drop()
+
+    def drop_kept(self) -> None:
+        """Keep nothing; may be called from any thread."""
+        former, self.kept = self.kept, None
+        self._free_former(former)
+
+    def _free_former(self, former: Kept | None) -> None:
+        """Offer what was kept no more, and free it."""
+        if former is not None:
+            self.desk.withdraw()
+            self._freeing.free_soon(former.release)
+
+    def offer_kept(
+        self, caller: str, request: OfferRequest, facts: Mapping[str, Any]
+    ) -> OfferResponse:
+        """Return what another worker has to know to fetch what is kept here.
+
+        Raises:
+            ProblemError: 409 `no-copy`, with these facts.
+        """
+        kept = self.kept
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        if kept is not None and kept.identity == identity and self.desk.address.port is not None:
+            logger.info("offering weights %s to a peer of %r", identity, caller)
+            return self.desk.offer(kept)
+        why = "nothing" if kept is None else str(kept.identity)
+        if kept is not None and self.desk.address.port is None:
+            why += ", but has no --weights-port"
+        raise conflict_problem(
+            "no-copy",
+            f"weights {identity} can't be fetched here: this worker keeps {why}; ask another"
+            " member, or publish again",
+            **facts,
+        )
+
+
+def _request_identity(request: StageRequest) -> WeightsId:
+    return WeightsId(epoch=request.epoch, version=request.version)
+
+
+def _base_key(base: Base) -> tuple[int, int, str]:
+    return base.epoch, base.version, base.root_hash

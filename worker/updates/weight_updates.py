@@ -1,0 +1,447 @@
+"""Which weights are active, which are staged, and the one staging slot; whole, for one lock guards all of it.
+
+Order is lexicographic (epoch, version) everywhere, and an identity is bound to its content. The
+flip itself is in `commits`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rollout_worker.core.weights_fence import WeightsFence
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import EngineError, EngineInfo, Sink, TrainerTensors, WeightsRejected
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.schemas import (
+    CHECKPOINT,
+    ActiveWeights,
+    Checkpoint,
+    DiscardRequest,
+    DiscardResponse,
+    OfferRequest,
+    OfferResponse,
+    RequireRequest,
+    StagedWeights,
+    StageRequest,
+    StageSource,
+    WeightsDtypes,
+    WeightsId,
+    WeightsSource,
+    WeightsState,
+)
+from rollout_worker.sources import tensor_bytes
+from rollout_worker.sources.pushed import refill
+from rollout_worker.sources.tensor_filling import (
+    Elsewhere,
+    Located,
+    fill_sink,
+    locate_source,
+    resolve_within,
+)
+from rollout_worker.wire.problems import ProblemError, conflict_problem
+
+from .pushed_weights import PushedWeights
+from .staging_slot import StagingSlot, content_mismatch, is_same_content
+
+logger = logging.getLogger(__name__)
+
+REFILL_TIMEOUT_SECONDS = 1800.0
+"""What the other nodes of a gang get to bring the active weights again."""
+DTYPE_LOOKUP_SECONDS = 1.0
+"""What looking up a path is given at least."""
+
+CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
+
+
+class WeightUpdates:
+    """The weights' state of one worker."""
+
+    def __init__(self, runtime: WorkerRuntime, staging: StagingBudget) -> None:
+        self._runtime = runtime
+        self.pushes = PushedWeights(runtime, staging)
+        self.freeing, self._settle = staging.freeing, staging.wait_until_freed
+        self.active: ActiveWeights | None = None
+        self.source = CHECKPOINT_SOURCE
+        """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
+        self._given_source = CHECKPOINT_SOURCE
+        self.given: TrainerTensors | None = None
+        """The active weights' bytes, if they are tensors of this process and still there."""
+        self.empty = False
+        """Whether the weights' memory is there without values; then nothing is generated."""
+        self.previous: ActiveWeights | None = None
+        self.slot: StagingSlot | None = None
+        self.slot_lock = asyncio.Lock()
+        """Held while the slot is replaced or committed, and while the weights fall asleep."""
+        self._room = asyncio.Lock()
+        """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
+        self.fence = WeightsFence()
+        self.commit_seq = 0
+
+    async def wait_until_freed(self) -> None:
+        """Return once memory of former weights is free; not for ever."""
+        await asyncio.to_thread(self._settle)
+
+    @property
+    def active_identity(self) -> WeightsId | None:
+        """Identity of the active weights."""
+        return None if self.active is None else self.active.identity
+
+    @property
+    def refusal_facts(self) -> dict[str, dict[str, int] | None]:
+        """What every refusal says besides its reason: which weights are active."""
+        return {
+            "active": None if self.active_identity is None else self.active_identity.model_dump()
+        }
+
+    def to_view(self) -> WeightsState:
+        """The state as clients see it."""
+        return WeightsState(
+            active=None if self.empty else self.active,
+            previous=self.previous,
+            staged=None if self.slot is None else self.slot.to_view(),
+            required=self.fence.floor,
+            fence_epoch=self.fence.epoch,
+            commit_seq=self.commit_seq,
+            kept=self.pushes.to_view(),
+        )
+
+    def checkpoint_dtypes(self) -> WeightsDtypes:
+        """Return the dtypes of the model's checkpoint, which every version has to have.
+
+        Raises:
+            ProblemError: No model is loaded.
+        """
+        layout = self._runtime.loaded_engine()[1].layout
+        specs = {**layout.optional, **layout.required}
+        return WeightsDtypes(dtypes={name: spec.dtype for name, spec in specs.items()})
+
+    def raise_fence(self, caller: str, request: RequireRequest) -> WeightsState:
+        """Raise the fence.
+
+        Raises:
+            ProblemError: 409, it would go down.
+        """
+        self.fence.raise_to(caller, request)
+        if request.drain_seconds is not None:
+            self._runtime.drain_seconds = request.drain_seconds
+        self._runtime.changed.notify_all()
+        return self.to_view()
+
+    def check_order(self, identity: WeightsId) -> None:
+        """Refuse identities below the active weights or of a fenced epoch.
+
+        Raises:
+            ProblemError: 409 `stale-epoch` or `version-regressed`.
+        """
+        self.fence.check_epoch(identity.epoch, **self.refusal_facts)
+        active = self.active_identity
+        if active is not None and identity < active:
+            raise _regression_problem(identity, active, "active")
+
+    # Stage.
+
+    async def stage_weights(
+        self, caller: str, request: StageRequest, given: TrainerTensors | None = None
+    ) -> StagedWeights:
+        """Begin to stage beside the serving weights; returns at once.
+
+        Args:
+            caller: Who asks.
+            request: What to stage.
+            given: Tensors of this process in the place of the source.
+
+        Raises:
+            ProblemError: 409, the state or the order of identities forbids it; 422, the path; 503, the engine has
+                just died.
+        """
+        self._runtime.loaded_engine()
+        if not self._runtime.is_alive:
+            raise ProblemError("failed", "the engine died and is being restarted", retry_after=5)
+        self.check_resident()
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        self.check_order(identity)
+        settings = self._runtime.settings
+        if request.source.pushed is not None and given is None:
+            self.pushes.check_pushed(request.source.pushed)
+        # However short the deadline, the slot tells that it passed: the path alone takes no time.
+        seconds = max(request.deadline_seconds, DTYPE_LOOKUP_SECONDS)
+        resolved = await resolve_within(request.source.without_bytes, settings, seconds)
+        active = self.active
+        assert active is not None, "an engine has loaded weights"
+        if given is not None and identity in self._known_identities:
+            content = await tensor_bytes.content_of(given)
+            request = request.model_copy(update={"root_hash": content})
+        if identity == active.identity:
+            known = self._answer_if_active(request, active, resolved)
+            if not self.empty:
+                return known
+            request = request.model_copy(update={"root_hash": active.root_hash})
+        try:
+            async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
+                return await self._begin_stage(caller, request, resolved, given)
+        except TimeoutError:
+            raise ProblemError(
+                "deadline-exceeded", "the staging slot was busy: try again", retry_after=1
+            ) from None
+
+    def check_resident(self) -> None:
+        """Refuse to touch weights that are not in memory.
+
+        Raises:
+            ProblemError: 409 `asleep`.
+        """
+        if not self._runtime.engine_stats().resident.weights:
+            raise conflict_problem(
+                "asleep",
+                'the weights\' memory is given back: POST /v1/wake {"tags": ["weights"]}',
+                **self.refusal_facts,
+            )
+
+    @property
+    def _known_identities(self) -> set[WeightsId | None]:
+        """Identities that are bound to content here."""
+        return {self.active_identity, None if self.slot is None else self.slot.identity}
+
+    async def _begin_stage(
+        self,
+        caller: str,
+        request: StageRequest,
+        resolved: WeightsSource,
+        given: TrainerTensors | None,
+    ) -> StagedWeights:
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        # A commit or a sleep may have gone by while we waited for the slot.
+        self._runtime.loaded_engine()
+        self.check_resident()
+        self.check_order(identity)
+        slot = self.slot
+        if request.source.pushed is not None:
+            self.pushes.check_base(request, self.active, slot)
+        if slot is not None and slot.error is None:
+            if identity == slot.identity:
+                slot.answer_repeated(request, resolved)
+                return self._slot_answer(caller, slot)
+            if identity < slot.identity:
+                raise _regression_problem(identity, slot.identity, "staged", **self.refusal_facts)
+        await self.clear_slot()
+        self._runtime.loaded_engine()  # that may have taken its time
+        pushed = request.source.pushed is not None and given is None
+        incoming = self.pushes.begin_incoming(identity, request) if pushed else None
+        slot = self.slot = StagingSlot(request, resolved, given, caller=caller, incoming=incoming)
+        logger.info("staging weights %s for %r", identity, caller)
+        slot.task = asyncio.create_task(self._stage_slot(slot))
+        return self._slot_answer(caller, slot)
+
+    def _slot_answer(self, caller: str, slot: StagingSlot) -> StagedWeights:
+        """Tell of the slot, and of how to bring pushed bytes to it."""
+        return (
+            slot.to_view() if slot.incoming is None else self.pushes.view_with_ticket(caller, slot)
+        )
+
+    def offer_weights(self, caller: str, request: OfferRequest) -> OfferResponse:
+        """Offer pushed weights that are kept here; see `PushedWeights.offer_kept`."""
+        return self.pushes.offer_kept(caller, request, self.refusal_facts)
+
+    def _answer_if_active(
+        self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
+    ) -> StagedWeights:
+        if not is_same_content(request, active.root_hash, same_source=resolved == self.source):
+            raise content_mismatch(active.identity, active.root_hash)
+        return StagedWeights(
+            epoch=active.epoch,
+            version=active.version,
+            source=self._given_source,
+            phase="Staged",
+            root_hash=active.root_hash,
+            labels=active.labels,
+        )
+
+    async def _stage_slot(self, slot: StagingSlot) -> None:
+        start = time.monotonic()
+        seconds = slot.deadline_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._runtime.call_engine(
+                    self._fill_slot(slot),
+                    inf,  # the timeout above ends it
+                    "stage",
+                    fatal=False,
+                )
+        except TimeoutError:
+            slot.error = f"not staged within {seconds:g} s: raise deadline_seconds and stage again"
+        except EngineError as error:
+            slot.error, slot.slug = str(error), error.slug
+        except Exception as error:
+            logger.exception("staging %s failed", slot.identity)
+            slot.error = f"internal error: {error}"
+        self._runtime.telemetry.update_seconds.labels("stage").observe(time.monotonic() - start)
+        if slot.error:
+            slot.give_up_push(slot.error)
+            logger.warning("staging weights %s failed: %s", slot.identity, slot.error)
+        else:
+            logger.info("staged weights %s", slot.identity)
+        self._runtime.changed.notify_all()
+
+    async def _fill_slot(self, slot: StagingSlot) -> None:
+        engine, info = self._runtime.loaded_engine()
+        async with self._room:
+            if slot.incoming is not None:
+                others = self.pushes.fill_other_nodes(
+                    slot.incoming, slot.expected, slot.deadline_seconds
+                )
+                await slot.receive_pushed(engine, info.layout, others)
+                return
+            elsewhere = self._fill_other_nodes(slot.resolved, slot.expected, slot.deadline_seconds)
+            located = self._locate_source(slot.resolved, info)
+            await slot.fill_slot(engine, info.layout, located, elsewhere)
+
+    def _locate_source(self, source: WeightsSource, info: EngineInfo) -> Located:
+        return locate_source(source, self._runtime.settings, Path(info.model))
+
+    @property
+    def has_no_copy(self) -> bool:
+        """Whether the active weights' bytes are nowhere that `refill` could read."""
+        handed_over = self.given is not None and bool(self.given.tensors)
+        return self.source.pushed is not None and not handed_over and self.pushes.kept is None
+
+    async def refill_active(self, *, on_disk: bool = False) -> Sink:
+        """Bring the active weights again; see `engine.WeightsRefill`."""
+        engine, info, active = self._runtime.engine, self._runtime.info, self.active
+        assert engine is not None
+        assert info is not None
+        assert active is not None, "an engine has loaded weights"
+
+        def verify(root_hash: str) -> None:
+            if root_hash != active.root_hash:
+                raise WeightsRejected(
+                    f"the source of the active weights has root_hash {root_hash}, they had "
+                    f"{active.root_hash}: its bytes were changed; commit a later version from an "
+                    "intact source"
+                )
+
+        open_slot = partial(engine.open_slot, on_disk=on_disk)
+        if self.source.pushed is not None:
+            if self.given is not None and self.given.tensors:
+                return await tensor_bytes.fill(open_slot, info.layout, self.given, verify)
+            if self.given is not None:
+                raise EngineError(
+                    f"weights {active.identity} were handed over, and this worker keeps no copy of their "
+                    "tensors: hand over new ones, or sleep at level 2"
+                )
+            kept = self.pushes.kept
+            if kept is None:
+                raise WeightsRejected(
+                    f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
+                    " of them; stage them again, from peers or from the trainer"
+                )
+            others = self.pushes.fill_other_nodes(
+                kept, active.root_hash, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
+            )
+            return await refill(open_slot, info.layout, kept, verify, others)
+        located = self._locate_source(self.source, info)
+        elsewhere = self._fill_other_nodes(
+            self.source, active.root_hash, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
+        )
+        return await fill_sink(open_slot, info.layout, located, verify, elsewhere=elsewhere)
+
+    def _fill_other_nodes(
+        self, source: WeightsSource, root_hash: str | None, seconds: float, *, on_disk: bool = False
+    ) -> Elsewhere | None:
+        """How the other nodes of a gang fill the same slot; None: there are none."""
+        gang = self._runtime.gang
+        if gang is None:
+            return None
+        return partial(
+            gang.fill_slots,
+            source=lambda: StageSource.of(source),
+            root_hash=root_hash,
+            on_disk=on_disk,
+            seconds=seconds,
+        )
+
+    async def clear_slot(self) -> None:
+        """Cancel and drop what is staged; the caller holds `slot_lock`."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            await slot.drop_slot()
+
+    async def discard_staged(self, caller: str, request: DiscardRequest) -> DiscardResponse:
+        """Drop this identity from the slot; anything else is left alone."""
+        identity = WeightsId(epoch=request.epoch, version=request.version)
+        async with self.slot_lock:
+            if self.slot is None or self.slot.identity != identity:
+                return DiscardResponse(outcome="unchanged")
+            logger.info("discarding weights %s for %r", identity, caller)
+            await self.clear_slot()
+        self._runtime.changed.notify_all()
+        return DiscardResponse(outcome="discarded")
+
+    # What happens to the active weights.
+
+    def activate_slot(self, slot: StagingSlot) -> None:
+        """Make the slot's weights the active ones; right after the engine flipped."""
+        if self.active_identity != slot.identity:
+            self.previous = self.active
+        self.empty = False
+        self.active = ActiveWeights(
+            epoch=slot.identity.epoch,
+            version=slot.identity.version,
+            root_hash=slot.root_hash,
+            labels=slot.labels,
+        )
+        self.source, self._given_source = slot.resolved, slot.source
+        self.given = slot.given
+        self.slot = None
+        if slot.incoming is not None or self.pushes.kept is not None:
+            self.pushes.keep_slot(slot)
+        self.commit_seq += 1
+        self.fence.follow_commit(slot.identity)
+        self._runtime.telemetry.export_weights(slot.identity)
+
+    async def drop_lost_engine(self) -> None:
+        """Give up the staged bytes: they were the dead engine's."""
+        slot = self.slot
+        if slot is not None:
+            slot.error = "the engine was restarted: stage again"
+            await slot.drop_slot(slot.error)
+
+    def note_loaded(self, info: EngineInfo) -> None:
+        """Note that an engine started with the checkpoint, which is active unless others were."""
+        self.empty = False
+        if self.active_identity in (None, CHECKPOINT):
+            self._reset_to_checkpoint(info)
+
+    def _reset_to_checkpoint(self, info: EngineInfo) -> None:
+        self.active = ActiveWeights(
+            epoch=CHECKPOINT.epoch, version=CHECKPOINT.version, root_hash=info.root_hash
+        )
+        self.source = self._given_source = CHECKPOINT_SOURCE
+        self.given = None
+        self._runtime.telemetry.export_weights(CHECKPOINT)
+
+    def fall_back_to_checkpoint(self, info: EngineInfo) -> None:
+        """Fall back to the checkpoint, fenced: the active weights could not be loaded again."""
+        active = self.active_identity
+        if active is not None and (self.fence.floor is None or self.fence.floor < active):
+            self.fence.floor = active
+        self.previous = None
+        self.pushes.drop_kept()
+        self._reset_to_checkpoint(info)
+
+
+def _regression_problem(
+    identity: WeightsId, than: WeightsId, what: str, **facts: Any
+) -> ProblemError:
+    slug = "stale-epoch" if identity.epoch < than.epoch else "version-regressed"
+    return conflict_problem(
+        slug,
+        f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
+        " back",
+        **{**facts, what: than.model_dump()},
+    )

@@ -1,0 +1,336 @@
+"""Wire models of weights: their source, what is staged and active, and the verbs that change it; one list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from .bounded_lists import bounded_length
+from .wire_base import (
+    Body,
+    Float,
+    Identity,
+    InFlightPolicy,
+    OnDeadline,
+    Seconds,
+    WeightsId,
+    Wire,
+    _is_absent,
+)
+
+
+class Checkpoint(Body):
+    """Names the model's own checkpoint as the source, to go back to it."""
+
+
+class Pushed(Body):
+    """Names the bytes that the trainer pushes to the workers, and that members pass on, as the source."""
+
+
+class WeightsSource(Body):
+    """Where to read the bytes of a version; exactly one field is set."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        exclude_if=_is_absent,
+        description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
+    )
+    checkpoint: Checkpoint | None = Field(
+        default=None, exclude_if=_is_absent, description="The model's own checkpoint."
+    )
+    pushed: Pushed | None = Field(
+        default=None,
+        exclude_if=_is_absent,
+        description="What the trainer pushes to each worker, and who has it passes on.",
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        _check_one(self.path, self.checkpoint, self.pushed)
+        return self
+
+
+def _check_one(*fields: object) -> None:
+    if sum(field is not None for field in fields) != 1:
+        raise ValueError("give exactly one of source.path, source.checkpoint and source.pushed")
+
+
+Ticket = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+"""128 random bits: whoever shows it may use one connection to the weights' port."""
+
+
+class Peer(Body):
+    """A worker that gives what it keeps, as its `POST /v1/weights/offer` answered."""
+
+    host: str = Field(min_length=1, max_length=253)
+    port: int = Field(ge=1, le=65535)
+    ticket: Ticket
+
+
+class Base(Body):
+    """The version that a delta is to be applied to: what serves, with its bytes still there."""
+
+    epoch: Identity
+    version: Identity
+    root_hash: str = Field(max_length=128)
+
+
+class PushedBytes(Body):
+    """Bytes that come over a connection of their own; see docs/weights.md.
+
+    Without `peers` the worker waits for a sender, with them it fetches from these workers.
+    """
+
+    layout_id: str | None = Field(
+        default=None, max_length=128, description="Of the layout that must come; null: any."
+    )
+    bytes: int | None = Field(
+        default=None, ge=0, le=1 << 48, description="How many must come, gaps included; null: any."
+    )
+    peers: Annotated[tuple[Peer, ...], Field(max_length=8), bounded_length(8)] = ()
+    base: Base | None = Field(
+        default=None,
+        exclude_if=_is_absent,
+        description="Over TCP, what differs from this version may come instead of all bytes.",
+    )
+
+    @model_validator(mode="after")
+    def _whole_from_peers(self) -> Self:
+        if self.base is not None and self.peers:
+            raise ValueError("peers give whole versions: leave base out")
+        return self
+
+
+class StageSource(Body):
+    """Where to take the bytes of a version from; exactly one field is set."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        exclude_if=_is_absent,
+        description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
+    )
+    checkpoint: Checkpoint | None = Field(
+        default=None, exclude_if=_is_absent, description="The model's own checkpoint."
+    )
+    pushed: PushedBytes | None = Field(
+        default=None, exclude_if=_is_absent, description="What a sender or peers bring."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_name(cls, given: object) -> object:
+        """Take the source as a pool's spec names it, too: from Python either will do."""
+        return dict(cls.of(given)) if isinstance(given, WeightsSource) else given
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        _check_one(self.path, self.checkpoint, self.pushed)
+        return self
+
+    @classmethod
+    def of(cls, source: WeightsSource) -> Self:
+        """Return the same source; pushed bytes come from a sender then."""
+        pushed = None if source.pushed is None else PushedBytes()
+        return cls(path=source.path, checkpoint=source.checkpoint, pushed=pushed)
+
+    @property
+    def without_bytes(self) -> WeightsSource:
+        """The source by its name alone, as the state and a pool's spec have it."""
+        if self.pushed is not None:
+            return WeightsSource(pushed=Pushed())
+        return WeightsSource(path=self.path, checkpoint=self.checkpoint)
+
+
+class Transfer(Wire):
+    """How to bring the bytes of a stage; in the answer to the call alone."""
+
+    ticket: str = Field(description="Good for one connection, until the slot is given up.")
+    port: int | None = Field(description="Of the weights, over TCP; null: the worker has none.")
+    tls: bool = Field(default=False, description="Whether that port takes TLS alone.")
+    socket: str | None = Field(
+        default=None, description="Path of the Unix socket that takes memory; null: there is none."
+    )
+    node: str | None = Field(
+        default=None,
+        description="Boot id of the kernel, device and inode of that socket: equal for who reaches the same one.",
+    )
+
+
+class StagedWeights(Wire):
+    """The staging slot, as `POST /v1/weights/stage` and `GET /v1/weights` report it."""
+
+    epoch: Identity
+    version: Identity
+    source: WeightsSource
+    phase: Literal["Staging", "Staged", "Failed"]
+    bytes_done: int = 0
+    bytes_total: int = 0
+    root_hash: str | None = Field(default=None, max_length=128)
+    labels: Mapping[str, str] = Field(default_factory=dict)
+    error: str | None = Field(
+        default=None, description="Names the tensor or file at fault, and the fix."
+    )
+    slug: str | None = Field(
+        default=None,
+        exclude_if=_is_absent,
+        description="The problem's kind, such as `content-mismatch`, where `error` has one.",
+    )
+    chunks: int = Field(
+        default=0,
+        description="Pushed chunks of 1 MiB that are there: over TCP verified, in shared memory filled; 0 for files.",
+    )
+    transfer: Transfer | None = Field(
+        default=None,
+        exclude_if=_is_absent,
+        description="How to bring pushed bytes; only in the answer to the call that asked for them.",
+    )
+
+
+class KeptWeights(Wire):
+    """The pushed version that this worker can give to others, and load again."""
+
+    epoch: Identity
+    version: Identity
+    root_hash: str = Field(max_length=128)
+    bytes: int
+
+
+class ActiveWeights(Wire):
+    """The serving weights, or those that served before the last commit."""
+
+    epoch: Identity
+    version: Identity
+    root_hash: str | None = Field(default=None, max_length=128)
+    labels: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def identity(self) -> WeightsId:
+        """The identity alone, without the content."""
+        return WeightsId(epoch=self.epoch, version=self.version)
+
+
+class WeightsState(Wire):
+    """Response of `GET /v1/weights`, and part of `/v1/state`."""
+
+    active: ActiveWeights | None = Field(description="null until a model is loaded.")
+    previous: ActiveWeights | None = None
+    staged: StagedWeights | None = None
+    required: WeightsId | None = Field(
+        default=None,
+        description="Floor set by `POST /v1/require`; null: not set in this process yet.",
+    )
+    fence_epoch: Identity = Field(
+        default=0, description="Stage and commit refuse lower epochs (`stale-epoch`)."
+    )
+    commit_seq: int = 0
+    kept: KeptWeights | None = Field(
+        default=None, description="Pushed bytes that `POST /v1/weights/offer` gives; null: none."
+    )
+
+
+CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes between which `publish_weights(…, cast=True)` casts."""
+
+
+class WeightsDtypes(Wire):
+    """Response of `GET /v1/weights/dtypes`."""
+
+    dtypes: Mapping[str, str] = Field(
+        description="By name of a tensor of the model's checkpoint: its dtype, as safetensors calls it."
+    )
+
+
+Labels = Annotated[
+    Mapping[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]],
+    Field(max_length=32),
+    bounded_length(32),
+]
+
+
+class StageRequest(Body):
+    """Body of `POST /v1/weights/stage`."""
+
+    epoch: Identity
+    version: Identity
+    source: StageSource
+    root_hash: str | None = Field(default=None, max_length=128)
+    labels: Labels = Field(default_factory=dict)
+    deadline_seconds: Float = Field(default=600, gt=0, le=86400)
+
+
+class CommitRequest(Body):
+    """Body of `POST /v1/weights/commit`."""
+
+    epoch: Identity
+    version: Identity
+    root_hash: str | None = Field(default=None, max_length=128)
+    in_flight: InFlightPolicy = "Drain"
+    deadline_seconds: Float = Field(default=30, ge=0, le=86400)
+    on_deadline: OnDeadline = "Abort"
+
+
+class CommitResponse(Wire):
+    """What a commit did; for `pause_seconds` the engine could not generate tokens."""
+
+    active: ActiveWeights
+    previous: ActiveWeights | None
+    commit_seq: int
+    pause_seconds: Seconds
+    finished: int = Field(description="Running requests that completed during the drain.")
+    aborted: int
+    kept: int
+
+
+class DiscardRequest(Body):
+    """Body of `POST /v1/weights/discard`."""
+
+    epoch: Identity
+    version: Identity
+
+
+class DiscardResponse(Wire):
+    """Whether the slot held that identity; discarding an absent one is not an error."""
+
+    outcome: Literal["discarded", "unchanged"]
+
+
+class OfferRequest(Body):
+    """Body of `POST /v1/weights/offer`."""
+
+    epoch: Identity
+    version: Identity
+
+
+class OfferResponse(Wire):
+    """What a peer has to know to fetch what this worker keeps: part of `source.pushed.peers`."""
+
+    ticket: str
+    port: int
+    layout_id: str
+    bytes: int
+    root_hash: str
+
+
+class RequireRequest(Body):
+    """Body of `POST /v1/require`: lifts the fence, raises the epoch and the admission floor.
+
+    From then on, stage and commit refuse epochs below `epoch` (`stale-epoch`). With `min_version`
+    the worker serves only weights at or above (epoch, min_version). Without it the floor, and the
+    fence of a fresh process, stay as they are: this is how the operator shuts out a dead trainer
+    while the old weights keep serving.
+
+    With `drain_seconds` running requests get that much when the process is told to end, from now on.
+    """
+
+    epoch: Identity
+    min_version: Identity | None = None
+    drain_seconds: Float | None = Field(default=None, ge=0, le=86400)
