@@ -39,6 +39,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY operator operator
 COPY worker worker
 COPY client client
+COPY common common
 COPY hack/hatch_build.py hack/
 RUN pip install --no-deps --no-build-isolation --no-index --prefix /code .
 

@@ -167,7 +167,7 @@ $(UV):
 	$(PYTHON3) -m venv $(CACHE)/boot
 	$(CACHE)/boot/bin/python -m pip install --quiet uv==$(UV_VERSION)
 
-$(VENV): requirements/dev.txt pyproject.toml hack/hatch_build.py worker/transfer/delta.c | $(UV)
+$(VENV): requirements/dev.txt pyproject.toml hack/hatch_build.py common/transfer/delta.c | $(UV)
 	@echo "installing the development environment (once; 5 GB, about 3 minutes)"
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON3) $(CACHE)/venv
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements/dev.txt

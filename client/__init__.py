@@ -4,7 +4,7 @@
 packages are imported. `control` is the client of one worker's control port.
 """
 
-from rollout_worker.schemas import GenerateRequest, SamplingParams, WeightsId
+from rollout_common.wire import GenerateRequest, SamplingParams, WeightsId
 
 from .conversation import Conversation, RolloutRequest
 from .discovery.pool_members import Member

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     GenerateOutput,
     GenerateResponse,
     LogprobsOf,

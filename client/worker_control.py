@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     AbortRequest,
     AbortResponse,
     CommitRequest,

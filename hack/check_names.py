@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("operator", "worker", "client")
+PACKAGES = ("operator", "worker", "client", "common")
 SHARED_MODULES = {"__init__", "__main__", "errors", "settings", "metrics", "options"}
 """Names of modules that any package may have."""
 MIN_WORDS = 1.7

@@ -26,8 +26,8 @@ print("imports:", rollout_operator.operator_process.__file__)
 
 # The operator needs no numpy, and its image none; who sends or receives weights has it.
 DELTAS = """
-from rollout_worker.transfer import native, vectors
-from rollout_worker.transfer.delta import WAY, apply, encode
+from rollout_common.transfer import native, vectors
+from rollout_common.transfer.delta import WAY, apply, encode
 assert native.LIBRARY is not None, "the wheel lacks libdelta.so, or it can't be loaded here"
 base, new = bytes(300_001), b"n" * 3 + bytes(299_998)
 memory = bytearray(base)

@@ -1,4 +1,4 @@
-"""Compile `worker/transfer/delta.c` for a wheel, or beside itself for an editable install.
+"""Compile `common/transfer/delta.c` for a wheel, or beside itself for an editable install.
 
 hatchling runs it, in whatever environment builds. Nobody who installs a wheel needs a compiler, and nobody who
 builds one either: the PyPI package `ziglang` has one, and links for an old glibc. Without it, it is the
@@ -20,7 +20,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "worker/transfer/delta.c"
+SOURCE = "common/transfer/delta.c"
 LIBRARY = "libdelta.so"
 GLIBC = (2, 17)
 """What libraries of the tag `manylinux_2_17` may ask for, and so what zig links for."""
@@ -48,7 +48,7 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc]
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{tag}"
-        build_data["force_include"][str(library)] = f"rollout_worker/transfer/{LIBRARY}"
+        build_data["force_include"][str(library)] = f"rollout_common/transfer/{LIBRARY}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Leave nothing behind."""

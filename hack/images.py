@@ -31,7 +31,7 @@ from localkube import Cluster, ClusterError, debian, preflight, volumes
 from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, say, step
 
 _SOURCES = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE",
-            "operator", "worker", "client", "hack/hatch_build.py", "hack/image")  # fmt: skip
+            "operator", "worker", "client", "common", "hack/hatch_build.py", "hack/image")  # fmt: skip
 GPU_SECONDS = 5400
 # Wheels, what they unpack to, and the layer made of that; 15 GiB stay for the rest of the machine.
 GPU_GIB = 45

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from rollout_worker import json_logs
+from rollout_common import json_logs
 
 QUIET_LOGGERS = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
 """Libraries that log routine work at INFO; their warnings still come through."""

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable
 
 from rollout_client.worker_control import ControlError, WorkerControl
+from rollout_common.wire import WorkerState
 from rollout_operator.api.objects import PoolKey
-from rollout_worker.schemas import WorkerState
 
 from .api.names import token_audience
 from .cache.kopf_streams import KopfStreams

@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from . import json_logs
+    from rollout_common import json_logs
+
     from .settings import InvalidSettings, parse_settings
 
     try:

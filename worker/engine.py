@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from .schemas import (
+from rollout_common.transfer.layout import ITEM_BYTES
+from rollout_common.wire import (
     AbortReason,
     Capabilities,
     LogprobsOf,
@@ -41,7 +42,6 @@ from .schemas import (
     WeightsId,
     WeightsSpan,
 )
-from .transfer.layout import ITEM_BYTES
 
 ENGINES = ("hf", "vllm", "sglang")
 """The engines that there are adapters for; `engines.create_engine` makes them."""

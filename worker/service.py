@@ -10,6 +10,16 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rollout_common.wire import (
+    AbortReason,
+    GenerateRequest,
+    Lifecycle,
+    WorkerInfo,
+    WorkerState,
+)
+from rollout_common.wire.body_decoding import BodyLimits, data_body_limits
+from rollout_common.wire.problems import ProblemError
+
 from .core.worker_runtime import WorkerRuntime
 from .engine import Engine, EngineError, EngineMember, GangMembership
 from .engines import EngineOptions, create_engine, create_member
@@ -26,20 +36,11 @@ from .requests.admission_checks import (
     serving_refusal,
 )
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
-from .schemas import (
-    AbortReason,
-    GenerateRequest,
-    Lifecycle,
-    WorkerInfo,
-    WorkerState,
-)
 from .settings import WorkerSettings
 from .sources.hub import local_model_folder
 from .threads import SharedCall
 from .updates.weight_commits import WeightCommits
 from .updates.weight_updates import WeightUpdates
-from .wire.body_decoding import BodyLimits, data_body_limits
-from .wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from rollout_common.quantities import parse_quantity_bytes
+from rollout_common.turn.errors import TurnError
+from rollout_common.turn.lock_files import lock_name
+from rollout_common.wire import LogprobsOf
+
 from .engine import ENGINES
-from .quantities import parse_quantity_bytes
-from .schemas import LogprobsOf
-from .turn.errors import TurnError
-from .turn.lock_files import lock_name
 
 ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

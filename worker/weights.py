@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from rollout_common.transfer.layout import ALIGN, LayoutError, PushLayout
+from rollout_common.wire import CASTABLE
+from rollout_common.wire.root_hash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
+
 from .engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
-from .schemas import CASTABLE
-from .transfer.layout import ALIGN, LayoutError, PushLayout
-from .wire.root_hash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
 
 __all__ = [
     "ALIGN",

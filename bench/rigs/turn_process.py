@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rollout_worker.turn import Turn
+from rollout_common.turn import Turn
 
 DEVICE = "bench"
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bench.reporting.figures import Figure, figure
-from rollout_worker.turn import Turn
+from rollout_common.turn import Turn
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.workers import PROMPT
 from tests.support.waiting import until_sync

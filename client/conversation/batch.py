@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.schemas import WeightsSpan
+from rollout_common.wire import WeightsSpan
 
 from .columns import TokenColumns
 from .conversation import Conversation

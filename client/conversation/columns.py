@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, overload
 from pydantic import GetCoreSchemaHandler, SerializationInfo
 from pydantic_core import core_schema
 
-from rollout_worker.schemas import WeightsSpan
+from rollout_common.wire import WeightsSpan
 
 N = TypeVar("N", int, float)
 

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from rollout_worker.schemas import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
+from rollout_common.wire import GenerateOutput, LogprobsOf, StopReason, WeightsSpan
 
 from .columns import INT32, ColumnView
 from .conversation_data import FinishReason, RequestState

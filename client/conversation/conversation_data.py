@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout_worker.schemas import LogprobsOf, WeightsId, WeightsSpan
+from rollout_common.wire import LogprobsOf, WeightsId, WeightsSpan
 
 from .columns import ColumnView, TokenColumns
 from .first_prompt import OverlongPrompt

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import PrivateAttr
 
-from rollout_worker.schemas import LogprobsOf, WeightsSpan
+from rollout_common.wire import LogprobsOf, WeightsSpan
 
 from .boundaries import TurnTokens, fit_turn
 from .codec import TemplateError

@@ -16,7 +16,7 @@ import httpx
 from pydantic import ValidationError
 
 from rollout_client.routing.router import AttemptLease
-from rollout_worker.schemas import GenerateRequest, StreamDelta, StreamDone, WeightsId
+from rollout_common.wire import GenerateRequest, StreamDelta, StreamDone, WeightsId
 
 from .output_draft import BadDelta
 

@@ -23,7 +23,7 @@ from rollout_client.errors import (
     VersionChanged,
 )
 from rollout_client.results import Outcome
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     NOT_FINITE,
     AbortReason,
     DoneOutput,

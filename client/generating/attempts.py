@@ -26,7 +26,7 @@ from rollout_client.results import AttemptReport, OutputReport
 from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from rollout_client.routing.weights_bounds import WeightsBounds
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     AbortReason,
     GenerateOutput,
     GenerateRequest,

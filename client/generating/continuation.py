@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_client.routing.weights_bounds import WeightsBounds
-from rollout_worker.schemas import GenerateRequest, SamplingParams
+from rollout_common.wire import GenerateRequest, SamplingParams
 
 from .output_draft import OutputDraft
 

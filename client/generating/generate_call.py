@@ -11,7 +11,7 @@ from functools import partial
 
 from rollout_client.errors import RequestError, RolloutError
 from rollout_client.results import GenerateResult, join_results
-from rollout_worker.schemas import GenerateRequest
+from rollout_common.wire import GenerateRequest
 
 from .attempt_verdicts import RequestPolicy
 from .attempts import OutputGeneration, PoolContext

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 from pydantic import BaseModel, ValidationError
 
 from rollout_client.option_names import did_you_mean
-from rollout_worker.schemas import GenerateRequest, SamplingParams
+from rollout_common.wire import GenerateRequest, SamplingParams
 
 OnVersionChange = Literal["continue", "restart", "fail"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
 from rollout_client.hooks import guard_progress
 from rollout_client.results import GenerateResult
-from rollout_worker.schemas import GenerateRequest, WeightsId
+from rollout_common.wire import GenerateRequest, WeightsId
 
 from .attempts import PoolContext
 from .generate_call import CallOptions, GenerateCall

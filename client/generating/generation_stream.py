@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Self
 
 from rollout_client.results import GenerateResult
-from rollout_worker.schemas import StreamDelta
+from rollout_common.wire import StreamDelta
 
 from .generate_call import GenerateCall
 

@@ -6,7 +6,7 @@ token. What an attempt has sent stays, however the attempt ended.
 
 from __future__ import annotations
 
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     AbortReason,
     GenerateOutput,
     StopMatch,

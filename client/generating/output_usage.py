@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_client.results import AttemptReport, OutputReport
-from rollout_worker.schemas import GenerateOutput, LogprobsOf, StreamDone
+from rollout_common.wire import GenerateOutput, LogprobsOf, StreamDone
 
 PACE_TOKENS = 16
 """From fewer tokens a replica's pace can't be told."""

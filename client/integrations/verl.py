@@ -23,7 +23,7 @@ from rollout_client.pool import AsyncRolloutPool
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.pushing.routes import TRANSPORTS, Transport
 from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS
-from rollout_worker.schemas import GenerateOutput, SamplingParams, StopReason, WorkerInfo
+from rollout_common.wire import GenerateOutput, SamplingParams, StopReason, WorkerInfo
 
 CONFIG_SECTION = "pool"
 _SAME_NAMES = frozenset(SamplingParams.model_fields) - {"n", "top_k", "max_tokens"}

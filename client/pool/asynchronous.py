@@ -41,8 +41,8 @@ from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.steering_protocol import Steering
 from rollout_client.turn.turn_devices import query_pod_devices
 from rollout_client.turn.verbs import TurnVerbs
-from rollout_worker.schemas import WeightsId
-from rollout_worker.transfer.tls import TLS_NAME
+from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.wire import WeightsId
 
 from .background import PoolBackground
 from .options import POOL_OPTIONS, PoolOptions

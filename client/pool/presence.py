@@ -11,7 +11,7 @@ from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
 from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.router import RequestRouter
-from rollout_worker.schemas import WorkerInfo
+from rollout_common.wire import WorkerInfo
 
 INFO_TIMEOUT_SECONDS = 5.0
 """How long one replica may take to say what it is."""

@@ -23,7 +23,7 @@ from rollout_client.steering.steering_protocol import DEFAULT_STATE_SECONDS
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import TurnPlan
 from rollout_client.turn.session import TurnSession
-from rollout_worker.schemas import StreamDelta, WeightsId
+from rollout_common.wire import StreamDelta, WeightsId
 
 from .asynchronous import AsyncRolloutPool
 from .sync_turn import acquire_blocking

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 from rollout_client.discovery.pool_members import Member
-from rollout_worker.schemas import WeightsId, WorkerInfo
+from rollout_common.wire import WeightsId, WorkerInfo
 
 from .member_records import MemberRecord
 from .weights_bounds import ANY_WEIGHTS, WeightsBounds

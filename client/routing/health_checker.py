@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from rollout_worker.schemas import WeightsId, WeightsState, WorkerInfo
+from rollout_common.wire import WeightsId, WeightsState, WorkerInfo
 
 from .member_clients import MemberClients
 from .member_records import MemberRecord

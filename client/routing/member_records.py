@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout_client.discovery.pool_members import Member
-from rollout_worker.schemas import WeightsId, WorkerInfo
+from rollout_common.wire import WeightsId, WorkerInfo
 
 from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_worker.schemas import WeightsId
+from rollout_common.wire import WeightsId
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.transfer.layout import LayoutError, layer_of
+from rollout_common.transfer.layout import LayoutError, layer_of
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from rollout_client.errors import (
 )
 from rollout_client.kube.cluster_access import Obj
 from rollout_client.kube.cluster_client import ClusterClient, ReportTrouble, retry_pause
-from rollout_worker.schemas import WeightsId, WeightsSource
+from rollout_common.wire import WeightsId, WeightsSource
 
 from .control_ports import ControlPorts
 from .head_staging import head_ports, stage_on_heads

@@ -21,8 +21,8 @@ from rollout_client.worker_control import (
     WorkerControl,
     send_over_httpx,
 )
-from rollout_worker.schemas import WeightsDtypes, WorkerState
-from rollout_worker.transfer.tls import Trust
+from rollout_common.transfer.tls import Trust
+from rollout_common.wire import WeightsDtypes, WorkerState
 
 BUSY_RETRY_SECONDS = 20.0
 """How long an overloaded control port, or a proxy before it, is asked again."""

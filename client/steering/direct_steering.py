@@ -17,7 +17,7 @@ from dataclasses import replace
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed
 from rollout_client.worker_control import QUICK_CALL_SECONDS, ControlError, ControlUnreachable
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CommitResponse,
     RequireRequest,
     WeightsId,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CommitRequest,
     InFlightPolicy,
     OnDeadline,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from rollout_client.worker_control import ControlError, WorkerControl
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     MemoryTag,
     OfferRequest,
     OfferResponse,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_client.blocking_portal import calling_thread
-from rollout_worker.wire.root_hash import HASH, HashedTensor, root_hash_of
+from rollout_common.wire.root_hash import HASH, HashedTensor, root_hash_of
 
 from .checkpoint_form import state_of, whole
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rollout_client.errors import EpochLost, PublishFailed
 from rollout_client.worker_control import ControlError, ControlUnreachable
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     DiscardRequest,
     StagedWeights,
     StageRequest,

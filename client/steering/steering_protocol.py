@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout_client.errors import PublishFailed
-from rollout_worker.schemas import WeightsId, WeightsSource
+from rollout_common.wire import WeightsId, WeightsSource
 
 if TYPE_CHECKING:
     from .pushing.push import Push

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollout_client.blocking_portal import calling_thread
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
-from rollout_worker.schemas import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
+from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
 
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
-from rollout_worker.schemas import WeightsId
+from rollout_common.wire import WeightsId
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from rollout_client.kube.cluster_access import load_access
 from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.steering_verbs import SteeringVerbs
-from rollout_worker.turn import TurnError
-from rollout_worker.turn.lock_files import holders
+from rollout_common.turn import TurnError
+from rollout_common.turn.lock_files import holders
 
 from .plan import (
     DEFAULT_LOCK_DIRECTORY,

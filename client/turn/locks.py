@@ -19,8 +19,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from rollout_client.errors import TurnFailed
-from rollout_worker.turn import Turn, TurnError, TurnTimeout
-from rollout_worker.turn.device_memory import BACK_SECONDS, wait_for_memory
+from rollout_common.turn import Turn, TurnError, TurnTimeout
+from rollout_common.turn.device_memory import BACK_SECONDS, wait_for_memory
 
 from .plan import ENV_DIRECTORY
 

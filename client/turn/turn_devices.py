@@ -11,7 +11,7 @@ from typing import Any
 from rollout_client.errors import ClusterError, TurnFailed
 from rollout_client.kube.cluster_access import Obj, load_access
 from rollout_client.kube.cluster_client import ClusterClient
-from rollout_worker.device_claims import (
+from rollout_common.device_claims import (
     device_lock_name,
     device_uuids,
     natural_sort_key,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollout_worker.schemas import LogprobsOf
+from rollout_common.wire import LogprobsOf
 
 from .schema import (
     ATOMIC_LIST,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_worker.schemas import MAX_IDENTITY, WeightsId, WeightsSource
+from rollout_common.wire import MAX_IDENTITY, WeightsId, WeightsSource
 
 from .names import CONTROL_PORT, DATA_PORT, GANG_PORT, WEIGHTS_PORT
 from .schema import (

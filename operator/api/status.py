@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from rollout_worker.schemas import MAX_IDENTITY, WeightsId, WeightsSource
+from rollout_common.wire import MAX_IDENTITY, WeightsId, WeightsSource
 
 from .schema import (
     ATOMIC_LIST,

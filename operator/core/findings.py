@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rollout_common.wire import Lifecycle
 from rollout_operator.api.spec import DesiredState, PoolMode
 from rollout_operator.api.status import UpdatePhase
-from rollout_worker.schemas import Lifecycle
 
 from .pass_plan import ControlVerb
 from .placement import PlacementProblem

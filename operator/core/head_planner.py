@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CommitRequest,
     DiscardRequest,
     Hold,
@@ -24,6 +23,7 @@ from rollout_worker.schemas import (
     WakeRequest,
     WorkerState,
 )
+from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 
 from .hybrid import unfit_reason
 from .observed_pool import ObservedPool, is_asleep

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from rollout_common.device_claims import natural_sort_key
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
-from rollout_worker.device_claims import natural_sort_key
 
 from .endpoint_slices import EndpointGate
 from .observed_pool import ObservedPool, Pod

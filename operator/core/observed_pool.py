@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollout_worker.schemas import Lifecycle, WeightsId, WorkerState
+from rollout_common.wire import Lifecycle, WeightsId, WorkerState
 
 from .trainer_pods import ObservedTrainers, RecordedPlacement
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CommitRequest,
     DiscardRequest,
     PauseRequest,
@@ -19,6 +18,7 @@ from rollout_worker.schemas import (
     WakeRequest,
     WeightsId,
 )
+from rollout_operator.api.status import RolloutReplicaStatus
 
 from .placement import PodPlacement
 

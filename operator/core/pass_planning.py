@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from rollout_common.wire import WorkerState
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_worker.schemas import WorkerState
 
 from .head_planner import HeadPlanner
 from .hybrid import plan_hybrid_pods, with_member_count

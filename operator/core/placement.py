@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rollout_common.device_claims import natural_sort_key
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
-from rollout_worker.device_claims import natural_sort_key
 
 from .observed_pool import ObservedPool, Pod
 from .trainer_pods import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rollout_common.wire import Lifecycle, WeightsId
 from rollout_operator.api.spec import DesiredState, RolloutReplicaSpec
-from rollout_worker.schemas import Lifecycle, WeightsId
 
 from .observed_pool import ObservedPool, is_asleep
 from .pod_planning import PodGang, PodPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout_worker.schemas import Lifecycle, StagedWeights, WeightsId, WeightsSource, WorkerState
+from rollout_common.wire import Lifecycle, StagedWeights, WeightsId, WeightsSource, WorkerState
 
 from .observed_pool import ObservedWorker, Pod, is_loaded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+from rollout_common.wire import WeightsId
 from rollout_operator.api import names
 from rollout_operator.api.names import ConditionType
 from rollout_operator.api.revision import is_current_revision
@@ -21,7 +22,6 @@ from rollout_operator.api.status import (
     StateTransition,
     UpdatePhase,
 )
-from rollout_worker.schemas import WeightsId
 
 from .findings import Finding, FindingKind, describe_first_wait, first_findings
 from .pod_planning import PodGang

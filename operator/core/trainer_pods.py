@@ -1,6 +1,6 @@
 """A trainer's pods and their ResourceClaims, read once into plain values. Pure.
 
-What a trainer reads of them, too, stands in `rollout_worker.device_claims`.
+What a trainer reads of them, too, stands in `rollout_common.device_claims`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from rollout_common.device_claims import device_lock_name, device_uuids, pod_claims
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_worker.device_claims import device_lock_name, device_uuids, pod_claims
 
 TRAINERS_SETTLED_SECONDS = 60.0
 """How long the trainer's pods have to be the same before an engine moves because of their order: a

@@ -7,12 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
-from rollout_operator.api import names
-from rollout_operator.api.objects import PoolKey
-from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
-from rollout_operator.core.pass_plan import CallWorker, ControlVerb
-from rollout_operator.kube.errors import KubeError
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     Committed,
     OfferRequest,
     Peer,
@@ -23,6 +18,11 @@ from rollout_worker.schemas import (
     WeightsId,
     WorkerState,
 )
+from rollout_operator.api import names
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb
+from rollout_operator.kube.errors import KubeError
 
 from .head_poller import HeadPoller
 from .worker_calls import WorkerCalls

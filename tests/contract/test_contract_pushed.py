@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rollout_common.transfer.frames import Kind
 from rollout_worker.schemas import StagedWeights
 from rollout_worker.sources.checkpoint_files import open_source
-from rollout_worker.transfer.frames import Kind
 from tests.support.engine.contracts import Served
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import PROMPT

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool, TurnFailed
-from rollout_worker.turn import Turn
-from rollout_worker.turn.lock_files import holders
+from rollout_common.turn import Turn
+from rollout_common.turn.lock_files import holders
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import InProcess, in_process
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from rollout_client import PublishFailed, RolloutPool, whole_tensors
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, state_of
+from rollout_common.transfer.layout import LayoutError
 from rollout_worker.sources.checkpoint_files import write_manifest
-from rollout_worker.transfer.layout import LayoutError
 from tests.support.engine import moe_rank
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import InProcess, in_process

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rollout_common.turn import Turn
+from rollout_common.turn.sharing import SOCKET, Sharing
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.process import session_processes
@@ -21,8 +23,6 @@ from rollout_worker.engines.sglang.sglang_streams import UNREAD_INTERVAL_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.sources.tensor_filling import fill_sink
-from rollout_worker.turn import Turn
-from rollout_worker.turn.sharing import SOCKET, Sharing
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.engines import (
     PROMPT,

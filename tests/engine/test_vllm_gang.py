@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from rollout_client import DirectOptions, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
-from rollout_worker.turn import Turn
-from rollout_worker.turn.lock_files import holders
+from rollout_common.turn import Turn
+from rollout_common.turn.lock_files import holders
 from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.gangs import PP2, Gang, device, gang
 from tests.support.engine.reference import Reference

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_worker.turn import Turn, TurnTimeout
+from rollout_common.turn import Turn, TurnTimeout
 from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
 from tests.support.engine.judging import TEMPERATURES, check
 from tests.support.engine.reference import Reference

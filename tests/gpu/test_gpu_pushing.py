@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rollout_client.steering.pushing.copying import Copier
+from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.locked import lock
 from rollout_worker.engine import TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory.rank_mappings import RankMapping
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.locked import lock
 
 NBYTES = 256 << 20
 Record = Callable[[str, object], None]

@@ -11,12 +11,8 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from rollout_worker.engine import EngineError
-from rollout_worker.observe.worker_telemetry import WorkerTelemetry
-from rollout_worker.schemas import Progress, TurnState
-from rollout_worker.settings import WorkerSettings
-from rollout_worker.turn import Turn, TurnError, TurnReplaced
-from rollout_worker.turn.device_memory import (
+from rollout_common.turn import Turn, TurnError, TurnReplaced
+from rollout_common.turn.device_memory import (
     BACK_SECONDS,
     GIB,
     GROWS,
@@ -25,7 +21,11 @@ from rollout_worker.turn.device_memory import (
     free_memory,
     wait_for_memory,
 )
-from rollout_worker.turn.sharing import Sharing
+from rollout_common.turn.sharing import Sharing
+from rollout_common.wire import Progress, TurnState
+from rollout_worker.engine import EngineError
+from rollout_worker.observe.worker_telemetry import WorkerTelemetry
+from rollout_worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

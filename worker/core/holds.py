@@ -12,7 +12,7 @@ from enum import IntEnum
 from math import inf
 from typing import Literal
 
-from rollout_worker.schemas import Hold, MemoryTag, WeightsId
+from rollout_common.wire import Hold, MemoryTag, WeightsId
 
 COMMIT_HOLDER = "commit"
 """The holder shown for a running commit, which acts as a hold of its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from rollout_worker.schemas import Lifecycle
+from rollout_common.wire import Lifecycle
 
 S = Lifecycle
 

@@ -13,11 +13,11 @@ import random
 import time
 from collections.abc import Callable, Mapping
 
+from rollout_common.wire import Progress, TurnState
 from rollout_worker.engine import EngineError
 from rollout_worker.gang.gang_head import GangHead, WatchedMember, run_together
 from rollout_worker.gang.member_client import MemberSilent
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
-from rollout_worker.schemas import Progress, TurnState
 
 from .device_turn import DeviceTurn, waits_for
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rollout_worker.schemas import RequireRequest, WeightsId
-from rollout_worker.wire.problems import conflict_problem
+from rollout_common.wire import RequireRequest, WeightsId
+from rollout_common.wire.problems import conflict_problem
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from rollout_common.wire import Lifecycle, Progress, Resident
+from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import (
     Engine,
     EngineCrashed,
@@ -25,9 +27,7 @@ from rollout_worker.engine import (
 )
 from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
-from rollout_worker.schemas import Lifecycle, Progress, Resident
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .device_turn import DeviceTurn
 from .holds import Holds, HoldTarget, WantedState

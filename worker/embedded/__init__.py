@@ -14,8 +14,8 @@ Nothing else of the trainer's process is touched: signals, the root logger and t
 are its own. docs/hybrid.md has the rules for handed-over tensors.
 """
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.settings import InvalidSettings
-from rollout_worker.wire.problems import ProblemError
 
 from .embedded_worker import AsyncWorker, Worker
 from .handing_over import HandedOver, HandOverFailed

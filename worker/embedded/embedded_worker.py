@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from rollout_common.wire import WorkerState
 from rollout_worker import service
 from rollout_worker.engine import Engine, TrainerTensors
 from rollout_worker.lifecycle.governor import Mode
-from rollout_worker.schemas import WorkerState
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.tensor_bytes import named, settled
 

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout_worker.core.holds import EVERYTHING, WantedState
-from rollout_worker.engine import TrainerTensors
-from rollout_worker.lifecycle.governor import Mode
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CommitRequest,
     Lifecycle,
     PauseRequest,
@@ -23,8 +20,11 @@ from rollout_worker.schemas import (
     WakeRequest,
     WeightsId,
 )
+from rollout_common.wire.problems import ProblemError, conflict_problem
+from rollout_worker.core.holds import EVERYTHING, WantedState
+from rollout_worker.engine import TrainerTensors
+from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.service import WorkerService
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 EMBEDDED_HOLDER = "embedded:trainer"
 """The name of the trainer's own holds, and of what it stages."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rollout_common.wire import LogprobsOf
 from rollout_worker.engine import ENGINES, Engine, EngineError, EngineMember, GangMembership
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.schemas import LogprobsOf
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from typing_extensions import override
 
+from rollout_common.wire import MemoryTag, Resident, WeightsId
 from rollout_worker.engine import (
     Engine,
     EngineCrashed,
@@ -24,7 +25,6 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
 from rollout_worker.engines.weight_versions import WeightVersions
-from rollout_worker.schemas import MemoryTag, Resident, WeightsId
 
 
 class EngineParts(Protocol):

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, TensorEntry, WeightsLayout
-from rollout_worker.schemas import Progress
 from rollout_worker.sources.checkpoint_files import Report, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from rollout_common.wire import SamplingParams, StopMatch, StopReason
 from rollout_worker.engine import EngineRequest, InvalidRequest
 from rollout_worker.engines.model_folder import decode_tokens
-from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
 
 StopVerdict = tuple[StopReason, StopMatch | None]
 DecodeTokens = Callable[[Sequence[int]], str]

@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from rollout_common.wire import LogprobsOf, Progress, SamplingParams, StopReason
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineRequest
-from rollout_worker.schemas import LogprobsOf, Progress, SamplingParams, StopReason
 
 logger = logging.getLogger(__name__)
 

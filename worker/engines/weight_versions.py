@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from rollout_common.wire import MemoryTag, Resident, WeightsId, WeightsSpan
 from rollout_worker.engine import (
     EngineError,
     GivenWeights,
@@ -23,7 +24,6 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.schemas import MemoryTag, Resident, WeightsId, WeightsSpan
 
 WeightsChange = tuple[int, WeightsId, bool]
 """From this token of an output on: the weights that made it, and whether KV of older ones was in use."""

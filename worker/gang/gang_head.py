@@ -13,10 +13,10 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+from rollout_common.wire import StageSource
+from rollout_common.wire.gang_models import GangSlot, GangState, SlotRequest
 from rollout_worker.engine import ContentMismatch, EngineError, GangMembership
-from rollout_worker.schemas import StageSource
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.wire.gang_models import GangSlot, GangState, SlotRequest
 
 from .gang_addresses import member_addresses
 from .member_client import MemberClient, MemberSilent

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import SharedCall
-from rollout_worker.transfer.tls import TLS_NAME
-from rollout_worker.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 
 from .member_trust import MemberTrust
 

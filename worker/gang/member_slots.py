@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from rollout_common.transfer.frames import CHUNK_BYTES
+from rollout_common.wire import CHECKPOINT, PushedBytes
+from rollout_common.wire.gang_models import GangSlot, SlotRequest
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import (
     ContentMismatch,
     EngineError,
@@ -17,7 +21,6 @@ from rollout_worker.engine import (
     Sink,
     TensorEntry,
 )
-from rollout_worker.schemas import CHECKPOINT, PushedBytes
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.arrived import content_bytes
 from rollout_worker.sources.fetching import Fetching
@@ -32,10 +35,7 @@ from rollout_worker.sources.tensor_filling import (
     locate_source,
     resolve_within,
 )
-from rollout_worker.transfer.frames import CHUNK_BYTES
 from rollout_worker.weights import check_layout
-from rollout_worker.wire.gang_models import GangSlot, SlotRequest
-from rollout_worker.wire.problems import ProblemError
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import logging
 import ssl
 from pathlib import Path
 
+from rollout_common.transfer.tls import marks_of, trusting
 from rollout_worker.threads import SharedCall
-from rollout_worker.transfer.tls import marks_of, trusting
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from rollout_common.turn import TurnReplaced
+from rollout_common.wire import Progress, TurnState
+from rollout_common.wire.gang_models import GangTurn
+from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import EngineError
-from rollout_worker.schemas import Progress, TurnState
-from rollout_worker.turn import TurnReplaced
-from rollout_worker.wire.gang_models import GangTurn
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ import shutil
 import uuid
 from collections.abc import Callable
 
+from rollout_common.wire import Progress
+from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
+from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import (
     EngineMember,
     GangMembership,
     MemberInfo,
 )
-from rollout_worker.schemas import Progress
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .gang_addresses import GangBroken
 from .member_slots import Claim, MemberSlots

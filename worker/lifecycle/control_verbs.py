@@ -10,11 +10,7 @@ import time
 from collections.abc import Collection
 from math import inf
 
-from rollout_worker.core.holds import WantedState
-from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import Engine, EngineCrashed, EngineError
-from rollout_worker.requests.in_flight_requests import InFlightRequests
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     AbortReason,
     AbortRequest,
     AbortResponse,
@@ -25,7 +21,11 @@ from rollout_worker.schemas import (
     SleepRequest,
     WakeRequest,
 )
-from rollout_worker.wire.problems import ProblemError, conflict_problem
+from rollout_common.wire.problems import ProblemError, conflict_problem
+from rollout_worker.core.holds import WantedState
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import Engine, EngineCrashed, EngineError
+from rollout_worker.requests.in_flight_requests import InFlightRequests
 
 from .governor import LifecycleGovernor, Mode
 

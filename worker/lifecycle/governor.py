@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import Literal
 
+from rollout_common.wire import AbortReason, Lifecycle, MemoryTag
+from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import EVERYTHING, HoldTarget, WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
 from rollout_worker.requests.in_flight_requests import InFlightRequests
-from rollout_worker.schemas import AbortReason, Lifecycle, MemoryTag
 from rollout_worker.updates.weight_updates import WeightUpdates
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .turn_waiting import turn_to_wake
 

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from math import inf
 
+from rollout_common.turn import TurnReplaced
+from rollout_common.wire import CHECKPOINT, Lifecycle, Progress, WeightsId
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import (
@@ -29,8 +31,6 @@ from rollout_worker.engine import (
 )
 from rollout_worker.gang.gang_addresses import GangBroken
 from rollout_worker.requests.in_flight_requests import InFlightRequests
-from rollout_worker.schemas import CHECKPOINT, Lifecycle, Progress, WeightsId
-from rollout_worker.turn import TurnReplaced
 from rollout_worker.updates.weight_updates import WeightUpdates
 
 from .governor import LifecycleGovernor

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollout_common.turn import TurnReplaced
+from rollout_common.wire import Progress
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineCrashed, EngineError
-from rollout_worker.schemas import Progress
-from rollout_worker.turn import TurnReplaced
 
 
 def check_it_sleeps(runtime: WorkerRuntime, engine: Engine) -> None:

@@ -17,7 +17,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from rollout_worker.schemas import Lifecycle, StopReason, WeightsId
+from rollout_common.wire import Lifecycle, StopReason, WeightsId
 
 from .processes import find_descendants
 

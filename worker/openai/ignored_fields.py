@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rollout_worker.wire.problems import ProblemError
+from rollout_common.wire.problems import ProblemError
 
 HARMLESS: Final = frozenset(
     {

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.threads import SharedCall
-from rollout_worker.wire.problems import ProblemError
 
 from .openai_messages import bad_field, plain_messages
 from .tool_calls import begun_length

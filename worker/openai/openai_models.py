@@ -19,12 +19,12 @@ from pydantic import (
     model_validator,
 )
 
-from rollout_worker.schemas import Bool, Float, GenerateRequest, Int, Problem, TokenId
-from rollout_worker.wire.bounded_lists import bounded_length
-from rollout_worker.wire.generate import AllowedIds, Biases
-from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.validation import invalid_request_problem
-from rollout_worker.wire.wire_base import refuse_many_unknown
+from rollout_common.wire import Bool, Float, GenerateRequest, Int, Problem, TokenId
+from rollout_common.wire.bounded_lists import bounded_length
+from rollout_common.wire.generate import AllowedIds, Biases
+from rollout_common.wire.problems import ProblemError
+from rollout_common.wire.validation import invalid_request_problem
+from rollout_common.wire.wire_base import refuse_many_unknown
 
 from .ignored_fields import check_unused_fields, unsupported_field
 

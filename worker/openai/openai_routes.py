@@ -19,6 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRouter
 
+from rollout_common.wire import MAX_IDENTITY, StreamDelta
+from rollout_common.wire.problems import ProblemError
+from rollout_common.wire.validation import invalid_request_problem
 from rollout_worker.requests.admission_checks import check_prompt_length
 from rollout_worker.requests.body_routes import BodyRoute
 from rollout_worker.requests.disconnects import (
@@ -29,10 +32,7 @@ from rollout_worker.requests.disconnects import (
     finish_flights,
 )
 from rollout_worker.requests.in_flight_requests import InFlightRequest
-from rollout_worker.schemas import MAX_IDENTITY, StreamDelta
 from rollout_worker.service import WorkerService
-from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.validation import invalid_request_problem
 
 from .ignored_fields import unsupported_field
 from .model_text import ModelText

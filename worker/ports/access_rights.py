@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from rollout_worker.wire.problems import ProblemError
+from rollout_common.wire.problems import ProblemError
 
 Subresource = Literal["weights", "control"]
 Verb = Literal["get", "create", "update"]

@@ -6,9 +6,9 @@ import hashlib
 import hmac
 from pathlib import Path
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
-from rollout_worker.wire.problems import ProblemError
 
 from .access_rights import AccessRight, Authorizer, read_bearer_token, unauthenticated_problem
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.settings import is_loopback
-from rollout_worker.wire.problems import ProblemError
 
 from .port_app import problem_response
 

@@ -10,7 +10,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
@@ -31,9 +31,9 @@ from rollout_worker.schemas import (
     WeightsState,
     WorkerState,
 )
+from rollout_common.wire.body_decoding import CONTROL_LIMITS
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.service import WorkerService
-from rollout_worker.wire.body_decoding import CONTROL_LIMITS
-from rollout_worker.wire.problems import ProblemError
 
 from .access_rights import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight, Authorizer
 from .browser_guard import BrowserGuard

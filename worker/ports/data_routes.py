@@ -11,13 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
-from rollout_worker.openai.model_text import ModelText
-from rollout_worker.openai.openai_routes import add_openai_routes
-from rollout_worker.openai.tool_calls import tool_parser_of
-from rollout_worker.requests.disconnects import EventStream, abort_abandoned, finish_flights
-from rollout_worker.requests.in_flight_requests import InFlightRequest
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     GenerateRequest,
     GenerateResponse,
     Problem,
@@ -25,8 +19,14 @@ from rollout_worker.schemas import (
     Wire,
     WorkerInfo,
 )
+from rollout_common.wire.problems import ProblemError
+from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
+from rollout_worker.openai.model_text import ModelText
+from rollout_worker.openai.openai_routes import add_openai_routes
+from rollout_worker.openai.tool_calls import tool_parser_of
+from rollout_worker.requests.disconnects import EventStream, abort_abandoned, finish_flights
+from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService
-from rollout_worker.wire.problems import ProblemError
 
 from .access_rights import SEE_STATE, unauthenticated_problem
 from .auth import SharedToken

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.gang.gang_addresses import head_pod_name
 from rollout_worker.settings import InvalidSettings, WorkerSettings
-from rollout_worker.wire.problems import ProblemError
 
 from .access_rights import AccessRight, read_bearer_token
 from .kubernetes_auth import KubernetesReview

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
-from rollout_worker.wire.problems import ProblemError
 
 from .access_rights import AccessRight, read_bearer_token, unauthenticated_problem
 from .token_reviews import ReviewQueue, TokenReviews

@@ -13,15 +13,15 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_common.wire.body_decoding import CONTROL_LIMITS
+from rollout_common.wire.gang_models import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import EngineMember, GangMembership
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken
 from rollout_worker.gang.member_slots import Claim
 from rollout_worker.gang.member_worker import MemberWorker
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.wire.body_decoding import CONTROL_LIMITS
-from rollout_worker.wire.gang_models import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
-from rollout_worker.wire.problems import ProblemError
 
 from . import port_connections, serving_certificate
 from .access_rights import CONTROL_WORKER, Authorizer

@@ -10,12 +10,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from rollout_common.wire import Problem
+from rollout_common.wire.body_decoding import BodyLimits
+from rollout_common.wire.problems import MEDIA_TYPE, ProblemError
+from rollout_common.wire.validation import invalid_request_problem
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.requests.body_routes import BodyReader, BodyRoute
-from rollout_worker.schemas import Problem
-from rollout_worker.wire.body_decoding import BodyLimits
-from rollout_worker.wire.problems import MEDIA_TYPE, ProblemError
-from rollout_worker.wire.validation import invalid_request_problem
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Problem, "description": "A problem (RFC 9457); its detail says what to do."},

@@ -14,13 +14,13 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_common.transfer import delta
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import Engine, ProcessSpent
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken, make_gang
 from rollout_worker.service import WorkerService, make_member_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
-from rollout_worker.transfer import delta
-from rollout_worker.wire.problems import ProblemError
 
 from . import port_connections, serving_certificate
 from .access_rights import Authorizer

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Final, Generic, TypeVar
 
-from rollout_worker.wire.problems import ProblemError
+from rollout_common.wire.problems import ProblemError
 
 ACCEPTED_SECONDS: Final = 300.0
 RENEW_SECONDS: Final = 60.0

@@ -14,12 +14,8 @@ import struct
 import threading
 import time
 
-from rollout_worker.settings import InvalidSettings, WorkerSettings
-from rollout_worker.sources.incoming import Refusal
-from rollout_worker.sources.outward import Outward
-from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
-from rollout_worker.transfer.connection import Connection, first_to_go
-from rollout_worker.transfer.frames import (
+from rollout_common.transfer.connection import Connection, first_to_go
+from rollout_common.transfer.frames import (
     LEASE_SECONDS,
     PROTOCOL,
     Kind,
@@ -27,8 +23,12 @@ from rollout_worker.transfer.frames import (
     TransferError,
     Untrusted,
 )
-from rollout_worker.transfer.node import node_of
-from rollout_worker.transfer.tls import HANDSHAKE
+from rollout_common.transfer.node import node_of
+from rollout_common.transfer.tls import HANDSHAKE
+from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.sources.incoming import Refusal
+from rollout_worker.sources.outward import Outward
+from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
 
 from .serving_certificate import ServingCertificate
 from .unix_socket import listen_at_path, remove_socket, socket_identity

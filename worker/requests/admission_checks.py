@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollout_common.wire import GenerateRequest, Lifecycle, LogprobsOf, WeightsId
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
-from rollout_worker.schemas import GenerateRequest, Lifecycle, LogprobsOf, WeightsId
-from rollout_worker.wire.problems import ProblemError
 
 from .capability_checks import check_capabilities
 

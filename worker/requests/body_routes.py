@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from rollout_worker.wire.body_decoding import MIB, BodyLimits, parse_body
-from rollout_worker.wire.problems import ProblemError, too_large_problem
+from rollout_common.wire.body_decoding import MIB, BodyLimits, parse_body
+from rollout_common.wire.problems import ProblemError, too_large_problem
 
 INLINE_PARSE_BYTES = 2**15
 """A shorter body is parsed at once: in a few milliseconds at worst, less than a thread's turn takes."""

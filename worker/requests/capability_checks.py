@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from rollout_common.wire import Capabilities, SamplingParams
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.schemas import Capabilities, SamplingParams
 
 _DEFAULTS = SamplingParams()
 _TRUNCATION = frozenset({"top_p", "top_k", "min_p"})

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from rollout_worker.schemas import AbortReason
+from rollout_common.wire import AbortReason
 
 from .in_flight_requests import ANSWER_TIMEOUT_SECONDS, InFlightRequest, InFlightRequests
 

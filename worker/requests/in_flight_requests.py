@@ -13,9 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from functools import partial
 
-from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     AbortReason,
     DoneOutput,
     GenerateResponse,
@@ -27,6 +25,8 @@ from rollout_worker.schemas import (
     Usage,
     WeightsId,
 )
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 
 from .admission_checks import invalid_problem
 from .running_output import RunningOutput

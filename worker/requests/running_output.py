@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     NOT_FINITE,
     AbortReason,
     GenerateOutput,
@@ -16,6 +15,7 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSpan,
 )
+from rollout_worker.engine import EngineDelta, EngineRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from rollout_common.transfer.frames import CHUNK_BYTES
+from rollout_common.transfer.layout import PushLayout
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
-from rollout_worker.transfer.frames import CHUNK_BYTES
-from rollout_worker.transfer.layout import PushLayout
 from rollout_worker.weights import HASH
 
 from .checkpoint_files import ReadCancelled

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rollout_worker.schemas import Base
-from rollout_worker.transfer.delta import DeltaError, apply
+from rollout_common.transfer.delta import DeltaError, apply
+from rollout_common.wire import Base
 
 from .pushed_memory import Memory
 

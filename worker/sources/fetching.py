@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from rollout_worker.schemas import Peer
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
-from rollout_worker.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.wire import Peer
 
 from .incoming import LOOK_SECONDS, End, Incoming, Refusal, end_of
 from .outward import Outward

@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import (
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import (
     CHUNK_BYTES,
     Frame,
     Kind,
@@ -24,7 +24,7 @@ from rollout_worker.transfer.frames import (
     Slow,
     TransferError,
 )
-from rollout_worker.transfer.layout import PushLayout
+from rollout_common.transfer.layout import PushLayout
 
 from .basis import Delta
 from .incoming import LOOK_SECONDS, Incoming

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire import KeptWeights, WeightsId
 from rollout_worker.engine import TensorEntry
-from rollout_worker.schemas import KeptWeights, WeightsId
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed
-from rollout_worker.transfer.layout import PushLayout
 
 from .arrived import chunks_of, content_bytes, entries_of
 from .basis import Patch

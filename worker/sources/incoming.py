@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollout_common.transfer.arena import ArenaError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.delta import DeltaError
+from rollout_common.transfer.frames import CHUNK_BYTES, LEASE_SECONDS, Frame, Malformed
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.engine import EngineError, TensorEntry, WeightsRejected
-from rollout_worker.schemas import PushedBytes, WeightsId
-from rollout_worker.transfer.arena import ArenaError
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.delta import DeltaError
-from rollout_worker.transfer.frames import CHUNK_BYTES, LEASE_SECONDS, Frame, Malformed
-from rollout_worker.transfer.layout import PushLayout
 
 from .arrived import Arrived, entries_of
 from .basis import PATCH_SHARE, Basis, Delta, Patch

@@ -6,12 +6,12 @@ import ssl
 import threading
 from pathlib import Path
 
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.dialing import dial
+from rollout_common.transfer.frames import HOP_SECONDS, Untrusted
+from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.tls import Trust, marks_of, trusting
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.dialing import dial
-from rollout_worker.transfer.frames import HOP_SECONDS, Untrusted
-from rollout_worker.transfer.pace import Pace
-from rollout_worker.transfer.tls import Trust, marks_of, trusting
 
 _FIX = "all workers of a pool need one issuer: its ca.crt lies beside --control-tls-cert-file"
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import Frame, Kind, Malformed
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.maps import Maps
+from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
 from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
-from rollout_worker.schemas import OfferResponse, Peer, PushedBytes, StageSource, Transfer
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Frame, Kind, Malformed
-from rollout_worker.transfer.layout import PushLayout
-from rollout_worker.transfer.maps import Maps
 
 from .checkpoint_files import ReadableSource, Report
 from .giving import Gives, Kept, give

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import xxhash
 
+from rollout_common.transfer.arena import ArenaError, Slot
+from rollout_common.transfer.maps import Maps
+from rollout_common.transfer.spare import Used
 from rollout_worker.engine import EngineError
-from rollout_worker.transfer.arena import ArenaError, Slot
-from rollout_worker.transfer.maps import Maps
-from rollout_worker.transfer.spare import Used
 
 _own = threading.local()
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import xxhash
 
-from rollout_worker.transfer.arena import ArenaError
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.delta import DeltaError
-from rollout_worker.transfer.frames import (
+from rollout_common.transfer.arena import ArenaError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.delta import DeltaError
+from rollout_common.transfer.frames import (
     CHUNK_BYTES,
     PROTOCOL,
     Ended,
@@ -27,8 +27,8 @@ from rollout_worker.transfer.frames import (
     Malformed,
     TransferError,
 )
-from rollout_worker.transfer.layout import LayoutError, PushLayout
-from rollout_worker.transfer.maps import Maps
+from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.maps import Maps
 
 from .basis import Delta
 from .forwarding import Forwarding, hops_of

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rollout_common.transfer.layout import TORCH_NAMES
 from rollout_worker.engine import (
     Sink,
     TensorEntry,
@@ -22,7 +23,6 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.threads import run_in_thread
-from rollout_worker.transfer.layout import TORCH_NAMES
 from rollout_worker.weights import check_layout
 
 from .checkpoint_files import CHUNK_BYTES, Report, WholeVersion, read_source

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rollout_common.wire import WeightsSource
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import ContentMismatch, EngineError, GivenWeights, Sink, WeightsLayout
-from rollout_worker.schemas import WeightsSource
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
-from rollout_worker.wire.problems import ProblemError
 
 from .checkpoint_files import (
     FileSource,

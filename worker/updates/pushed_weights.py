@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.schemas import (
+from rollout_common.transfer.spare import Used
+from rollout_common.wire import (
     ActiveWeights,
     Base,
     KeptWeights,
@@ -21,6 +19,10 @@ from rollout_worker.schemas import (
     StageRequest,
     WeightsId,
 )
+from rollout_common.wire.problems import ProblemError, conflict_problem
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import EngineError
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.sources.basis import Basis
 from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.giving import Gives, Kept, kept_of
@@ -28,9 +30,7 @@ from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.pushed import Desk
 from rollout_worker.sources.pushed_memory import Memory
 from rollout_worker.sources.tensor_filling import Elsewhere
-from rollout_worker.transfer.spare import Used
 from rollout_worker.weights import check_layout
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .staging_slot import StagingSlot
 

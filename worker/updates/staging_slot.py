@@ -9,13 +9,13 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from rollout_common.wire import StagedWeights, StageRequest, WeightsId, WeightsSource
+from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import ContentMismatch, Engine, Sink, TrainerTensors, WeightsLayout
-from rollout_worker.schemas import StagedWeights, StageRequest, WeightsId, WeightsSource
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.pushed import receive
 from rollout_worker.sources.tensor_filling import Elsewhere, Located, fill_sink
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,15 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from rollout_common.wire import (
+    AbortReason,
+    CommitRequest,
+    CommitResponse,
+    Lifecycle,
+    StopReason,
+    WeightsId,
+)
+from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import (
     Engine,
@@ -25,15 +34,6 @@ from rollout_worker.engine import (
 )
 from rollout_worker.requests.in_flight_requests import InFlightRequests
 from rollout_worker.requests.running_output import RunningOutput
-from rollout_worker.schemas import (
-    AbortReason,
-    CommitRequest,
-    CommitResponse,
-    Lifecycle,
-    StopReason,
-    WeightsId,
-)
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .staging_slot import StagingSlot
 from .weight_updates import WeightUpdates

@@ -14,11 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.core.weights_fence import WeightsFence
-from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import EngineError, EngineInfo, Sink, TrainerTensors, WeightsRejected
-from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CHECKPOINT,
     ActiveWeights,
     Checkpoint,
@@ -35,6 +31,11 @@ from rollout_worker.schemas import (
     WeightsSource,
     WeightsState,
 )
+from rollout_common.wire.problems import ProblemError, conflict_problem
+from rollout_worker.core.weights_fence import WeightsFence
+from rollout_worker.core.worker_runtime import WorkerRuntime
+from rollout_worker.engine import EngineError, EngineInfo, Sink, TrainerTensors, WeightsRejected
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.pushed import refill
 from rollout_worker.sources.tensor_filling import (
@@ -44,7 +45,6 @@ from rollout_worker.sources.tensor_filling import (
     locate_source,
     resolve_within,
 )
-from rollout_worker.wire.problems import ProblemError, conflict_problem
 
 from .pushed_weights import PushedWeights
 from .staging_slot import StagingSlot, content_mismatch, is_same_content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rollout_worker.transfer.connection import Connection
+from rollout_common.transfer.connection import Connection
 
 STOP_SECONDS = 1.0
 """What a `PING` that nobody takes gets to be given up."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rollout_worker.transfer.layout import ITEM_BYTES
+from rollout_common.transfer.layout import ITEM_BYTES
 
 from .push_tensors import Spec
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from rollout_worker.transfer.buckets import flat_bytes
+from rollout_common.transfer.buckets import flat_bytes
 
 from .push_devices import Device, accelerator_of
 from .push_tensors import check_there

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_worker.schemas import Base, WeightsId
-from rollout_worker.transfer.arena import ArenaError
-from rollout_worker.transfer.delta import SPAN_BYTES, WORTH, encode
-from rollout_worker.transfer.frames import CHUNK_BYTES
+from rollout_common.transfer.arena import ArenaError
+from rollout_common.transfer.delta import SPAN_BYTES, WORTH, encode
+from rollout_common.transfer.frames import CHUNK_BYTES
+from rollout_common.wire import Base, WeightsId
 
 from .stream_filling import Filling, GivenUp
 

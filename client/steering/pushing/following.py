@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed, RolloutError
 from rollout_client.steering.steering_protocol import Published
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
-from rollout_worker.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.layout import LayoutError, PushLayout
 
 from .beating import Beat
 from .boxes import box_of

@@ -6,14 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import (
-    CHUNK_BYTES,
-    Frame,
-    Kind,
-    Malformed,
-    TransferError,
-)
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
 
 from .board import Board
 from .routes import Receiver

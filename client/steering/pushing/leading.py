@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.steering_protocol import Published
-from rollout_worker.transfer.arena import Arena, ArenaError
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
-from rollout_worker.transfer.layout import LayoutError
+from rollout_common.transfer.arena import Arena, ArenaError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.layout import LayoutError
 
 from .beating import Beat
 from .copying import Copier

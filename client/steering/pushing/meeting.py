@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.errors import PublishFailed
-from rollout_worker.transfer.frames import TransferError
-from rollout_worker.transfer.node import BOOT_ID
+from rollout_common.transfer.frames import TransferError
+from rollout_common.transfer.node import BOOT_ID
 
 from .following import Following
 from .leading import Leading

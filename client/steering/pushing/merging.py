@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 
-from rollout_worker.transfer.arena import Arena, ArenaError, Slot
-from rollout_worker.transfer.layout import LayoutError, Placed
+from rollout_common.transfer.arena import Arena, ArenaError, Slot
+from rollout_common.transfer.layout import LayoutError, Placed
 
 from .copying import Copier
 from .push_tensors import Dtypes

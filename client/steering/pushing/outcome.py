@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_client.errors import EpochLost, PublishFailed, RolloutError, Superseded
 from rollout_client.steering.steering_protocol import Published, PublishReport, PushedTo
-from rollout_worker.schemas import WeightsId
+from rollout_common.wire import WeightsId
 
 _KINDS: Mapping[str, type[RolloutError]] = {"EpochLost": EpochLost, "Superseded": Superseded}
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.spool import iterate_tensors, run_to_end, spool_blocking
 from rollout_client.steering.steering_protocol import Published, PublishReport, PushedTo
-from rollout_worker.schemas import PushedBytes, StageSource, WeightsId
-from rollout_worker.transfer.pace import Pace
-from rollout_worker.transfer.tls import Trust
+from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.tls import Trust
+from rollout_common.wire import PushedBytes, StageSource, WeightsId
 
 from .board import Board
 from .deltas import Before, Deltas

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.checkpoint_form import described, held, is_sharded, state_of
 from rollout_client.steering.spool import named_tensors
-from rollout_worker.schemas import CASTABLE
-from rollout_worker.transfer.layout import TORCH_NAMES, LayoutError
+from rollout_common.transfer.layout import TORCH_NAMES, LayoutError
+from rollout_common.wire import CASTABLE
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from rollout_worker.transfer.arena import Arena
-from rollout_worker.transfer.layout import PushLayout
+from rollout_common.transfer.arena import Arena
+from rollout_common.transfer.layout import PushLayout
 
 from .copying import Copier
 from .deltas import Before

@@ -17,9 +17,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollout_worker.transfer.connection import Connection, first_to_go
-from rollout_worker.transfer.dialing import connect_unix
-from rollout_worker.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.connection import Connection, first_to_go
+from rollout_common.transfer.dialing import connect_unix
+from rollout_common.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
 
 from .addresses import offered
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_client.errors import PublishFailed
-from rollout_worker.schemas import Transfer
-from rollout_worker.transfer.node import node_of
+from rollout_common.transfer.node import node_of
+from rollout_common.wire import Transfer
 
 Transport = Literal["auto", "shm", "tcp"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "tcp")

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_worker.transfer.arena import ArenaError
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.delta import SPAN_BYTES
-from rollout_worker.transfer.dialing import dial, dial_unix
-from rollout_worker.transfer.frames import (
+from rollout_common.transfer.arena import ArenaError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.delta import SPAN_BYTES
+from rollout_common.transfer.dialing import dial, dial_unix
+from rollout_common.transfer.frames import (
     CHUNK_BYTES,
     HOP_SECONDS,
     LEASE_SECONDS,
@@ -29,8 +29,8 @@ from rollout_worker.transfer.frames import (
     Silent,
     TransferError,
 )
-from rollout_worker.transfer.pace import Pace
-from rollout_worker.transfer.tls import Trust
+from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.tls import Trust
 
 from .board import Board
 from .deltas import Deltas

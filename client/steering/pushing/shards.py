@@ -14,7 +14,7 @@ from itertools import combinations, starmap
 from typing import Any, Self
 
 from rollout_client.steering.checkpoint_form import is_sharded
-from rollout_worker.transfer.layout import LayoutError
+from rollout_common.transfer.layout import LayoutError
 
 from .boxes import Box, Run, box_of, nbytes_of, overlap, volume
 from .push_tensors import Spec, spec_of

@@ -10,9 +10,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.transfer.arena import Arena, Release, Slot
-from rollout_worker.transfer.layout import LayoutError, Placed, PushLayout
-from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
+from rollout_common.transfer.arena import Arena, Release, Slot
+from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 
 from .copying import Copier
 from .push_tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.transfer.buckets import flat_bytes
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
-from rollout_worker.transfer.layout import ITEM_BYTES, LayoutError, Placed, PushLayout
+from rollout_common.transfer.buckets import flat_bytes
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.layout import ITEM_BYTES, LayoutError, Placed, PushLayout
 
 from .boxes import Box, inside, nbytes_of, pieces_of, rows_of, run_of, shape_of
 from .copying import Copier

@@ -18,7 +18,7 @@ from .shards import Part, part_of
 if TYPE_CHECKING:
     import torch
 
-    from rollout_worker.transfer.layout import PushLayout
+    from rollout_common.transfer.layout import PushLayout
 
 View = Callable[[str, int, int], memoryview]
 """Returns the place of a run of a tensor's bytes."""

@@ -26,12 +26,14 @@ def imported(file: Path, package: str) -> Iterator[tuple[str, str]]:
 
 def of_worker(engine: str) -> set[tuple[str, str]]:
     """Return every import of the worker's modules but those of other engines."""
+    import rollout_common
     import rollout_worker
 
-    root = Path(rollout_worker.__file__).parent
+    roots = [Path(str(package.__file__)).parent for package in (rollout_common, rollout_worker)]
     found: set[tuple[str, str]] = set()
-    for file in root.rglob("*.py"):
-        parts = file.relative_to(root.parent).with_suffix("").parts
+    for file in (file for root in roots for file in root.rglob("*.py")):
+        top = next(root.parent for root in roots if file.is_relative_to(root))
+        parts = file.relative_to(top).with_suffix("").parts
         elsewhere = parts[1] == "engines" and len(parts) > 3 and parts[2] != engine
         if elsewhere:
             continue

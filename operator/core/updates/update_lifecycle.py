@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from rollout_common.wire import WeightsId
 from rollout_operator.api.spec import DesiredState, RolloutReplicaSpec, WeightsStrategy
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.pass_plan import ControlVerb, EventNote
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
-from rollout_worker.schemas import WeightsId
 
 from .content_hashes import bind_root_hash, serving_hash, unsupported_by_pool
 from .pushed_copies import (

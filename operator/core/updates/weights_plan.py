@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollout_common.wire import CHECKPOINT, Checkpoint, WeightsId, WeightsSource
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase, WeightsStatus
 from rollout_operator.core.pass_plan import EventNote
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
-from rollout_worker.schemas import CHECKPOINT, Checkpoint, WeightsId, WeightsSource
 
 UNDER_WAY_PHASES = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
 

@@ -23,9 +23,9 @@ from rollout_client.steering.control_ports import ControlPorts, read_mounted_tok
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.steering_protocol import Published
 from rollout_client.steering.steering_verbs import SteeringVerbs
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.embedded.handing_over import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
-from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls

@@ -11,10 +11,10 @@ import pytest
 
 from rollout_client import AsyncRolloutPool, RolloutPool, SteeringFailed
 from rollout_client.turn import local_turn, locks
+from rollout_common.turn.lock_files import holders
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import Lifecycle
-from rollout_worker.turn.lock_files import holders
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from safetensors.numpy import save_file
 
 from rollout_client.conversation.conversation_data import CounterName
+from rollout_common.wire.problems import KINDS
 from rollout_operator import config
 from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import PoolKey
@@ -56,7 +57,6 @@ from rollout_worker.settings import FLAGS, add_flags, parse_settings
 from rollout_worker.sources import checkpoint_files as checkpoints
 from rollout_worker.sources.tensor_filling import fill_sink
 from rollout_worker.updates import weight_commits
-from rollout_worker.wire.problems import KINDS
 from tests.support.unit import shipped
 from tests.support.unit.chatstyles import tokenizer
 from tests.support.unit.emitted import reasons

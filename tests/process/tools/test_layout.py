@@ -12,9 +12,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = {"rollout_operator": "operator", "rollout_worker": "worker", "rollout_client": "client"}
+PACKAGES = {
+    "rollout_operator": "operator",
+    "rollout_worker": "worker",
+    "rollout_client": "client",
+    "rollout_common": "common",
+}
 FOLDERS = (
-    *("operator", "worker", "client", "src", "charts/rollout-operator", "hack/cluster", "bench"),
+    *(
+        "operator",
+        "worker",
+        "client",
+        "common",
+        "src",
+        "charts/rollout-operator",
+        "hack/cluster",
+        "bench",
+    ),
     *("examples", "docs/decisions", "requirements", ".ci"),
     *(
         f"tests/{tier}"

@@ -15,14 +15,14 @@ import httpx
 import pytest
 
 from rollout_client.steering.pushing.rank_door import Door, Reach, call
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.dialing import dial
+from rollout_common.transfer.frames import Kind, Refused
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import ConnectionQuota
 from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers
 from rollout_worker.schemas import OfferRequest
 from rollout_worker.sources import pushed
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.dialing import dial
-from rollout_worker.transfer.frames import Kind, Refused
 from tests.support.unit.far_ranks import LOOPBACK
 from tests.support.unit.pushing import Version, push, pushed_worker, stage, trainer
 from tests.support.unit.strangers import KINDS, Connect, Kind_, crowd

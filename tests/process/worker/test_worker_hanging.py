@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.ports.access_rights import SEE_STATE
 from rollout_worker.ports.auth import SharedToken
@@ -21,7 +22,6 @@ from rollout_worker.schemas import Checkpoint, DiscardRequest, StageRequest, Wei
 from rollout_worker.service import WorkerService
 from rollout_worker.sources import tensor_filling
 from rollout_worker.threads import SharedCall
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.asgi import call
 from tests.support.unit.tiny_worker import refused, settings, tiny_worker
 from tests.support.waiting import until

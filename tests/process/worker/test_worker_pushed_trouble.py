@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
+from rollout_common.transfer import arena, maps
+from rollout_common.transfer.room import LIMIT
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import DiscardRequest, StageRequest, Transfer
 from rollout_worker.sources import incoming
 from rollout_worker.sources.incoming import Incoming
-from rollout_worker.transfer import arena, maps
-from rollout_worker.transfer.room import LIMIT
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.arrows import (
     KINDS,
     ROOM,

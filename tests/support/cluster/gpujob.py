@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from localkube.fakedevices import DRIVER, device_class
-from rollout_worker.device_claims import pod_claims
+from rollout_common.device_claims import pod_claims
 from tests.support.api.apiclient import PODS, Obj
 from tests.support.cluster.scalelab import NAMESPACE, Lab, processless_pool
 from tests.support.waiting import eventually

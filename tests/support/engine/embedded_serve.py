@@ -9,7 +9,7 @@ import argparse
 import signal
 import threading
 
-from rollout_worker import json_logs
+from rollout_common import json_logs
 from rollout_worker.embedded import Worker
 from rollout_worker.settings import add_flags
 

@@ -28,9 +28,9 @@ import rollout_worker.engines.hf
 import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
 from rollout_client.steering.pushing import sending
+from rollout_common.transfer import connection
 from rollout_worker.__main__ import main as serve
 from rollout_worker.ports import weights_port
-from rollout_worker.transfer import connection
 from tests.support.engine import push_trainer
 
 PR_SET_PDEATHSIG = 1

@@ -13,7 +13,7 @@ import random
 import sys
 import time
 
-from rollout_worker.turn.sharing import join
+from rollout_common.turn.sharing import join
 
 DYING_SECONDS = 0.02
 """So long, at most, it has the device when its worker is no more."""

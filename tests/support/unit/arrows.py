@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rollout_common.transfer import connection
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import Lifecycle, Transfer
 from rollout_worker.sources import incoming, outward, receiving
-from rollout_worker.transfer import connection
 from tests.support.unit.pushing import Trainer, Version, held, push, quiet
 from tests.support.unit.tiny_worker import TinyWorker, made_by
 from tests.support.waiting import until

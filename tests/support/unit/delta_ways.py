@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollout_worker.transfer import native, vectors
-from rollout_worker.transfer.delta import BLOCK_BYTES, BLOCK_WORDS
+from rollout_common.transfer import native, vectors
+from rollout_common.transfer.delta import BLOCK_BYTES, BLOCK_WORDS
 
 SIZES = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 130, 4097]
 EDGES = [BLOCK_BYTES + more for more in (-2, -1, 0, 1, 2, 64, BLOCK_BYTES)]

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from rollout_worker.transfer.frames import Kind
+from rollout_common.transfer.frames import Kind
 from tests.support.waiting import eventually
 
 LOOPBACK = "127.0.0.1"

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from rollout_common.turn import Turn
 from rollout_worker.core import multi_node_turn
 from rollout_worker.engine import EngineCrashed, MemberInfo
 from rollout_worker.gang import gang_head as heads
@@ -28,7 +29,6 @@ from rollout_worker.gang import member_client, member_turn, silence_timer
 from rollout_worker.gang import member_worker as members
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN
 from rollout_worker.schemas import Progress
-from rollout_worker.turn import Turn
 from tests.support.unit import gang_rank
 from tests.support.unit.tiny_engine import LAYOUT, TinyEngine, write_weights
 from tests.support.unit.tiny_gang import Node, TinyMember, head, member_settings

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollout_worker.turn.sharing import join
+from rollout_common.turn.sharing import join
 
 PR_SET_PDEATHSIG = 1
 

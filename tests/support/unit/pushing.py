@@ -13,16 +13,16 @@ from typing import Any
 
 import xxhash
 
+from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.delta import encode
+from rollout_common.transfer.dialing import dial, dial_unix
+from rollout_common.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.ports.serving_certificate import serving_certificate
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import StagedWeights, Transfer
-from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.delta import encode
-from rollout_worker.transfer.dialing import dial, dial_unix
-from rollout_worker.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
-from rollout_worker.transfer.layout import PushLayout
-from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 

@@ -29,7 +29,7 @@ from rollout_client import RolloutError, RolloutPool
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.pushing import leading, meeting, streaming, writing
 from rollout_client.steering.pushing.copying import Copier
-from rollout_worker.transfer.layout import LayoutError
+from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)
 """What no rank has as it is."""

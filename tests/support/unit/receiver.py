@@ -13,13 +13,13 @@ from typing import Any
 
 import xxhash
 
-from rollout_worker.transfer.arena import map_readonly
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.dialing import dial
-from rollout_worker.transfer.frames import Frame, Kind, TransferError
-from rollout_worker.transfer.layout import PushLayout
-from rollout_worker.transfer.node import node_of
-from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
+from rollout_common.transfer.arena import map_readonly
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.dialing import dial
+from rollout_common.transfer.frames import Frame, Kind, TransferError
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.node import node_of
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 
 Fault = Callable[["Receiver", Connection, Frame], None]
 

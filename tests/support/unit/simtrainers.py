@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rollout_common.device_claims import natural_sort_key
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.trainer_pods import (
@@ -20,7 +21,6 @@ from rollout_operator.core.trainer_pods import (
     TrainerPod,
     TrainerWatch,
 )
-from rollout_worker.device_claims import natural_sort_key
 
 GONE_SECONDS = 2.0
 """How long a pod of the trainer's terminates."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import Engine
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.running_output import RunningOutput
@@ -29,7 +30,6 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_engine import ABLE, TinyEngine, write_weights
 from tests.support.waiting import until
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout_worker.turn import Turn
+from rollout_common.turn import Turn
 from tests.support.loopback import Loopback, loopback
 
 PODS = "/api/v1/namespaces/default/pods"

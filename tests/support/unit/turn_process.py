@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rollout_worker.turn import Turn, TurnError
-from rollout_worker.turn.sharing import Sharing, join
+from rollout_common.turn import Turn, TurnError
+from rollout_common.turn.sharing import Sharing, join
 
 ROOT = Path(__file__).parents[3]
 SLOW_BYTES = 64 << 20

@@ -57,7 +57,7 @@ def build(hook: Any, version: str) -> dict[str, Any]:
 
 
 def test_an_editable_install_has_the_library_beside_its_source(hook: Any) -> None:
-    folder = Path(hook.root, "worker", "transfer")
+    folder = Path(hook.root, "common", "transfer")
     folder.mkdir(parents=True)
     assert build(hook, "editable") == {"force_include": {}}
     assert [(each.name, each.read_bytes()) for each in folder.iterdir()] == [
@@ -67,13 +67,13 @@ def test_an_editable_install_has_the_library_beside_its_source(hook: Any) -> Non
 
 
 def test_an_editable_install_of_what_nobody_can_write_goes_without(hook: Any) -> None:
-    Path(hook.root, "worker").write_text("a file, since root may write in any folder")
+    Path(hook.root, "common").write_text("a file, since root may write in any folder")
     assert build(hook, "editable") == {"force_include": {}}
     (warned,) = hook.warned
-    assert warned.startswith("worker/transfer/delta.c is left out, numpy does it: ")
+    assert warned.startswith("common/transfer/delta.c is left out, numpy does it: ")
 
 
 def test_a_wheel_has_the_library_and_is_of_this_platform(hook: Any) -> None:
     data = build(hook, "standard")
     assert data["tag"] == "py3-none-linux"
-    assert list(data["force_include"].values()) == ["rollout_worker/transfer/libdelta.so"]
+    assert list(data["force_include"].values()) == ["rollout_common/transfer/libdelta.so"]

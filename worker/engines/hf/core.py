@@ -13,9 +13,9 @@ import math
 import time
 from collections.abc import Callable, Collection
 
+from rollout_common.wire import CHECKPOINT, AbortReason, WeightsId
 from rollout_worker.engine import EngineDelta, KvPolicy
 from rollout_worker.engines.admission_queue import AdmissionQueue
-from rollout_worker.schemas import CHECKPOINT, AbortReason, WeightsId
 
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows

@@ -20,6 +20,7 @@ import torch
 import transformers
 from typing_extensions import override
 
+from rollout_common.wire import AbortReason, Progress, StopReason
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -32,7 +33,6 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
-from rollout_worker.schemas import AbortReason, Progress, StopReason
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 from rollout_worker.threads import run_in_thread
 

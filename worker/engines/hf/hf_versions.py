@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from typing_extensions import override
 
+from rollout_common.wire import MemoryTag, WeightsId
 from rollout_worker.engine import (
     EngineError,
     GivenWeights,
@@ -23,7 +24,6 @@ from rollout_worker.engine import (
     WeightsRefill,
 )
 from rollout_worker.engines.weight_versions import WeightVersions
-from rollout_worker.schemas import MemoryTag, WeightsId
 from rollout_worker.threads import open_in_thread, run_in_thread
 
 from .core import BatchCore

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollout_common.wire import Capabilities
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
-from rollout_worker.schemas import Capabilities
 
 from .core import BatchCore, DeltaDelivery
 from .forward import ForwardRunner

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollout_common.wire import AbortReason, StopReason, WeightsId
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import (
     StopChecker,
@@ -18,7 +19,6 @@ from rollout_worker.engines.request_checks import (
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
-from rollout_worker.schemas import AbortReason, StopReason, WeightsId
 
 from .weights.loading import LoadedModel
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout_common.wire import SamplingParams
 from rollout_worker.engine import EngineRequest
-from rollout_worker.schemas import SamplingParams
 
 MIN_REPETITION_PENALTY = 1e-30
 """Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""

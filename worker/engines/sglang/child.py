@@ -12,8 +12,8 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+from rollout_common.turn.sharing import join
 from rollout_worker.engines import tested
-from rollout_worker.turn.sharing import join
 
 PR_SET_PDEATHSIG = 1
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_common.wire import Capabilities
 from rollout_worker.engine import EngineError, EngineRequest, TensorEntry, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
@@ -19,7 +20,6 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature
-from rollout_worker.schemas import Capabilities
 from rollout_worker.sources.checkpoint_files import open_source
 
 QUANTISATION_FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"

@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-from rollout_worker.turn.sharing import join
+from rollout_common.turn.sharing import join
 
 from . import loader, sampler, spilling
 from .child import die_with_parent

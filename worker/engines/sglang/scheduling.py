@@ -12,9 +12,9 @@ import time
 from collections.abc import Collection
 from typing import Any, Literal
 
+from rollout_common.wire import AbortReason, WeightsId
 from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
-from rollout_worker.schemas import AbortReason, WeightsId
 
 from .child_connection import ChildConnection
 from .sglang_streams import SglangStream

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError, GangMembership
 from rollout_worker.engines import EngineOptions, selfcheck, tested
 from rollout_worker.engines.network import find_interface, own_address
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.tested import refused_flag_entries
-from rollout_worker.turn.sharing import SOCKET
 
 from .model import SglangModel
 

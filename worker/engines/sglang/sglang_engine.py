@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from rollout_common.wire import CHECKPOINT, AbortReason, Progress
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -24,7 +25,6 @@ from rollout_worker.engines.request_checks import (
     make_stop_checker,
     with_max_tokens,
 )
-from rollout_worker.schemas import CHECKPOINT, AbortReason, Progress
 
 from . import settings
 from .child_connection import CallFailed, ChildConnection, MetricsPage

@@ -13,6 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from rollout_common.wire import Progress
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
@@ -24,7 +25,6 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions, selfcheck, tested
 from rollout_worker.engines.model_folder import hash_checkpoint
 from rollout_worker.engines.network import resolve_address
-from rollout_worker.schemas import Progress
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 from rollout_worker.threads import run_in_thread
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from rollout_common.wire import AbortReason, StopReason, WeightsId, WeightsSpan
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
-from rollout_worker.schemas import AbortReason, StopReason, WeightsId, WeightsSpan
 
 UNREAD_INTERVAL_SECONDS = 0.1
 """How often tokens are passed on that nobody reads along: each one would take longer to pass on than

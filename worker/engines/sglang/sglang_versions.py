@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from rollout_common.wire import MemoryTag, WeightsId
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
@@ -26,7 +27,6 @@ from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
 from rollout_worker.engines.weight_versions import RankVersions
-from rollout_worker.schemas import MemoryTag, WeightsId
 
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.transfer.arena import to_be_read
-from rollout_worker.transfer.locked import current_context, lock
+from rollout_common.transfer.arena import to_be_read
+from rollout_common.transfer.locked import current_context, lock
 
 from .ranks import LOCKED, MAPPED
 from .read_watch import AbsentTensor

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from rollout_common.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
+from rollout_common.transfer.spare import Spare
 from rollout_worker.engine import EngineError
 from rollout_worker.threads import BackgroundFreeing
-from rollout_worker.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
-from rollout_worker.transfer.spare import Spare
 
 _BOUND_FIXES = {
     LIMIT: "raise spec.resources.limits.memory (or the limit of its cgroup)",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rollout_worker.transfer.layout import TORCH_NAMES
+from rollout_common.transfer.layout import TORCH_NAMES
 
 TensorPlace = tuple[str, str, Sequence[int], int]
 """Name, dtype as safetensors call it, shape, and where its bytes begin."""

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.read_watch import ReadWatch
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.unread import note_unread
 from rollout_worker.observe.processes import find_process
-from rollout_worker.turn.sharing import join
 
 from . import backups
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE

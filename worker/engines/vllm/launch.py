@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_common.turn.sharing import SOCKET
+from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
@@ -25,9 +27,7 @@ from rollout_worker.engines.model_folder import (
     start_while_hashing,
 )
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
-from rollout_worker.schemas import Progress
 from rollout_worker.sources.checkpoint_files import open_source
-from rollout_worker.turn.sharing import SOCKET
 
 from .intake import VllmModel
 from .settings import VllmSettings

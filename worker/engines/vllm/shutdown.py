@@ -19,10 +19,10 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError
 from rollout_worker.observe import processes
 from rollout_worker.observe.processes import PROC, ProcessHandle
-from rollout_worker.schemas import Progress
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
 
+from rollout_common.wire import AbortReason, MemoryTag
 from rollout_worker.engines.admission_queue import AdmissionQueue
-from rollout_worker.schemas import AbortReason, MemoryTag
 
 from .launch import LaunchedVllm
 from .vllm_streams import VllmStream, WeightLabels

@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rollout_common.wire import AbortReason, SamplingParams
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.request_checks import check_id_unused, make_stop_checker
-from rollout_worker.schemas import AbortReason, SamplingParams
 
 from .intake import to_sampling_params
 from .launch import LaunchedVllm

@@ -11,9 +11,9 @@ import os
 import secrets
 from typing import Any
 
+from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError
 from rollout_worker.observe.processes import ProcessHandle, find_process
-from rollout_worker.turn.sharing import SOCKET
 
 RAY_FLAG = "engine.args: --distributed-executor-backend ray"
 HEAD_VARIABLE = "ROLLOUT_VLLM_HEAD"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from rollout_common.wire import AbortReason, Capabilities, LogprobsOf, Progress
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -26,7 +27,6 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions, selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.observe import processes
-from rollout_worker.schemas import AbortReason, Capabilities, LogprobsOf, Progress
 
 from . import launch, settings, shutdown, under_ray, vllm_environment
 from .intake import check_request

@@ -13,13 +13,13 @@ from typing import Any
 
 from typing_extensions import override
 
+from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, EngineMember, MemberInfo, Sink, TensorEntry
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import checkpoint_layout, read_config, start_while_hashing
 from rollout_worker.engines.shared_memory import unread
 from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
 from rollout_worker.observe import processes
-from rollout_worker.schemas import Progress
 from rollout_worker.sources.checkpoint_files import open_source
 
 from . import launch, settings, shutdown, vllm_environment

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.request_checks import StopChecker
-from rollout_worker.engines.weight_versions import WeightsChange, spans_within
-from rollout_worker.schemas import (
+from rollout_common.wire import (
     CHECKPOINT,
     AbortReason,
     StopMatch,
@@ -20,6 +17,9 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSpan,
 )
+from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.engines.request_checks import StopChecker
+from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
 NOT_FINITE_ENDING: OutputEnding = (StopReason.ABORTED, None, AbortReason.ENGINE)

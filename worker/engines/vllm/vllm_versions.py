@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from rollout_common.wire import MemoryTag, WeightsId
 from rollout_worker.engine import (
     EngineCrashed,
     GivenWeights,
@@ -26,7 +27,6 @@ from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
 from rollout_worker.engines.weight_versions import RankVersions
-from rollout_worker.schemas import MemoryTag, WeightsId
 
 from .launch import LaunchedVllm
 from .steering import SchedulerControl

@@ -29,10 +29,10 @@ from rollout_client.steering.pushing.shards import Part, part_of
 from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.streaming import Streaming
 from rollout_client.steering.pushing.writing import InMemory
-from rollout_worker.transfer.arena import Arena, Slot
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.layout import LayoutError
-from rollout_worker.transfer.locked import lock
+from rollout_common.transfer.arena import Arena, Slot
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.locked import lock
 from tests.support.unit.cuda_driver import Driver
 
 SIZES = {

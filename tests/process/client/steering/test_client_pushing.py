@@ -29,12 +29,12 @@ from rollout_client.steering.pushing.routes import Receiver as Waiting
 from rollout_client.steering.pushing.routes import Route
 from rollout_client.steering.pushing.sending import Link, Sender
 from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
+from rollout_common.transfer.arena import Arena, ArenaError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import Frame, Kind
+from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.pace import BURST_SECONDS
 from rollout_worker.schemas import Transfer, WeightsId
-from rollout_worker.transfer.arena import Arena, ArenaError
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Frame, Kind
-from rollout_worker.transfer.layout import LayoutError
-from rollout_worker.transfer.pace import BURST_SECONDS
 from tests.support.unit.pushing import no_file_above
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls

@@ -20,8 +20,8 @@ from rollout_client.steering.pushing.following import Following
 from rollout_client.steering.pushing.leading import Leading
 from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.rank_door import ANYHOW, Door, Reach, call
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Kind, TransferError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import Kind, TransferError
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 from tests.support.waiting import until_sync
 

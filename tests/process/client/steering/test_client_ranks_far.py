@@ -23,9 +23,9 @@ from rollout_client.steering.pushing.boxes import Box, nbytes_of, pieces_of, run
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.leading import Leading
 from rollout_client.steering.pushing.merging import Merging
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Kind, TransferError
-from rollout_worker.transfer.layout import ITEM_BYTES, LayoutError, PushLayout
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Kind, TransferError
+from rollout_common.transfer.layout import ITEM_BYTES, LayoutError, PushLayout
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 
 # A rank that lies.

@@ -20,9 +20,9 @@ from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.merging import Merging
 from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.shards import Part, share_out
-from rollout_worker.transfer.arena import Arena
-from rollout_worker.transfer.layout import LayoutError
-from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
+from rollout_common.transfer.arena import Arena
+from rollout_common.transfer.layout import LayoutError
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit import rank_publish
 from tests.support.unit.ranks import Rank, ranks
 from tests.support.unit.receiver import Receiver

@@ -28,8 +28,8 @@ from rollout_client.steering import cluster_steering
 from rollout_client.turn import local_turn, locks
 from rollout_client.turn.plan import TurnPlan
 from rollout_client.turn.session import TurnSession
-from rollout_worker.turn import Turn, TurnTimeout, device_memory
-from rollout_worker.turn.lock_files import holders
+from rollout_common.turn import Turn, TurnTimeout, device_memory
+from rollout_common.turn.lock_files import holders
 from tests.support.loopback import kubeconfig, loopback
 from tests.support.unit.scripted_control import scripted_controls
 from tests.support.unit.turn_pool import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollout_client.turn.command import make_parser
-from rollout_worker.turn.lock_files import holders
+from rollout_common.turn.lock_files import holders
 from tests.support.loopback import kubeconfig
 from tests.support.processes import look
 from tests.support.unit.turn_pool import CLAIMS, GPUS, PODS, claim, played_pool, pod

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.turn import Turn, TurnTimeout
+from rollout_common.turn.lock_files import holders, lock_name
+from rollout_common.turn.sharing import SOCKET
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError
 from rollout_worker.schemas import Lifecycle
-from rollout_worker.turn import Turn, TurnTimeout
-from rollout_worker.turn.lock_files import holders, lock_name
-from rollout_worker.turn.sharing import SOCKET
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_engine import ABLE, Gate, raising
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 from tests.support.waiting import until

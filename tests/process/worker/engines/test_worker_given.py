@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.layout import PushLayout
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.hf.weights.borrowed import MappedTensorSink
 from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
 from rollout_worker.engines.shared_memory.rank_mappings import read_tensors
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.layout import PushLayout
 
 SHAPES = {"bias": (4,), "empty": (0, 2), "weight": (4, 3)}
 ENTRIES = [TensorEntry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]

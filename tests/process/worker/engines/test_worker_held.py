@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.locked import PORTABLE, READ_ONLY, lock
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory import rank_mappings, ranks
 from rollout_worker.engines.shared_memory.rank_mappings import COPIED_TENSOR_BYTES, RankMapping
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
-from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.locked import PORTABLE, READ_ONLY, lock
 from tests.support.unit.cuda_driver import Driver
 from tests.support.waiting import until_sync
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from rollout_common.wire.gang_models import SlotRequest
 from rollout_worker.engine import GangMembership
 from rollout_worker.gang import gang_head as heads
 from rollout_worker.gang import member_worker as members
@@ -21,7 +22,6 @@ from rollout_worker.gang.member_client import MemberClient, MemberSilent
 from rollout_worker.gang.silence_timer import SilenceTimer
 from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
 from rollout_worker.threads import run_in_thread
-from rollout_worker.wire.gang_models import SlotRequest
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.tiny_gang import (
     NODES,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.spare import Used
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.lifecycle import control_verbs, governor
 from rollout_worker.schemas import (
@@ -20,8 +22,6 @@ from rollout_worker.schemas import (
     RequireRequest,
     StopReason,
 )
-from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.spare import Used
 from tests.support.unit.tiny_engine import ABLE, Gate, raising, write_weights
 from tests.support.unit.tiny_worker import LONG, TinyWorker, made_by, refused, tiny_worker
 from tests.support.waiting import until

@@ -15,14 +15,14 @@ from localkube.pki import Authority
 from rollout_client.discovery.pool_members import static_members
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.worker_control import ControlUnreachable, WorkerControl
+from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.wire.gang_models import GangState
 from rollout_worker.gang.member_client import MemberClient
 from rollout_worker.ports import port_connections
 from rollout_worker.ports.port_connections import MAX_CONTROL_CONNECTIONS, ConnectionPool, Listener
 from rollout_worker.ports.server import bind_port
 from rollout_worker.ports.serving_certificate import ServingCertificate
 from rollout_worker.settings import InvalidSettings
-from rollout_worker.transfer.tls import TLS_NAME
-from rollout_worker.wire.gang_models import GangState
 from tests.support.unit.served import served
 from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until

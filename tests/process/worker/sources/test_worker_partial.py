@@ -15,6 +15,8 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Kind
 from rollout_worker.engine import (
     EngineError,
     MappedWeights,
@@ -35,8 +37,6 @@ from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Desk, receive
 from rollout_worker.sources.pushed_memory import Memory
 from rollout_worker.sources.tensor_bytes import HandedOver
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
 from tests.support.unit.pushing import Version
 from tests.support.unit.tiny_worker import settings as worker_settings
 

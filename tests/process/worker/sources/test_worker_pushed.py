@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from rollout_common.transfer.frames import CHUNK_BYTES, Kind
+from rollout_common.transfer.spare import Used
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
 from rollout_worker.sources.pushed_memory import Memory
-from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
-from rollout_worker.transfer.spare import Used
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.pushing import Version, held, push, pushed_worker, quiet, stage, trainer
 from tests.support.unit.tiny_engine import LAYOUT, TinyEngine
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_worker.transfer import connection
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.dialing import dial, dial_unix
-from rollout_worker.transfer.frames import (
+from rollout_common.transfer import connection
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.dialing import dial, dial_unix
+from rollout_common.transfer.frames import (
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
     Ended,

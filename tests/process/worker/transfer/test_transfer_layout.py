@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.transfer.layout import ALIGN, ITEM_BYTES, LayoutError, PushLayout
+from rollout_common.transfer.layout import ALIGN, ITEM_BYTES, LayoutError, PushLayout
 from rollout_worker.weights import PushLayout as from_weights
 
 NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=900), min_size=1, max_size=12).filter(

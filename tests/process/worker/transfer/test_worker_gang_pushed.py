@@ -12,6 +12,13 @@ from typing import Any
 import pytest
 import xxhash
 
+from rollout_common.transfer import arena
+from rollout_common.transfer.arena import ArenaError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import CHUNK_BYTES, Kind
+from rollout_common.transfer.room import MARGIN_BYTES
+from rollout_common.wire.problems import ProblemError
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.engines.shared_memory.sinks import read_index
 from rollout_worker.gang.member_slots import MemberSlots
 from rollout_worker.ports.weights_port import WeightsPort
@@ -19,13 +26,6 @@ from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.sources import giving
 from rollout_worker.sources.incoming import End
-from rollout_worker.transfer import arena
-from rollout_worker.transfer.arena import ArenaError
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import CHUNK_BYTES, Kind
-from rollout_worker.transfer.room import MARGIN_BYTES
-from rollout_worker.wire.problems import ProblemError
-from rollout_worker.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit.pushing import Version, held, push, quiet, stage, trainer
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_gang import (

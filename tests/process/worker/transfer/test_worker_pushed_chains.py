@@ -19,10 +19,10 @@ from rollout_client.steering.pushing import sending
 from rollout_client.steering.pushing.push import Push
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver
+from rollout_common.transfer import connection, pace
+from rollout_common.transfer.frames import CHUNK_BYTES
 from rollout_worker.schemas import Transfer
 from rollout_worker.sources import incoming, outward
-from rollout_worker.transfer import connection, pace
-from rollout_worker.transfer.frames import CHUNK_BYTES
 from tests.support.unit import hop_process
 from tests.support.unit.links import Link
 from tests.support.unit.pushing import no_file_above, pushed_worker, quiet, stage

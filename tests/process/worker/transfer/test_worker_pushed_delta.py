@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind
+from rollout_common.transfer.spare import Spare
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.schemas import PushedBytes, StagedWeights
 from rollout_worker.sources.basis import Basis
-from rollout_worker.transfer.frames import CHUNK_BYTES, Frame, Kind
-from rollout_worker.transfer.spare import Spare
 from tests.support.unit.pushing import Version, base_of, push, pushed_worker, stage, trainer
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_worker import TinyWorker, refused
@@ -281,8 +281,8 @@ async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: 
 
 
 def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
-    from rollout_worker.transfer.arena import Slot
-    from rollout_worker.transfer.spare import Used
+    from rollout_common.transfer.arena import Slot
+    from rollout_common.transfer.spare import Used
 
     staging = StagingBudget(1000)
     staging.spare.put(Used(Slot(600), None))

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
 from rollout_worker.schemas import DiscardRequest, Transfer
-from rollout_worker.transfer.arena import Slot
-from rollout_worker.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
 from tests.support.unit.arrows import DELTA, KINDS, ROOM, STEPS, differs, do, hurry, left, serves
 from tests.support.unit.pushing import (
     Trainer,

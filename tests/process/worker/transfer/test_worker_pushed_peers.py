@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from rollout_worker.transfer.connection import Connection
-from rollout_worker.transfer.frames import Kind, TransferError
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import Kind, TransferError
 from tests.support.unit.arrows import ROOM, goes_on, hurry, left, serves
 from tests.support.unit.pushing import Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, refused

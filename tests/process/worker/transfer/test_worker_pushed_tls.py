@@ -15,12 +15,12 @@ import torch
 from localkube.pki import Authority
 from rollout_client import AsyncRolloutPool, DirectOptions
 from rollout_client.steering.control_ports import ControlPorts
+from rollout_common.transfer.dialing import dial
+from rollout_common.transfer.frames import CHUNK_BYTES, Kind, Refused, Untrusted
+from rollout_common.transfer.tls import TLS_NAME
 from rollout_worker.schemas import OfferRequest, Transfer
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.sources import incoming
-from rollout_worker.transfer.dialing import dial
-from rollout_worker.transfer.frames import CHUNK_BYTES, Kind, Refused, Untrusted
-from rollout_worker.transfer.tls import TLS_NAME
 from tests.support.unit.pushing import Trainer, Version, pushed_worker, quiet, stage
 from tests.support.unit.served import served
 from tests.support.unit.tiny_engine import LAYOUT

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.turn import Turn, device_memory
+from rollout_common.turn.device_memory import MIB, Free, free_memory, grows, parsed, shortfall
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress
-from rollout_worker.turn import Turn, device_memory
-from rollout_worker.turn.device_memory import MIB, Free, free_memory, grows, parsed, shortfall
 from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until
 

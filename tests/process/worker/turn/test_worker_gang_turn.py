@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.turn import Turn, TurnTimeout
+from rollout_common.turn.device_memory import MIB, Free
+from rollout_common.turn.lock_files import holders
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.core import multi_node_turn
 from rollout_worker.core.device_turn import DeviceTurn
 from rollout_worker.gang import gang_head as heads
@@ -17,10 +21,6 @@ from rollout_worker.gang import member_turn
 from rollout_worker.gang import member_worker as members
 from rollout_worker.gang.member_client import MemberClient, MemberSilent
 from rollout_worker.schemas import Lifecycle
-from rollout_worker.turn import Turn, TurnTimeout
-from rollout_worker.turn.device_memory import MIB, Free
-from rollout_worker.turn.lock_files import holders
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_gang import Node, TinyGang, hash_of_checkpoint, hasten, head, node
 from tests.support.unit.tiny_worker import refused, settings
 from tests.support.waiting import until

@@ -12,8 +12,8 @@ from random import Random
 
 import pytest
 
+from rollout_common.turn import TurnTimeout
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN
-from rollout_worker.turn import TurnTimeout
 from tests.support.unit.gang_process import Nursery, Pair, pair
 from tests.support.waiting import until_sync
 

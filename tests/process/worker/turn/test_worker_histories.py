@@ -15,10 +15,10 @@ from typing import Any
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from rollout_common.turn import Turn, TurnTimeout
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.schemas import DiscardRequest, Lifecycle
-from rollout_worker.turn import Turn, TurnTimeout
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_worker import LONG, TinyWorker, tiny_worker
 from tests.support.waiting import until
 

@@ -17,9 +17,9 @@ from random import Random
 
 import pytest
 
-from rollout_worker.turn import Turn, TurnError, TurnTimeout
-from rollout_worker.turn.lock_files import holders, lock_name
-from rollout_worker.turn.sharing import SOCKET, Sharing, join
+from rollout_common.turn import Turn, TurnError, TurnTimeout
+from rollout_common.turn.lock_files import holders, lock_name
+from rollout_common.turn.sharing import SOCKET, Sharing, join
 from tests.support.processes import shares_lock
 from tests.support.unit import turn_process
 from tests.support.unit.turn_process import ROOT, Puppet, puppet
@@ -598,7 +598,7 @@ def test_a_hand_over_takes_milliseconds(directory: Path, mine: Turn) -> None:
     assert sorted(waits)[10] < 0.05
 
 
-@pytest.mark.parametrize("module", ["rollout_worker.turn", "rollout_worker.turn.sharing"])
+@pytest.mark.parametrize("module", ["rollout_common.turn", "rollout_common.turn.sharing"])
 def test_the_turn_needs_nothing_but_the_standard_library(module: str) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import {module}; "

@@ -14,6 +14,14 @@ import pytest_asyncio
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
+from rollout_common.wire.body_decoding import (
+    CONTROL_LIMITS,
+    MAX_DEPTH,
+    MIB,
+    data_body_limits,
+    parse_body,
+)
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.control_routes import make_control_app
@@ -21,14 +29,6 @@ from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests.body_routes import BodyReader
 from rollout_worker.schemas import AbortRequest, GenerateRequest, StageRequest
 from rollout_worker.service import WorkerService
-from rollout_worker.wire.body_decoding import (
-    CONTROL_LIMITS,
-    MAX_DEPTH,
-    MIB,
-    data_body_limits,
-    parse_body,
-)
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.asgi import Answer, call
 from tests.support.unit.bad_bodies import FILLS, GOOD, BadBody, drawn, fields, paths, unknown_fields
 from tests.support.unit.loopwatch import watched

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_common.device_claims import natural_sort_key
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.placement import (
     PlacementPending,
@@ -31,7 +32,6 @@ from rollout_operator.core.trainer_pods import (
     parse_trainer,
     published_uuids,
 )
-from rollout_worker.device_claims import natural_sort_key
 from tests.support.unit.poolspecs import a_pod, colocated_spec
 
 

@@ -666,11 +666,11 @@ async def test_a_sentence_is_logged_when_it_is_new(
 ) -> None:
     caplog.set_level("INFO", logger="rollout_operator.passes.pass_reporting")
     await serving(lab)
-    told = [r.getMessage() for r in caplog.records if r.name.endswith("tell")]
+    told = [r.getMessage() for r in caplog.records if r.name.endswith("pass_reporting")]
     assert told[-1] == lab.status["message"]
     assert len(told) == len(set(told))
     await lab.reconcile(3)
-    assert len([r for r in caplog.records if r.name.endswith("tell")]) == len(told)
+    assert len([r for r in caplog.records if r.name.endswith("pass_reporting")]) == len(told)
     changed(lab, {names.ANNOTATION_PAUSED: "true"})
     await lab.reconcile()
     assert names.ANNOTATION_PAUSED in caplog.messages[-1]

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.weights_fence import WeightsFence
 from rollout_worker.schemas import RequireRequest, WeightsId
-from rollout_worker.wire.problems import ProblemError
 
 REQUESTS = st.builds(
     RequireRequest,

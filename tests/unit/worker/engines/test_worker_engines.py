@@ -23,7 +23,7 @@ class Gate:
     """Ends the import of engines before torch is touched."""
 
     def find_spec(self, name: str, *_: object) -> None:
-        if name.startswith("rollout_worker.engines.") and name.endswith(".engine"):
+        if name.startswith("rollout_worker.engines.") and name.endswith("_engine"):
             raise Imported
 
 
@@ -31,7 +31,9 @@ class Gate:
 def test_nothing_is_collected_while_an_engine_is_imported(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"rollout_worker.engines.{engine}.engine", raising=False)
+    monkeypatch.delitem(
+        sys.modules, f"rollout_worker.engines.{engine}.{engine}_engine", raising=False
+    )
     monkeypatch.setattr(sys, "meta_path", [Gate(), *sys.meta_path])
     with pytest.raises(Imported) as caught:
         create_engine(engine, EngineOptions(Path("model")))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
@@ -38,7 +39,6 @@ from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
 from rollout_worker.observe.processes import find_process
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
-from rollout_worker.turn.sharing import SOCKET
 from tests.support.broken_models import DAMAGE, damage
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError, EngineRequest, GangMembership, InvalidRequest
 from rollout_worker.engines import EngineOptions, model_folder, network
 from rollout_worker.engines.model_folder import start_while_hashing
@@ -32,7 +33,6 @@ from rollout_worker.observe.processes import (
 )
 from rollout_worker.schemas import Progress, SamplingParams, StopReason, WeightsId
 from rollout_worker.sources.checkpoint_files import ReadCancelled
-from rollout_worker.turn.sharing import SOCKET
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until_sync
 

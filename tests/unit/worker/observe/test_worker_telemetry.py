@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.wire.problems import KINDS
 from rollout_worker.observe import worker_telemetry
 from rollout_worker.observe.worker_telemetry import REFUSALS, WorkerTelemetry
 from rollout_worker.ports.data_routes import make_data_app
@@ -17,7 +18,6 @@ from rollout_worker.ports.server import ConcurrencyLimit
 from rollout_worker.requests import body_routes
 from rollout_worker.schemas import GenerateRequest
 from rollout_worker.service import WorkerService
-from rollout_worker.wire.problems import KINDS
 from tests.support.unit.asgi import call
 from tests.support.unit.tiny_worker import TinyWorker, refused, settings, tiny_worker
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.ports import head_token_review
 from rollout_worker.ports.access_rights import CONTROL_WORKER
 from rollout_worker.ports.head_token_review import HeadTokenReview
 from rollout_worker.ports.kubernetes_auth import TokenUser
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_worker import refused, settings
 
 ACCOUNT = "system:serviceaccount:ns:worker"

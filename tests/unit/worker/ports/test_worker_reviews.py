@@ -11,6 +11,7 @@ import certifi
 import pytest_asyncio
 from aiohttp import web
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.ports.access_rights import CONTROL_WORKER, SEE_STATE
 from rollout_worker.ports.kubernetes_auth import KubernetesReview
 from rollout_worker.ports.token_reviews import (
@@ -25,7 +26,6 @@ from rollout_worker.ports.token_reviews import (
     ReviewQueue,
     TokenReviews,
 )
-from rollout_worker.wire.problems import ProblemError
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.tiny_worker import refused, settings
 from tests.support.waiting import until

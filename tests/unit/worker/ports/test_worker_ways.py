@@ -28,10 +28,16 @@ PAGE = Path(__file__).parents[4] / "docs" / "architecture.md"
 MOST_FILES = 8
 EVERYWHERE = {"core", "observe", "wire", "schemas", "engine", "settings", "threads", "lifecycle"}
 """What every part asks, and the worker's own loops, which look up at every change: no steps."""
-AT_THE_DOOR = {"ports/app", "ports/access", "ports/auth", "ports/unguarded", "requests/bodies"}
+AT_THE_DOOR = {
+    "ports/port_app",
+    "ports/access_rights",
+    "ports/auth",
+    "ports/browser_guard",
+    "requests/body_routes",
+}
 """What every call passes on its port: the body's limits, the caller's name and right."""
 
-IN_THE_ANSWER = {"service", "requests/admission", "updates/pushes"}
+IN_THE_ANSWER = {"service", "requests/admission_checks", "updates/pushed_weights"}
 """What tells the worker's state, which a commit answers with: no steps of an update."""
 
 

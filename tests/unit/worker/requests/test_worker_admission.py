@@ -4,6 +4,7 @@ from typing import cast
 
 import pytest
 
+from rollout_common.wire.problems import KINDS, ProblemError, conflict_problem
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine
 from rollout_worker.requests.admission_checks import (
@@ -12,7 +13,6 @@ from rollout_worker.requests.admission_checks import (
     serving_refusal,
 )
 from rollout_worker.schemas import GenerateRequest, Lifecycle, WeightsId
-from rollout_worker.wire.problems import KINDS, ProblemError, conflict_problem
 from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import settings
 

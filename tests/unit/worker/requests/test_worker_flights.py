@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed
 from rollout_worker.requests import in_flight_requests
 from rollout_worker.requests.admission_checks import MAX_SEED, expand_request
 from rollout_worker.schemas import AbortReason, GenerateRequest, StopReason, WeightsId
-from rollout_worker.wire.problems import ProblemError
 from tests.support.unit.tiny_engine import MAX_LENGTH, UNKNOWN, Gate, raising
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 from tests.support.waiting import until

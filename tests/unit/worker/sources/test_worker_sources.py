@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.schemas import Checkpoint, WeightsSource
 from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
 from rollout_worker.sources.tensor_filling import locate_source, resolve_source
-from rollout_worker.wire.problems import ProblemError
 
 
 def settings(model: Path, *roots: Path) -> WorkerSettings:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout_common.transfer.arena import POPULATE_WRITE, advise
+from rollout_common.transfer.locked import lock
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.transfer.arena import POPULATE_WRITE, advise
-from rollout_worker.transfer.locked import lock
 
 NamedSpec = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype of a tensor to come."""

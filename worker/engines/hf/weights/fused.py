@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_worker.transfer.layout import layer_of
+from rollout_common.transfer.layout import layer_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.hf.attention import attention_implementation
@@ -23,7 +24,6 @@ from rollout_worker.engines.model_folder import (
     read_eos_ids,
     resolve_max_length,
 )
-from rollout_worker.schemas import Progress
 from rollout_worker.sources.checkpoint_files import FileSource, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 

@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_worker.turn import keeping, lock_files, lock_queue
-from rollout_worker.turn.errors import TurnError, TurnReplaced
-from rollout_worker.turn.looks import Look, Waiting
+from rollout_common.turn import keeping, lock_files, lock_queue
+from rollout_common.turn.errors import TurnError, TurnReplaced
+from rollout_common.turn.looks import Look, Waiting
 
 
 @dataclass(slots=True, eq=False)

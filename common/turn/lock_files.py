@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from rollout_worker.turn.errors import TurnError
+from rollout_common.turn.errors import TurnError
 
 UNNAMED = "a process that left no name"
 _NOTE_BYTES = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from rollout_worker.turn.errors import TurnTimeout
+from rollout_common.turn.errors import TurnTimeout
 
 Waiting = Callable[[Mapping[str, str]], None]
 

@@ -12,8 +12,8 @@ import os
 import socket
 from pathlib import Path
 
-from rollout_worker.turn.errors import TurnError
-from rollout_worker.turn.lock_files import open_lock
+from rollout_common.turn.errors import TurnError
+from rollout_common.turn.lock_files import open_lock
 
 
 def open_kept(directory: Path, device: str) -> tuple[int, int]:

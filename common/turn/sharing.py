@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_worker.turn.errors import TurnError
+from rollout_common.turn.errors import TurnError
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rollout_worker.transfer import locked
-from rollout_worker.transfer.locked import PORTABLE, READ_ONLY, current_context, lock
+from rollout_common.transfer import locked
+from rollout_common.transfer.locked import PORTABLE, READ_ONLY, current_context, lock
 from tests.support.unit.cuda_driver import Driver
 
 

@@ -10,14 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_worker.transfer.arena import (
-    POPULATE_READ,
-    ArenaError,
-    Slot,
-    advise,
-    map_private,
-)
-from rollout_worker.transfer.maps import Maps
+from rollout_common.transfer.arena import POPULATE_READ, ArenaError, Slot, advise, map_private
+from rollout_common.transfer.maps import Maps
 
 PAGE = 4096
 

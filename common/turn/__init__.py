@@ -4,7 +4,7 @@ The trainer takes it, too, so nothing here imports anything but the standard lib
 (docs/decisions/020-one-lock-shared-by-every-process.md).
 """
 
-from rollout_worker.turn.errors import TurnError, TurnReplaced, TurnTimeout
-from rollout_worker.turn.turns import Turn
+from rollout_common.turn.errors import TurnError, TurnReplaced, TurnTimeout
+from rollout_common.turn.turns import Turn
 
 __all__ = ["Turn", "TurnError", "TurnReplaced", "TurnTimeout"]

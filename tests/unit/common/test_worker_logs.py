@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rollout_common.json_logs import WORKER_QUIET_LOGGERS, configure_logging
 from rollout_operator.operator_logs import configure_logging as configure_operator
-from rollout_worker.json_logs import WORKER_QUIET_LOGGERS, configure_logging
 
 FIELDS = {"time", "level", "logger", "message"}
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbook.md"

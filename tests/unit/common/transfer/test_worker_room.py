@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_common.transfer.room import MARGIN_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, check_memory_left
 from rollout_worker.threads import BackgroundFreeing
-from rollout_worker.transfer.room import MARGIN_BYTES
 
 MIB = 1 << 20
 LIMIT = r"left of the memory limit.* raise spec\.resources\.limits\.memory"

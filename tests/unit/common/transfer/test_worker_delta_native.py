@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.transfer import native
-from rollout_worker.transfer.delta import BLOCK_BYTES, BLOCK_WORDS, DeltaError
+from rollout_common.transfer import native
+from rollout_common.transfer.delta import BLOCK_BYTES, BLOCK_WORDS, DeltaError
 from tests.support.unit.delta_ways import (
     EDGES,
     LIES,
@@ -186,9 +186,9 @@ def test_a_library_of_older_code_is_left_alone(caplog: pytest.LogCaptureFixture)
 def test_a_plain_checkout_finds_and_applies_by_numpy(tmp_path: Path) -> None:
     package = Path(native.__file__).parents[1]
     ignored = shutil.ignore_patterns("libdelta.so", "__pycache__")
-    shutil.copytree(package, tmp_path / "rollout_worker", ignore=ignored)
+    shutil.copytree(package, tmp_path / "rollout_common", ignore=ignored)
     program = (
-        "from rollout_worker.transfer.delta import WAY, apply, encode;"
+        "from rollout_common.transfer.delta import WAY, apply, encode;"
         "memory = bytearray(b'old!'); apply(encode(b'old!', b'new!'), memoryview(memory));"
         "print(WAY, memory.decode())"
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.transfer.pace import BURST_SECONDS, Pace
+from rollout_common.transfer.pace import BURST_SECONDS, Pace
 
 
 class Clock:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.transfer.delta import BLOCK_BYTES, DeltaError
+from rollout_common.transfer.delta import BLOCK_BYTES, DeltaError
 from tests.support.unit.delta_ways import EDGES, LIES, SIZES, Way, applied, every_way, lie, made
 
 
