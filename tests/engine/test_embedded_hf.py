@@ -225,7 +225,7 @@ def test_the_engine_of_this_process_may_die(
     assert service is not None
     restarts = worker.state().restarts
     engine: Any = service.runtime.engine
-    engine._parts.thread.call(lambda: 1 / 0)
+    engine._parts.thread.run_command(lambda: 1 / 0)
     until_sync(lambda: worker.state().restarts > restarts, 60, what="the engine's restart")
     until_sync(client.ready, 60, what="the worker to serve")
     output = client.sample(8)

@@ -79,7 +79,7 @@ def test_a_crash_ends_requests_as_aborted_and_is_reported(slow_to_restart: InPro
 def break_step(worker: InProcess, fault: Any = None) -> None:
     """Let the engine's next forward pass do something else; called in the worker's loop."""
     engine: Any = worker.worker.runtime.engine
-    engine._parts.core._forward = SimpleNamespace(run=fault)
+    engine._parts.core._forward = SimpleNamespace(run_pass=fault)
 
 
 def nothing_left(*_: Any, **__: Any) -> Any:
@@ -112,7 +112,7 @@ def test_a_hang_is_found_while_the_worker_is_paused(tiny_models: TinyModels) -> 
     with in_process(tiny_models.model(1), "--engine-arg=--step-deadline-seconds=3") as worker:
         running, over = worker.long(), threading.Event()
         engine: Any = worker.worker.runtime.engine
-        engine._parts.thread.call(lambda: over.wait(60))
+        engine._parts.thread.run_command(lambda: over.wait(60))
         began = time.monotonic()
         answer = worker.post("pause", mode="keep")
         noticed = time.monotonic() - began

@@ -68,7 +68,7 @@ def _make_row(request: Any) -> SampledRow:
 
 def _filter_rows(self: Any, keep_indices: Sequence[int], keep_indices_device: Any) -> None:
     if getattr(self, "rollout_rows", None) is not None:
-        self.rollout_rows = self.rollout_rows.kept([int(index) for index in keep_indices])
+        self.rollout_rows = self.rollout_rows.select_rows([int(index) for index in keep_indices])
 
 
 def _merge_rows(self: Any, other: Any) -> None:

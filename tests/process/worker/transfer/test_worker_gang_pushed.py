@@ -149,7 +149,7 @@ async def begun(
     gang: TinyGang, monkeypatch: pytest.MonkeyPatch, chunks: int, **fields: Any
 ) -> AsyncIterator[tuple[Any, StagedWeights]]:
     """Push the first chunks of a large version over TCP; yields the trainer's end."""
-    for module in ("updates.pushes", "gang.slots"):
+    for module in ("updates.pushed_weights", "gang.member_slots"):
         monkeypatch.setattr(f"rollout_worker.{module}.check_layout", lambda *_, where: None)
     given = Version(7, LARGE)
     view = await stage(gang, 1, **fields)
