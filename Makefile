@@ -89,11 +89,12 @@ mutants: $(VENV) $(ENV_MUTMUT)/.installed ## break modules with mutmut: do the t
 	$(BIN)/python hack/mutants.py $(MODULES)
 
 .PHONY: lint
-lint: $(VENV) ## ruff, mypy, import-linter, stale generated files
+lint: $(VENV) ## ruff, mypy, import-linter, names, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python hack/check_names.py
 	PYTHONPATH=hack $(BIN)/python -m generate --check
 
 .PHONY: format

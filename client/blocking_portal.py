@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 
 from rollout_client.errors import PoolClosed
 
-T = TypeVar("T")
+from .settings import CHECK_SECONDS, CLOSE_SECONDS
 
-CLOSE_SECONDS = 30.0
-CHECK_SECONDS = 1.0
-"""How often a waiting thread checks that the loop's thread is still there."""
+T = TypeVar("T")
 
 _CALLING_THREAD: ContextVar[CallingThread | None] = ContextVar("calling_thread", default=None)
 

@@ -38,6 +38,8 @@ from rollout_common.wire import (
     WorkerState,
 )
 
+from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
+
 M = TypeVar("M", bound=BaseModel)
 Token = Callable[[], Awaitable[str | None]]
 Send = Callable[[str, str, Mapping[str, str], bytes | None, float], Awaitable[tuple[int, bytes]]]
@@ -49,13 +51,6 @@ Raises OSError (a TimeoutError is one) if no answer came.
 PROBLEM_PREFIX = "urn:rollout:problem:"
 
 TLS_HINT = "a port that takes TLS alone ends calls like this: name its CA by control_ca, or --control-ca-file"
-
-STATE_TIMEOUT_SECONDS = 3.0
-QUICK_CALL_SECONDS = 10.0
-"""For verbs that only take note of something."""
-
-DEADLINE_SLACK_SECONDS = 120.0
-"""How long a verb may take beyond its own deadline: moving a model's memory, loading it again."""
 
 
 class ControlError(Exception):

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from rollout_common import json_logs
 
+from .settings import REPEATED_LOG_SECONDS
+
 QUIET_LOGGERS = ("kopf", "aiohttp", "asyncio", "httpx", "httpcore", "urllib3", "kubernetes")
 """Libraries that log routine work at INFO; their warnings still come through."""
-
-REPEATED_LOG_SECONDS = 60.0
 
 _KOPF_ATTRIBUTES = {"settings", "k8s_skip", "k8s_ref"}
 """What kopf attaches to its records for its own use."""

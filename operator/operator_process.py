@@ -15,24 +15,21 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from .cache.watch_events import RELIST_DELAY_SECONDS
+from .cache.settings import RELIST_DELAY_SECONDS
 from .config import ConfigError, OperatorConfig
 from .kube.lease import LeadershipLost
 from .passes.pass_context import PassContext, ReconcileFunction
 from .probe_server import LoopLag, ProbeServer
+from .settings import (
+    ELECTION_SILENCE_SECONDS,
+    FENCE_TICK_SECONDS,
+    MAX_QUEUE_AGE_SECONDS,
+    PASSES_DRAIN_SECONDS,
+    STREAMS_STOP_SECONDS,
+)
 from .wiring import OperatorParts
 
 logger = logging.getLogger(__name__)
-
-ELECTION_SILENCE_SECONDS = 60.0
-"""The election's every step has a deadline, so a minute of silence means that it is stuck."""
-
-MAX_QUEUE_AGE_SECONDS = 60.0
-PASSES_DRAIN_SECONDS = 8.0
-"""Time that running passes get at the end; the whole shutdown stays below 25 s."""
-
-STREAMS_STOP_SECONDS = 4.0
-FENCE_TICK_SECONDS = 0.25
 
 LEASE_LOST, TASK_DIED = "lost", "died"
 

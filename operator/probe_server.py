@@ -16,15 +16,12 @@ from collections.abc import Callable
 from aiohttp import web
 
 from .operator_telemetry import OperatorTelemetry
+from .settings import LAG_PERIOD_SECONDS, LAG_WINDOW_SECONDS, MAX_LAG_SECONDS
 
 logger = logging.getLogger(__name__)
 
 HealthCheck = Callable[[], str | None]
 """Returns None, or a sentence on what is wrong."""
-
-MAX_LAG_SECONDS = 5.0
-LAG_PERIOD_SECONDS = 0.5
-LAG_WINDOW_SECONDS = 30.0
 
 
 class LoopLag:

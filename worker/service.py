@@ -36,16 +36,13 @@ from .requests.admission_checks import (
     serving_refusal,
 )
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
-from .settings import WorkerSettings
+from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.hub import local_model_folder
 from .threads import SharedCall
 from .updates.weight_commits import WeightCommits
 from .updates.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
-
-MEMORY_SCAN_SECONDS = 5.0
-"""How long a scrape waits for the memory to be counted; then it gets what was counted last."""
 
 
 def make_engine_factory(

@@ -24,6 +24,12 @@ from rollout_common.wire import LogprobsOf
 
 from .engine import ENGINES
 
+# service.py
+
+MEMORY_SCAN_SECONDS = 5.0
+"""How long a scrape waits for the memory to be counted; then it gets what was counted last."""
+
+
 ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"

@@ -11,13 +11,9 @@ import logging
 import socket
 
 from .pool_members import CONTROL_PORT, DATA_PORT, Member, Publish
+from .settings import RESOLVE_INTERVAL_SECONDS, RESOLVE_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
-
-RESOLVE_INTERVAL_SECONDS = 5.0
-"""How long an answer is good for: the TTL that cluster DNS gives to Services."""
-
-RESOLVE_TIMEOUT_SECONDS = 5.0
 
 
 class DnsDiscovery:

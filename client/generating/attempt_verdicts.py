@@ -35,15 +35,11 @@ from rollout_common.wire import (
 
 from .attempt_stream import AttemptRefused
 from .generate_options import OnVersionChange
+from .settings import DEFAULT_RETRY_SECONDS, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS
 
 MAX_FAILURES = 8
 """Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
 enough that a request that crashes its engine does not crash them all."""
-
-FIRST_PAUSE_SECONDS = 0.05
-MAX_PAUSE_SECONDS = 2.0
-DEFAULT_RETRY_SECONDS = 1.0
-"""When to ask a replica again that is busy and does not say until when."""
 
 
 @dataclass(frozen=True, slots=True)

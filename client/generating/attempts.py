@@ -58,11 +58,9 @@ from .attempt_verdicts import (
 from .continuation import remaining_bounds, remaining_request, rewind_length
 from .output_draft import OutputDraft
 from .output_usage import OutputUsage, seconds_per_token
+from .settings import ANSWER_GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
-
-ANSWER_GRACE_SECONDS = 2.0
-"""What a worker gets beyond the deadline to say that it is over."""
 
 MAX_CAUSE_LENGTH = 300
 """Characters of a cause that are reported."""

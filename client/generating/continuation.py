@@ -6,9 +6,7 @@ from rollout_client.routing.weights_bounds import WeightsBounds
 from rollout_common.wire import GenerateRequest, SamplingParams
 
 from .output_draft import OutputDraft
-
-MAX_DEADLINE_SECONDS = 86400.0
-"""Seconds that a worker takes for a request at most."""
+from .settings import MAX_DEADLINE_SECONDS
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """An odd number far from any that callers use: seeds of continuations meet nobody else's."""

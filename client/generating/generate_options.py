@@ -10,10 +10,9 @@ from pydantic import BaseModel, ValidationError
 from rollout_client.option_names import did_you_mean
 from rollout_common.wire import GenerateRequest, SamplingParams
 
-OnVersionChange = Literal["continue", "restart", "fail"]
+from .settings import DEFAULT_DEADLINE_SECONDS
 
-DEFAULT_DEADLINE_SECONDS = 7200.0
-"""For an output unless said otherwise: 32,768 tokens at five a second, waiting included."""
+OnVersionChange = Literal["continue", "restart", "fail"]
 
 MAX_ID_LENGTH = 200
 """Longest request id that a caller may give: attempts append to it."""

@@ -13,8 +13,9 @@ from rollout_common.wire import GenerateRequest, WeightsId
 
 from .attempts import PoolContext
 from .generate_call import CallOptions, GenerateCall
-from .generate_options import DEFAULT_DEADLINE_SECONDS, GenerateOptions, Prompt, make_request
+from .generate_options import GenerateOptions, Prompt, make_request
 from .generation_stream import GenerationStream
+from .settings import DEFAULT_DEADLINE_SECONDS
 
 DEFAULT_CONCURRENCY = 512
 """Requests in flight of one `generate_many` unless said otherwise."""

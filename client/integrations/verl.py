@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollout_client.generating.generate_options import DEFAULT_DEADLINE_SECONDS, GenerateOptions
+from rollout_client.generating.generate_options import GenerateOptions
+from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS
 from rollout_client.pool import AsyncRolloutPool
 from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.pushing.routes import TRANSPORTS, Transport

@@ -14,16 +14,15 @@ import httpx
 from rollout_client.errors import ClusterError
 
 from .cluster_access import ClusterAccess, Obj
+from .settings import (
+    MAX_RETRY_PAUSE_SECONDS,
+    MIN_RETRY_PAUSE_SECONDS,
+    REQUEST_TIMEOUT_SECONDS,
+    WATCH_SLACK_SECONDS,
+    WATCH_TIMEOUT_SECONDS,
+)
 
-REQUEST_TIMEOUT_SECONDS = 30.0
-WATCH_TIMEOUT_SECONDS = 240
-"""After so long the API server ends a watch, and everything is listed again: nothing that a watch
-missed stays unknown for longer."""
-
-WATCH_SLACK_SECONDS = 15.0
 UNAUTHORIZED = 401
-MIN_RETRY_PAUSE_SECONDS = 0.2
-MAX_RETRY_PAUSE_SECONDS = 10.0
 
 
 ReportTrouble = Callable[[ClusterError | None], None]

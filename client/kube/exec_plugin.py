@@ -19,12 +19,7 @@ from typing import Any
 
 from rollout_client.errors import ClusterError
 
-PLUGIN_TIMEOUT_SECONDS = 60.0
-EXPIRY_MARGIN_SECONDS = 30.0
-"""How long before its end a credential is not used any more: clocks differ, requests take time."""
-
-UNDATED_LIFETIME_SECONDS = 300.0
-"""How long one without an end is used."""
+from .settings import EXPIRY_MARGIN_SECONDS, PLUGIN_TIMEOUT_SECONDS, UNDATED_LIFETIME_SECONDS
 
 MAX_STDERR_CHARACTERS = 300
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, Unpack
 
-from rollout_client.discovery.dns import RESOLVE_INTERVAL_SECONDS, DnsDiscovery
+from rollout_client.discovery.dns import DnsDiscovery
 from rollout_client.discovery.endpoint_discovery import EndpointDiscovery
 from rollout_client.discovery.pool_members import (
     DATA_PORT,
@@ -20,20 +20,21 @@ from rollout_client.discovery.pool_members import (
     StaticDiscovery,
     static_members,
 )
+from rollout_client.discovery.settings import RESOLVE_INTERVAL_SECONDS
 from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
 from rollout_client.generating.attempt_verdicts import MAX_FAILURES
 from rollout_client.generating.attempts import PoolContext
-from rollout_client.generating.continuation import MAX_DEADLINE_SECONDS
-from rollout_client.generating.generate_options import DEFAULT_DEADLINE_SECONDS
 from rollout_client.generating.generating_verbs import GeneratingVerbs
+from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS
 from rollout_client.hooks import Hook
 from rollout_client.kube.cluster_access import load_access
 from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.option_names import check_option_names
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
-from rollout_client.routing.health_checker import SILENCE_LIMIT_SECONDS, HealthChecker
+from rollout_client.routing.health_checker import HealthChecker
 from rollout_client.routing.member_clients import DataToken, MemberClients
 from rollout_client.routing.router import RequestRouter
+from rollout_client.routing.settings import SILENCE_LIMIT_SECONDS
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, Token, read_mounted_token
 from rollout_client.steering.direct_steering import DirectSteering
@@ -47,11 +48,9 @@ from rollout_common.wire import WeightsId
 from .background import PoolBackground
 from .options import POOL_OPTIONS, PoolOptions
 from .presence import MemberVerbs
+from .settings import DISCOVERY_WAIT_SECONDS
 
 logger = logging.getLogger(__name__)
-
-DISCOVERY_WAIT_SECONDS = 10.0
-"""How long steering waits for discovery to find the first members."""
 
 
 class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):

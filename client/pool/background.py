@@ -6,10 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-logger = logging.getLogger(__name__)
+from .settings import PART_RESTART_SECONDS
 
-PART_RESTART_SECONDS = 1.0
-"""How long after a part failed, by a defect or in a hook, it begins anew."""
+logger = logging.getLogger(__name__)
 
 
 class PoolBackground:

@@ -13,8 +13,7 @@ from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.router import RequestRouter
 from rollout_common.wire import WorkerInfo
 
-INFO_TIMEOUT_SECONDS = 5.0
-"""How long one replica may take to say what it is."""
+from .settings import INFO_TIMEOUT_SECONDS
 
 
 class MemberVerbs:

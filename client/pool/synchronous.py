@@ -18,8 +18,8 @@ from rollout_client.errors import PoolClosed
 from rollout_client.generating.generate_options import GenerateOptions, Prompt
 from rollout_client.generating.generation_stream import GenerationStream
 from rollout_client.results import GenerateResult
+from rollout_client.steering.settings import DEFAULT_STATE_SECONDS
 from rollout_client.steering.spool import drain_blocking
-from rollout_client.steering.steering_protocol import DEFAULT_STATE_SECONDS
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import TurnPlan
 from rollout_client.turn.session import TurnSession

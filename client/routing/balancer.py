@@ -26,6 +26,7 @@ from rollout_client.discovery.pool_members import Member
 from rollout_common.wire import WeightsId, WorkerInfo
 
 from .member_records import MemberRecord
+from .settings import PACE_MEMORY_SECONDS
 from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 MAX_SCANNED = 64
@@ -36,8 +37,6 @@ SLOW_FACTOR = 1.5
 """Times the median pace up to which a member is as fast as usual: paces differ with the batch."""
 
 MAX_SLOWNESS = 10.0
-PACE_MEMORY_SECONDS = 60.0
-"""After so long without a measurement a member counts as fast as usual, so that it is tried again."""
 
 PACE_SHARE = 0.2
 """Weight of the newest measurement of a member's pace."""

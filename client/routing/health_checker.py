@@ -23,19 +23,17 @@ from rollout_common.wire import WeightsId, WeightsState, WorkerInfo
 from .member_clients import MemberClients
 from .member_records import MemberRecord
 from .router import AttemptLease, RequestRouter
+from .settings import (
+    FIRST_PROBE_SECONDS,
+    GONE_LIMIT_SECONDS,
+    HEALTH_TICK_SECONDS,
+    MAX_PROBE_SECONDS,
+    PROBE_TIMEOUT_SECONDS,
+    SILENCE_LIMIT_SECONDS,
+    WEIGHTS_PROBE_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
-
-HEALTH_TICK_SECONDS = 0.1
-PROBE_TIMEOUT_SECONDS = 5.0
-FIRST_PROBE_SECONDS = 0.2
-MAX_PROBE_SECONDS = 3.0
-WEIGHTS_PROBE_SECONDS = 0.5
-"""Between two looks at the weights of a member that are too old for somebody who waits."""
-
-SILENCE_LIMIT_SECONDS = 20.0
-GONE_LIMIT_SECONDS = 10.0
-"""How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
 
 
 def probe_pause_after(failures: int) -> float:

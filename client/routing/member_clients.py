@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 import httpx
 
-CONNECT_TIMEOUT_SECONDS = 5.0
-WRITE_TIMEOUT_SECONDS = 60.0
-KEEP_ALIVE_SECONDS = 60.0
-"""Less than the 75 s for which a worker keeps an idle connection."""
+from .settings import CONNECT_TIMEOUT_SECONDS, KEEP_ALIVE_SECONDS, WRITE_TIMEOUT_SECONDS
+
 STREAMS_PER_CLIENT = 32
 """Requests that one client has in flight, and connections that it keeps."""
 

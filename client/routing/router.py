@@ -12,15 +12,10 @@ from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
 
 from .balancer import LoadBalancer
+from .settings import WAIT_POLL_SECONDS, WAIT_WARNING_SECONDS
 from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 logger = logging.getLogger(__name__)
-
-WAIT_WARNING_SECONDS = 10.0
-"""How often the log says why requests wait for a replica."""
-
-WAIT_POLL_SECONDS = 0.5
-"""A waiting request looks again at least this often: some exclusions end by time alone."""
 
 
 class AttemptLease:

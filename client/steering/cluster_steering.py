@@ -41,6 +41,7 @@ from .replica_status import (
     wanted_replicas,
     wanted_state,
 )
+from .settings import QUICK_SECONDS, RETRY_SECONDS, STATUS_POLL_SECONDS, STRAGGLER_SECONDS
 from .staging_barrier import Version
 from .steering_protocol import (
     OnProgress,
@@ -53,13 +54,6 @@ from .steering_protocol import (
 logger = logging.getLogger(__name__)
 
 CONFLICT, OVERLOADED, INVALID = 409, 429, 422
-RETRY_SECONDS = 0.02
-QUICK_SECONDS = 10.0
-"""How long a mere look at the object is tried while the API server fails."""
-
-LOOK_SECONDS = 0.2
-STRAGGLER_SECONDS = 60.0
-"""How long waking waits for the last replicas once one serves: broken ones are for the operator."""
 
 
 class ClusterSteering:
@@ -294,7 +288,7 @@ class ClusterSteering:
                         if time.monotonic() - first_at > STRAGGLER_SECONDS:
                             logger.warning("not waiting for the last replicas to wake: %s", message)
                             return ready
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(STATUS_POLL_SECONDS)
         except TimeoutError:
             raise SteeringFailed(f"not {state} within {seconds:g} s: {message}") from None
 

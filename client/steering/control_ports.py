@@ -24,9 +24,7 @@ from rollout_client.worker_control import (
 from rollout_common.transfer.tls import Trust
 from rollout_common.wire import WeightsDtypes, WorkerState
 
-BUSY_RETRY_SECONDS = 20.0
-"""How long an overloaded control port, or a proxy before it, is asked again."""
-ASK_AGAIN_SECONDS = 0.5
+from .settings import ASK_AGAIN_SECONDS, BUSY_RETRY_SECONDS
 
 T = TypeVar("T")
 Token = str | Callable[[], str | None] | None

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed
-from rollout_client.worker_control import QUICK_CALL_SECONDS, ControlError, ControlUnreachable
+from rollout_client.settings import QUICK_CALL_SECONDS
+from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_common.wire import (
     CommitResponse,
     RequireRequest,
@@ -29,16 +30,11 @@ from .control_ports import ControlPorts
 from .options import DirectOptions
 from .pool_keeper import PoolKeeper
 from .pushing.push import Push
+from .settings import PROGRESS_INTERVAL_SECONDS, RETRY_INTERVAL_SECONDS, STATE_ASK_SECONDS
 from .staging_barrier import Barrier, Version, refused
 from .steering_protocol import OnProgress, PoolState, Published, PublishProgress
 
 logger = logging.getLogger(__name__)
-
-RETRY_INTERVAL_SECONDS = 0.5
-STATE_ASK_SECONDS = 3.0
-"""How long somebody who only asks for a wake waits for it."""
-PROGRESS_INTERVAL_SECONDS = 1.0
-"""What a worker gets to take note of a wake whose end nobody waits for."""
 
 
 class DirectSteering:

@@ -8,12 +8,9 @@ from rollout_client.errors import PublishFailed
 
 from .control_ports import ControlPorts
 from .pushing.push import Push
+from .settings import SLOW_HEAD_SECONDS
 from .staging_barrier import Barrier, Version
 from .steering_protocol import OnProgress
-
-SLOW_HEAD_SECONDS = 30.0
-"""How long a head that gives no answer in time is asked again. Were one that serves left out, the
-update would wait for its bytes in vain; one that is stuck leaves the Service after half of that."""
 
 
 async def stage_on_heads(

@@ -30,17 +30,14 @@ from rollout_common.wire import (
 
 from .control_ports import ControlPorts
 from .options import DirectOptions
-from .staging_barrier import POLL_SECONDS, Lost, Staged, Unusable, Version, progress_of
+from .settings import KEEP_INTERVAL_SECONDS, POLL_SECONDS, SEED_TIMEOUT_SECONDS
+from .staging_barrier import Lost, Staged, Unusable, Version, progress_of
 from .steering_protocol import PoolState
 
 logger = logging.getLogger(__name__)
 
-KEEP_INTERVAL_SECONDS = 1.0
 MAX_PEERS = 3
 """How many members a replica fetches pushed weights from."""
-
-SEED_TIMEOUT_SECONDS = 600.0
-"""How long one replica may take to stage the pool's weights."""
 
 
 class PoolKeeper:

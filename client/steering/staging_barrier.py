@@ -24,16 +24,10 @@ from rollout_common.wire import (
 from .control_ports import ControlPorts
 from .pushing.push import Push
 from .pushing.routes import Receiver
+from .settings import DEAD_SECONDS, MEMBERS_POLL_SECONDS, POLL_SECONDS
 from .steering_protocol import MISMATCH, OnProgress, PublishProgress, content_mismatch_error
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.1
-LOOK_SECONDS = 1.0
-"""How often replicas are asked whose connection for pushed bytes has fallen silent."""
-
-DEAD_SECONDS = 5.0
-"""A replica that does not answer for so long while it stages leaves the barrier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +263,7 @@ class Barrier:
                 self._heard_at[name] = now
             else:
                 silent.append(name)
-        if not silent or now - self._looked_at < LOOK_SECONDS:
+        if not silent or now - self._looked_at < MEMBERS_POLL_SECONDS:
             return broken
         self._looked_at = now
         return broken + silent

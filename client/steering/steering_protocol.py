@@ -20,10 +20,6 @@ PoolState = Literal["Active", "Paused", "Asleep"]
 
 MISMATCH = "content-mismatch"
 
-DEFAULT_PUBLISH_SECONDS = 600.0
-DEFAULT_STATE_SECONDS = 600.0
-DEFAULT_ACQUIRE_SECONDS = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class PublishProgress:
@@ -113,7 +109,7 @@ class Published:
     report: PublishReport | None = None
 
 
-class HandedOver(Protocol):
+class HandedOverVersion(Protocol):
     """What `rollout_worker.embedded.Worker.hand_over` returns: weights that the worker of this process has staged."""
 
     @property
@@ -129,7 +125,7 @@ class HandedOver(Protocol):
         """Of their content."""
 
 
-def handed_over_identity(handed: HandedOver, epoch: int | None) -> WeightsId:
+def handed_over_identity(handed: HandedOverVersion, epoch: int | None) -> WeightsId:
     """Return the identity to move the target to.
 
     Raises:

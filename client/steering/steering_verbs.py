@@ -21,12 +21,10 @@ from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
 from .pushing.together import Together, Work
+from .settings import DEFAULT_ACQUIRE_SECONDS, DEFAULT_PUBLISH_SECONDS, DEFAULT_STATE_SECONDS
 from .spool import SHARD_BYTES, drain_tensors, run_to_end, spool_tensors
 from .steering_protocol import (
-    DEFAULT_ACQUIRE_SECONDS,
-    DEFAULT_PUBLISH_SECONDS,
-    DEFAULT_STATE_SECONDS,
-    HandedOver,
+    HandedOverVersion,
     OnProgress,
     PoolState,
     Published,
@@ -190,7 +188,7 @@ class SteeringVerbs:
 
     async def publish_handed_over(
         self,
-        handed: HandedOver,
+        handed: HandedOverVersion,
         *,
         seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,

@@ -37,10 +37,10 @@ from .plan import (
 )
 from .running import SignalForwarder, SignalInterrupt, run_command
 from .session import TurnSession
+from .settings import UNLIMITED_SECONDS
 from .turn_devices import pod_devices, query_pod_devices
 
 EXIT_NOT_ACQUIRED, EXIT_NOT_ASKED = 124, 125
-UNLIMITED_SECONDS = 10 * 365 * 86400.0
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from rollout_client.errors import TurnFailed
 from rollout_common.turn import Turn, TurnError, TurnTimeout
-from rollout_common.turn.device_memory import BACK_SECONDS, wait_for_memory
+from rollout_common.turn.device_memory import wait_for_memory
+from rollout_common.turn.settings import BACK_SECONDS
 
 from .plan import ENV_DIRECTORY
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from rollout_client.option_names import check_option_names
-from rollout_client.steering.steering_protocol import DEFAULT_STATE_SECONDS
+from rollout_client.steering.settings import DEFAULT_STATE_SECONDS
 
 DEFAULT_LOCK_DIRECTORY = Path("/rollout/turn")
 """Where pods mount the node's lock directory."""

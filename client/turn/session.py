@@ -21,13 +21,9 @@ from rollout_client.steering.steering_verbs import SteeringVerbs
 
 from .locks import DeviceLocks
 from .plan import TurnPlan, given_devices, holder_name, lock_directory
+from .settings import TURN_RETRY_SECONDS, UNDO_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
-
-UNDO_TIMEOUT_SECONDS = 10.0
-"""How long a turn that failed tries to ask the pool back before it says that it could not."""
-
-TURN_RETRY_SECONDS = 0.5
 
 FindDevices = Callable[[], Awaitable[Sequence[str]]]
 TurnStep = Callable[[], Coroutine[Any, Any, None]]

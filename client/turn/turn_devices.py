@@ -19,9 +19,7 @@ from rollout_common.device_claims import (
 )
 
 from .plan import ENV_DEVICES, ENV_POD
-
-DEVICE_LOOKUP_SECONDS = 10.0
-"""How long each look is tried while the API server fails."""
+from .settings import DEVICE_LOOKUP_SECONDS
 
 HTTP_FORBIDDEN, HTTP_NOT_FOUND = 403, 404
 CLAIMS_PATH = "/apis/resource.k8s.io/v1/namespaces"

@@ -14,15 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from .settings import ASK_SECONDS, BACK_SECONDS, EVERY_SECONDS, QUIET_SECONDS
+
 logger = logging.getLogger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
-ASK_SECONDS = 10.0
-BACK_SECONDS = 30.0
-"""How long memory may take to come back from who had the turn before."""
-EVERY_SECONDS = 0.2
-QUIET_SECONDS = 2.0
-"""Where nobody knows how much is to come: so long nothing more must come before it counts as all. A driver may begin late."""
 GROWS = "it still grows"
 
 _COMMAND = (

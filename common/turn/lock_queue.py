@@ -14,9 +14,7 @@ import os
 import struct
 import time
 
-COURTESY_SECONDS = 1.0
-"""So long who wants the lock lets somebody else stand in its door."""
-_LOOK_SECONDS = 0.001
+from .settings import COURTESY_SECONDS, QUEUE_POLL_SECONDS
 
 
 def try_enter(file: int) -> bool:
@@ -34,7 +32,7 @@ def enter(file: int) -> None:
     """Wait for the door, but not for ever."""
     until = time.monotonic() + COURTESY_SECONDS
     while not try_enter(file) and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(QUEUE_POLL_SECONDS)
 
 
 def leave(file: int) -> None:

@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping
 
 from rollout_common.turn.errors import TurnTimeout
 
-Waiting = Callable[[Mapping[str, str]], None]
+from .settings import FIRST_POLL_SECONDS, HOLDER_POLL_SECONDS, OPEN_GRACE_SECONDS
 
-# Who waits is told of it at once, then looks at each second whether another one holds the turn.
-_FIRST_LOOK_SECONDS = 0.05
-_LOOK_SECONDS = 1.0
-# So much longer than asked for may opening the files of a free turn last before it counts as not had.
-_OPENING_SECONDS = 5.0
+Waiting = Callable[[Mapping[str, str]], None]
 
 
 class Look:
@@ -30,7 +26,7 @@ class Look:
         self._waiting = waiting
         self._start = time.monotonic()
         self._told: Mapping[str, str] = {}
-        self._every = _FIRST_LOOK_SECONDS
+        self._every = FIRST_POLL_SECONDS
 
     def seconds(self) -> float:
         """Return how long to wait until the next look."""
@@ -51,9 +47,9 @@ class Look:
             if self._waiting is not None:
                 self._waiting(blocked_by)
         waited = time.monotonic() - self._start
-        self._every = _LOOK_SECONDS if waited >= _FIRST_LOOK_SECONDS else _FIRST_LOOK_SECONDS
+        self._every = HOLDER_POLL_SECONDS if waited >= FIRST_POLL_SECONDS else FIRST_POLL_SECONDS
         if self._timeout is None:
             return
         # A free turn whose files are being opened is had in a moment: then nobody holds it.
-        if waited >= self._timeout + (0.0 if blocked_by else _OPENING_SECONDS):
+        if waited >= self._timeout + (0.0 if blocked_by else OPEN_GRACE_SECONDS):
             raise TurnTimeout(self._timeout, blocked_by)

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from rollout_common.turn.errors import TurnError
 
+from .settings import JOIN_TIMEOUT_SECONDS
+
 logger = logging.getLogger(__name__)
 
 SOCKET = "ROLLOUT_TURN_SOCKET"
-_JOIN_SECONDS = 30.0
 # Linux passes at most 253 descriptors in one message (SCM_MAX_FD).
 _MOST_FILES = 253
 
@@ -84,7 +85,7 @@ class Sharing:
                 continue
             with peer:
                 try:
-                    peer.settimeout(_JOIN_SECONDS)
+                    peer.settimeout(JOIN_TIMEOUT_SECONDS)
                     socket.send_fds(peer, [b"turn"], self._files())
                 except (OSError, TurnError):
                     logger.warning("a process could not join the turn", exc_info=True)
@@ -110,7 +111,7 @@ def join() -> None:
 def _receive(path: str) -> list[int]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-            peer.settimeout(_JOIN_SECONDS)
+            peer.settimeout(JOIN_TIMEOUT_SECONDS)
             peer.connect(path)
             said, files, _, _ = socket.recv_fds(peer, 16, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:

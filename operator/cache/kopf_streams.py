@@ -16,15 +16,12 @@ from rollout_operator.api.objects import ResourceName
 from rollout_operator.kube.credentials import load_connection_info
 
 from .resync import MANAGED_SELECTOR, OUR_SLICES_SELECTOR
+from .settings import STREAM_BACKOFF_SECONDS, STREAM_CALM_SECONDS
 
 logger = logging.getLogger(__name__)
 
 EventSink = Callable[[ResourceName, str | None, Any], None]
 """Takes resource, type of event (None: from a list) and raw object."""
-
-STREAM_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
-STREAM_CALM_SECONDS = 60.0
-"""Streams that ran this long restart after the shortest delay."""
 
 
 class KopfStreams:

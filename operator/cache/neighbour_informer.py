@@ -26,15 +26,9 @@ from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
 from rollout_operator.kube.kube_client import KubeClient
 
+from .settings import LIST_RETRY_SECONDS, MAX_LIST_RETRY_SECONDS, WATCH_TIMEOUT_SECONDS
+
 logger = logging.getLogger(__name__)
-
-WATCH_TIMEOUT_SECONDS = 120.0
-"""How long events are followed before the next list."""
-
-LIST_RETRY_SECONDS = 1.0
-"""Least time from one list to the next; doubled with each failure."""
-
-MAX_LIST_RETRY_SECONDS = 30.0
 
 MAX_SELECTOR_WATCHES = 8
 """Selectors of a namespace that have a watch of their own: the API server leaves out all other pods."""

@@ -18,6 +18,7 @@ from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .object_store import ObjectStore, trim_object
+from .settings import MAX_RESYNC_RETRY_SECONDS, RESYNC_RETRY_SECONDS
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ RESOURCE_SELECTORS: dict[ResourceName, str | None] = {
     "endpointslices": OUR_SLICES_SELECTOR,
 }
 
-RESYNC_RETRY_SECONDS = 2.0
-MAX_RESYNC_RETRY_SECONDS = 30.0
 MAX_LIST_ATTEMPTS = 3
 """A list whose continuation expired is restarted this often before it counts as failed."""
 

@@ -13,16 +13,12 @@ from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .object_store import ObjectStore
 from .resync import Resync
+from .settings import MAX_BATCH_SECONDS, RELIST_DELAY_SECONDS
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-RELIST_DELAY_SECONDS = 5.0
-
 BATCH_SECONDS_PER_POD = 0.001
-MAX_BATCH_SECONDS = 0.5
-"""How long changes to a pool's parts are collected, per pod that it has: a pass costs more in a
-larger pool, and a pool that is starting changes five times per pod."""
 
 UNBATCHED_PODS = 16
 """A pool of up to this many pods is looked at immediately."""

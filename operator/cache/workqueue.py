@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from .settings import BASE_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
+
 K = TypeVar("K", bound=Hashable)
 
-BASE_BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 60.0
 BACKOFF_JITTER = 0.2
 """A delay is stretched by up to this share, so that keys that failed together part."""
 

@@ -8,9 +8,7 @@ from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .observed_pool import ObservedPool, Pod
-
-FAILURE_RESET_SECONDS = 600.0
-"""A replica that failed this long after it had proven itself counts from zero again."""
+from .settings import FAILURE_RESET_SECONDS
 
 
 def consecutive_failures(

@@ -30,16 +30,10 @@ from .observed_pool import ObservedPool, is_asleep
 from .pass_plan import CallBody, CallWorker, ControlVerb, RequeueAfter, SetGate
 from .readiness_gates import gate_change
 from .replica_heads import ReplicaHead, WeightsVersion
+from .settings import CALL_SLACK_SECONDS, QUICK_CALL_SECONDS, WEIGHTS_LOAD_SECONDS
 from .updates.content_hashes import unsupported_by_head
 from .updates.pushed_copies import awaits_pointer
 from .updates.weights_plan import WeightsPlan
-
-CALL_SLACK_SECONDS = 15.0
-"""What a call may take beyond the time that the worker itself is given."""
-
-QUICK_CALL_SECONDS = 10.0
-WEIGHTS_LOAD_SECONDS = 600.0
-"""Longest wait for weights to come back from where they sleep."""
 
 WAKING_VERBS = frozenset({ControlVerb.WAKE, ControlVerb.PAUSE, ControlVerb.RESUME})
 """Calls that may wait for a device which somebody else has, maybe whoever wants the pool asleep."""

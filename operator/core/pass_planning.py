@@ -17,12 +17,10 @@ from .pod_planning import group_gangs, plan_pods
 from .pool_view import PoolView
 from .replica_heads import ReplicaHead
 from .replica_troubles import find_replica_troubles
+from .settings import KUBELET_READY_SECONDS
 from .status_report import build_status
 from .updates.update_planning import plan_weights
 from .updates.weights_plan import WeightsPlan, target_version
-
-KUBELET_READY_SECONDS = 30.0
-"""How long a pod whose gate is on may take to be Ready before something is wrong with it."""
 
 CONTROL_VERBS = (
     ControlVerb.REQUIRE,

@@ -17,13 +17,8 @@ from rollout_common.device_claims import natural_sort_key
 from rollout_operator.api.spec import Colocation, RolloutReplicaSpec
 
 from .observed_pool import ObservedPool, Pod
-from .trainer_pods import (
-    TRAINERS_SETTLED_SECONDS,
-    AllocatedDevice,
-    DeviceClaim,
-    ObservedTrainers,
-    TrainerPod,
-)
+from .settings import TRAINERS_SETTLED_SECONDS
+from .trainer_pods import AllocatedDevice, DeviceClaim, ObservedTrainers, TrainerPod
 
 
 @dataclass(frozen=True, slots=True)

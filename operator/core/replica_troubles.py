@@ -9,17 +9,12 @@ from datetime import UTC, datetime
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastError
 
-from .failures import FAILURE_RESET_SECONDS, consecutive_failures, failure_message_prefix
+from .failures import consecutive_failures, failure_message_prefix
 from .observed_pool import ObservedPool, Pod
 from .pass_plan import RequeueAfter
 from .pod_planning import PodGang, PodPlan
 from .replica_heads import ReplicaHead
-
-UNREACHABLE_AFTER_SECONDS = 60.0
-"""How long a control port may be silent before that is told as trouble."""
-
-UNSCHEDULABLE_AFTER_SECONDS = 60.0
-"""How long a pod may be without a node before that is told: an autoscaler may be making one."""
+from .settings import FAILURE_RESET_SECONDS, UNREACHABLE_AFTER_SECONDS, UNSCHEDULABLE_AFTER_SECONDS
 
 CRASH_LOOP_FAILURES = 2
 """Failures in a row from which on a replica is in a crash loop."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from .observed_pool import Pod
 from .pass_plan import DeletePod, RequeueAfter
-
-FORCED_DELETION_SECONDS = 30.0
-"""A pod still there this long after its grace period (a dead node, a finalizer) is deleted with grace
-0, and again each time this long after."""
+from .settings import FORCED_DELETION_SECONDS
 
 
 def plan_forced_deletion(pod: Pod, now: float, wait: RequeueAfter) -> DeletePod | None:

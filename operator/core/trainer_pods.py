@@ -13,9 +13,7 @@ from rollout_common.device_claims import device_lock_name, device_uuids, pod_cla
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 
-TRAINERS_SETTLED_SECONDS = 60.0
-"""How long the trainer's pods have to be the same before an engine moves because of their order: a
-StatefulSet or a Job brings a lost pod back within 10 s, unless its node is lost."""
+from .settings import TRAINERS_SETTLED_SECONDS
 
 IMPLICIT_RESOURCE_PREFIX = "deviceclass.resource.kubernetes.io/"
 """Before the name of a DeviceClass: the extended resource that each one has."""

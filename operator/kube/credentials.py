@@ -18,10 +18,9 @@ import yaml
 
 from rollout_operator.config import SERVICE_ACCOUNT_DIR, own_namespace
 
-logger = logging.getLogger(__name__)
+from .settings import TOKEN_REREAD_SECONDS
 
-TOKEN_REREAD_SECONDS = 600
-"""How long a token that was read from the file is used; the kubelet renews it with hours to go."""
+logger = logging.getLogger(__name__)
 
 
 class LoginFailed(Exception):

@@ -21,18 +21,16 @@ from rollout_operator.api.objects import Obj
 
 from .errors import KubeError
 from .kube_client import KubeClient
+from .settings import EVENT_FLUSH_SECONDS, EVENT_REPEAT_SECONDS
 
 logger = logging.getLogger(__name__)
 
-EVENT_REPEAT_SECONDS = 600.0
 MIN_FORGET_EVENTS = 1000
 """From this many known events on, and whenever they have doubled, old ones are forgotten."""
 
 CONCURRENT_POSTS = 8
 MAX_NOTE_BYTES = 1024
 """Bytes of the longest `note` that the API takes (it says characters)."""
-
-EVENT_FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)

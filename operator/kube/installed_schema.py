@@ -17,12 +17,9 @@ from rollout_operator.api.status import RolloutReplicaStatus
 
 from .errors import KubeError
 from .kube_client import KubeClient
+from .settings import SCHEMA_CHECK_SECONDS, SCHEMA_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
-
-SCHEMA_CHECK_SECONDS = 300.0
-SCHEMA_RETRY_SECONDS = 10.0
-"""How soon to look again while something is lacking, or could not be read."""
 
 MAX_SHOWN_FIELDS = 5
 

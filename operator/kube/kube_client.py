@@ -17,7 +17,8 @@ from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER_NAME, P
 from rollout_operator.api.objects import Obj
 
 from .errors import Forbidden, from_answer
-from .transport import REQUEST_TIMEOUT_SECONDS, ApiRequest, ApiTransport, PatchKind
+from .settings import REQUEST_TIMEOUT_SECONDS
+from .transport import ApiRequest, ApiTransport, PatchKind
 
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""

@@ -23,17 +23,15 @@ from rollout_operator.api.objects import Obj
 
 from .errors import AlreadyExists, Conflict, KubeError, NotFound
 from .kube_client import KubeClient
+from .settings import (
+    LEASE_DURATION_SECONDS,
+    LEASE_REQUEST_SECONDS,
+    RENEW_DEADLINE_SECONDS,
+    RENEW_INTERVAL_SECONDS,
+    STANDBY_POLL_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
-
-LEASE_DURATION_SECONDS = 15
-RENEW_DEADLINE_SECONDS = 10.0
-RENEW_INTERVAL_SECONDS = 2.0
-STANDBY_POLL_SECONDS = 1.0
-"""A standby looks this often, so that it takes over within 2 s of a release."""
-
-LEASE_REQUEST_SECONDS = 5.0
-"""Deadline of one request for the Lease."""
 
 
 class LeadershipLost(Exception):

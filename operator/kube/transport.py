@@ -22,12 +22,7 @@ from rollout_operator.api.objects import Obj
 
 from .credentials import LoginFailed, load_connection_info
 from .errors import FencedError, KubeError, Unauthorized, Unavailable, from_answer
-
-REQUEST_TIMEOUT_SECONDS = 30.0
-STREAM_SLACK_SECONDS = 10.0
-"""How much longer than it was asked for a stream may last: the API server ends it, if it lives."""
-
-CONNECT_TIMEOUT_SECONDS = 5.0
+from .settings import CONNECT_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS, STREAM_SLACK_SECONDS
 
 PatchKind = Literal["merge", "json", "apply"]
 _CONTENT_TYPES: Mapping[PatchKind, str] = {

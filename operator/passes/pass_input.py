@@ -23,9 +23,7 @@ from rollout_operator.core.trainer_pods import (
 
 from .pass_context import PassContext
 from .pool_memory import PoolMemory
-
-FIRST_POLLS_SECONDS = 5.0
-"""How long the first answers of a pool's heads may take: a poll's deadline, and its turn."""
+from .settings import FIRST_POLLS_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,9 @@ from rollout_operator.kube.errors import Conflict, FencedError, KubeError, Unava
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .pass_context import ReconcileFunction
+from .settings import FENCED_RETRY_SECONDS, PASS_DEADLINE_SECONDS
 
 logger = logging.getLogger(__name__)
-
-PASS_DEADLINE_SECONDS = 300.0
-"""Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""
-
-FENCED_RETRY_SECONDS = 1.0
 
 
 class PassLoop:

@@ -22,13 +22,11 @@ from .pass_input import PassInput, poll_heads, update_phase
 from .pass_reporting import count_update, post_events, update_pool_metrics
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
+from .settings import STATUS_PROGRESS_SECONDS
 from .slice_writes import write_slices
 from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
-
-STATUS_PROGRESS_SECONDS = 1.0
-"""Least time between two writes of status that only report progress."""
 
 
 async def apply_plan(

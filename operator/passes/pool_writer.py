@@ -22,7 +22,8 @@ from rollout_operator.core.services import pool_services, service_difference, se
 from rollout_operator.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 
 from .pass_context import PassContext
-from .write_obstacles import CONFLICT, REFUSED_RETRY_SECONDS, WriteObstacles
+from .settings import REFUSED_RETRY_SECONDS
+from .write_obstacles import CONFLICT, WriteObstacles
 from .write_runner import WriteRunner
 
 logger = logging.getLogger(__name__)

@@ -15,19 +15,16 @@ from typing import Final
 from rollout_operator.core.observed_pool import RECALLED_KEY
 from rollout_operator.kube.errors import Conflict, KubeError, NotFound, Unauthorized, Unavailable
 
+from .settings import (
+    BUSY_RETRY_SECONDS,
+    MAX_BUSY_RETRY_SECONDS,
+    MAX_RETRY_SECONDS,
+    MIN_RETRY_SECONDS,
+    REFUSED_RETRY_SECONDS,
+)
+
 CONFLICT, REJECTED, API_ERROR = "NameConflict", "Rejected", "ApiError"
 
-REFUSED_RETRY_SECONDS = 10.0
-"""How soon a refused write is tried again, and a name that is taken; doubled after each refusal."""
-
-BUSY_RETRY_SECONDS = 1.0
-"""The same, where the API server could not answer or asked to come later."""
-
-MAX_BUSY_RETRY_SECONDS = 30.0
-"""Longest time until what the API server could not take is tried again."""
-
-MAX_RETRY_SECONDS = 300.0
-MIN_RETRY_SECONDS = 0.2
 QUIET_TRIES = 4
 """So often in a row 404 and 409 are routine: the object is gone or another one, which the watch will show, or
 somebody else wrote it, or the quota, in between. What answers so for longer is an admission webhook."""

@@ -26,26 +26,24 @@ from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from rollout_operator.kube.errors import KubeError
 
 from .poll_rate_limit import PollRateLimit
+from .settings import (
+    EARLY_POLL_SECONDS,
+    FAST_POLL_SECONDS,
+    FIRST_POLL_BACKOFF_SECONDS,
+    MAX_POLL_BACKOFF_SECONDS,
+    POLL_SLOT_SECONDS,
+    POLL_TIMEOUT_SECONDS,
+    SLOW_POLL_SECONDS,
+    STALE_STATE_SECONDS,
+    STARTING_POLL_BACKOFF_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_POLLS = 64
 """Polls that begin at once."""
 
-POLL_SLOT_SECONDS = 0.1
-"""How long a poll keeps the next one waiting. Healthy workers answer sooner, and at three times `MAX_POLLS_PER_SECOND`
-(of each pace) polls that get no answer at all take 60 places."""
-
-FAST_POLL_SECONDS = 0.5
-SLOW_POLL_SECONDS = 5.0
-FIRST_POLL_BACKOFF_SECONDS = 0.5
-MAX_POLL_BACKOFF_SECONDS = 5.0
-STARTING_POLL_BACKOFF_SECONDS = 1.0
-STALE_STATE_SECONDS = 15.0
-POLL_TIMEOUT_SECONDS = 3.0
 POLL_JITTER = 0.1
-EARLY_POLL_SECONDS = 0.02
-"""A poll that is due so soon may as well be now."""
 
 AskState = Callable[[PoolKey, str], Awaitable[WorkerState]]
 """Asks the control port at an address (host:port) of a pool's pod."""

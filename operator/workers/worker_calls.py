@@ -18,11 +18,9 @@ from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.kube.errors import KubeError
 
-logger = logging.getLogger(__name__)
+from .settings import CALL_BACKOFF_BASE_SECONDS, CALL_BACKOFF_MAX_SECONDS, CALL_CANCEL_SECONDS
 
-CALL_BACKOFF_BASE_SECONDS = 1.0
-CALL_BACKOFF_MAX_SECONDS = 30.0
-CALL_CANCEL_SECONDS = 2.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,8 @@ from rollout_operator.core.pass_plan import CallWorker, ControlVerb
 from rollout_operator.kube.errors import KubeError
 
 from .head_poller import HeadPoller
+from .settings import STAGE_POLL_SECONDS, STALE_FAILURE_SECONDS
 from .worker_calls import WorkerCalls
-
-STAGE_POLL_SECONDS = 0.1
-
-STALE_FAILURE_SECONDS = 60.0
-"""A failed call that is due again for so long is not wanted any more, say sleep in a pool that has been
-woken meanwhile. Failures about weights are kept: they tell of the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,8 @@ import aiohttp
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
 
-KEEPALIVE_IDLE_SECONDS = 60.0
-"""Above the slowest usual polling interval, below the 75 s that a worker keeps a connection."""
+from .settings import CONNECT_TIMEOUT_SECONDS, KEEPALIVE_IDLE_SECONDS
 
-CONNECT_TIMEOUT_SECONDS = 5.0
 TLS_BUFFER_BYTES = 32 * 1024
 """What a TLS connection of this process reads at once; a record has up to 16 KiB."""
 

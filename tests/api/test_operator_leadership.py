@@ -10,13 +10,8 @@ import pytest
 
 from localkube import Cluster
 from rollout_operator.kube.kube_client import KubeClient
-from rollout_operator.kube.lease import (
-    LEASE_DURATION_SECONDS,
-    RENEW_DEADLINE_SECONDS,
-    Leadership,
-    LeadershipLost,
-    SoleLeader,
-)
+from rollout_operator.kube.lease import Leadership, LeadershipLost, SoleLeader
+from rollout_operator.kube.settings import LEASE_DURATION_SECONDS, RENEW_DEADLINE_SECONDS
 from tests.support.waiting import until
 
 NAMESPACE = "leadership"

@@ -20,7 +20,7 @@ import pytest
 
 from localkube import Cluster
 from localkube.processes import recorded
-from rollout_operator.kube.lease import (
+from rollout_operator.kube.settings import (
     LEASE_DURATION_SECONDS,
     RENEW_DEADLINE_SECONDS,
     STANDBY_POLL_SECONDS,

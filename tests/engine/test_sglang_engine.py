@@ -18,8 +18,8 @@ from rollout_common.turn.sharing import SOCKET, Sharing
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.process import session_processes
+from rollout_worker.engines.sglang.settings import UNREAD_INTERVAL_SECONDS
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
-from rollout_worker.engines.sglang.sglang_streams import UNREAD_INTERVAL_SECONDS
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.sources.tensor_filling import fill_sink

@@ -12,26 +12,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollout_common.turn import Turn, TurnError, TurnReplaced
-from rollout_common.turn.device_memory import (
-    BACK_SECONDS,
-    GIB,
-    GROWS,
-    Free,
-    Look,
-    free_memory,
-    wait_for_memory,
-)
+from rollout_common.turn.device_memory import GIB, GROWS, Free, Look, free_memory, wait_for_memory
+from rollout_common.turn.settings import BACK_SECONDS
 from rollout_common.turn.sharing import Sharing
 from rollout_common.wire import Progress, TurnState
 from rollout_worker.engine import EngineError
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 from rollout_worker.settings import WorkerSettings
 
+from .settings import TURN_POLL_SECONDS
+
 logger = logging.getLogger(__name__)
 
 MARGIN_BYTES = 512 << 20
-LOOK_SECONDS = 1.0
-"""How often whoever waits looks whether it should still, besides whenever something changes."""
 
 
 class DeviceTurn:
@@ -118,7 +111,7 @@ class DeviceTurn:
 
     async def _either(self, taking: asyncio.Task[None]) -> None:
         """Return when the turn is had, or something has changed."""
-        change = asyncio.ensure_future(self._changed(LOOK_SECONDS))
+        change = asyncio.ensure_future(self._changed(TURN_POLL_SECONDS))
         try:
             await asyncio.wait({taking, change}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -20,19 +20,13 @@ from rollout_worker.gang.member_client import MemberSilent
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 
 from .device_turn import DeviceTurn, waits_for
+from .settings import MEMBERS_POLL_SECONDS, PATIENCE_SECONDS, PAUSE_SECONDS, USE_SECONDS
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[Progress], None]
 Wanted = Callable[[], bool]
 
-PATIENCE_SECONDS = 5.0
-"""How long somebody else's lock is waited for while locks of other nodes are held."""
-PAUSE_SECONDS = 1.0
-"""The longest pause between two attempts; its length is drawn, so that two gangs do not stay in step."""
-LOOK_SECONDS = 0.2
-USE_SECONDS = 5.0
-"""How long a member may not answer when it is told that the turn is used."""
 CONFLICT = 409
 
 
@@ -91,7 +85,7 @@ class WholeTurn:
         while goes_on():
             if (absent := self._head.silent_members()) is not None:  # so nothing is held for it
                 report(Progress(message=absent))
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(MEMBERS_POLL_SECONDS)
                 continue
             try:
                 return await self._attempt(first, report, goes_on)
@@ -164,7 +158,7 @@ class WholeTurn:
                 if error.status == CONFLICT:
                     raise Late(line.rank, f"{line.name}: {error}") from error
                 why, self._blocked, checking = f"does not answer ({error})", {}, False
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(MEMBERS_POLL_SECONDS)
             else:
                 if turn.phase == "Failed":
                     raise EngineError(f"{line.name}: {turn.message}")
@@ -193,7 +187,7 @@ class WholeTurn:
             except MemberSilent as error:
                 if error.status == CONFLICT or time.monotonic() > until:
                     raise Late(member.line.rank, f"{member.line.name}: {error}") from error
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(MEMBERS_POLL_SECONDS)
             else:
                 return
 

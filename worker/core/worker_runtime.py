@@ -33,6 +33,7 @@ from .device_turn import DeviceTurn
 from .holds import Holds, HoldTarget, WantedState
 from .lifecycle_states import LifecycleTracker
 from .multi_node_turn import WholeTurn
+from .settings import CANCEL_GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -239,9 +240,6 @@ class WorkerRuntime:
             logger.exception("%s failed in the engine", what)
             self.report_crash(f"{what} failed: {error}")
             raise EngineCrashed(died.result()) from error
-
-
-CANCEL_GRACE_SECONDS = 5.0
 
 
 async def _cancel_call(task: asyncio.Task[Any]) -> None:

@@ -25,12 +25,11 @@ from rollout_worker.ports.server import HttpServers, serve_until
 from rollout_worker.service import WorkerService, make_engine_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 
+from .settings import HOST_CLOSE_SECONDS
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-HOST_CLOSE_SECONDS = 120.0
-"""What the end of a worker takes at most, beyond its drain: its parts have deadlines of their own."""
 
 ONE_PER_PROCESS = ("vllm", "sglang")
 """Engines that set up their whole process, and so can be in it but once."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from rollout_worker.engine import EngineError
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 
+from .settings import RESOLVE_RETRY_SECONDS
+
 SIOCGIFADDR = 0x8915
-RESOLVE_RETRY_SECONDS = 1.0
 IF_INET6_FILE = Path("/proc/net/if_inet6")
 
 

@@ -20,17 +20,16 @@ from rollout_worker.settings import WorkerSettings
 
 from .gang_addresses import member_addresses
 from .member_client import MemberClient, MemberSilent
+from .settings import (
+    MEMBER_POLL_SECONDS,
+    MEMBER_SILENCE_SECONDS,
+    MEMBER_START_SECONDS,
+    SLOT_CLOSE_SECONDS,
+    SLOT_POLL_SECONDS,
+)
 from .silence_timer import SilenceTimer
 
 logger = logging.getLogger(__name__)
-
-MEMBER_POLL_SECONDS = 1.0
-MEMBER_SILENCE_SECONDS = 7.0
-"""Silence after which a member counts as dead: with what a look takes, less than 10 s."""
-MEMBER_START_SECONDS = 60.0
-"""The same while engines load, which may keep a worker from answering for a while."""
-SLOT_POLL_SECONDS = 0.2
-SLOT_CLOSE_SECONDS = 5.0
 
 T = TypeVar("T")
 

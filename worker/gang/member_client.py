@@ -14,10 +14,8 @@ from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import SharedCall
 
 from .member_trust import MemberTrust
+from .settings import MEMBER_ANSWER_SECONDS, TOKEN_READ_SECONDS
 
-MEMBER_ANSWER_SECONDS = 3.0
-"""What a member gets to answer: from memory, so it is the network's time."""
-TOKEN_READ_SECONDS = 1.0
 HEAD_ENDS = "the head ends"
 
 M = TypeVar("M", bound=BaseModel)

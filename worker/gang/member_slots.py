@@ -37,9 +37,9 @@ from rollout_worker.sources.tensor_filling import (
 )
 from rollout_worker.weights import check_layout
 
-logger = logging.getLogger(__name__)
+from .settings import SOURCE_LOOKUP_SECONDS
 
-SOURCE_LOOKUP_SECONDS = 10.0
+logger = logging.getLogger(__name__)
 
 Claim = Callable[[int], Callable[[], None]]
 """Charges memory of staged weights, as `StagingBudget.claim_memory`; returns what gives it back."""

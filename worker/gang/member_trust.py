@@ -9,10 +9,9 @@ from pathlib import Path
 from rollout_common.transfer.tls import marks_of, trusting
 from rollout_worker.threads import SharedCall
 
-logger = logging.getLogger(__name__)
+from .settings import CERTIFICATE_CHECK_SECONDS
 
-CERTIFICATE_CHECK_SECONDS = 1.0
-"""What a look at the files may take."""
+logger = logging.getLogger(__name__)
 
 
 class MemberTrust:

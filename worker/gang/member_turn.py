@@ -18,12 +18,9 @@ from rollout_common.wire.gang_models import GangTurn
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import EngineError
 
-logger = logging.getLogger(__name__)
+from .settings import SILENCE_SECONDS, WAIT_SECONDS
 
-SILENCE_SECONDS = 8.0
-"""Silence of the head after which a turn that isn't used is given back."""
-WAIT_SECONDS = 1.0
-"""How long an answer waits for the turn."""
+logger = logging.getLogger(__name__)
 
 
 class Locks(Protocol):

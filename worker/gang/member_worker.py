@@ -22,22 +22,18 @@ from rollout_worker.settings import WorkerSettings
 from .gang_addresses import GangBroken
 from .member_slots import Claim, MemberSlots
 from .member_turn import Locks, MemberTurn, lacking
+from .settings import (
+    FAILURE_REPORT_SECONDS,
+    GANG_WATCH_SECONDS,
+    HEAD_LEAVE_SECONDS,
+    HEAD_SILENCE_SECONDS,
+    HEAD_START_SECONDS,
+    RANKS_STOP_SECONDS,
+    SLOTS_CLOSE_SECONDS,
+)
 from .silence_timer import SilenceTimer
 
 logger = logging.getLogger(__name__)
-
-GANG_WATCH_SECONDS = 0.5
-HEAD_SILENCE_SECONDS = 8.0
-"""Silence after which the head counts as dead; with what else it takes, this node ends within 10 s."""
-HEAD_LEAVE_SECONDS = 3.0
-"""The same once this member was told to end: it stays while its head drains."""
-HEAD_START_SECONDS = 60.0
-"""The same while either of the two still loads."""
-FAILURE_REPORT_SECONDS = 3.0
-"""How long a member that gives up stays, so that its head hears why."""
-SLOTS_CLOSE_SECONDS = 5.0
-"""What giving the slots back may take at the end; the ranks end after it."""
-RANKS_STOP_SECONDS = 30.0
 
 
 class MemberWorker:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-MAX_GAP_SECONDS = 4.5
-"""What counts at most between two looks: while this process stood still it could hear nobody."""
+from .settings import MAX_GAP_SECONDS
 
 
 class SilenceTimer:

@@ -28,12 +28,9 @@ from rollout_worker.engine import Engine, EngineCrashed, EngineError
 from rollout_worker.requests.in_flight_requests import InFlightRequests
 
 from .governor import LifecycleGovernor, Mode
+from .settings import QUICK_CALL_SECONDS, TRANSITION_SLACK_SECONDS
 
 logger = logging.getLogger(__name__)
-
-QUICK_CALL_SECONDS = 5.0
-TRANSITION_SLACK_SECONDS = 660.0
-"""How long a transition may take beyond its drain, to abort requests and move weights."""
 
 
 def can_wake_empty(engine: Engine) -> bool:

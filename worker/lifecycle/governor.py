@@ -21,16 +21,12 @@ from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
 from rollout_worker.requests.in_flight_requests import InFlightRequests
 from rollout_worker.updates.weight_updates import WeightUpdates
 
+from .settings import ENGINE_PAUSE_SECONDS, MEMORY_CALL_SECONDS, TRANSITION_RETRY_SECONDS
 from .turn_waiting import turn_to_wake
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["drain", "abort", "keep"]
-
-ENGINE_PAUSE_SECONDS = 120.0
-MEMORY_CALL_SECONDS = 600.0
-"""Longest time to release or restore memory, weights included."""
-TRANSITION_RETRY_SECONDS = 5.0
 
 _SETTLED_STATES = {
     WantedState.ACTIVE: Lifecycle.ACTIVE,

@@ -34,19 +34,18 @@ from rollout_worker.requests.in_flight_requests import InFlightRequests
 from rollout_worker.updates.weight_updates import WeightUpdates
 
 from .governor import LifecycleGovernor
+from .settings import (
+    BACKOFF_RESET_SECONDS,
+    ENGINE_CALL_SECONDS,
+    ENGINE_STOP_SECONDS,
+    HEARTBEAT_SLACK_SECONDS,
+    RELOAD_WEIGHTS_SECONDS,
+    STAGED_RELEASE_SECONDS,
+    WATCH_INTERVAL_SECONDS,
+)
 from .turn_waiting import check_it_sleeps
 
 logger = logging.getLogger(__name__)
-
-BACKOFF_RESET_SECONDS = 600.0
-"""An engine that lives this long resets the back-off."""
-WATCH_INTERVAL_SECONDS = 0.5
-ENGINE_STOP_SECONDS = 30.0
-STAGED_RELEASE_SECONDS = 1.0
-"""How long the processes of an engine that is to end get to let go of staged bytes before it does."""
-HEARTBEAT_SLACK_SECONDS = 30.0
-RELOAD_WEIGHTS_SECONDS = 1800.0
-ENGINE_CALL_SECONDS = 600.0
 
 
 class EngineSupervisor:

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .settings import EXIT_POLL_SECONDS, STANDSTILL_SECONDS
+
 PROC = Path("/proc")
-EXIT_POLL_SECONDS = 0.02
-STANDSTILL_SECONDS = 3.0
-"""How long a process must have been stopped to be missed: a debugger stops it for a moment, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,10 @@ from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.threads import SharedCall
 
 from .openai_messages import bad_field, plain_messages
+from .settings import TEMPLATE_READ_SECONDS, TOKENIZER_SECONDS
 from .tool_calls import begun_length
 
 T = TypeVar("T")
-
-TEMPLATE_READ_SECONDS = 10.0
-"""What the model's folder may take to give the chat template."""
-TOKENIZER_SECONDS = 300.0
-"""What a text may take to become ids, with those before it and the loading of the tokenizer."""
 
 _REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What templates raise besides their own errors."""

@@ -38,11 +38,11 @@ from .ignored_fields import unsupported_field
 from .model_text import ModelText
 from .openai_models import ChatRequest, CompletionRequest, openai_error_words
 from .openai_responses import OpenAIExchange, StreamedChunks
+from .settings import DEFAULT_DEADLINE_SECONDS
 from .tool_calls import tool_parser_of
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_DEADLINE_SECONDS = 600.0
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
 MAX_PROMPTS = 256

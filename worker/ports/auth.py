@@ -11,6 +11,7 @@ from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
 
 from .access_rights import AccessRight, Authorizer, read_bearer_token, unauthenticated_problem
+from .settings import TOKEN_FILE_SECONDS
 
 
 class AllowAnyone:
@@ -26,10 +27,6 @@ class AllowAnyone:
         """Nothing to free."""
 
 
-FILE_SECONDS = 5.0
-"""What a file with a token may take to be read."""
-
-
 class SharedToken:
     """One secret from a file, reread at every call so that it can be rotated: `--auth token`.
 
@@ -40,7 +37,7 @@ class SharedToken:
     """
 
     def __init__(
-        self, file: Path, seconds: float = FILE_SECONDS, flag: str = "--auth-token-file"
+        self, file: Path, seconds: float = TOKEN_FILE_SECONDS, flag: str = "--auth-token-file"
     ) -> None:
         self._file = file
         self._flag = flag

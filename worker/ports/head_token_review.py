@@ -20,10 +20,9 @@ from rollout_worker.settings import InvalidSettings, WorkerSettings
 
 from .access_rights import AccessRight, read_bearer_token
 from .kubernetes_auth import KubernetesReview
+from .settings import TOKEN_RETRY_SECONDS
 
 POD_NAME = "authentication.kubernetes.io/pod-name"
-TOKEN_RETRY_SECONDS = 1.0
-"""What the API server gets to say of a token that was let in before: the head counts the seconds."""
 
 
 class HeadTokenReview:

@@ -19,13 +19,11 @@ from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
 
 from .access_rights import AccessRight, read_bearer_token, unauthenticated_problem
+from .settings import CREDENTIALS_FILE_SECONDS, REVIEW_TIMEOUT_SECONDS
 from .token_reviews import ReviewQueue, TokenReviews
 
 API_GROUP = "rollout.dev"
 RESOURCE = "rolloutreplicas"
-REVIEW_TIMEOUT_SECONDS = 10.0
-FILE_SECONDS = 5.0
-"""What our own token may take to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ class KubernetesReview:
     async def _create_review(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Create a review and return its status; any failure is a 503, never a yes."""
         try:
-            token = (await self._own_token.get_result(FILE_SECONDS)).strip()
+            token = (await self._own_token.get_result(CREDENTIALS_FILE_SECONDS)).strip()
             answer = await self._http.post(
                 path, json=body, headers={"Authorization": f"Bearer {token}"}
             )

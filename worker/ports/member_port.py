@@ -29,7 +29,8 @@ from .auth import make_authorizer
 from .browser_guard import BrowserGuard
 from .port_app import new_app, problem_response
 from .port_connections import ConnectionPool, raise_descriptor_limit
-from .server import ANSWER_FLUSH_SECONDS, UvicornServer, bind_port, uvicorn_config
+from .server import UvicornServer, bind_port, uvicorn_config
+from .settings import ANSWER_FLUSH_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .settings import (
+    ACCEPT_RETRY_SECONDS,
+    HEADER_TIMEOUT_SECONDS,
+    IDLE_GRACE_SECONDS,
+    SWEEP_INTERVAL_SECONDS,
+    UNREAD_ANSWER_SECONDS,
+)
+
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 2**16
@@ -28,17 +36,8 @@ OTHER_DESCRIPTORS = 640
 """For everything else in the process: files, the engine's own sockets, the API server, the port for weights."""
 MIN_CONNECTIONS = 64
 
-HEADER_TIMEOUT_SECONDS = 10.0
-"""What the header of a request may take to arrive; also the handshake of TLS."""
 HEADER_BYTES = 2**17
 """What the header of a request may have; httptools, unlike h11, keeps as much as comes."""
-IDLE_GRACE_SECONDS = 0.5
-"""Whoever takes longer for a handshake gives its place up before anybody else."""
-UNREAD_ANSWER_SECONDS = 60.0
-"""A client that takes nothing for so long of what it was sent is not waited for."""
-SWEEP_INTERVAL_SECONDS = 1.0
-ACCEPT_RETRY_SECONDS = 0.1
-"""After which a connection is accepted again when there was no descriptor for one."""
 READ_BYTES = 2**14
 """Read at once: in tiny chunks, a body costs microseconds a byte, and the loop waits for all of them."""
 

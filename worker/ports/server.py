@@ -28,23 +28,14 @@ from .auth import make_authorizer
 from .control_routes import make_control_app
 from .data_routes import make_data_app
 from .port_app import problem_response
-from .port_connections import (
-    HEADER_TIMEOUT_SECONDS,
-    ConnectionPool,
-    ConnectionQuota,
-    Listener,
-    raise_descriptor_limit,
-)
+from .port_connections import ConnectionPool, ConnectionQuota, Listener, raise_descriptor_limit
+from .settings import ANSWER_FLUSH_SECONDS, HEADER_TIMEOUT_SECONDS, KEEP_ALIVE_SECONDS
 from .weights_port import WeightsPort
 
 logger = logging.getLogger(__name__)
 
-ANSWER_FLUSH_SECONDS = 5
-"""What open connections get to take their last bytes."""
 EXIT_SPENT = 4
 """Exit status of a process in which no engine works any more: only a new one helps."""
-KEEP_ALIVE_SECONDS = 75
-"""Longer than the pools of usual clients, so that they close first and never hit a closed one."""
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: as uvicorn's."""

@@ -10,11 +10,9 @@ from pathlib import Path
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
 
-logger = logging.getLogger(__name__)
+from .settings import CERTIFICATE_FILE_SECONDS, CERTIFICATE_RELOAD_SECONDS
 
-CERTIFICATE_RELOAD_SECONDS = 60.0
-FILE_SECONDS = 10.0
-"""What the files may take to be read."""
+logger = logging.getLogger(__name__)
 
 
 class ServingCertificate:
@@ -49,7 +47,7 @@ class ServingCertificate:
         while True:
             await asyncio.sleep(self._every)
             try:
-                self.context = await self._reading.get_result(FILE_SECONDS)
+                self.context = await self._reading.get_result(CERTIFICATE_FILE_SECONDS)
             except OSError as error:  # a TimeoutError is one, and ssl's errors are
                 logger.warning("the control port keeps its old certificate: %s", error)
 

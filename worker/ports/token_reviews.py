@@ -16,10 +16,8 @@ from typing import Final, Generic, TypeVar
 
 from rollout_common.wire.problems import ProblemError
 
-ACCEPTED_SECONDS: Final = 300.0
-RENEW_SECONDS: Final = 60.0
-"""So long before it expires, an accepted answer is asked for again by the next call."""
-DENIED_SECONDS: Final = 5.0
+from .settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS, REVIEW_SECONDS
+
 MAX_CACHED: Final = 1024
 MAX_ASKED: Final = 8
 """Reviews that the API server is asked for at once."""
@@ -28,8 +26,6 @@ MAX_WAITING_EACH: Final = 16
 """Reviews that wait for callers at one address."""
 MAX_SHARING: Final = 256
 """Calls that wait for the same review."""
-REVIEW_SECONDS: Final = 15.0
-"""What a review may take, with its time in the queue."""
 
 T = TypeVar("T")
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from rollout_worker.settings import InvalidSettings
 
-logger = logging.getLogger(__name__)
+from .settings import FOLDER_LOCK_SECONDS
 
-FOLDER_LOCK_SECONDS = 1.0
-"""How long another process may be about to make or remove a socket in the same folder."""
+logger = logging.getLogger(__name__)
 
 
 def listen_at_path(path: Path, backlog: int) -> socket.socket:

@@ -31,6 +31,12 @@ from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
 
 from .serving_certificate import ServingCertificate
+from .settings import (
+    FAREWELL_SECONDS,
+    GREETING_TIMEOUT_SECONDS,
+    THREAD_STOP_SECONDS,
+    WEIGHTS_ACCEPT_RETRY_SECONDS,
+)
 from .unix_socket import listen_at_path, remove_socket, socket_identity
 
 logger = logging.getLogger(__name__)
@@ -39,14 +45,7 @@ MAX_STRANGERS = 64
 """Who may be about to show a ticket, over TCP and over the Unix socket each."""
 MAX_STRANGERS_PER_ADDRESS = 32
 """How many of them may come from one address, or one process."""
-GREETING_TIMEOUT_SECONDS = 10.0
-"""What a connection gets to say what it has come for."""
 BACKLOG = 128
-THREAD_STOP_SECONDS = 5.0
-FAREWELL_SECONDS = 1.0
-"""What who is turned away gets to read why."""
-ACCEPT_RETRY_SECONDS = 0.1
-"""After which a connection is taken again when there was no descriptor for one."""
 
 
 class WeightsPort:
@@ -128,7 +127,7 @@ class WeightsPort:
                 with self._lock:  # there are too many descriptors
                     if self._strangers:
                         first_to_go(list(self._strangers)).interrupt()
-                time.sleep(ACCEPT_RETRY_SECONDS)
+                time.sleep(WEIGHTS_ACCEPT_RETRY_SECONDS)
                 continue
             try:
                 self._take_connection(connected, address)

@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect
 from rollout_common.wire.body_decoding import MIB, BodyLimits, parse_body
 from rollout_common.wire.problems import ProblemError, too_large_problem
 
+from .settings import BODY_TIMEOUT_SECONDS
+
 INLINE_PARSE_BYTES = 2**15
 """A shorter body is parsed at once: in a few milliseconds at worst, less than a thread's turn takes."""
-BODY_TIMEOUT_SECONDS = 60.0
-"""What a body may take to arrive."""
 BODY_BUDGET_BYTES = 512 * MIB
 """Of all bodies that a port has in memory before they are parsed."""
 

@@ -13,7 +13,8 @@ from starlette.types import Send
 
 from rollout_common.wire import AbortReason
 
-from .in_flight_requests import ANSWER_TIMEOUT_SECONDS, InFlightRequest, InFlightRequests
+from .in_flight_requests import InFlightRequest, InFlightRequests
+from .settings import ANSWER_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -30,14 +30,9 @@ from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, Inv
 
 from .admission_checks import invalid_problem
 from .running_output import RunningOutput
+from .settings import ABORT_TIMEOUT_SECONDS, ANSWER_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
-
-ANSWER_TIMEOUT_SECONDS = 90.0
-"""How long a request may outlive its own deadline before the worker gives up on it."""
-
-ABORT_TIMEOUT_SECONDS = 30.0
-"""How long the engine may take to end an aborted request; then the worker ends it itself."""
 
 
 class InFlightRequest:

@@ -17,9 +17,10 @@ from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.pushed import receive
 from rollout_worker.sources.tensor_filling import Elsewhere, Located, fill_sink
 
+from .settings import DISCARD_TIMEOUT_SECONDS
+
 logger = logging.getLogger(__name__)
 
-DISCARD_TIMEOUT_SECONDS = 60.0
 GIVEN_UP = "the slot was given up for another one, or discarded"
 
 

@@ -35,18 +35,17 @@ from rollout_worker.engine import (
 from rollout_worker.requests.in_flight_requests import InFlightRequests
 from rollout_worker.requests.running_output import RunningOutput
 
+from .settings import (
+    DRAIN_POLL_SECONDS,
+    ENGINE_COMMIT_SECONDS,
+    ENGINE_PAUSE_SECONDS,
+    LOCK_SLACK_SECONDS,
+    MEMBERS_CONFIRM_SECONDS,
+)
 from .staging_slot import StagingSlot
 from .weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
-
-LOCK_SLACK_SECONDS = 60.0
-ENGINE_PAUSE_SECONDS = 120.0
-"""Longest wait for a step to end: a long prefill on a slow machine."""
-MEMBERS_CONFIRM_SECONDS = 60.0
-ENGINE_COMMIT_SECONDS = 600.0
-DRAIN_POLL_SECONDS = 0.05
-"""How stale the engine's counts may be seen while requests drain."""
 
 
 @dataclass(slots=True)

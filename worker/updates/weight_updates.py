@@ -47,14 +47,10 @@ from rollout_worker.sources.tensor_filling import (
 )
 
 from .pushed_weights import PushedWeights
+from .settings import DTYPE_LOOKUP_SECONDS, REFILL_TIMEOUT_SECONDS
 from .staging_slot import StagingSlot, content_mismatch, is_same_content
 
 logger = logging.getLogger(__name__)
-
-REFILL_TIMEOUT_SECONDS = 1800.0
-"""What the other nodes of a gang get to bring the active weights again."""
-DTYPE_LOOKUP_SECONDS = 1.0
-"""What looking up a path is given at least."""
 
 CHECKPOINT_SOURCE = WeightsSource(checkpoint=Checkpoint())
 

@@ -14,11 +14,9 @@ from rollout_operator.core.placement import PodPlacement
 
 from . import gang_pods, pod_devices
 from .overlay import join_by_key, merge_templates
+from .settings import NODE_TOLERATION_SECONDS
 from .volumes import pod_volumes, volume_mounts
 from .worker_environment import spec_environment, worker_environment
-
-NODE_TOLERATION_SECONDS = 30
-"""A pod on a lost node is given up this soon (Kubernetes' default is 300 s)."""
 
 WORKER_USER_ID = 65532
 """The unprivileged user of our images."""

@@ -6,8 +6,7 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-GANG_TOKEN_SECONDS = 3600
-"""The kubelet renews the token when four fifths of this have passed."""
+from .settings import GANG_TOKEN_SECONDS
 
 SCRAPE_ANNOTATION_PREFIX = "prometheus.io/"
 """Annotations that tell scrapers where a pod's metrics are."""

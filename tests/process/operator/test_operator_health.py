@@ -15,7 +15,8 @@ import pytest
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.operator_logs import LimitWarnings
 from rollout_operator.operator_telemetry import OperatorTelemetry, PoolMetrics
-from rollout_operator.probe_server import MAX_LAG_SECONDS, LoopLag, ProbeServer
+from rollout_operator.probe_server import LoopLag, ProbeServer
+from rollout_operator.settings import MAX_LAG_SECONDS
 
 KEY = PoolKey("rl", "math")
 CONTRACT = {

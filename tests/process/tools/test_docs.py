@@ -46,17 +46,17 @@ from rollout_worker.engines.shared_memory import (
     tensor_views,
     unread,
 )
-from rollout_worker.lifecycle import governor, supervisor
+from rollout_worker.lifecycle import settings as lifecycle_settings
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
-from rollout_worker.requests import in_flight_requests
+from rollout_worker.requests import settings as requests_settings
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import FLAGS, add_flags, parse_settings
 from rollout_worker.sources import checkpoint_files as checkpoints
 from rollout_worker.sources.tensor_filling import fill_sink
-from rollout_worker.updates import weight_commits
+from rollout_worker.updates import settings as updates_settings
 from tests.support.unit import shipped
 from tests.support.unit.chatstyles import tokenizer
 from tests.support.unit.emitted import reasons
@@ -406,12 +406,12 @@ def test_the_time_of_each_call_to_an_engine_is_told() -> None:
         for verbs, after in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:after )?(\d+) s", told)
         for verb in CODE.findall(verbs)
     }
-    pause = {governor.ENGINE_PAUSE_SECONDS, weight_commits.ENGINE_PAUSE_SECONDS}
-    memory = {governor.MEMORY_CALL_SECONDS, weight_commits.ENGINE_COMMIT_SECONDS}
+    pause = {lifecycle_settings.ENGINE_PAUSE_SECONDS, updates_settings.ENGINE_PAUSE_SECONDS}
+    memory = {lifecycle_settings.MEMORY_CALL_SECONDS, updates_settings.ENGINE_COMMIT_SECONDS}
     assert {seconds[verb] for verb in ("hold_admission", "pause", "resume")} == pause
     assert {seconds[verb] for verb in ("commit", "sleep", "wake")} == memory
-    assert seconds["abort"] == in_flight_requests.ABORT_TIMEOUT_SECONDS
-    assert f"waits {supervisor.ENGINE_STOP_SECONDS:g} s" in told
+    assert seconds["abort"] == requests_settings.ABORT_TIMEOUT_SECONDS
+    assert f"waits {lifecycle_settings.ENGINE_STOP_SECONDS:g} s" in told
 
 
 def test_every_file_of_the_contract_suite_is_described() -> None:

@@ -233,13 +233,20 @@ class RankedMember(TinyMember):
 
 def _hurry() -> None:
     """A second of a gang is less here, but more than a busy machine takes."""
-    heads.MEMBER_POLL_SECONDS = 0.1
-    heads.MEMBER_SILENCE_SECONDS = members.HEAD_SILENCE_SECONDS = member_turn.SILENCE_SECONDS = 2.0
-    members.GANG_WATCH_SECONDS = 0.05
-    silence_timer.MAX_GAP_SECONDS = 1.0
-    member_client.MEMBER_ANSWER_SECONDS, member_turn.WAIT_SECONDS = 1.5, 0.3
-    multi_node_turn.PATIENCE_SECONDS = 0.5
-    multi_node_turn.PAUSE_SECONDS = 0.1
+    for module, name, seconds in (
+        (heads, "MEMBER_POLL_SECONDS", 0.1),
+        (heads, "MEMBER_SILENCE_SECONDS", 2.0),
+        (members, "HEAD_SILENCE_SECONDS", 2.0),
+        (member_turn, "SILENCE_SECONDS", 2.0),
+        (members, "GANG_WATCH_SECONDS", 0.05),
+        (silence_timer, "MAX_GAP_SECONDS", 1.0),
+        (member_client, "MEMBER_ANSWER_SECONDS", 1.5),
+        (member_turn, "WAIT_SECONDS", 0.3),
+        (multi_node_turn, "PATIENCE_SECONDS", 0.5),
+        (multi_node_turn, "PAUSE_SECONDS", 0.1),
+    ):
+        assert hasattr(module, name), name
+        setattr(module, name, seconds)
 
 
 def _flags(folder: Path, rank: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from rollout_client.discovery.pool_members import Member
-from rollout_client.worker_control import STATE_TIMEOUT_SECONDS
+from rollout_client.settings import STATE_TIMEOUT_SECONDS
 from tests.support.loopback import Loopback, loopback
 
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from rollout_common.device_claims import natural_sort_key
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.settings import TRAINERS_SETTLED_SECONDS
 from rollout_operator.core.trainer_pods import (
-    TRAINERS_SETTLED_SECONDS,
     AllocatedDevice,
     DeviceClaim,
     ObservedTrainers,

@@ -23,15 +23,12 @@ from .metrics import BatchCensus, StepTotals
 from .prefill_pace import PrefillPace
 from .sampling import BatchSampler
 from .sequence import OutputSequence
+from .settings import SEND_INTERVAL_SECONDS
 from .weights.weights_memory import WeightsMemory
 
 logger = logging.getLogger(__name__)
 
 DeltaDelivery = tuple[OutputSequence, EngineDelta]
-
-SEND_INTERVAL_SECONDS = 0.02
-"""Tokens wait this long for more, unless they are an output's first or last: a tiny model makes
-them faster than readers can be woken."""
 
 
 class BatchCore:

@@ -40,6 +40,7 @@ from . import metrics, settings
 from .core import BatchCore, DeltaDelivery
 from .parts import HfParts, assemble_parts, make_capabilities
 from .sequence import make_sequence
+from .settings import THREAD_STOP_SECONDS
 from .thread import describe_spent, find_lasting_fault
 from .weights.loading import LoadedModel, load_model
 from .weights.weights_memory import freeze_heap, release_freed
@@ -47,9 +48,6 @@ from .weights.weights_memory import freeze_heap, release_freed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-THREAD_STOP_SECONDS = 30.0
-"""How long `stop` waits for the step that runs."""
 
 
 @dataclass(slots=True)

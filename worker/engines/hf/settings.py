@@ -9,6 +9,18 @@ from typing import NoReturn
 
 from rollout_worker.engine import EngineError
 
+# core.py
+
+SEND_INTERVAL_SECONDS = 0.02
+"""Tokens wait this long for more, unless they are an output's first or last: a tiny model makes
+them faster than readers can be woken."""
+
+
+# hf_engine.py
+
+THREAD_STOP_SECONDS = 30.0
+"""How long `stop` waits for the step that runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class HfSettings:

@@ -15,9 +15,10 @@ from importlib.metadata import version
 from rollout_common.turn.sharing import join
 from rollout_worker.engines import tested
 
+from .settings import NVIDIA_SMI_TIMEOUT_SECONDS
+
 PR_SET_PDEATHSIG = 1
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-NVIDIA_SMI_TIMEOUT_SECONDS = 30.0
 
 _NVIDIA_SMI_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 

@@ -18,7 +18,7 @@ from rollout_common.turn.sharing import join
 
 from . import loader, sampler, spilling
 from .child import die_with_parent
-from .sglang_streams import UNREAD_INTERVAL_SECONDS
+from .settings import UNREAD_INTERVAL_SECONDS
 
 NEVER_INTERVAL = 1 << 30
 

@@ -21,18 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.observe.processes import (
-    STANDSTILL_SECONDS,
-    StandstillDetector,
-    command_line_of,
-    find_process,
-)
+from rollout_worker.observe.processes import StandstillDetector, command_line_of, find_process
+from rollout_worker.observe.settings import STANDSTILL_SECONDS
+
+from .settings import KILL_TIMEOUT_SECONDS
 
 logger = logging.getLogger("rollout_worker.sglang")
 
 CHILD_MODULE = "rollout_worker.engines.sglang.child"
 FOLDER_PREFIX = "rollout-sglang-"
-KILL_TIMEOUT_SECONDS = 15.0
 PROCESS_TITLE = "sglang::"
 """What SGLang's processes call themselves."""
 KEPT_LINES = 40

@@ -20,6 +20,23 @@ from rollout_worker.engines.tested import refused_flag_entries
 
 from .model import SglangModel
 
+# child.py
+
+NVIDIA_SMI_TIMEOUT_SECONDS = 30.0
+
+
+# process.py
+
+KILL_TIMEOUT_SECONDS = 15.0
+
+
+# sglang_streams.py
+
+UNREAD_INTERVAL_SECONDS = 0.1
+"""How often tokens are passed on that nobody reads along: each one would take longer to pass on than
+to make with a small model."""
+
+
 SPILL_FOLDER_VARIABLE = "ROLLOUT_SGLANG_SPILL"
 """Tells the ranks of a node where their weights are to go at sleep level 1."""
 

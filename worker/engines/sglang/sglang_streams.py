@@ -19,10 +19,6 @@ from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 
-UNREAD_INTERVAL_SECONDS = 0.1
-"""How often tokens are passed on that nobody reads along: each one would take longer to pass on than
-to make with a small model."""
-
 
 @dataclass(slots=True, eq=False)
 class SglangStream:

@@ -17,16 +17,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
+from .settings import MIN_MAPPING_SECONDS, RANK_CALL_SECONDS, STOP_POLL_SECONDS, TALLY_POLL_SECONDS
+
 logger = logging.getLogger(__name__)
 
-RANK_CALL_SECONDS = 30.0
-"""A call waits for the step under way."""
-MIN_MAPPING_SECONDS = 10.0
 LOCKED_BYTES_PER_SECOND = 1 << 30
 """Bytes: slower than any machine locks them."""
-TALLY_POLL_SECONDS = 0.005
-STOP_POLL_SECONDS = 0.2
-"""How often a call that waits looks whether the engine was stopped."""
 
 LOCKED, MAPPED = b"L", b"M"
 """How a rank that is done holds the memory: what it adds to the tally."""

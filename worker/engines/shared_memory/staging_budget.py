@@ -14,13 +14,12 @@ from rollout_common.transfer.spare import Spare
 from rollout_worker.engine import EngineError
 from rollout_worker.threads import BackgroundFreeing
 
+from .settings import FREEING_WAIT_SECONDS
+
 _BOUND_FIXES = {
     LIMIT: "raise spec.resources.limits.memory (or the limit of its cgroup)",
     MACHINE: "use a machine with more, or run less on it",
 }
-
-FREEING_WAIT_SECONDS = 10.0
-"""How long memory that is being freed is waited for before more is taken."""
 
 
 class StagingBudget:

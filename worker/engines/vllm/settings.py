@@ -14,6 +14,22 @@ from rollout_worker.engines.tested import refused_flag_entries
 
 from .under_ray import check_ray_flags
 
+# shutdown.py
+
+PROCESS_STOP_SECONDS = 5
+"""What vLLM's processes get to end by themselves."""
+
+
+# steering.py
+
+FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
+
+
+# vllm_engine.py
+
+WARM_UP_TIMEOUT_SECONDS = 600.0
+
+
 MEMBER_VARIABLE = "ROLLOUT_VLLM_MEMBER"
 """Tells ranks that a worker started, and no engine core, which process it is."""
 

@@ -25,6 +25,8 @@ from rollout_worker.observe import processes
 from rollout_worker.observe.processes import PROC, ProcessHandle
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 
+from .settings import PROCESS_STOP_SECONDS
+
 if TYPE_CHECKING:
     from .launch import LaunchedVllm
 
@@ -38,9 +40,6 @@ FOLDER_PREFIX = "rollout-vllm-"
 SHM_FOLDER = "/dev/shm/"
 SEGMENT_PATTERN = re.compile(SHM_FOLDER + r"(?:psm_|torch_|sem\.mp-)[^/]+")
 """Names that Python and torch give; weights that lie there, too, are somebody else's."""
-
-PROCESS_STOP_SECONDS = 5
-"""What vLLM's processes get to end by themselves."""
 
 
 async def start_in_thread(

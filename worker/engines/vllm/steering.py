@@ -12,9 +12,8 @@ from rollout_common.wire import AbortReason, MemoryTag
 from rollout_worker.engines.admission_queue import AdmissionQueue
 
 from .launch import LaunchedVllm
+from .settings import FIRST_TOKEN_TIMEOUT_SECONDS
 from .vllm_streams import VllmStream, WeightLabels
-
-FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
 
 
 class SchedulerControl:

@@ -30,14 +30,13 @@ from rollout_worker.observe import processes
 
 from . import launch, settings, shutdown, under_ray, vllm_environment
 from .intake import check_request
+from .settings import WARM_UP_TIMEOUT_SECONDS
 from .steering import SchedulerControl
 from .traffic import VllmRequests
 from .vllm_streams import WeightLabels
 from .vllm_versions import VllmVersions
 
 logger = logging.getLogger(__name__)
-
-WARM_UP_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import PoolMode, WeightsStrategy
-from rollout_operator.core.failures import FAILURE_RESET_SECONDS
 from rollout_operator.core.pass_plan import ControlVerb
+from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 from rollout_operator.core.updates.weights_plan import target_version
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.poolspecs import pushed, spec_of, target

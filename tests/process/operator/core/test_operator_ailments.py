@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollout_operator.core.failures import FAILURE_RESET_SECONDS
 from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 from tests.support.unit.poolspecs import spec_of
 from tests.support.unit.world import World
 

@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.core.pass_plan import PassPlan
-from rollout_operator.core.stuck_pods import FORCED_DELETION_SECONDS
-from rollout_operator.core.trainer_pods import (
-    TRAINERS_SETTLED_SECONDS,
-    ObservedTrainers,
-    RecordedPlacement,
-)
+from rollout_operator.core.settings import FORCED_DELETION_SECONDS, TRAINERS_SETTLED_SECONDS
+from rollout_operator.core.trainer_pods import ObservedTrainers, RecordedPlacement
 from rollout_worker.schemas import Progress, TurnState, WeightsId
 from tests.support.unit.poolspecs import colocated_spec, pushed
 from tests.support.unit.simtrainers import SimTrainers

@@ -11,11 +11,8 @@ import pytest
 
 from rollout_client.worker_control import WorkerControl
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.workers.head_poller import (
-    MAX_CONCURRENT_POLLS,
-    STALE_STATE_SECONDS,
-    HeadPoller,
-)
+from rollout_operator.workers.head_poller import MAX_CONCURRENT_POLLS, HeadPoller
+from rollout_operator.workers.settings import STALE_STATE_SECONDS
 from rollout_operator.workers.worker_connections import WorkerConnections
 from rollout_worker.schemas import WorkerState
 from tests.support.loopback import Loopback, loopback

@@ -16,9 +16,9 @@ from rollout_common.wire.gang_models import SlotRequest
 from rollout_worker.engine import GangMembership
 from rollout_worker.gang import gang_head as heads
 from rollout_worker.gang import member_worker as members
-from rollout_worker.gang import silence_timer
 from rollout_worker.gang.gang_addresses import member_addresses as addresses
 from rollout_worker.gang.member_client import MemberClient, MemberSilent
+from rollout_worker.gang.settings import MAX_GAP_SECONDS
 from rollout_worker.gang.silence_timer import SilenceTimer
 from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
 from rollout_worker.threads import run_in_thread
@@ -374,9 +374,9 @@ def test_a_stall_of_our_own_is_not_somebody_elses_silence() -> None:
     now = 0.0
     quiet = SilenceTimer(lambda: now)
     now = 100.0
-    assert quiet.silent_seconds() == silence_timer.MAX_GAP_SECONDS
-    now += silence_timer.MAX_GAP_SECONDS / 2
-    assert quiet.silent_seconds() == pytest.approx(silence_timer.MAX_GAP_SECONDS * 1.5)
+    assert quiet.silent_seconds() == MAX_GAP_SECONDS
+    now += MAX_GAP_SECONDS / 2
+    assert quiet.silent_seconds() == pytest.approx(MAX_GAP_SECONDS * 1.5)
     quiet.note_heard()
     assert quiet.silent_seconds() == 0
 

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from rollout_operator.cache.workqueue import MAX_BACKOFF_SECONDS, QueueClosed, WorkQueue
+from rollout_operator.cache.settings import MAX_BACKOFF_SECONDS
+from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from tests.support.waiting import until
 
 

@@ -18,8 +18,8 @@ from rollout_operator.core.placement import (
     PlacementProblem,
     PodPlacement,
 )
+from rollout_operator.core.settings import TRAINERS_SETTLED_SECONDS
 from rollout_operator.core.trainer_pods import (
-    TRAINERS_SETTLED_SECONDS,
     AllocatedDevice,
     DeviceClaim,
     DeviceSlice,

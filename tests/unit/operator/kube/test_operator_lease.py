@@ -12,7 +12,8 @@ from aiohttp import web
 
 from rollout_operator.kube import lease as leases
 from rollout_operator.kube.kube_client import KubeClient
-from rollout_operator.kube.lease import LEASE_DURATION_SECONDS, Leadership
+from rollout_operator.kube.lease import Leadership
+from rollout_operator.kube.settings import LEASE_DURATION_SECONDS
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
 

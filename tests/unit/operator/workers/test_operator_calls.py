@@ -11,8 +11,9 @@ import pytest
 from rollout_client.worker_control import ControlError, WorkerControl
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.workers.head_poller import HeadPoller
-from rollout_operator.workers.worker_calls import CALL_BACKOFF_MAX_SECONDS, CallFailure, WorkerCalls
-from rollout_operator.workers.worker_clients import STALE_FAILURE_SECONDS, WorkerClients
+from rollout_operator.workers.settings import CALL_BACKOFF_MAX_SECONDS, STALE_FAILURE_SECONDS
+from rollout_operator.workers.worker_calls import CallFailure, WorkerCalls
+from rollout_operator.workers.worker_clients import WorkerClients
 from rollout_worker.schemas import WeightsId, WorkerState
 from tests.support.loopback import loopback
 from tests.support.unit.poolspecs import a_pod, spec_of

@@ -13,13 +13,10 @@ from rollout_operator.api.objects import PoolKey
 from rollout_operator.core.observed_pool import ObservedWorker, Pod
 from rollout_operator.core.pass_plan import CallBody, CallWorker, ControlVerb
 from rollout_operator.workers import worker_clients
-from rollout_operator.workers.head_poller import STALE_STATE_SECONDS, HeadPoller
+from rollout_operator.workers.head_poller import HeadPoller
+from rollout_operator.workers.settings import STALE_FAILURE_SECONDS, STALE_STATE_SECONDS
 from rollout_operator.workers.worker_calls import WorkerCalls
-from rollout_operator.workers.worker_clients import (
-    STALE_FAILURE_SECONDS,
-    WorkerClients,
-    pod_control_address,
-)
+from rollout_operator.workers.worker_clients import WorkerClients, pod_control_address
 from rollout_worker.schemas import (
     ActiveWeights,
     CommitRequest,

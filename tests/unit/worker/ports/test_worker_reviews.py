@@ -14,15 +14,13 @@ from aiohttp import web
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.ports.access_rights import CONTROL_WORKER, SEE_STATE
 from rollout_worker.ports.kubernetes_auth import KubernetesReview
+from rollout_worker.ports.settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS
 from rollout_worker.ports.token_reviews import (
-    ACCEPTED_SECONDS,
-    DENIED_SECONDS,
     MAX_ASKED,
     MAX_CACHED,
     MAX_SHARING,
     MAX_WAITING,
     MAX_WAITING_EACH,
-    RENEW_SECONDS,
     ReviewQueue,
     TokenReviews,
 )
