@@ -1,0 +1,143 @@
+"""Check the English of docstrings, comments, messages and docs: `make lint` runs it.
+
+A reader under stress needs plain sentences: a subject, a verb, an object, in the words of the field. The patterns
+below are what made readers stumble; each has the words to use in its place. Quoted code is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("operator", "worker", "client", "common", "hack", "bench", "examples")
+REWRITTEN = ("common/transfer/", "worker/sources/", "client/steering/pushing/")
+"""What the next release replaces as a whole; not checked until then."""
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "charts/*/README.md", "examples/*/README.md")
+
+Pattern = tuple[re.Pattern[str], str]
+
+
+def make_pattern(text: str, instead: str) -> Pattern:
+    """Compile one pattern; `instead` is what to write."""
+    return re.compile(text), instead
+
+
+PATTERNS: tuple[Pattern, ...] = (
+    make_pattern(
+        r"(?:^|[.;:] |\(|, )(?:Whoever|whoever|Who|who)(?! are| is)\b[^.?;]{0,80}?\b(?:is|has|gets|may|must|waits|stands|goes|asks)\b(?![^.]*\?)",
+        "name the subject: 'a caller that', 'the process that'",
+    ),
+    make_pattern(r"\b(?:[Ww]hoever|[Ww]homever)\b", "'a caller that', 'any process that'"),
+    make_pattern(
+        r"\b(?:is|are|was|were) told (?:of|about|to|in|by|that)\b",
+        "'is reported', 'learns', 'is described'",
+    ),
+    make_pattern(
+        r"\b(?:tells?|told) (?:of|it|them|how|why|what|which|where|whether)\b",
+        "'report', 'say', 'describe'",
+    ),
+    make_pattern(r"\bfor ever\b", "'forever', 'for good', or a limit"),
+    make_pattern(r"\banew\b", "'again'"),
+    make_pattern(r"\b[Mm]eanwhile\b", "'while …', 'until then'"),
+    make_pattern(r"\b[Bb]eside\b(?! the point)", "'next to', 'in addition to', 'while … serves'"),
+    make_pattern(
+        r"\b(?:is|are|was|were) no (?!longer|more|less|later|earlier|one\b|match)[a-z]",
+        "'is not a'",
+    ),
+    make_pattern(r"\bSee the (?:module|class)\b", "leave it out: `@override` needs no docstring"),
+    make_pattern(r"^See `[\w.]+`\.?$", "leave it out: `@override` needs no docstring"),
+    make_pattern(
+        r"\b(?:the|a|its|in) (?:house|room|door|desk|board|witness)s?\b", "the field's own word"
+    ),
+    make_pattern(
+        r"\b(?:looks|looked|look) (?:up )?at (?:each|every) second\b", "'polls every second'"
+    ),
+    make_pattern(r"\bgives? (?:it |them |that )?up its\b", "'release'"),
+    make_pattern(
+        r"\b[Ss]o (?:long|much longer) (?:who|than|as nobody)\b",
+        "say what is limited: 'The longest time that …'",
+    ),
+)
+
+
+def docstrings_and_comments(text: str) -> Iterator[tuple[int, str]]:
+    """The line and text of each docstring and of each comment of a module."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                if isinstance(child.value.value, str):
+                    yield child.lineno, child.value.value
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def messages(text: str) -> Iterator[tuple[int, str]]:
+    """The line and text of each string with a space in it, which people read; not of docstrings."""
+    tree = ast.parse(text)
+    docs = {
+        id(child.value)
+        for node in ast.walk(tree)
+        if isinstance(getattr(node, "body", None), list)
+        for child in node.body  # type: ignore[attr-defined]
+        if isinstance(child, ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            if node.value.count(" ") > 2:
+                yield node.lineno, node.value
+
+
+def find_problems(where: str, line: int, text: str) -> Iterator[str]:
+    """Each pattern that a text has, with the line that it is on."""
+    plain = re.sub(r"`[^`]*`", "`x`", text)
+    for offset, part in enumerate(plain.split("\n")):
+        for pattern, instead in PATTERNS:
+            if (found := pattern.search(part.strip())) is not None:
+                yield f"{where}:{line + offset}: {found.group()!r}: write {instead}"
+
+
+def check_module(file: Path) -> Iterator[str]:
+    """Check one Python file."""
+    text, where = file.read_text(), str(file.relative_to(ROOT))
+    for line, part in [*docstrings_and_comments(text), *messages(text)]:
+        yield from find_problems(where, line, part)
+
+
+def check_page(file: Path) -> Iterator[str]:
+    """Check one page of docs, but for its code blocks."""
+    text = re.sub(
+        r"^```.*?^```", lambda m: "\n" * m.group().count("\n"), file.read_text(), flags=re.M | re.S
+    )
+    yield from find_problems(str(file.relative_to(ROOT)), 1, text)
+
+
+def main(chosen: list[str]) -> int:
+    """Print what is wrong below the chosen paths (default: everywhere); the exit status says whether anything is."""
+    modules = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    pages = [file for pattern in PAGES for file in sorted(ROOT.glob(pattern))]
+    problems = []
+    for file in [*modules, *pages]:
+        where = str(file.relative_to(ROOT))
+        if (
+            where.startswith(REWRITTEN)
+            or "/.cache/" in where
+            or (chosen and not where.startswith(tuple(chosen)))
+        ):
+            continue
+        problems.extend(check_module(file) if file.suffix == ".py" else check_page(file))
+    print("\n".join(problems), file=sys.stderr)
+    print(f"English: {len(problems)} problems")
+    return min(len(problems), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
