@@ -72,9 +72,9 @@ def docstrings_and_comments(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for child in body if isinstance(body, list) else ():
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                if isinstance(child.value.value, str):
-                    yield child.lineno, child.value.value
+            value = child.value if isinstance(child, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield child.lineno, value.value
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -91,9 +91,10 @@ def messages(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(child, ast.Expr)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            if node.value.count(" ") > 2:
-                yield node.lineno, node.value
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if id(node) not in docs and node.value.count(" ") > 2:
+            yield node.lineno, node.value
 
 
 def find_problems(where: str, line: int, text: str) -> Iterator[str]:
