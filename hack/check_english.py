@@ -125,7 +125,7 @@ def main(chosen: list[str]) -> int:
     """Print what is wrong below the chosen paths (default: everywhere); the exit status says whether anything is."""
     modules = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     pages = [file for pattern in PAGES for file in sorted(ROOT.glob(pattern))]
-    problems = []
+    problems: list[str] = []
     for file in [*modules, *pages]:
         where = str(file.relative_to(ROOT))
         if (
