@@ -47,18 +47,12 @@ class LabelSelectorRequirement(ApiModel):
         )
     )
 
-    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY_PATTERN)] = Field(
-        description="Label key."
-    )
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
-        description="How the label is compared with values."
-    )
-    values: tuple[LabelValue, ...] = Field(
-        default=(),
-        max_length=32,
-        description="Values, for In and NotIn.",
-        json_schema_extra=ATOMIC_LIST,
-    )
+    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY_PATTERN)]
+    """Label key."""
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    """How the label is compared with values."""
+    values: tuple[LabelValue, ...] = Field(default=(), max_length=32, json_schema_extra=ATOMIC_LIST)
+    """Values, for In and NotIn."""
 
     def to_query(self) -> str:
         """Return the condition as a query has it."""
@@ -96,17 +90,15 @@ class TrainerSelector(ApiModel):
     match_labels: Mapping[str, LabelValue] = Field(
         default_factory=dict,
         max_length=32,
-        description="Labels that a pod must have.",
         json_schema_extra=schema_extra(
             label_keys_rule("spec.colocation.trainerSelector.matchLabels"), **ATOMIC_MAP
         ),
     )
+    """Labels that a pod must have."""
     match_expressions: tuple[LabelSelectorRequirement, ...] = Field(
-        default=(),
-        max_length=32,
-        description="Further conditions on labels.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=32, json_schema_extra=ATOMIC_LIST
     )
+    """Further conditions on labels."""
 
     def to_query(self) -> str:
         """Return the selector as a query of the API server has it."""
@@ -132,23 +124,15 @@ class Colocation(ApiModel):
         )
     )
 
-    trainer_selector: TrainerSelector = Field(
-        description="Label selector of the trainer's pods, in the pool's namespace. They are ordered by "
-        "name, numbers in it by their value."
-    )
-    slots: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="Colocated: rollout pods beside each trainer pod; each uses an equal share of the "
-        "claim's devices.",
-        json_schema_extra=api_default(),
-    )
-    request: Dns1123Label | None = Field(
-        default=None,
-        description="Colocated: request of the trainer's ResourceClaim whose devices the engines use; if "
-        "unset, the only one.",
-    )
+    trainer_selector: TrainerSelector
+    """Label selector of the trainer's pods, in the pool's namespace. They are ordered by name,
+    numbers in it by their value."""
+    slots: int = Field(default=1, ge=1, le=256, json_schema_extra=api_default())
+    """Colocated: rollout pods beside each trainer pod; each uses an equal share of the claim's
+    devices."""
+    request: Dns1123Label | None = None
+    """Colocated: request of the trainer's ResourceClaim whose devices the engines use; if unset,
+    the only one."""
 
 
 COLOCATED_RULES = (

@@ -17,46 +17,32 @@ ProbeSeconds = Annotated[int, Field(ge=1, le=86400)]
 class ProbeTimings(ApiModel):
     """Times of a probe; what it asks is the operator's."""
 
-    initial_delay_seconds: Annotated[int, Field(ge=0, le=86400)] | None = Field(
-        default=None, description="Time from the container's start to the first probe."
-    )
-    period_seconds: ProbeSeconds | None = Field(
-        default=None, description="Time between two probes."
-    )
-    timeout_seconds: ProbeSeconds | None = Field(
-        default=None, description="How long an answer may take."
-    )
-    failure_threshold: Annotated[int, Field(ge=1, le=86400)] | None = Field(
-        default=None, description="Failures in a row that count."
-    )
+    initial_delay_seconds: Annotated[int, Field(ge=0, le=86400)] | None = None
+    """Time from the container's start to the first probe."""
+    period_seconds: ProbeSeconds | None = None
+    """Time between two probes."""
+    timeout_seconds: ProbeSeconds | None = None
+    """How long an answer may take."""
+    failure_threshold: Annotated[int, Field(ge=1, le=86400)] | None = None
+    """Failures in a row that count."""
 
 
 class WorkerContainer(ApiModel):
     """The worker's container: what lies over the operator's own settings."""
 
-    security_context: OpenObject | None = Field(
-        default=None,
-        description="Security context of the container, as in a pod spec; its fields lie over the "
-        "operator's (no privileges, read-only root).",
-        json_schema_extra=OPEN_OBJECT,
-    )
-    lifecycle: OpenObject | None = Field(
-        default=None,
-        description="Hooks postStart and preStop, as in a pod spec. preStop uses up the grace period, "
-        "spec.drainSeconds + 15 s.",
-        json_schema_extra=OPEN_OBJECT,
-    )
-    startup_probe: ProbeTimings | None = Field(
-        default=None,
-        description="Until the process answers on /health; every second, 300 failures. Loading the "
-        "model is no part of it.",
-    )
-    liveness_probe: ProbeTimings | None = Field(
-        default=None, description="Of /health; every 10 s, 5 s to answer, 6 failures."
-    )
-    readiness_probe: ProbeTimings | None = Field(
-        default=None, description="Of /ready; every 2 s, 2 s to answer, 2 failures."
-    )
+    security_context: OpenObject | None = Field(default=None, json_schema_extra=OPEN_OBJECT)
+    """Security context of the container, as in a pod spec; its fields lie over the operator's (no
+    privileges, read-only root)."""
+    lifecycle: OpenObject | None = Field(default=None, json_schema_extra=OPEN_OBJECT)
+    """Hooks postStart and preStop, as in a pod spec. preStop uses up the grace period,
+    spec.drainSeconds + 15 s."""
+    startup_probe: ProbeTimings | None = None
+    """Until the process answers on /health; every second, 300 failures. Loading the model is no
+    part of it."""
+    liveness_probe: ProbeTimings | None = None
+    """Of /health; every 10 s, 5 s to answer, 6 failures."""
+    readiness_probe: ProbeTimings | None = None
+    """Of /ready; every 2 s, 2 s to answer, 2 failures."""
 
 
 class InitContainer(ApiModel):
@@ -71,12 +57,10 @@ class InitContainer(ApiModel):
         x_kubernetes_preserve_unknown_fields=True,
     ) | {"extra": "allow"}
 
-    name: Dns1123Label = Field(description="Name of the container.")
-    restart_policy: Literal["Always"] | None = Field(
-        default=None,
-        description="Always: the container keeps running beside the others, and may start before "
-        "later entries.",
-    )
+    name: Dns1123Label
+    """Name of the container."""
+    restart_policy: Literal["Always"] | None = None
+    """Always: the container keeps running beside the others, and may start before later entries."""
 
 
 class Sidecar(InitContainer):
@@ -85,9 +69,8 @@ class Sidecar(InitContainer):
     It starts before the worker, is restarted when it ends and ends after the worker.
     """
 
-    restart_policy: Literal["Always"] | None = Field(
-        default=None, description="Always, whether it is said or not."
-    )
+    restart_policy: Literal["Always"] | None = None
+    """Always, whether it is said or not."""
 
 
 class PodResourceClaim(ApiModel):
@@ -101,10 +84,9 @@ class PodResourceClaim(ApiModel):
         )
     )
 
-    name: Dns1123Label = Field(description="Name that spec.resources.claims refers to.")
-    resource_claim_name: Dns1123 | None = Field(
-        default=None, description="A ResourceClaim in the pool's namespace, shared by the pods."
-    )
-    resource_claim_template_name: Dns1123 | None = Field(
-        default=None, description="A ResourceClaimTemplate, of which each pod gets a claim."
-    )
+    name: Dns1123Label
+    """Name that spec.resources.claims refers to."""
+    resource_claim_name: Dns1123 | None = None
+    """A ResourceClaim in the pool's namespace, shared by the pods."""
+    resource_claim_template_name: Dns1123 | None = None
+    """A ResourceClaimTemplate, of which each pod gets a claim."""

@@ -39,59 +39,46 @@ EngineArgument = Annotated[str, Field(max_length=2048)]
 class CacheClaim(ApiModel):
     """A PersistentVolumeClaim in the pool's namespace; mounted to be written to."""
 
-    name: Dns1123 = Field(
-        description="Name of the claim. Pods of several nodes need access mode ReadWriteMany."
-    )
+    name: Dns1123
+    """Name of the claim. Pods of several nodes need access mode ReadWriteMany."""
     sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
 
 
 class EngineCache(ApiModel):
     """Where compiled kernels and graphs lie."""
 
-    claim: CacheClaim = Field(description="Volume, mounted read-write at `/rollout/cache`.")
+    claim: CacheClaim
+    """Volume, mounted read-write at `/rollout/cache`."""
 
 
 class EngineSpec(ApiModel):
     """Inference engine and how to run it."""
 
     type: EngineType = Field(
-        description="Inference engine. Immutable.",
         json_schema_extra=schema_extra(
             cel_rule(
                 "self == oldSelf",
                 "spec.engine.type is immutable: create another RolloutReplica for another engine",
             )
-        ),
+        )
     )
-    logprobs: Literal["Sampling", "Raw"] = Field(
-        default="Sampling",
-        description="Logprobs for requests that don't choose. Sampling: of the distribution sampled "
-        "from. Raw: of the model's own distribution.",
-    )
-    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = Field(
-        default=None, description="Worker image; if unset, the operator's default for this engine."
-    )
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None,
-        description="When the image is pulled; if unset, the operator's default for this engine.",
-    )
+    """Inference engine. Immutable."""
+    logprobs: Literal["Sampling", "Raw"] = "Sampling"
+    """Logprobs for requests that don't choose. Sampling: of the distribution sampled from. Raw: of
+    the model's own distribution."""
+    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = None
+    """Worker image; if unset, the operator's default for this engine."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled; if unset, the operator's default for this engine."""
     args: tuple[EngineArgument, ...] = Field(
-        default=(),
-        max_length=64,
-        description="Flags passed to the engine.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=64, json_schema_extra=ATOMIC_LIST
     )
-    env: tuple[EnvVar, ...] = Field(
-        default=(),
-        max_length=64,
-        description="Environment of the worker container; `ROLLOUT_*` is rejected.",
-        json_schema_extra=map_list("name"),
-    )
-    cache: EngineCache | None = Field(
-        default=None,
-        description="Volume for what engines compile (kernels, graphs, tuning), which else goes with the pod: "
-        "the next start finds it. Models are not cached there.",
-    )
+    """Flags passed to the engine."""
+    env: tuple[EnvVar, ...] = Field(default=(), max_length=64, json_schema_extra=map_list("name"))
+    """Environment of the worker container; `ROLLOUT_*` is rejected."""
+    cache: EngineCache | None = None
+    """Volume for what engines compile (kernels, graphs, tuning), which else goes with the pod: the
+    next start finds it. Models are not cached there."""
 
     @property
     def logprobs_of(self) -> LogprobsOf:
@@ -102,10 +89,10 @@ class EngineSpec(ApiModel):
 class SecretKey(ApiModel):
     """A key of a Secret in the pool's namespace."""
 
-    name: Dns1123 = Field(description="Name of the Secret.")
-    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
-        description="Key in the Secret."
-    )
+    name: Dns1123
+    """Name of the Secret."""
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """Key in the Secret."""
 
 
 class HubSource(ApiModel):
@@ -114,17 +101,14 @@ class HubSource(ApiModel):
     repo: Annotated[
         str,
         Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9][-\w.]*(/[A-Za-z0-9][-\w.]*)?$"),
-    ] = Field(description="Repository, for example `Qwen/Qwen3-0.6B`.")
+    ]
+    """Repository, for example `Qwen/Qwen3-0.6B`."""
     revision: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[-\w./]+$")] | None = (
-        Field(
-            default=None,
-            description="Commit, tag or branch; defaults to `main`. Pin a commit to keep all replicas "
-            "identical.",
-        )
+        None
     )
-    token_secret: SecretKey | None = Field(
-        default=None, description="Secret that holds a token, for private repositories."
-    )
+    """Commit, tag or branch; defaults to `main`. Pin a commit to keep all replicas identical."""
+    token_secret: SecretKey | None = None
+    """Secret that holds a token, for private repositories."""
 
 
 class ModelSource(ApiModel):
@@ -144,8 +128,6 @@ class ModelSource(ApiModel):
 
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         default=None,
-        description="Folder in the worker's file system, from the image or from a podTemplate "
-        "volume.",
         json_schema_extra=schema_extra(
             cel_rule(
                 r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
@@ -154,25 +136,21 @@ class ModelSource(ApiModel):
             )
         ),
     )
-    claim: VolumeClaim | None = Field(
-        default=None, description="PersistentVolumeClaim, mounted read-only at `/rollout/model`."
-    )
-    hub: HubSource | None = Field(default=None, description="Repository on the Hugging Face Hub.")
+    """Folder in the worker's file system, from the image or from a podTemplate volume."""
+    claim: VolumeClaim | None = None
+    """PersistentVolumeClaim, mounted read-only at `/rollout/model`."""
+    hub: HubSource | None = None
+    """Repository on the Hugging Face Hub."""
 
 
 class ModelSpec(ApiModel):
     """Model that the pool serves."""
 
-    source: ModelSource = Field(description="Checkpoint. Immutable.")
-    served_name: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Model name in the OpenAI API; defaults to the object's name."
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="Data type of the weights; auto uses the checkpoint's."
-    )
-    max_length: int | None = Field(
-        default=None,
-        ge=1,
-        le=INT32_MAX,
-        description="Maximum length of prompt plus output, in tokens; if unset, the engine's own limit.",
-    )
+    source: ModelSource
+    """Checkpoint. Immutable."""
+    served_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Model name in the OpenAI API; defaults to the object's name."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Data type of the weights; auto uses the checkpoint's."""
+    max_length: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """Maximum length of prompt plus output, in tokens; if unset, the engine's own limit."""

@@ -12,19 +12,19 @@ from .schema import ApiModel, Dns1123, KeyName, cel_rule, config_with_rules
 class KeyRef(ApiModel):
     """A key of a Secret or ConfigMap in the pool's namespace."""
 
-    name: Dns1123 = Field(description="Name of the Secret or ConfigMap.")
-    key: KeyName = Field(description="Key in it.")
-    optional: bool | None = Field(
-        default=None, description="If true, the variable is omitted when the key is missing."
-    )
+    name: Dns1123
+    """Name of the Secret or ConfigMap."""
+    key: KeyName
+    """Key in it."""
+    optional: bool | None = None
+    """If true, the variable is omitted when the key is missing."""
 
 
 class FieldRef(ApiModel):
     """A field of the pod."""
 
-    field_path: Annotated[str, Field(min_length=1, max_length=256)] = Field(
-        description="Path in the pod, for example `status.podIP`."
-    )
+    field_path: Annotated[str, Field(min_length=1, max_length=256)]
+    """Path in the pod, for example `status.podIP`."""
 
 
 class EnvSource(ApiModel):
@@ -38,9 +38,12 @@ class EnvSource(ApiModel):
         )
     )
 
-    secret_key_ref: KeyRef | None = Field(default=None, description="A key of a Secret.")
-    config_map_key_ref: KeyRef | None = Field(default=None, description="A key of a ConfigMap.")
-    field_ref: FieldRef | None = Field(default=None, description="A field of the pod itself.")
+    secret_key_ref: KeyRef | None = None
+    """A key of a Secret."""
+    config_map_key_ref: KeyRef | None = None
+    """A key of a ConfigMap."""
+    field_ref: FieldRef | None = None
+    """A field of the pod itself."""
 
 
 class EnvVar(ApiModel):
@@ -60,10 +63,9 @@ class EnvVar(ApiModel):
 
     name: Annotated[
         str, Field(min_length=1, max_length=256, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
-    ] = Field(description="Name; `ROLLOUT_*` is reserved for the operator and rejected.")
-    value: Annotated[str, Field(max_length=4096)] | None = Field(
-        default=None, description="Literal value."
-    )
-    value_from: EnvSource | None = Field(
-        default=None, description="Source of the value, instead of value."
-    )
+    ]
+    """Name; `ROLLOUT_*` is reserved for the operator and rejected."""
+    value: Annotated[str, Field(max_length=4096)] | None = None
+    """Literal value."""
+    value_from: EnvSource | None = None
+    """Source of the value, instead of value."""

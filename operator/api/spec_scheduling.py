@@ -17,51 +17,36 @@ LabelValue = Annotated[
 class Toleration(ApiModel):
     """A taint that the pods tolerate."""
 
-    key: Annotated[str, Field(max_length=316)] | None = Field(
-        default=None, description="Taint key; if unset, every key (with operator Exists)."
-    )
-    operator: Literal["Exists", "Equal"] | None = Field(
-        default=None, description="How the value is compared; defaults to Equal."
-    )
-    value: LabelValue | None = Field(default=None, description="Taint value, for Equal.")
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="Taint effect; if unset, every effect."
-    )
-    toleration_seconds: int | None = Field(
-        default=None,
-        ge=0,
-        le=INT32_MAX,
-        description="How long a NoExecute taint is tolerated; if unset, forever.",
-    )
+    key: Annotated[str, Field(max_length=316)] | None = None
+    """Taint key; if unset, every key (with operator Exists)."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """How the value is compared; defaults to Equal."""
+    value: LabelValue | None = None
+    """Taint value, for Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Taint effect; if unset, every effect."""
+    toleration_seconds: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """How long a NoExecute taint is tolerated; if unset, forever."""
 
 
 class TopologySpreadConstraint(ApiModel):
     """How pods are spread across a topology."""
 
-    max_skew: int = Field(
-        ge=1, le=INT32_MAX, description="Maximum difference in pod count between domains."
-    )
-    topology_key: Annotated[str, Field(min_length=1, max_length=316)] = Field(
-        description="Node label that defines the domains."
-    )
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = Field(
-        description="What the scheduler does when it can't meet the skew."
-    )
-    label_selector: OpenObject | None = Field(
-        default=None, description="Pods that are counted.", json_schema_extra=OPEN_OBJECT
-    )
+    max_skew: int = Field(ge=1, le=INT32_MAX)
+    """Maximum difference in pod count between domains."""
+    topology_key: Annotated[str, Field(min_length=1, max_length=316)]
+    """Node label that defines the domains."""
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
+    """What the scheduler does when it can't meet the skew."""
+    label_selector: OpenObject | None = Field(default=None, json_schema_extra=OPEN_OBJECT)
+    """Pods that are counted."""
     match_label_keys: tuple[KeyName, ...] = Field(
-        default=(),
-        max_length=16,
-        description="Pod labels whose values must also match.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=16, json_schema_extra=ATOMIC_LIST
     )
-    min_domains: int | None = Field(
-        default=None, ge=1, le=INT32_MAX, description="Minimum number of domains."
-    )
-    node_affinity_policy: Literal["Honor", "Ignore"] | None = Field(
-        default=None, description="Whether node affinity decides which nodes count."
-    )
-    node_taints_policy: Literal["Honor", "Ignore"] | None = Field(
-        default=None, description="Whether taints decide which nodes count."
-    )
+    """Pod labels whose values must also match."""
+    min_domains: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """Minimum number of domains."""
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = None
+    """Whether node affinity decides which nodes count."""
+    node_taints_policy: Literal["Honor", "Ignore"] | None = None
+    """Whether taints decide which nodes count."""

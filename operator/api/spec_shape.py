@@ -31,34 +31,14 @@ class Parallelism(ApiModel):
         ),
     )
 
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Tensor-parallel size.",
-        json_schema_extra=api_default(),
-    )
-    pipeline: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Pipeline-parallel size.",
-        json_schema_extra=api_default(),
-    )
-    data: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Data-parallel size within the replica.",
-        json_schema_extra=api_default(),
-    )
-    nodes: int = Field(
-        default=1,
-        ge=1,
-        le=999,
-        description="Pods per replica; must divide tensor*pipeline*data.",
-        json_schema_extra=api_default(),
-    )
+    tensor: int = Field(default=1, ge=1, le=4096, json_schema_extra=api_default())
+    """Tensor-parallel size."""
+    pipeline: int = Field(default=1, ge=1, le=4096, json_schema_extra=api_default())
+    """Pipeline-parallel size."""
+    data: int = Field(default=1, ge=1, le=4096, json_schema_extra=api_default())
+    """Data-parallel size within the replica."""
+    nodes: int = Field(default=1, ge=1, le=999, json_schema_extra=api_default())
+    """Pods per replica; must divide tensor*pipeline*data."""
 
     @property
     def world_size(self) -> int:
@@ -69,6 +49,5 @@ class Parallelism(ApiModel):
 class AcceleratorSpec(ApiModel):
     """Accelerator that the engine runs on."""
 
-    resource: ExtendedResourceName = Field(
-        description="Extended resource of one accelerator, for example `nvidia.com/gpu`."
-    )
+    resource: ExtendedResourceName
+    """Extended resource of one accelerator, for example `nvidia.com/gpu`."""

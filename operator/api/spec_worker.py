@@ -19,20 +19,14 @@ class SpillSpec(ApiModel):
         )
     )
 
-    medium: Literal["Disk", "Memory"] = Field(
-        default="Disk",
-        description="Disk: an emptyDir on the node's disk. Memory: one in the node's memory, which counts "
-        "as the container's.",
-    )
-    size_limit: Quantity | None = Field(
-        default=None,
-        description="Size of that emptyDir: at least that of the weights that one pod holds. A pod that "
-        "exceeds it is evicted. If unset, what the node has.",
-    )
+    medium: Literal["Disk", "Memory"] = "Disk"
+    """Disk: an emptyDir on the node's disk. Memory: one in the node's memory, which counts as the
+    container's."""
+    size_limit: Quantity | None = None
+    """Size of that emptyDir: at least that of the weights that one pod holds. A pod that exceeds it
+    is evicted. If unset, what the node has."""
     path: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,
-        description="A folder instead, which must exist and be writable, in a mount of "
-        "spec.podTemplate.volumeMounts.",
         json_schema_extra=schema_extra(
             cel_rule(
                 r"self.startsWith('/') && !self.matches('(^|/)[.][.](/|$)')",
@@ -40,38 +34,27 @@ class SpillSpec(ApiModel):
             )
         ),
     )
+    """A folder instead, which must exist and be writable, in a mount of
+    spec.podTemplate.volumeMounts."""
 
 
 class SleepSpec(ApiModel):
     """How an engine sleeps."""
 
-    level: Literal[1, 2] = Field(
-        default=1,
-        description="1: a copy of the weights is kept and restored on wake. 2: the weights are dropped "
-        "and reloaded from their source on wake.",
-    )
-    spill: SpillSpec = Field(
-        default=SpillSpec(),
-        description="Where level 1 keeps the copy; changing it replaces the pods.",
-    )
+    level: Literal[1, 2] = 1
+    """1: a copy of the weights is kept and restored on wake. 2: the weights are dropped and
+    reloaded from their source on wake."""
+    spill: SpillSpec = SpillSpec()
+    """Where level 1 keeps the copy; changing it replaces the pods."""
 
 
 class WorkerProcess(ApiModel):
     """Settings of the worker processes; changing them replaces the pods."""
 
-    start_timeout_seconds: int = Field(
-        default=3600,
-        ge=1,
-        le=86400,
-        description="How long a model may take to load, a download included; then the worker starts its "
-        "engine anew.",
-    )
-    max_queue: int = Field(
-        default=1024,
-        ge=1,
-        le=1_048_576,
-        description="Maximum queued outputs of a worker; requests beyond it get a 429.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Minimum log level."
-    )
+    start_timeout_seconds: int = Field(default=3600, ge=1, le=86400)
+    """How long a model may take to load, a download included; then the worker starts its engine
+    anew."""
+    max_queue: int = Field(default=1024, ge=1, le=1_048_576)
+    """Maximum queued outputs of a worker; requests beyond it get a 429."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Minimum log level."""
