@@ -22,12 +22,22 @@ from .schema import (
     field_path,
     schema_extra,
 )
-from .spec_colocation import COLOCATED_RULES, Colocation, PoolMode
-from .spec_engine import EngineSpec, EngineType, HubSource, ModelSource, ModelSpec
-from .spec_env import EnvVar
-from .spec_hybrid import HYBRID_RULES
+from .spec_colocation import COLOCATED_RULES, HYBRID_RULES, Colocation, PoolMode
+from .spec_engine import (
+    OPERATOR_CLASS_RULE,
+    AcceleratorSpec,
+    EngineSpec,
+    EngineType,
+    EnvVar,
+    HubSource,
+    ModelSource,
+    ModelSpec,
+    Parallelism,
+    SleepSpec,
+    SpillSpec,
+    WorkerProcess,
+)
 from .spec_pod import PodTemplate, ResourceRequirements
-from .spec_shape import OPERATOR_CLASS_RULE, AcceleratorSpec, Parallelism
 from .spec_weights import (
     InFlightSpec,
     RestartPolicy,
@@ -37,7 +47,6 @@ from .spec_weights import (
     WeightsStrategy,
     WeightsTarget,
 )
-from .spec_worker import SleepSpec, SpillSpec, WorkerProcess
 
 __all__ = [
     "Colocation",

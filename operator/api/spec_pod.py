@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .names import GROUP, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME
+from .names import GROUP, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME, WORKER_CONTAINER
 from .schema import (
     ATOMIC_LIST,
     ATOMIC_MAP,
+    INT32_MAX,
     OPEN_OBJECT,
     SUB_PATH_MEANING,
     ApiModel,
     Dns1123,
     Dns1123Label,
+    KeyName,
     Quantity,
     SubPath,
     cel_rule,
@@ -24,8 +26,131 @@ from .schema import (
     named_list,
     schema_extra,
 )
-from .spec_containers import InitContainer, OpenObject, PodResourceClaim, Sidecar, WorkerContainer
-from .spec_scheduling import LabelValue, Toleration, TopologySpreadConstraint
+
+OpenObject = Mapping[str, Any]
+ProbeSeconds = Annotated[int, Field(ge=1, le=86400)]
+
+
+class ProbeTimings(ApiModel):
+    """Times of a probe; what it asks is the operator's."""
+
+    initial_delay_seconds: Annotated[int, Field(ge=0, le=86400)] | None = None
+    """Time from the container's start to the first probe."""
+    period_seconds: ProbeSeconds | None = None
+    """Time between two probes."""
+    timeout_seconds: ProbeSeconds | None = None
+    """How long an answer may take."""
+    failure_threshold: Annotated[int, Field(ge=1, le=86400)] | None = None
+    """Failures in a row that count."""
+
+
+class WorkerContainer(ApiModel):
+    """The worker's container: what lies over the operator's own settings."""
+
+    security_context: OpenObject | None = Field(default=None, json_schema_extra=OPEN_OBJECT)
+    """Security context of the container, as in a pod spec; its fields lie over the operator's (no
+    privileges, read-only root)."""
+    lifecycle: OpenObject | None = Field(default=None, json_schema_extra=OPEN_OBJECT)
+    """Hooks postStart and preStop, as in a pod spec. preStop uses up the grace period,
+    spec.drainSeconds + 15 s."""
+    startup_probe: ProbeTimings | None = None
+    """Until the process answers on /health; every second, 300 failures. Loading the model is no
+    part of it."""
+    liveness_probe: ProbeTimings | None = None
+    """Of /health; every 10 s, 5 s to answer, 6 failures."""
+    readiness_probe: ProbeTimings | None = None
+    """Of /ready; every 2 s, 2 s to answer, 2 failures."""
+
+
+class InitContainer(ApiModel):
+    """A container that ends before the worker starts, as in a pod spec (`image`, `command`, …)."""
+
+    model_config = config_with_rules(
+        cel_rule(
+            f"self.name != '{WORKER_CONTAINER}'",
+            f"the container name {WORKER_CONTAINER} is the worker's own: rename this container",
+            path=".name",
+        ),
+        x_kubernetes_preserve_unknown_fields=True,
+    ) | {"extra": "allow"}
+
+    name: Dns1123Label
+    """Name of the container."""
+    restart_policy: Literal["Always"] | None = None
+    """Always: the container keeps running beside the others, and may start before later entries."""
+
+
+class Sidecar(InitContainer):
+    """A container that runs beside the worker, as in a pod spec (`image`, `command`, …).
+
+    It starts before the worker, is restarted when it ends and ends after the worker.
+    """
+
+    restart_policy: Literal["Always"] | None = None
+    """Always, whether it is said or not."""
+
+
+class PodResourceClaim(ApiModel):
+    """A ResourceClaim (DRA) of the pod: a claim that exists, or a template that makes one a pod."""
+
+    model_config = config_with_rules(
+        cel_rule(
+            "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
+            "an entry of spec.podTemplate.resourceClaims needs exactly one of resourceClaimName and "
+            "resourceClaimTemplateName: keep one",
+        )
+    )
+
+    name: Dns1123Label
+    """Name that spec.resources.claims refers to."""
+    resource_claim_name: Dns1123 | None = None
+    """A ResourceClaim in the pool's namespace, shared by the pods."""
+    resource_claim_template_name: Dns1123 | None = None
+    """A ResourceClaimTemplate, of which each pod gets a claim."""
+
+
+LabelValue = Annotated[
+    str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
+]
+
+
+class Toleration(ApiModel):
+    """A taint that the pods tolerate."""
+
+    key: Annotated[str, Field(max_length=316)] | None = None
+    """Taint key; if unset, every key (with operator Exists)."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """How the value is compared; defaults to Equal."""
+    value: LabelValue | None = None
+    """Taint value, for Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Taint effect; if unset, every effect."""
+    toleration_seconds: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """How long a NoExecute taint is tolerated; if unset, forever."""
+
+
+class TopologySpreadConstraint(ApiModel):
+    """How pods are spread across a topology."""
+
+    max_skew: int = Field(ge=1, le=INT32_MAX)
+    """Maximum difference in pod count between domains."""
+    topology_key: Annotated[str, Field(min_length=1, max_length=316)]
+    """Node label that defines the domains."""
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
+    """What the scheduler does when it can't meet the skew."""
+    label_selector: OpenObject | None = Field(default=None, json_schema_extra=OPEN_OBJECT)
+    """Pods that are counted."""
+    match_label_keys: tuple[KeyName, ...] = Field(
+        default=(), max_length=16, json_schema_extra=ATOMIC_LIST
+    )
+    """Pod labels whose values must also match."""
+    min_domains: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """Minimum number of domains."""
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = None
+    """Whether node affinity decides which nodes count."""
+    node_taints_policy: Literal["Honor", "Ignore"] | None = None
+    """Whether taints decide which nodes count."""
+
 
 OPERATOR_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_MANAGED_BY)
 RESERVED_VOLUME_PREFIX = "rollout-"
