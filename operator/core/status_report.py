@@ -28,7 +28,7 @@ from .pod_planning import PodGang
 from .pod_trouble import NO_IMAGE_TEXT
 from .pool_view import PoolView
 from .replica_heads import ReplicaHead, describe_wait
-from .updates.weights_status import weights_status
+from .updates.weights_plan import weights_status
 
 ConditionVerdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""

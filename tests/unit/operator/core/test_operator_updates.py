@@ -18,8 +18,7 @@ from rollout_operator.core.observed_pool import FailedCall, ObservedPool, Observ
 from rollout_operator.core.pass_plan import ControlVerb, EventNote, RequeueAfter
 from rollout_operator.core.replica_heads import ReplicaHead
 from rollout_operator.core.updates.update_planning import plan_weights
-from rollout_operator.core.updates.weights_plan import WeightsPlan
-from rollout_operator.core.updates.weights_status import weights_status
+from rollout_operator.core.updates.weights_plan import WeightsPlan, weights_status
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource, WorkerState
 from tests.support.unit.poolspecs import NOW, a_pod, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash
