@@ -9,12 +9,12 @@ from rollout_common.wire import WorkerState
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 
+from .findings import PoolView
 from .head_planner import HeadPlanner
 from .hybrid import plan_hybrid_pods, with_member_count
 from .observed_pool import UNKNOWN_WORKER, ObservedPool, Pod, is_loaded
 from .pass_plan import CallWorker, ControlVerb, EventNote, PassPlan, RequeueAfter, SetGate
 from .pod_planning import group_gangs, plan_pods
-from .pool_view import PoolView
 from .replica_heads import ReplicaHead
 from .replica_troubles import find_replica_troubles
 from .settings import KUBELET_READY_SECONDS

@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastError
 
-from .failures import consecutive_failures, failure_message_prefix
 from .observed_pool import ObservedPool, Pod
 from .pass_plan import RequeueAfter
-from .pod_planning import PodGang, PodPlan
+from .pod_planning import PodGang, PodPlan, consecutive_failures, failure_message_prefix
 from .replica_heads import ReplicaHead
 from .settings import FAILURE_RESET_SECONDS, UNREACHABLE_AFTER_SECONDS, UNSCHEDULABLE_AFTER_SECONDS
 

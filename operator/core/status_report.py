@@ -23,10 +23,9 @@ from rollout_operator.api.status import (
     UpdatePhase,
 )
 
-from .findings import Finding, FindingKind, describe_first_wait, first_findings
+from .findings import Finding, FindingKind, PoolView, describe_first_wait, first_findings
 from .pod_planning import PodGang
 from .pod_trouble import NO_IMAGE_TEXT
-from .pool_view import PoolView
 from .replica_heads import ReplicaHead, describe_wait
 from .updates.weights_plan import weights_status
 
