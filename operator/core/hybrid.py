@@ -14,13 +14,13 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 
-from .endpoint_slices import EndpointGate
 from .observed_pool import ObservedPool, Pod
 from .placement import foreign_pod_problems
 from .pod_planning import PodPlan
-from .pod_reader import has_container_run
-from .pod_trouble import describe_trouble, memory_limits, parse_timestamp
+from .pods.pod_reader import has_container_run
+from .pods.pod_trouble import describe_trouble, memory_limits, parse_timestamp
 from .replica_heads import ReplicaHead
+from .services import EndpointGate
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.endpoint_slices import read_gates
 from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
 from rollout_operator.core.observed_pool import ObservedPool, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import ControlVerb
+from rollout_operator.core.services import read_gates
 from rollout_operator.core.trainer_pods import (
     DeviceClaim,
     DeviceSlice,

@@ -10,11 +10,15 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.endpoint_slices import with_gates
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.pods.builder import PodBuilder
-from rollout_operator.core.status_changes import is_same_decision, owned_fields, without_progress
-from rollout_operator.core.unreadable_objects import document_for_unreadable_status
+from rollout_operator.core.services import with_gates
+from rollout_operator.core.status_report import (
+    document_for_unreadable_status,
+    is_same_decision,
+    owned_fields,
+    without_progress,
+)
 from rollout_operator.kube.errors import Conflict, FencedError, KubeError, NotFound
 
 from .pass_context import PassContext

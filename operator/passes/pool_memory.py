@@ -9,8 +9,8 @@ from rollout_operator.api.names import ANNOTATION_RETRY, ConditionType
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
-from rollout_operator.core.pod_reader import PodReader
-from rollout_operator.core.status_changes import owned_fields
+from rollout_operator.core.pods.pod_reader import PodReader
+from rollout_operator.core.status_report import owned_fields
 from rollout_operator.core.trainer_pods import TrainerWatch
 
 from .ended_pod_clock import EndedPodClock

@@ -14,7 +14,7 @@ from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.pass_plan import EventNote, PassPlan, RequeueAfter
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_operator.core.pod_planning import plan_forced_deletion
-from rollout_operator.core.unreadable_objects import status_for_invalid_spec
+from rollout_operator.core.status_report import status_for_invalid_spec
 from rollout_operator.kube.errors import Conflict, NotFound
 
 from .pass_context import PassContext

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Final
 
 from rollout_operator.api.objects import Obj
-from rollout_operator.core.endpoint_slices import pool_slices, slice_difference, slice_patch
 from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.services import pool_slices, slice_difference, slice_patch
 
 from .pool_writer import PoolWriter
 

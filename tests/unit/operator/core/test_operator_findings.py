@@ -10,7 +10,7 @@ import pytest
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.observed_pool import FailedCall
 from rollout_operator.core.pass_planning import plan_pass
-from rollout_operator.core.unreadable_objects import (
+from rollout_operator.core.status_report import (
     document_for_unreadable_status,
     status_for_invalid_spec,
 )

@@ -10,14 +10,6 @@ import pytest
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.endpoint_slices import (
-    ENDPOINTS_PER_SLICE,
-    EndpointGate,
-    pool_slices,
-    read_gates,
-    slice_difference,
-    with_gates,
-)
 from rollout_operator.core.hybrid import (
     MemberCandidate,
     foreign_pod_messages,
@@ -26,6 +18,14 @@ from rollout_operator.core.hybrid import (
 )
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import ControlVerb, SetGate
+from rollout_operator.core.services import (
+    ENDPOINTS_PER_SLICE,
+    EndpointGate,
+    pool_slices,
+    read_gates,
+    slice_difference,
+    with_gates,
+)
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.poolspecs import NOW, spec_of, target
 from tests.support.unit.simhybrid import STRANGER

@@ -12,8 +12,9 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.trainer_pods import RecordedPlacement
 
-from .observed_pool import Pod
 from .pod_trouble import (
     container_statuses,
     describe_startup_wait,
@@ -25,7 +26,6 @@ from .pod_trouble import (
     parse_timestamp,
     unscheduled_since,
 )
-from .trainer_pods import RecordedPlacement
 
 MAX_RESTARTS = 1_000_000
 
