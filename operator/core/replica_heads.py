@@ -12,7 +12,7 @@ from .observed_pool import ObservedWorker, Pod, is_loaded
 IN_SERVICE_LIFECYCLES = (Lifecycle.ACTIVE, Lifecycle.PAUSING, Lifecycle.PAUSED, Lifecycle.DRAINING)
 
 CONTENT_MISMATCH_SLUG = "content-mismatch"
-"""The problem of a worker that finds other bytes under an identity than it was told to."""
+"""The problem of a worker that finds other bytes under an identity than the pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ReplicaHead:
 
     @property
     def waits_for_turn(self) -> bool:
-        """Others have its devices; however long they do, a wake that waits for them is no failure."""
+        """Another program has its devices; a wake may wait for them for any time without a failure."""
         state = self.worker.state
         return state is not None and state.turn is not None and state.turn.state == "Waiting"
 
@@ -124,8 +124,8 @@ class ReplicaHead:
     def is_in_service(self, committed: WeightsId) -> bool:
         """It serves, or would if the pool were not paused.
 
-        Silence proves nothing: of who is silent the last answer counts, and if this process has
-        heard none, whether it ever was in the Service.
+        Silence proves nothing: of a silent head the last answer counts, or, if this process has had
+        none, whether it ever was in the Service.
         """
         if self.is_finished:
             return False
@@ -196,8 +196,8 @@ def describe_wait(head: ReplicaHead) -> str:
     if state is None:
         return _describe_startup(head)
     if state.progress is not None:
-        told = state.progress.fraction is None or "%" in state.progress.message
-        part = "" if told else f" {state.progress.fraction:.0%}"
+        said = state.progress.fraction is None or "%" in state.progress.message
+        part = "" if said else f" {state.progress.fraction:.0%}"
         return f"is {state.lifecycle}: {state.progress.message}{part}"
     others = [h.holder for h in state.holds if h.holder != state.caller]
     if others:

@@ -171,7 +171,7 @@ def test_who_has_another_service_account_is_never_called() -> None:
     found = select_members(hybrid(), [stranger, candidate(running("t-1"))], {})
     assert [(pod.name, pod.replica) for pod in found] == [("t-1", 0)], "no member, no token"
     assert foreign_pod_messages(hybrid(), [stranger, candidate(running("t-1"))]) == (
-        "t-0-debug: it runs under service account 'other', so it is no member and gets no calls: give the "
+        "t-0-debug: it runs under service account 'other', so it is not a member and gets no calls: give the "
         "trainer's pods 'rollout-worker', set spec.serviceAccountName, or remove the labels of "
         "spec.colocation.trainerSelector from it",
     )
