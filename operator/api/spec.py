@@ -189,7 +189,7 @@ class RolloutReplicaSpec(ApiModel):
     """Standalone: the pool has its own accelerators. Colocated: its engines use those of a
     trainer's pods, by turns. Hybrid: its engines run in the trainer's own processes. Immutable."""
     colocation: Colocation | None = None
-    """Beside which pods the engines run, or in which; required in the modes Colocated and Hybrid.
+    """Next to which pods the engines run, or in which; required in the modes Colocated and Hybrid.
     Immutable."""
     state: DesiredState = Field(default=DesiredState.ACTIVE, json_schema_extra=api_default())
     """Desired lifecycle. Paused: no generation, memory is kept. Asleep: memory is released."""

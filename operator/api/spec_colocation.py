@@ -114,7 +114,7 @@ class TrainerSelector(ApiModel):
 
 
 class Colocation(ApiModel):
-    """Beside or in which pods the engines run, and which part of their devices they use. Immutable."""
+    """Next to or in which pods the engines run, and which part of their devices they use. Immutable."""
 
     model_config = config_with_rules(
         cel_rule(
@@ -127,7 +127,7 @@ class Colocation(ApiModel):
     """Label selector of the trainer's pods, in the pool's namespace. They are ordered by name,
     numbers in it by their value."""
     slots: int = Field(default=1, ge=1, le=256, json_schema_extra=api_default())
-    """Colocated: rollout pods beside each trainer pod; each uses an equal share of the claim's
+    """Colocated: rollout pods next to each trainer pod; each uses an equal share of the claim's
     devices."""
     request: Dns1123Label | None = None
     """Colocated: request of the trainer's ResourceClaim whose devices the engines use; if unset,

@@ -312,7 +312,7 @@ class WorkerProcess(ApiModel):
 
     start_timeout_seconds: int = Field(default=3600, ge=1, le=86400)
     """How long a model may take to load, a download included; then the worker starts its engine
-    anew."""
+    again."""
     max_queue: int = Field(default=1024, ge=1, le=1_048_576)
     """Maximum queued outputs of a worker; requests beyond it get a 429."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

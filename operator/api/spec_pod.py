@@ -77,11 +77,11 @@ class InitContainer(ApiModel):
     name: Dns1123Label
     """Name of the container."""
     restart_policy: Literal["Always"] | None = None
-    """Always: the container keeps running beside the others, and may start before later entries."""
+    """Always: the container keeps running with the others, and may start before later entries."""
 
 
 class Sidecar(InitContainer):
-    """A container that runs beside the worker, as in a pod spec (`image`, `command`, …).
+    """A container that runs next to the worker, as in a pod spec (`image`, `command`, …).
 
     It starts before the worker, is restarted when it ends and ends after the worker.
     """
@@ -346,7 +346,7 @@ class PodTemplate(ApiModel):
     sidecars: tuple[Sidecar, ...] = Field(
         default=(), max_length=16, json_schema_extra=named_list("spec.podTemplate.sidecars")
     )
-    """Containers that run beside the worker, as in a pod spec; they end after it."""
+    """Containers that run next to the worker, as in a pod spec; they end after it."""
     container: WorkerContainer = WorkerContainer()
     """The worker's own container."""
     resource_claims: tuple[PodResourceClaim, ...] = Field(

@@ -192,7 +192,7 @@ class WeightsSpec(ApiModel):
     in_flight: InFlightSpec = InFlightSpec()
     """What happens to running requests at a commit."""
     deadline_seconds: int = Field(default=600, ge=1, le=86400)
-    """Time limit for staging, and anew for committing; past it, status says so and retries
+    """Time limit for staging, and another for committing; past it, status says so and retries
     continue."""
     staging_memory: Quantity | None = Field(
         default=None,
@@ -209,8 +209,8 @@ class WeightsSpec(ApiModel):
             ),
         ),
     )
-    """Most memory that staged weights may take in a pod, beside what its engine takes: at least the
-    size of a version. A version that has no room is refused. If unset, what
+    """Most memory that staged weights may take in a pod, in addition to what its engine takes: at
+    least the size of a version. A version that has no room is refused. If unset, what
     spec.resources.limits.memory leaves, which bounds it anyway."""
 
 

@@ -1,7 +1,4 @@
-"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure.
-
-This and `podtrouble` are the only places that know the shape of pods.
-"""
+"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     status: Obj = obj.get("status") or {}
     try:
         replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
-        # Whoever may patch pods may write any number there: status must hold it, and the next ones.
+        # Any user who may patch pods can write any number there: status must hold it, and greater ones.
         restarts = min(max(0, int(notes.get(names.ANNOTATION_RESTARTS, "0"))), MAX_RESTARTS)
     except (KeyError, ValueError):
         return None
@@ -142,7 +139,7 @@ def _has_followed_gang(status: Obj) -> bool:
 
 
 def has_container_run(status: Obj) -> bool:
-    """Return whether a container has run that is no init container."""
+    """Return whether a container has run, init containers aside."""
     states = (
         container.get(part) or {}
         for container in status.get("containerStatuses") or ()
@@ -179,7 +176,7 @@ class PodReader:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Obj, Pod | None]] = {}
         self.strangers: tuple[str, ...] = ()
-        """What the last reading has to tell of pods that look like ours and are not."""
+        """A sentence on each pod of the last reading that looks like ours and is not."""
 
     def read_pods(
         self, objs: Iterable[Obj], pool: str, owner_uid: str, spec: RolloutReplicaSpec | None = None
@@ -193,7 +190,7 @@ class PodReader:
         ours: list[Pod] = []
         predecessors: list[Pod] = []
         for obj in objs:
-            # The object is kept beside its pod, so its id is nobody else's.
+            # The cache keeps the object, too, so that no other one can get its id.
             known = before.get(id(obj)) or (obj, parse_pod(obj, _controller_uid(obj["metadata"])))
             self._known[id(obj)] = known
             pod = known[1]

@@ -25,7 +25,7 @@ def settle_update(run: WeightsPass) -> None:
     plan = run.plan
     update = plan.running_update
     if update is not None and not plan.is_committing and run.is_served(update.identity):
-        # Some worker serves it already: there is no way back.
+        # Some worker serves it already: it can only go forward.
         enter_committing(run, update, serving_hash(plan.version_of(update), run.heads))
     update = plan.running_update
     if update is not None and not plan.is_committing:
