@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CAMEL = re.compile(r"(?:[A-Z][a-z]+)+")
+Scope = ast.FunctionDef | ast.Module
 NO_REASON = {"True", "False", "Unknown", "Normal", "Warning"}
 
 
@@ -17,8 +18,8 @@ def reasons(folder: Path) -> set[str]:
     found: set[str] = set()
     for file in [*(folder / "core").rglob("*.py"), *(folder / "passes").rglob("*.py")]:
         tree = ast.parse(file.read_text())
-        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-        found |= {reason for scope in (tree, *functions) for reason in _of_scope(scope)}
+        scopes: list[Scope] = [n for n in ast.walk(tree) if isinstance(n, Scope)]
+        found |= {reason for scope in scopes for reason in _of_scope(scope)}
     # WeightsSynced says the phase of the update, Ready the state that keeps it from serving.
     found |= _values(status, "UpdatePhase") & {"Staging", "Committing"}
     found |= _values(ast.parse((folder / "api" / "spec.py").read_text()), "DesiredState") - {
@@ -27,7 +28,7 @@ def reasons(folder: Path) -> set[str]:
     return found - NO_REASON
 
 
-def _of_scope(function: ast.FunctionDef | ast.Module) -> Iterator[str]:
+def _of_scope(function: Scope) -> Iterator[str]:
     for node in ast.walk(function):
         match node:
             case ast.Call(func=ast.Name(id="Finding" | "EventNote"), args=[_, reason, *_]):
@@ -38,9 +39,10 @@ def _of_scope(function: ast.FunctionDef | ast.Module) -> Iterator[str]:
                 yield from _texts(reason, function)
             case ast.Tuple(elts=[ast.Constant(value="Normal" | "Warning"), reason, *_]):
                 yield from _texts(reason, function)
-            case ast.Call(func=ast.Attribute(attr="record_event"), args=[_, _, reason, *_]):
-                yield from _texts(reason, function)
-            case ast.keyword(arg="reason", value=reason):
+            case (
+                ast.keyword(arg="reason", value=reason)
+                | ast.Call(func=ast.Attribute(attr="record_event"), args=[_, _, reason, *_])
+            ):
                 yield from _texts(reason, function)
             case ast.Dict(keys=keys, values=values):
                 for key, value in zip(keys, values, strict=True):
@@ -48,7 +50,7 @@ def _of_scope(function: ast.FunctionDef | ast.Module) -> Iterator[str]:
                         yield from _texts(value, function)
 
 
-def _texts(node: ast.expr, function: ast.FunctionDef | ast.Module) -> Iterator[str]:
+def _texts(node: ast.expr, function: Scope) -> Iterator[str]:
     """The CamelCase words that an expression can be."""
     match node:
         case ast.Constant(value=str(text)) if CAMEL.fullmatch(text):
@@ -64,7 +66,7 @@ def _texts(node: ast.expr, function: ast.FunctionDef | ast.Module) -> Iterator[s
                 yield f"{head}{tail}"
 
 
-def _assigned(name: str, function: ast.FunctionDef) -> Iterator[ast.expr]:
+def _assigned(name: str, function: Scope) -> Iterator[ast.expr]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == name for target in node.targets

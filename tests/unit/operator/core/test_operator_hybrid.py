@@ -27,7 +27,7 @@ from rollout_operator.core.services import (
     with_gates,
 )
 from rollout_worker.schemas import WeightsId
-from tests.support.unit.poolspecs import NOW, spec_of, target
+from tests.support.unit.poolspecs import NOW, condition_of, spec_of, target
 from tests.support.unit.simhybrid import STRANGER
 from tests.support.unit.world import World
 
@@ -85,8 +85,7 @@ def ready(world: World) -> list[str]:
 
 
 def told(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
-    found = status.find_condition(kind)
-    assert found is not None
+    found = condition_of(status, kind)
     return found.reason, found.message
 
 
