@@ -41,7 +41,7 @@ WORKER_APP = "rollout-worker"
 LABEL_SERVICE = "kubernetes.io/service-name"
 """Of an EndpointSlice: the Service that it is of."""
 LABEL_SLICE_MANAGER = "endpointslice.kubernetes.io/managed-by"
-"""Of an EndpointSlice: who keeps it."""
+"""Of an EndpointSlice: its manager."""
 
 ANNOTATION_PAUSED = f"{GROUP}/reconcile-paused"
 ANNOTATION_RETRY = f"{GROUP}/retry"

@@ -106,7 +106,7 @@ class PlacementPlanner:
         return self._changed_share_reason(pod, self.placement_for(pod.replica, pod.rank))
 
     def move_reason(self, pod: Pod) -> str | None:
-        """Why a pod that may stay belongs elsewhere; None: it is there, or nobody knows yet."""
+        """Why a pod that may stay belongs elsewhere; None: it is there, or that is not known yet."""
         now = self.placement_for(pod.replica, pod.rank)
         if not isinstance(now, PodPlacement) or pod.taken is None:
             return None
@@ -182,8 +182,8 @@ class PlacementPlanner:
                 f"waits for the ResourceClaim {missing!r} of {what}, which does not exist yet"
             )
         if trainer.node is None:  # a claim for an extended resource is made as it is scheduled
-            told = f", which needs ResourceClaim {trainer.claims[0]!r}" if trainer.claims else ""
-            return PlacementPending(f"waits for {what} to be scheduled{told}")
+            listed = f", which needs ResourceClaim {trainer.claims[0]!r}" if trainer.claims else ""
+            return PlacementPending(f"waits for {what} to be scheduled{listed}")
         chosen = self._choose_claim(what, [known[name] for name in trainer.claims])
         if isinstance(chosen, PlacementProblem):
             return chosen
@@ -202,18 +202,20 @@ class PlacementPlanner:
         wanted = self._with.request
         having = [c for c in claims if wanted is None or wanted in c.requests]
         if not having:
-            told = "; ".join(f"{c.name} has {', '.join(c.requests)}" for c in claims)
+            listed = "; ".join(f"{c.name} has {', '.join(c.requests)}" for c in claims)
             return PlacementProblem(
                 "NoClaim",
-                f"no ResourceClaim of {what} has a request {wanted!r} as in spec.colocation.request: {told}",
+                f"no ResourceClaim of {what} has a request {wanted!r} as in spec.colocation.request: {listed}",
             )
         count = sum(len(c.requests) for c in having) if wanted is None else len(having)
         if count == 1:
             return having[0]
-        told = ", ".join(f"{c.name}/{r}" for c in having for r in c.requests if wanted in (None, r))
+        listed = ", ".join(
+            f"{c.name}/{r}" for c in having for r in c.requests if wanted in (None, r)
+        )
         fix = "set spec.colocation.request" if wanted is None else "name their requests differently"
         return PlacementProblem(
-            "AmbiguousClaim", f"{what} has {count} requests of devices ({told}): {fix}"
+            "AmbiguousClaim", f"{what} has {count} requests of devices ({listed}): {fix}"
         )
 
     def _device_share(

@@ -88,7 +88,7 @@ def service_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str 
 def service_patch(want: Mapping[str, Any], uid: str) -> list[Obj]:
     """Return the JSON patch that brings the stored Service `uid` back, and no other of its name.
 
-    A merge patch would leave keys that somebody else added to the selector.
+    A merge patch would leave keys that another client added to the selector.
     """
     spec = want["spec"]
     fields = {

@@ -84,7 +84,7 @@ async def write_status(
 
     Raises:
         NotFound: the object is gone; the watch will say so.
-        Conflict: somebody else has written the object since it was read.
+        Conflict: another client has written the object since it was read.
     """
     ctx, key, status = writer.ctx, writer.key, plan.status
     update_pool_metrics(ctx, key, pool, status, plan)

@@ -84,7 +84,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
 
 
 def _is_colocated(obj: Obj) -> bool:
-    """Its spec says so, which nobody can change; annotations may be."""
+    """Its spec says so, which can't change; annotations can."""
     claims = (obj.get("spec") or {}).get("resourceClaims") or ()
     return any(claim["name"] == DEVICES_CLAIM_NAME for claim in claims)
 
@@ -183,9 +183,9 @@ class PodReader:
     ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
         """Return the pods that our object controls, and those of a deleted one of its name.
 
-        Others' show when a name is taken. Without a spec nobody's service account is looked at.
+        A pod of another owner shows when its name is taken. Without a spec no service account counts.
         """
-        told: list[str] = []
+        found: list[str] = []
         before, self._known = self._known, {}
         ours: list[Pod] = []
         predecessors: list[Pod] = []
@@ -198,11 +198,11 @@ class PodReader:
                 continue
             if _controller_uid(obj["metadata"]) == owner_uid:
                 why = _foreign_reason(obj, pod, pool, spec)
-                told += [why] if why else []
+                found += [why] if why else []
                 ours += [] if why else [pod]
             elif is_leftover(obj, pool, owner_uid):
                 predecessors.append(pod)
-        self.strangers = tuple(told)
+        self.strangers = tuple(found)
         return tuple(ours), tuple(predecessors)
 
 
@@ -218,7 +218,7 @@ def foreign_pod_reason(
 ) -> str | None:
     """Return why a pod is not ours although its labels and its controller say so; None: it is.
 
-    Anybody may patch these; nobody can change a pod's name and most of its spec. Its account is the
+    Any user may patch these, but a pod's name and most of its spec can't change. Its account is the
     pool's, or was when it was made: then it is of an older revision, and has the host name that the
     operator gives.
 
