@@ -1,4 +1,4 @@
-"""Where measurements go: a hook with four calls, and one that feeds Prometheus.
+"""Hooks that receive a pool's measurements, and one that feeds Prometheus.
 
 Hooks are called in the pool's loop: they must be quick and must not raise.
 """
@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 from weakref import WeakKeyDictionary
+
+from typing_extensions import override
 
 from .results import AttemptReport, GenerateResult
 
@@ -21,19 +23,19 @@ P = ParamSpec("P")
 
 
 class Hook:
-    """Does nothing: override the calls that you want to see."""
+    """Does nothing: override the methods whose measurements you want."""
 
     def attempt(self, report: AttemptReport) -> None:
-        """An attempt ended."""
+        """Called when an attempt has ended."""
 
     def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
-        """A call of `generate` ended: outcome `ok` or the name of the error."""
+        """Called when a `generate` has ended: outcome `ok` or the name of the error."""
 
     def members(self, present: int, serving: int) -> None:
-        """The set of members changed, or which of them discovery calls ready."""
+        """Called when discovery reports members; `serving` of them are ready."""
 
     def published(self, outcome: str, seconds: float) -> None:
-        """A call of `publish_weights` ended: outcome `ok` or the name of the error."""
+        """Called when a `publish_weights` has ended: outcome `ok` or the name of the error."""
 
 
 class _ClientMetrics:
@@ -75,33 +77,33 @@ class PrometheusHook(Hook):
         self._pool = pool
         self._metrics = _METRICS[where]
 
+    @override
     def attempt(self, report: AttemptReport) -> None:
-        """Count it."""
         self._metrics.attempts.labels(self._pool, report.outcome).inc()
         self._metrics.tokens.labels(self._pool).inc(report.tokens)
 
+    @override
     def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
-        """Count it."""
         self._metrics.requests.labels(self._pool, outcome).inc()
         self._metrics.seconds.labels(self._pool).observe(seconds)
 
+    @override
     def members(self, present: int, serving: int) -> None:
-        """Set both gauges."""
         self._metrics.members.labels(self._pool, "present").set(present)
         self._metrics.members.labels(self._pool, "serving").set(serving)
 
+    @override
     def published(self, outcome: str, seconds: float) -> None:
-        """Observe it."""
         self._metrics.publishes.labels(self._pool, outcome).observe(seconds)
 
 
 def guard_progress(progress: Callable[P, object]) -> Callable[P, None]:
-    """Return a `progress` of the caller's that ends nothing: what it raises is logged."""
+    """Return the caller's `progress`, with its errors logged instead of raised."""
 
-    def told(*args: P.args, **more: P.kwargs) -> None:
+    def report(*args: P.args, **more: P.kwargs) -> None:
         try:
             progress(*args, **more)
         except Exception:
-            logger.exception("progress raised an error; what it tells of goes on")
+            logger.exception("progress raised an error; the call that it reports on continues")
 
-    return told
+    return report

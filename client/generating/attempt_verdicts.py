@@ -5,7 +5,7 @@ aborted: weights, sleep, control     → Continue, after the tokens so far
 aborted: engine, client; broken, 5xx → Continue, but at most `max_failures` times
 aborted: the logits are not finite   → GiveUp: all replicas have these weights
 429, 503, weights too old            → Continue elsewhere or later, until the deadline
-new weights, and the caller minds    → StartOver, or GiveUp
+new weights, and one version wanted  → StartOver, or GiveUp
 4xx, aborted: deadline               → GiveUp, with what was received
 """
 
@@ -38,13 +38,16 @@ from .generate_options import OnVersionChange
 from .settings import DEFAULT_RETRY_SECONDS, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS
 
 MAX_FAILURES = 8
-"""Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
-enough that a request that crashes its engine does not crash them all."""
+"""Broken attempts that one output survives.
+
+Enough to outlast a pool whose replicas are being killed; few enough that a request that crashes
+engines does not crash them all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """How one request is to be seen through.
+    """How to handle one request.
 
     Attributes:
         key: Requests with the same key go to the same replica if possible.
@@ -69,14 +72,14 @@ class AttemptState:
     """Where an output stood when an attempt ended.
 
     Attributes:
-        replica: Name of the one that the attempt ran on; None: there was no attempt.
+        replica: Name of the replica that the attempt ran on; None without an attempt.
         now: On the monotonic clock.
-        tokens: All that are kept.
+        tokens: All tokens that are kept.
         first: Weights of the first token.
         last: Weights of the last token.
         failures: Attempts that broke before this one.
         dry: Attempts in a row, before this one, that gave no token.
-        end_tokens: The model's own ids that end outputs, as far as the worker has told them.
+        end_tokens: The model's own ids that end outputs; empty until a worker has sent them.
     """
 
     replica: str | None
@@ -104,7 +107,7 @@ class ContinueOutput:
     """Another attempt goes on after the tokens so far.
 
     Attributes:
-        pause: Seconds before it, to be spread so that many requests do not come back at once.
+        pause: Seconds before it; the caller spreads them so that requests do not all return at once.
     """
 
     pause: float = 0.0
@@ -130,7 +133,7 @@ class ReplicaExclusion:
     """The replica gets no requests.
 
     Attributes:
-        why: In words, for those who wait for a replica.
+        why: The reason, for messages of requests that wait for a replica.
         seconds: For how long; None: until a probe says that it serves.
     """
 
@@ -144,8 +147,8 @@ class AttemptVerdict:
 
     Attributes:
         broke: It counts towards `max_failures`.
-        exclusion: Why the replica gets nothing more for now, if so.
-        weights: The weights that the replica said it serves, if it did.
+        exclusion: Set if the replica gets no more requests for now.
+        weights: The weights that the replica reported, if it did.
     """
 
     outcome: Outcome
@@ -195,9 +198,8 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     follows: Next = ContinueOutput(_pause_if_dry(at))
     exclusion = None
     if refusal.status == 429:
-        exclusion = ReplicaExclusion(
-            "its queue is full", refusal.retry_after or DEFAULT_RETRY_SECONDS
-        )
+        seconds = refusal.retry_after or DEFAULT_RETRY_SECONDS
+        exclusion = ReplicaExclusion("its queue is full", seconds)
     elif refusal.status == 503:
         exclusion = ReplicaExclusion(refusal.detail)
     elif slug == "version-not-met":
@@ -207,7 +209,7 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     elif refusal.status >= 500:
         return judge_broken_attempt(str(refusal), at, "refused")
     elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
-        # As much as the model's length allows was asked for, and that is reached.
+        # The request asked for as many tokens as the model's length allows, and has them.
         follows = FinishOutput(StopReason.LENGTH)
     else:
         follows = GiveUp(
@@ -219,7 +221,7 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
 
 
 def _judge_wrong_weights(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
-    """Judge a refusal because of the weights: the replica's are too old, or too new."""
+    """Judge a refusal of a replica whose weights are too old or too new."""
     if refusal.active is None:
         later = ReplicaExclusion(refusal.detail, refusal.retry_after or DEFAULT_RETRY_SECONDS)
         return AttemptVerdict("refused", refusal.slug, ContinueOutput(), exclusion=later)
@@ -230,12 +232,12 @@ def _judge_wrong_weights(refusal: AttemptRefused, at: AttemptState) -> AttemptVe
 
 
 def judge_new_weights(at: AttemptState) -> AttemptVerdict:
-    """Judge an attempt that was left because other weights came and the caller minds."""
+    """Judge an attempt that was ended because the weights changed and one version is wanted."""
     return AttemptVerdict("moved", "the weights changed", step_after_weights_change(at, at.last))
 
 
 def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> Next:
-    """Say what follows when the weights of the tokens so far serve no more."""
+    """Return what follows when no replica serves the weights of the tokens so far."""
     if at.policy.on_version_change == "fail":
         text = f"the weights changed from {at.first} to {to or 'others'} within an output"
         return GiveUp(VersionChanged(text, replica=at.replica))
@@ -243,9 +245,9 @@ def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> 
 
 
 def finish_if_whole(at: AttemptState) -> FinishOutput | None:
-    """Return the end if nothing is missing but the worker's own word for it.
+    """Return the end if the tokens so far are complete, though no worker said so.
 
-    As on a worker, nothing of the first `min_tokens` is an end.
+    As on a worker, none of the first `min_tokens` is an end.
     """
     sampling, tokens = at.sampling, at.tokens
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
@@ -257,30 +259,24 @@ def finish_if_whole(at: AttemptState) -> FinishOutput | None:
 
 
 def deadline_error(at: AttemptState) -> DeadlineExceeded:
-    """Return the error for a request whose time is over."""
+    """Return the error of a request whose deadline has passed."""
     return DeadlineExceeded("its deadline passed", replica=at.replica)
 
 
 def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> RequestError:
-    """Return the error when there is no time for another attempt.
-
-    Args:
-        at: Where the output stands.
-        last: How the attempt before ended; None: there was none.
-        reasons: Why no replica serves now.
-    """
+    """Return the error when no time is left for another attempt; `last` is how the last one ended."""
     if at.tokens or last != "refused":
         return deadline_error(at)
     return NoReplica(f"no replica took the request in time ({reasons})")
 
 
 def no_replica_error(error: NoReplica, at: AttemptState) -> RequestError:
-    """Return the right word for it: with tokens in hand the deadline ended the output."""
+    """Return the error when no replica came: with tokens, the deadline ended the output."""
     return DeadlineExceeded(error.cause) if at.tokens else error
 
 
 def _pause_if_dry(at: AttemptState) -> float:
-    """Attempts that give nothing must not follow each other at once for ever."""
+    # Attempts that give no token must not follow each other without a pause until the deadline.
     return _backoff_pause(at) if at.dry > 1 else 0.0
 
 

@@ -1,33 +1,20 @@
-"""One call of `generate`: `n` outputs, each seen through on its own, joined into one result."""
+"""One call of `generate`: `n` outputs, each generated on its own, joined into one result."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from rollout_client.errors import RequestError, RolloutError
-from rollout_client.results import GenerateResult, join_results
-from rollout_common.wire import GenerateRequest
+from rollout_client.results import GenerateResult
+from rollout_common.wire import GenerateRequest, Timing, Usage
 
 from .attempt_verdicts import RequestPolicy
 from .attempts import OutputGeneration, PoolContext
-from .generate_options import OnVersionChange
 
 MAX_SEED = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """How a call is to be seen through, apart from the request itself."""
-
-    on_version_change: OnVersionChange
-    max_failures: int
-    group_id: str | None = None
-    deterministic: bool = False
 
 
 class GenerateCall:
@@ -41,53 +28,58 @@ class GenerateCall:
         self,
         shared: PoolContext,
         request: GenerateRequest,
-        options: CallOptions,
+        request_id: str,
+        policy: RequestPolicy,
         on_tokens: Callable[[int], None] = lambda index: None,
     ) -> None:
         self._shared = shared
         self._request = request
+        self._request_id = request_id
+        self._session_id = policy.session_id
         self._began = time.monotonic()
-        self.request_id = request.request_id or uuid.uuid4().hex
-        self.session_id = request.session_id or self.request_id
-        key = options.group_id or request.session_id
-        if key is None and options.deterministic:
-            key = self.request_id
-        policy = RequestPolicy(
-            key=key,
-            session_id=self.session_id,
-            until=self._began + request.deadline_seconds,
-            on_version_change=options.on_version_change,
-            max_failures=options.max_failures,
-        )
         self.outputs = [
-            OutputGeneration(shared, single, request_id, index, policy, partial(on_tokens, index))
-            for index, (request_id, single) in enumerate(self._single_requests())
+            OutputGeneration(shared, single, name, index, policy, partial(on_tokens, index))
+            for index, (name, single) in enumerate(self._single_requests())
         ]
 
-    def _single_requests(self) -> Sequence[tuple[str, GenerateRequest]]:
+    def _single_requests(self) -> Iterator[tuple[str, GenerateRequest]]:
         sampling = self._request.sampling
         if sampling.n == 1:
-            return [(self.request_id, self._request)]
-        found = []
+            yield self._request_id, self._request
+            return
         for index in range(sampling.n):
             seed = None if sampling.seed is None else (sampling.seed + index) % MAX_SEED
             one = sampling.model_copy(update={"n": 1, "seed": seed})
             request = self._request.model_copy(update={"sampling": one})
-            found.append((f"{self.request_id}.{index}", request))
-        return found
+            yield f"{self._request_id}.{index}", request
 
     def to_result(self) -> GenerateResult:
         """Return what there is so far; outputs that have not ended are marked aborted."""
-        return join_results(
-            self.request_id,
-            self.session_id,
-            len(self._request.token_ids),
-            time.monotonic() - self._began,
-            [output.to_report for output in self.outputs],
+        outputs = tuple(each.output for each in self.outputs)
+        usages = [each.usage for each in self.outputs]
+        began = [each.first_token_at for each in self.outputs if each.first_token_at is not None]
+        kinds = (each.logprobs_of for each in self.outputs)
+        return GenerateResult(
+            request_id=self._request_id,
+            session_id=self._session_id,
+            logprobs_of=next((kind for kind in kinds if kind is not None), None),
+            outputs=outputs,
+            usage=Usage(
+                prompt_tokens=len(self._request.token_ids),
+                completion_tokens=sum(len(output.token_ids) for output in outputs),
+                cached_tokens=sum(usage.cached_tokens for usage in usages),
+            ),
+            timing=Timing(
+                queued_seconds=min(usage.queued_seconds for usage in usages),
+                first_token_seconds=min(began) - self._began if began else None,
+                total_seconds=time.monotonic() - self._began,
+                preemptions=sum(usage.preemptions for usage in usages),
+            ),
+            attempts=tuple(attempt for usage in usages for attempt in usage.attempts),
         )
 
     async def run_call(self) -> GenerateResult:
-        """See all outputs through.
+        """Run every output to its end.
 
         Raises:
             RequestError: One of them failed; the others ran to their end first. `kept` has them all.

@@ -16,7 +16,7 @@ class GenerationStream:
     """Iterate over it once, inside `async with`; afterwards `result` has everything.
 
     Args:
-        make: Makes the call, given a function to be called when an output has new tokens.
+        make: Makes the call, given the function to call when an output has new tokens.
     """
 
     def __init__(self, make: Callable[[Callable[[int], None]], GenerateCall]) -> None:
@@ -37,7 +37,7 @@ class GenerationStream:
             self._task.cancel()
             await asyncio.wait({self._task})
             if not self._task.cancelled():
-                self._task.exception()  # the caller left early and does not want to know
+                self._task.exception()  # marks it as retrieved: the caller left early
 
     @property
     def result(self) -> GenerateResult:

@@ -1,8 +1,8 @@
-"""Finds out by asking whether members serve: excluded ones, outdated ones, and silent ones.
+"""Asks members whether they serve: excluded ones, outdated ones, and silent ones.
 
-Only members that gave cause are asked. `GET /ready` decides whether one serves, `GET /v1/weights`
-with which weights, `GET /health` whether a silent one is alive, and `GET /v1/info`, once while
-requests run there, which ids end outputs: what one of them ended with says nothing of others.
+`GET /ready` says whether a member serves, `GET /v1/weights` with which weights, `GET /health`
+whether a silent one is alive. `GET /v1/info`, once while requests run there, says which ids end
+outputs: the id that ended one output says nothing about others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from rollout_common.wire import WeightsId, WeightsState, WorkerInfo
 
-from .member_clients import MemberClients
+from .member_clients import MemberClients, describe_error
 from .member_records import MemberRecord
 from .router import AttemptLease, RequestRouter
 from .settings import (
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 def probe_pause_after(failures: int) -> float:
-    """Return how long not to probe a member that has failed so often, before it is spread."""
+    """Return the pause before the next probe of a member that has failed this often."""
     return min(MAX_PROBE_SECONDS, FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
 
 
 class HealthChecker:
-    """Asks members that gave cause whether they serve, as long as `run_checks` runs.
+    """Asks the router's members whether they serve, if there is a reason to, until cancelled.
 
     Args:
-        router: Whose members are watched.
-        connections: To them.
-        silent_seconds: How long a worker may say nothing to a request before it is asked.
+        router: Has the members.
+        connections: To the members.
+        silent_seconds: How long a worker may send nothing to a request before it is asked.
         gone_seconds: The same for a member that discovery lost; then the request is cut off.
     """
 
@@ -66,7 +66,7 @@ class HealthChecker:
         self._asking: dict[object, asyncio.Task[None]] = {}
 
     async def run_checks(self) -> None:
-        """Look around until cancelled."""
+        """Check all members at intervals until cancelled."""
         try:
             while True:
                 self._check_members(time.monotonic())
@@ -82,17 +82,16 @@ class HealthChecker:
             if record.present and now >= record.probe_at and self._wants_probe(record, now):
                 self._start_check(url, partial(self._probe_member, record))
         suspects: dict[str, list[AttemptLease]] = {}
-        for url in {lease.member.url for lease in self._router.leases}:
-            known = self._router.balancer.records.get(url)
-            if known and known.present and known.info is None and now >= known.info_at:
-                self._start_check(("info", url), partial(self._ask_info, known))
         for lease in self._router.leases:
-            silent = now - lease.heard_at
-            found = self._router.balancer.records.get(lease.member.url)
-            if (found is None or not found.present) and silent >= self._gone:
+            url, silent = lease.member.url, now - lease.heard_at
+            known = self._router.balancer.records.get(url)
+            present = known is not None and known.present
+            if known and present and known.info is None and now >= known.info_at:
+                self._start_check(("info", url), partial(self._ask_info, known))
+            if not present and silent >= self._gone:
                 lease.cut_off("its replica is gone")
             elif silent >= self._silent:
-                suspects.setdefault(lease.member.url, []).append(lease)
+                suspects.setdefault(url, []).append(lease)
         for url, leases in suspects.items():
             self._start_check(("silent", url), partial(self._ask_silent, url, leases))
 
@@ -132,7 +131,7 @@ class HealthChecker:
         try:
             answer = await self._get_path(url, "/ready")
         except httpx.HTTPError as error:
-            return f"{type(error).__name__}: {error}".rstrip(": ")
+            return describe_error(error)
         if answer.status_code == 200:
             return ""
         try:
@@ -149,7 +148,7 @@ class HealthChecker:
         return None if state.active is None else state.active.identity
 
     async def _ask_info(self, record: MemberRecord) -> None:
-        """Ask what a member's worker is; an older one tells less than is wanted."""
+        """Ask a worker to describe itself; an older one lacks fields that this client needs."""
         asked_at = time.monotonic()
         try:
             answer = await self._get_path(record.member.url, "/v1/info")
@@ -161,13 +160,13 @@ class HealthChecker:
             record.info = info
 
     async def _ask_silent(self, url: str, leases: Sequence[AttemptLease]) -> None:
-        """Ask once whether the member on which all of these heard nothing is alive."""
+        """Ask a member once whether it is alive, for all attempts that heard nothing from it."""
         try:
             answer = await self._get_path(url, "/health")
             alive = answer.status_code == 200
             why = f"GET /health: {answer.status_code}"
         except httpx.HTTPError as error:
-            alive, why = False, f"{type(error).__name__}: {error}".rstrip(": ")
+            alive, why = False, describe_error(error)
         for lease in leases:
             if alive:
                 lease.note_heard()

@@ -1,4 +1,4 @@
-"""Gives members to attempts: which attempts run where, and who waits for a member."""
+"""Gives members to attempts, and knows which attempts run and which requests wait."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
 
 from .balancer import LoadBalancer
+from .member_records import ANY_WEIGHTS, WeightsBounds
 from .settings import WAIT_POLL_SECONDS, WAIT_WARNING_SECONDS
-from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class AttemptLease:
         self._scope: asyncio.Timeout | None = None
 
     def watch_timeout(self, scope: asyncio.Timeout | None) -> None:
-        """Say which timeout ends the attempt; None: it has ended."""
+        """Set the timeout that ends the attempt; None: it has ended."""
         self._scope = scope
         self.note_heard()
 
@@ -49,10 +49,10 @@ class RequestRouter:
 
     Args:
         balancer: Chooses the member.
-        trouble: Returns what discovery has to complain about; empty if nothing.
-        on_gone: Called with the URL of a member that had left, once the last request on it ended.
+        trouble: Returns the errors of discovery; empty: none.
+        on_gone: Called with the URL of a member that has left, once the last request on it ended.
         look_seconds: How often a waiting request looks again by itself.
-        refused: Whether discovery is refused to know the members, so that waiting does not help.
+        refused: Whether discovery may not list the members, so that waiting does not help.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class RequestRouter:
         self._changed = asyncio.Event()
 
     def notify_waiting(self) -> None:
-        """Wake all who wait: one of them may get a member now who could not before."""
+        """Wake all waiting requests: a member may take one of them now."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether nobody is known and discovery may not find out who is there."""
+        """Whether no member is known and discovery may not list any."""
         return self._refused() and not self.balancer.present_members()
 
     @property
@@ -91,7 +91,7 @@ class RequestRouter:
         return list(self._waiting.values())
 
     def refusal_reasons(self, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
-        """Return why no member takes a request, and what discovery has to complain about."""
+        """Return why no member takes a request, and the errors of discovery."""
         known = (
             self.balancer.exclusion_reasons(time.monotonic(), bounds)
             or "no members have been discovered"
@@ -100,7 +100,7 @@ class RequestRouter:
         return f"{known}; {trouble}" if trouble else known
 
     def warn_if_waiting(self, began: float, bounds: WeightsBounds = ANY_WEIGHTS) -> None:
-        """Log from time to time, once for all, why a request that began then still waits."""
+        """Log at intervals, once for all requests, why one that began then still waits."""
         now = time.monotonic()
         if now - max(began, self._warned_at) >= WAIT_WARNING_SECONDS:
             self._warned_at = now
@@ -129,10 +129,10 @@ class RequestRouter:
         bounds: WeightsBounds = ANY_WEIGHTS,
         avoid: Collection[str] = (),
     ) -> Member:
-        """Return a member for one attempt, counted at once: enter `lease` with it next.
+        """Return a member for one attempt, counted at once: enter `lease_member` with it next.
 
         Raises:
-            NoReplica: No member could take it by then, or discovery may not know the members.
+            NoReplica: No member could take it by then, or discovery may not list the members.
             RequestRefused: No member serves the exact weights asked for any more.
             PoolClosed: The pool was closed.
         """
