@@ -162,11 +162,7 @@ class BlockingPortal:
     ) -> T:
         """Run a coroutine in the loop and return its result; Ctrl-C cancels it and waits for its end.
 
-        A second Ctrl-C does not wait.
-
-        Args:
-            coroutine: What to run.
-            if_refused: Called before this raises, if the coroutine was never started.
+        A second Ctrl-C does not wait. If the coroutine is never started, `if_refused` is called.
 
         Raises:
             PoolClosed: The loop has ended.

@@ -38,25 +38,24 @@ class Hook:
         """Called when a `publish_weights` has ended: outcome `ok` or the name of the error."""
 
 
-class _ClientMetrics:
-    """The metrics of all pools that share a registry."""
+def _make_metrics(registry: CollectorRegistry) -> dict[str, Any]:
+    import prometheus_client as prometheus
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        import prometheus_client as prometheus
+    def make(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
+        return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=registry)
 
-        def made(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
-            return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=registry)
+    counter, histogram = prometheus.Counter, prometheus.Histogram
+    return {
+        "requests": make(counter, "requests_total", "Calls of generate", "outcome"),
+        "attempts": make(counter, "attempts_total", "Requests to workers", "outcome"),
+        "tokens": make(counter, "tokens_total", "Sampled tokens received"),
+        "seconds": make(histogram, "request_duration_seconds", "Duration of generate"),
+        "members": make(prometheus.Gauge, "members", "Members by state", "state"),
+        "publishes": make(histogram, "publish_seconds", "Duration of a publish", "outcome"),
+    }
 
-        counter, histogram = prometheus.Counter, prometheus.Histogram
-        self.requests = made(counter, "requests_total", "Calls of generate", "outcome")
-        self.attempts = made(counter, "attempts_total", "Requests to workers", "outcome")
-        self.tokens = made(counter, "tokens_total", "Sampled tokens received")
-        self.seconds = made(histogram, "request_duration_seconds", "Duration of generate")
-        self.members = made(prometheus.Gauge, "members", "Members by state", "state")
-        self.publishes = made(histogram, "publish_seconds", "Duration of a publish", "outcome")
 
-
-_METRICS: WeakKeyDictionary[CollectorRegistry, _ClientMetrics] = WeakKeyDictionary()
+_METRICS: WeakKeyDictionary[CollectorRegistry, dict[str, Any]] = WeakKeyDictionary()
 """By registry: a name can be registered only once, and a process may have many pools."""
 
 
@@ -73,28 +72,31 @@ class PrometheusHook(Hook):
 
         where = prometheus.REGISTRY if registry is None else registry
         if where not in _METRICS:
-            _METRICS[where] = _ClientMetrics(where)
+            _METRICS[where] = _make_metrics(where)
         self._pool = pool
         self._metrics = _METRICS[where]
 
+    def _series(self, metric: str, *labels: str) -> Any:
+        return self._metrics[metric].labels(self._pool, *labels)
+
     @override
     def attempt(self, report: AttemptReport) -> None:
-        self._metrics.attempts.labels(self._pool, report.outcome).inc()
-        self._metrics.tokens.labels(self._pool).inc(report.tokens)
+        self._series("attempts", report.outcome).inc()
+        self._series("tokens").inc(report.tokens)
 
     @override
     def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
-        self._metrics.requests.labels(self._pool, outcome).inc()
-        self._metrics.seconds.labels(self._pool).observe(seconds)
+        self._series("requests", outcome).inc()
+        self._series("seconds").observe(seconds)
 
     @override
     def members(self, present: int, serving: int) -> None:
-        self._metrics.members.labels(self._pool, "present").set(present)
-        self._metrics.members.labels(self._pool, "serving").set(serving)
+        self._series("members", "present").set(present)
+        self._series("members", "serving").set(serving)
 
     @override
     def published(self, outcome: str, seconds: float) -> None:
-        self._metrics.publishes.labels(self._pool, outcome).observe(seconds)
+        self._series("publishes", outcome).observe(seconds)
 
 
 def guard_progress(progress: Callable[P, object]) -> Callable[P, None]:

@@ -16,27 +16,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common.wire import (
-    AbortRequest,
-    AbortResponse,
-    CommitRequest,
-    Committed,
-    DiscardRequest,
-    DiscardResponse,
-    OfferRequest,
-    OfferResponse,
-    PauseRequest,
-    ReleaseRequest,
-    RequireRequest,
-    ResetRequest,
-    SleepRequest,
-    StagedWeights,
-    StageRequest,
-    WakeRequest,
-    WeightsDtypes,
-    WeightsState,
-    WorkerState,
-)
+from rollout_common import wire
 
 from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
 
@@ -105,88 +85,94 @@ class WorkerControl:
         self._token = token
         self._request = send_over_httpx(client) if isinstance(client, httpx.AsyncClient) else client
 
-    async def state(self, *, timeout: float = STATE_TIMEOUT_SECONDS) -> WorkerState:
+    async def state(self, *, timeout: float = STATE_TIMEOUT_SECONDS) -> wire.WorkerState:
         """Return the worker's state."""
-        return await self._call_route("GET", "/v1/state", None, WorkerState, timeout)
+        return await self._call_route("/v1/state", None, wire.WorkerState, timeout)
 
     async def pause(
-        self, request: PauseRequest | None = None, *, timeout: float | None = None
-    ) -> WorkerState:
+        self, request: wire.PauseRequest | None = None, *, timeout: float | None = None
+    ) -> wire.WorkerState:
         """Hold generation."""
-        request = request or PauseRequest()
+        request = request or wire.PauseRequest()
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
-        return await self._call_route("POST", "/v1/pause", request, WorkerState, limit)
+        return await self._call_route("/v1/pause", request, wire.WorkerState, limit)
 
     async def resume(
-        self, request: ReleaseRequest | None = None, *, timeout: float = DEADLINE_SLACK_SECONDS
-    ) -> WorkerState:
+        self, request: wire.ReleaseRequest | None = None, *, timeout: float = DEADLINE_SLACK_SECONDS
+    ) -> wire.WorkerState:
         """Drop this caller's pause."""
-        body = request or ReleaseRequest()
-        return await self._call_route("POST", "/v1/resume", body, WorkerState, timeout)
+        body = request or wire.ReleaseRequest()
+        return await self._call_route("/v1/resume", body, wire.WorkerState, timeout)
 
     async def sleep(
-        self, request: SleepRequest | None = None, *, timeout: float | None = None
-    ) -> WorkerState:
+        self, request: wire.SleepRequest | None = None, *, timeout: float | None = None
+    ) -> wire.WorkerState:
         """Free the engine's memory."""
-        request = request or SleepRequest()
+        request = request or wire.SleepRequest()
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
-        return await self._call_route("POST", "/v1/sleep", request, WorkerState, limit)
+        return await self._call_route("/v1/sleep", request, wire.WorkerState, limit)
 
     async def wake(
-        self, request: WakeRequest | None = None, *, timeout: float = 5 * DEADLINE_SLACK_SECONDS
-    ) -> WorkerState:
+        self,
+        request: wire.WakeRequest | None = None,
+        *,
+        timeout: float = 5 * DEADLINE_SLACK_SECONDS,
+    ) -> wire.WorkerState:
         """Allocate the memory again; after a sleep of level 2 load the model, unless `load` is false."""
-        body = request or WakeRequest()
-        return await self._call_route("POST", "/v1/wake", body, WorkerState, timeout)
+        body = request or wire.WakeRequest()
+        return await self._call_route("/v1/wake", body, wire.WorkerState, timeout)
 
     async def abort(
-        self, request: AbortRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> AbortResponse:
+        self, request: wire.AbortRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.AbortResponse:
         """Abort some or all requests."""
-        return await self._call_route("POST", "/v1/abort", request, AbortResponse, timeout)
+        return await self._call_route("/v1/abort", request, wire.AbortResponse, timeout)
 
     async def stage(
-        self, request: StageRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> StagedWeights:
+        self, request: wire.StageRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.StagedWeights:
         """Start staging and return at once; progress is in `weights` and `state`."""
-        return await self._call_route("POST", "/v1/weights/stage", request, StagedWeights, timeout)
+        return await self._call_route("/v1/weights/stage", request, wire.StagedWeights, timeout)
 
-    async def commit(self, request: CommitRequest, *, timeout: float | None = None) -> Committed:
+    async def commit(
+        self, request: wire.CommitRequest, *, timeout: float | None = None
+    ) -> wire.Committed:
         """Flip to the staged weights."""
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
-        return await self._call_route("POST", "/v1/weights/commit", request, Committed, limit)
+        return await self._call_route("/v1/weights/commit", request, wire.Committed, limit)
 
     async def discard(
-        self, request: DiscardRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> DiscardResponse:
+        self, request: wire.DiscardRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.DiscardResponse:
         """Drop the staged weights of this identity, if they are staged."""
-        route = "/v1/weights/discard"
-        return await self._call_route("POST", route, request, DiscardResponse, timeout)
+        return await self._call_route("/v1/weights/discard", request, wire.DiscardResponse, timeout)
 
-    async def dtypes(self, *, timeout: float = QUICK_CALL_SECONDS) -> WeightsDtypes:
+    async def dtypes(self, *, timeout: float = QUICK_CALL_SECONDS) -> wire.WeightsDtypes:
         """Return the dtypes of the model's checkpoint, which every version has to have."""
-        return await self._call_route("GET", "/v1/weights/dtypes", None, WeightsDtypes, timeout)
+        return await self._call_route("/v1/weights/dtypes", None, wire.WeightsDtypes, timeout)
 
     async def offer(
-        self, request: OfferRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> OfferResponse:
+        self, request: wire.OfferRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.OfferResponse:
         """Return a ticket with which another worker fetches pushed weights from this one."""
-        return await self._call_route("POST", "/v1/weights/offer", request, OfferResponse, timeout)
+        return await self._call_route("/v1/weights/offer", request, wire.OfferResponse, timeout)
 
     async def require(
-        self, request: RequireRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> WeightsState:
+        self, request: wire.RequireRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.WeightsState:
         """Raise the epoch; with `min_version`, lift the fence and set the lowest admitted version."""
-        return await self._call_route("POST", "/v1/require", request, WeightsState, timeout)
+        return await self._call_route("/v1/require", request, wire.WeightsState, timeout)
 
-    async def reset_cache(self, *, timeout: float = QUICK_CALL_SECONDS) -> WorkerState:
+    async def reset_cache(self, *, timeout: float = QUICK_CALL_SECONDS) -> wire.WorkerState:
         """Forget all cached prefixes."""
-        body = ResetRequest()
-        return await self._call_route("POST", "/v1/cache/reset", body, WorkerState, timeout)
+        return await self._call_route(
+            "/v1/cache/reset", wire.ResetRequest(), wire.WorkerState, timeout
+        )
 
     async def _call_route(
-        self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float
+        self, path: str, body: BaseModel | None, answer: type[M], timeout: float
     ) -> M:
+        method = "GET" if body is None else "POST"
         status, content = await self._send_request(method, path, body, timeout)
         try:
             # A newer worker may send fields that this client does not know.

@@ -47,22 +47,11 @@ class BoundaryTokenizer:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._clean: set[tuple[str, str]] = set()
-        """Context and first special token of boundaries over which nothing merges."""
 
     def encode_following(self, before: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the boundary is clean."""
         context = self.last_special(before) or before[-CONTEXT_CHARACTERS:]
-        begins = self._special_pattern.match(text)
-        if begins is None:
-            return self._codec.encode_after(context, text)
-        ids = self._codec.encode(text)
-        if (context, begins[0]) not in self._clean:
-            joined, clean = self._codec.encode_after(context, text)
-            if not clean or joined != ids:
-                return joined, clean
-            self._clean.add((context, begins[0]))
-        return ids, True
+        return self._codec.encode_after(context, text)
 
     def last_special(self, text: str) -> str:
         """Return the end of a text from its last special token on; empty: the end has none."""
@@ -110,12 +99,8 @@ def fit_turn(
     stands for the template's. If a turn has no closing token, an end with which the next turn does
     not begin (GLM expected another role) is removed.
 
-    Args:
-        tail: The last sampled ids.
-        turn: Its `close` and `body` become what is left to write.
-        special: Ids of special tokens.
-        ends: Ids with which a policy ends its turn.
-        stopped: Id that the engine named as the end, if any.
+    `tail` are the last sampled ids, `ends` the ids with which a policy ends its turn, and `stopped`
+    the id that the engine reported as the end, if any.
     """
     whole = [*turn.close, *turn.body]
     for count in range(min(len(tail), len(turn.close) + 1, len(whole)), 0, -1):

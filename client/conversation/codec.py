@@ -24,18 +24,15 @@ VisionBlock = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class RopeLayout:
-    """How a processor lays out vision blocks.
-
-    Attributes:
-        seconds_step: Positions per second of video (2 for Qwen2.5-VL); 0: one per time patch.
-        by_frame: Each video frame is a block of its own, between timestamps (Qwen3-VL).
-    """
+    """How a processor lays out vision blocks."""
 
     image_id: int
     video_id: int
     merge: int
     seconds_step: float = 0
+    """Positions per second of video (2 for Qwen2.5-VL); 0: one per time patch."""
     by_frame: bool = False
+    """Each video frame is a block of its own, between timestamps (Qwen3-VL)."""
 
     @classmethod
     def from_processor(cls, processor: Any) -> RopeLayout | None:
@@ -54,11 +51,7 @@ class RopeLayout:
         )
 
     def rope_positions(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> RopePositions:
-        """Return three rows of positions for these tokens, counted from 0.
-
-        Raises:
-            ValueError: Placeholders and grids do not match.
-        """
+        """Return three rows of positions for these tokens, counted from 0."""
         blocks = {
             self.image_id: self._vision_blocks(inputs, "image_grid_thw", video=False),
             self.video_id: self._vision_blocks(inputs, "video_grid_thw", video=True),
@@ -162,11 +155,7 @@ class Codec:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            TemplateError: The template rejected the messages.
-        """
+        """Return the text of a conversation; raise TemplateError if the template rejects it."""
         try:
             text = self.source.apply_chat_template(
                 [dict(message) for message in messages],
@@ -183,11 +172,7 @@ class Codec:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; adds no BOS, as templates print their own.
-
-        Raises:
-            TemplateError: The text holds a stand-in's word (`examples`) instead of a content.
-        """
+        """Return the ids of a text; adds no BOS, as templates print their own."""
         return self._encode_ids(_check_real(text))
 
     def _encode_ids(self, text: str) -> list[int]:
@@ -204,11 +189,8 @@ class Codec:
     def encode_after(self, context: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the boundary is clean.
 
-        It is not clean if the tokenizer merges across the boundary: no ids appended to the context's
-        would equal those of the whole. Then the ids of the text alone are returned.
-
-        Raises:
-            TemplateError: The text holds a stand-in's word; the context may hold some.
+        It is not clean if the tokenizer merges across it: no ids after the context's would equal
+        those of the whole. Then the ids of the text alone are returned.
         """
         before = self._encode_ids(context)
         whole = self._encode_ids(context + _check_real(text))
@@ -219,11 +201,7 @@ class Codec:
     def encode_media(
         self, text: str, media: MediaLists, options: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any]]:
-        """Return the ids of a text with its media inserted, and the tensors of the media alone.
-
-        Raises:
-            ValueError: Media need a processor, but there is only a tokenizer.
-        """
+        """Return the ids of a text with its media inserted, and the tensors of the media alone."""
         given = {key: items for key, items in media.items() if items}
         if not given:
             return self.encode(text), {}

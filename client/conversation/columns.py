@@ -25,14 +25,8 @@ INT32, INT8, FLOAT32 = "i", "b", "f"
 class ColumnView(Sequence[N]):
     """A read-only slice `[start, stop)` of a column; equal to any sequence of the same numbers.
 
-    Args:
-        data: The column.
-        cuts: Lengths to which the column was cut; its owner appends to it.
-        start: First index, clamped.
-        stop: End, clamped; default: the column's length now.
-
-    Raises:
-        RuntimeError: On reading, if the column has been cut below the end of the slice.
+    Reading raises RuntimeError once the column was cut below the end of the slice: its owner appends
+    the new length to `cuts`.
     """
 
     __slots__ = ("_cuts", "_cuts_seen", "_data", "_start", "_stop")

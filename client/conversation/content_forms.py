@@ -32,11 +32,7 @@ class ContentForms:
         self._printed_forms: dict[tuple[str, ContentForm], bool | None] = {}
 
     def shape_message(self, message: Message) -> Message:
-        """Return a message as the template prints it.
-
-        Raises:
-            TemplateError: It prints messages of this role, or their media, in no form.
-        """
+        """Return a message in the form that the template prints; raise TemplateError if none is."""
         role, content = str(message["role"]), message.get("content")
         if isinstance(content, str):
             if self._prints_form(role, "text") is not True:

@@ -56,9 +56,7 @@ def begin_prompt(
 ) -> EncodedPrompt:
     """Return the ids that a conversation starts with, at most `limit` of them.
 
-    Raises:
-        PromptTooLong: The policy allows no cut; a prompt with media is never cut, as placeholders and
-            tensors would no longer match.
+    A prompt with media is never cut: its placeholders and tensors would no longer match.
     """
     if given is None:
         begun = template.encode_prompt(messages, media, mm)

@@ -18,11 +18,7 @@ KIND_FIELD = "$rollout"
 
 
 def encode_value(value: Any, binary: bool) -> Any:
-    """Return plain data; bytes stay bytes when `binary`, else they become base64.
-
-    Raises:
-        TypeError: Names the type that can't be serialized.
-    """
+    """Return plain data; bytes stay bytes if `binary`, otherwise they become base64."""
 
     def raw(data: bytes) -> bytes | str:
         return data if binary else base64.b64encode(data).decode()

@@ -62,16 +62,10 @@ def find_difference(
     close: str,
     prompt: int,
 ) -> Difference | None:
-    """Return the first difference that counts in this mode; None if there is none.
+    """Return the first difference from the ids of a full render; None if none counts in this mode.
 
-    Args:
-        ids: The conversation's ids.
-        expected: The ids of a full render of its messages.
-        sampled: 1 for ids that the policy sampled.
-        decode: Decodes ids, including special tokens.
-        mode: What counts as a difference.
-        close: What the template writes after an answer; a final answer may lack (part of) it.
-        prompt: Number of prompt ids.
+    A final answer may lack (part of) `close`, which the template writes after an answer. The first
+    `prompt` ids and those that the policy `sampled` determine the reason.
     """
     if mode is SanityCheckMode.DISABLE or ids == expected:
         return None

@@ -78,11 +78,7 @@ class ToolResponse(BaseModel):
 
 
 def plain_mapping(value: Any) -> Any:
-    """Return a message or tool as a plain mapping, with models converted to dicts.
-
-    Raises:
-        TypeError: It is neither a mapping nor a model.
-    """
+    """Return a message or tool as a plain mapping, with models converted to dicts."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_none=True)
     if isinstance(value, Mapping):
@@ -97,10 +93,6 @@ def extract_media(value: Any) -> tuple[Message, MediaLists]:
     """Return a message as a plain dict, and the media from its content.
 
     Media become placeholders (`{"type": "image"}`); existing placeholders stay.
-
-    Raises:
-        ValueError: The message has no role, or holds a stand-in's word.
-        TypeError: It is neither a mapping nor a model.
     """
     message: Message = plain_mapping(value)
     if not isinstance(message.get("role"), str):

@@ -57,7 +57,6 @@ class ChatTemplate:
         self.codec, self.tools, self.options = codec, tools, options
         self._forms = ContentForms(lambda messages: codec.render(messages, tools, options))
         self._example_texts: dict[str, str] = {}
-        self._closing_ids: dict[str, list[int]] = {}
         self._generation_ids: dict[tuple[str, ...], list[int] | None] = {}
         self._trailers: dict[str, str] = {}
         self._trusted: dict[tuple[tuple[str, ...], ...], bool] = {}
@@ -119,12 +118,7 @@ class ChatTemplate:
         self, history: Sequence[Message], group: Sequence[Message], media: MediaLists,
         mm: Mapping[str, Any],
     ) -> TurnTokens:  # fmt: skip
-        """Return what messages of user, tool or system add to a conversation.
-
-        Raises:
-            TemplateError: The template refuses them, prints nothing of them,
-                or prints the earlier conversation differently.
-        """
+        """Return what messages of user, tool or system add to a conversation."""
         example = self._example_for(history, group)
         split = self._split_turn(example, group) if self._is_trusted(example, group) else None
         full = split is None or not split.is_real()
@@ -167,9 +161,7 @@ class ChatTemplate:
     def _encode_split(
         self, split: _SplitTurn, media: MediaLists, mm: Mapping[str, Any], *, full: bool = False
     ) -> TurnTokens:
-        if split.close not in self._closing_ids:
-            self._closing_ids[split.close] = self.codec.encode(split.close)
-        close = list(self._closing_ids[split.close])
+        close = self.codec.encode(split.close)
         turn = TurnTokens(close, full=full, rewritten=split.rewritten)
         if any(media.values()):
             turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)

@@ -52,12 +52,7 @@ async def run_attempt(
 ) -> StreamDone:
     """Send a request with `stream`, and call `take` with each delta until the worker ends it.
 
-    Args:
-        client: Connections to the member.
-        lease: Notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
-        request: With `stream`.
-        take: Called with each delta.
-        seconds: Deadline for all of it.
+    The lease notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
 
     Raises:
         AttemptRefused: The worker answered with a problem.

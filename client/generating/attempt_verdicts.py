@@ -14,14 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from rollout_client.errors import (
-    DeadlineExceeded,
-    NoReplica,
-    RequestError,
-    RequestFailed,
-    RequestRefused,
-    VersionChanged,
-)
+from rollout_client import errors
 from rollout_client.results import Outcome
 from rollout_common.wire import (
     NOT_FINITE,
@@ -122,7 +115,7 @@ class StartOver:
 class GiveUp:
     """The caller gets an error."""
 
-    error: RequestError
+    error: errors.RequestError
 
 
 Next = FinishOutput | ContinueOutput | StartOver | GiveUp
@@ -167,7 +160,7 @@ def judge_answer(output: DoneOutput | None, at: AttemptState) -> AttemptVerdict:
         return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
     if output.abort_slug == NOT_FINITE:
         why = output.abort_detail or NOT_FINITE
-        failed = GiveUp(RequestFailed(why, replica=at.replica))
+        failed = GiveUp(errors.RequestFailed(why, replica=at.replica))
         return AttemptVerdict("aborted", why, finish_if_whole(at) or failed)
     match output.abort_reason or AbortReason.ENGINE:
         case AbortReason.DEADLINE as reason:
@@ -188,7 +181,7 @@ def judge_broken_attempt(why: str, at: AttemptState, outcome: Outcome = "broken"
         follows = GiveUp(deadline_error(at))
     elif isinstance(follows, ContinueOutput) and failures > at.policy.max_failures:
         text = f"{failures} attempts broke, the last one: {why}"
-        follows = GiveUp(RequestFailed(text, replica=at.replica))
+        follows = GiveUp(errors.RequestFailed(text, replica=at.replica))
     return AttemptVerdict(outcome, why, follows, broke=True, exclusion=ReplicaExclusion(why))
 
 
@@ -213,7 +206,7 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
         follows = FinishOutput(StopReason.LENGTH)
     else:
         follows = GiveUp(
-            RequestRefused(
+            errors.RequestRefused(
                 refusal.detail, replica=at.replica, status=refusal.status, slug=refusal.slug
             )
         )
@@ -240,7 +233,7 @@ def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> 
     """Return what follows when no replica serves the weights of the tokens so far."""
     if at.policy.on_version_change == "fail":
         text = f"the weights changed from {at.first} to {to or 'others'} within an output"
-        return GiveUp(VersionChanged(text, replica=at.replica))
+        return GiveUp(errors.VersionChanged(text, replica=at.replica))
     return StartOver()
 
 
@@ -258,21 +251,21 @@ def finish_if_whole(at: AttemptState) -> FinishOutput | None:
     return None
 
 
-def deadline_error(at: AttemptState) -> DeadlineExceeded:
+def deadline_error(at: AttemptState) -> errors.DeadlineExceeded:
     """Return the error of a request whose deadline has passed."""
-    return DeadlineExceeded("its deadline passed", replica=at.replica)
+    return errors.DeadlineExceeded("its deadline passed", replica=at.replica)
 
 
-def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> RequestError:
+def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> errors.RequestError:
     """Return the error when no time is left for another attempt; `last` is how the last one ended."""
     if at.tokens or last != "refused":
         return deadline_error(at)
-    return NoReplica(f"no replica took the request in time ({reasons})")
+    return errors.NoReplica(f"no replica took the request in time ({reasons})")
 
 
-def no_replica_error(error: NoReplica, at: AttemptState) -> RequestError:
+def no_replica_error(error: errors.NoReplica, at: AttemptState) -> errors.RequestError:
     """Return the error when no replica came: with tokens, the deadline ended the output."""
-    return DeadlineExceeded(error.cause) if at.tokens else error
+    return errors.DeadlineExceeded(error.cause) if at.tokens else error
 
 
 def _pause_if_dry(at: AttemptState) -> float:

@@ -37,24 +37,8 @@ from rollout_common.wire import (
     WorkerInfo,
 )
 
+from . import attempt_verdicts as verdicts
 from .attempt_stream import AttemptBroken, AttemptRefused, run_attempt
-from .attempt_verdicts import (
-    AttemptState,
-    AttemptVerdict,
-    ContinueOutput,
-    FinishOutput,
-    GiveUp,
-    Next,
-    RequestPolicy,
-    StartOver,
-    judge_answer,
-    judge_broken_attempt,
-    judge_new_weights,
-    judge_refusal,
-    no_replica_error,
-    out_of_time_error,
-    step_after_weights_change,
-)
 from .continuation import remaining_bounds, remaining_request, rewind_length
 from .output_draft import OutputDraft, OutputUsage
 from .settings import ANSWER_GRACE_SECONDS
@@ -90,7 +74,7 @@ class OutputGeneration:
         request: GenerateRequest,
         request_id: str,
         index: int,
-        policy: RequestPolicy,
+        policy: verdicts.RequestPolicy,
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
         self.draft = OutputDraft(index)
@@ -160,20 +144,20 @@ class OutputGeneration:
         if time.monotonic() >= policy.until:
             last = self.usage.attempts[-1].outcome if self.usage.attempts else None
             reasons = router.refusal_reasons(self._asked)
-            raise out_of_time_error(self._attempt_state(), last, reasons)
+            raise verdicts.out_of_time_error(self._attempt_state(), last, reasons)
         avoid = () if self._last_url is None or not self._failures else (self._last_url,)
         try:
             bounds = self._current_bounds()
             return await router.choose_member(policy.key, policy.until, bounds, avoid)
         except NoReplica as error:
-            raise no_replica_error(error, self._attempt_state()) from None
+            raise verdicts.no_replica_error(error, self._attempt_state()) from None
         except RequestRefused:
             if not (policy.one_version and self.draft):
                 raise
-        await self._take_next_step(step_after_weights_change(self._attempt_state()))
+        await self._take_next_step(verdicts.step_after_weights_change(self._attempt_state()))
         return None
 
-    async def _try_member(self, member: Member) -> Next:
+    async def _try_member(self, member: Member) -> verdicts.Next:
         """Make one attempt and report it."""
         began = time.monotonic()
         with self._shared.router.lease_member(member) as lease:
@@ -197,7 +181,7 @@ class OutputGeneration:
             logger.debug("%s", report.cause, extra={"request": report.request_id})
         return verdict.next
 
-    async def _send_attempt(self, member: Member, lease: AttemptLease) -> AttemptVerdict:
+    async def _send_attempt(self, member: Member, lease: AttemptLease) -> verdicts.AttemptVerdict:
         """Ask a member for the remaining tokens and judge how that ends."""
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
@@ -212,28 +196,28 @@ class OutputGeneration:
             with self._shared.connections.client_for(member.url) as client:
                 done = await run_attempt(client, lease, request, take, left + ANSWER_GRACE_SECONDS)
         except AttemptRefused as refusal:
-            return judge_refusal(refusal, self._attempt_state(member))
+            return verdicts.judge_refusal(refusal, self._attempt_state(member))
         except AttemptBroken as broken:
-            return judge_broken_attempt(str(broken), self._attempt_state(member))
+            return verdicts.judge_broken_attempt(str(broken), self._attempt_state(member))
         except _WeightsChanged:
-            return judge_new_weights(self._attempt_state(member))
+            return verdicts.judge_new_weights(self._attempt_state(member))
         self._note_stream_end(member, done)
-        return judge_answer(next(iter(done.outputs), None), self._attempt_state(member))
+        return verdicts.judge_answer(next(iter(done.outputs), None), self._attempt_state(member))
 
-    async def _take_next_step(self, step: Next) -> None:
+    async def _take_next_step(self, step: verdicts.Next) -> None:
         match step:
-            case FinishOutput():
+            case verdicts.FinishOutput():
                 self.retractable = 0
                 wants = self._wants_logprobs
                 self._ended = self.draft.to_output(step.reason, step.match, logprobs=wants)
-            case ContinueOutput():
+            case verdicts.ContinueOutput():
                 left = max(0.0, self._policy.until - time.monotonic())
                 if pause := min(left, step.pause * random.uniform(0.5, 1.0)):
                     await asyncio.sleep(pause)
-            case StartOver():
+            case verdicts.StartOver():
                 self.draft.clear_tokens()
                 self._update_retractable()
-            case GiveUp():
+            case verdicts.GiveUp():
                 raise step.error from None
             case _:
                 assert_never(step)
@@ -247,8 +231,8 @@ class OutputGeneration:
     def _current_bounds(self) -> WeightsBounds:
         return remaining_bounds(self._asked, self.draft, one_version=self._policy.one_version)
 
-    def _attempt_state(self, member: Member | None = None) -> AttemptState:
-        return AttemptState(
+    def _attempt_state(self, member: Member | None = None) -> verdicts.AttemptState:
+        return verdicts.AttemptState(
             replica=member.name if member else None,
             now=time.monotonic(),
             sampling=self._request.sampling,
@@ -291,7 +275,7 @@ class OutputGeneration:
             # Without the wait for the first token.
             balancer.note_pace(member.url, (now - self._sampling_since) / (tokens - 1), now)
 
-    def _update_balancer(self, member: Member, verdict: AttemptVerdict) -> None:
+    def _update_balancer(self, member: Member, verdict: verdicts.AttemptVerdict) -> None:
         balancer, now = self._shared.router.balancer, time.monotonic()
         if verdict.weights is not None:
             balancer.note_weights(member.url, verdict.weights)

@@ -80,12 +80,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 def make_request(
     prompt: Prompt, options: GenerateOptions, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
 ) -> GenerateRequest:
-    """Return the request for a prompt with these options.
-
-    Args:
-        prompt: Token ids, or a whole request.
-        options: Replace the same fields of a whole request.
-        deadline_seconds: For a request without one.
+    """Return the request for a prompt; options replace the same fields of a whole request.
 
     Raises:
         ValueError: A field is unknown or has a bad value; the message names each.

@@ -49,11 +49,8 @@ MAX_REASONS = 8
 class LoadBalancer:
     """Chooses the member that gets a request.
 
-    Args:
-        max_imbalance: Requests that a sticky member may have above the least loaded one.
-        deterministic: Choose by a stable hash of the key instead of by load.
-        sticky_keys: Keys whose member is remembered; the least recently used are forgotten first.
-        seed: For the random choice of two.
+    It remembers the members of `sticky_keys` keys, and forgets the least recently used key first.
+    `PoolOptions` describes the other arguments.
     """
 
     def __init__(

@@ -42,13 +42,10 @@ def probe_pause_after(failures: int) -> float:
 
 
 class HealthChecker:
-    """Asks the router's members whether they serve, if there is a reason to, until cancelled.
+    """Asks members whether they serve, if there is a reason to.
 
-    Args:
-        router: Has the members.
-        connections: To the members.
-        silent_seconds: How long a worker may send nothing to a request before it is asked.
-        gone_seconds: The same for a member that discovery lost; then the request is cut off.
+    A worker is asked once it sent nothing to a request for `silent_seconds`. On a member that
+    discovery lost, such a request is cut off after `gone_seconds`.
     """
 
     def __init__(
