@@ -49,7 +49,7 @@ class VerlRollout:
         await self._pools.close()
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Wake the pool: for `kv_cache`, and already for `weights` if there is no folder.
+        """Wake the pool: for `kv_cache`, and already for `weights` without a folder.
 
         A sleeping pool takes new weights only from a folder, and loads them as it wakes. With a folder
         it takes memory only after the trainer has freed its own; without, both need it at once.

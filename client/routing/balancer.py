@@ -3,7 +3,7 @@
 In this order, among the members that may get it:
 
 1. in deterministic mode: the highest hash of (key, member), the same in every process;
-2. the member that had the key before, while it is no slower than usual and would have at most
+2. the member that had the key before, unless it is slower than usual and would have at most
    `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
    warm, but that does not make up for a queue, or for every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
