@@ -16,15 +16,7 @@ from dataclasses import dataclass
 
 from rollout_client import errors
 from rollout_client.results import Outcome
-from rollout_common.wire import (
-    NOT_FINITE,
-    AbortReason,
-    DoneOutput,
-    SamplingParams,
-    StopMatch,
-    StopReason,
-    WeightsId,
-)
+from rollout_common import wire
 
 from .attempt_stream import AttemptRefused
 from .generate_options import OnVersionChange
@@ -77,11 +69,11 @@ class AttemptState:
 
     replica: str | None
     now: float
-    sampling: SamplingParams
+    sampling: wire.SamplingParams
     policy: RequestPolicy
     tokens: Sequence[int] = ()
-    first: WeightsId | None = None
-    last: WeightsId | None = None
+    first: wire.WeightsId | None = None
+    last: wire.WeightsId | None = None
     failures: int = 0
     dry: int = 0
     end_tokens: Set[int] = frozenset()
@@ -91,8 +83,8 @@ class AttemptState:
 class FinishOutput:
     """The output is whole."""
 
-    reason: StopReason
-    match: StopMatch | None = None
+    reason: wire.StopReason
+    match: wire.StopMatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +141,28 @@ class AttemptVerdict:
     next: Next
     broke: bool = False
     exclusion: ReplicaExclusion | None = None
-    weights: WeightsId | None = None
+    weights: wire.WeightsId | None = None
 
 
-def judge_answer(output: DoneOutput | None, at: AttemptState) -> AttemptVerdict:
+def judge_answer(output: wire.DoneOutput | None, at: AttemptState) -> AttemptVerdict:
     """Judge the worker's own end of a stream."""
     if output is None:
         return judge_broken_attempt("it ended a stream without an output", at)
-    if output.stop_reason is not StopReason.ABORTED:
+    if output.stop_reason is not wire.StopReason.ABORTED:
         return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
-    if output.abort_slug == NOT_FINITE:
-        why = output.abort_detail or NOT_FINITE
+    if output.abort_slug == wire.NOT_FINITE:
+        why = output.abort_detail or wire.NOT_FINITE
         failed = GiveUp(errors.RequestFailed(why, replica=at.replica))
         return AttemptVerdict("aborted", why, finish_if_whole(at) or failed)
-    match output.abort_reason or AbortReason.ENGINE:
-        case AbortReason.DEADLINE as reason:
+    match output.abort_reason or wire.AbortReason.ENGINE:
+        case wire.AbortReason.DEADLINE as reason:
             return AttemptVerdict("aborted", reason, GiveUp(deadline_error(at)))
-        case AbortReason.ENGINE | AbortReason.CLIENT as reason:
+        case wire.AbortReason.ENGINE | wire.AbortReason.CLIENT as reason:
             return judge_broken_attempt(f"aborted: {reason}", at, "aborted")
         case reason:
-            asleep = ReplicaExclusion("it fell asleep") if reason is AbortReason.SLEEP else None
+            asleep = (
+                ReplicaExclusion("it fell asleep") if reason is wire.AbortReason.SLEEP else None
+            )
             follows = finish_if_whole(at) or ContinueOutput(_pause_if_dry(at))
             return AttemptVerdict("aborted", reason, follows, exclusion=asleep)
 
@@ -203,7 +197,7 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
         return judge_broken_attempt(str(refusal), at, "refused")
     elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
         # The request asked for as many tokens as the model's length allows, and has them.
-        follows = FinishOutput(StopReason.LENGTH)
+        follows = FinishOutput(wire.StopReason.LENGTH)
     else:
         follows = GiveUp(
             errors.RequestRefused(
@@ -229,7 +223,7 @@ def judge_new_weights(at: AttemptState) -> AttemptVerdict:
     return AttemptVerdict("moved", "the weights changed", step_after_weights_change(at, at.last))
 
 
-def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> Next:
+def step_after_weights_change(at: AttemptState, to: wire.WeightsId | None = None) -> Next:
     """Return what follows when no replica serves the weights of the tokens so far."""
     if at.policy.on_version_change == "fail":
         text = f"the weights changed from {at.first} to {to or 'others'} within an output"
@@ -245,9 +239,9 @@ def finish_if_whole(at: AttemptState) -> FinishOutput | None:
     sampling, tokens = at.sampling, at.tokens
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
     if tokens and tokens[-1] in stops and len(tokens) > sampling.min_tokens:
-        return FinishOutput(StopReason.STOP, StopMatch(token_id=tokens[-1]))
+        return FinishOutput(wire.StopReason.STOP, wire.StopMatch(token_id=tokens[-1]))
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
-        return FinishOutput(StopReason.LENGTH)
+        return FinishOutput(wire.StopReason.LENGTH)
     return None
 
 

@@ -26,16 +26,7 @@ from rollout_client.results import AttemptReport
 from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
-from rollout_common.wire import (
-    AbortReason,
-    GenerateOutput,
-    GenerateRequest,
-    LogprobsOf,
-    StopReason,
-    StreamDelta,
-    StreamDone,
-    WorkerInfo,
-)
+from rollout_common import wire
 
 from . import attempt_verdicts as verdicts
 from .attempt_stream import AttemptBroken, AttemptRefused, run_attempt
@@ -71,7 +62,7 @@ class OutputGeneration:
     def __init__(
         self,
         shared: PoolContext,
-        request: GenerateRequest,
+        request: wire.GenerateRequest,
         request_id: str,
         index: int,
         policy: verdicts.RequestPolicy,
@@ -96,16 +87,18 @@ class OutputGeneration:
         self._sampling_since = 0.0
         self._last_url: str | None = None
         self._rewind = 0
-        self._info: WorkerInfo | None = None
+        self._info: wire.WorkerInfo | None = None
         """Describes the worker that made the last token; None: not known yet."""
-        self._ended: GenerateOutput | None = None
+        self._ended: wire.GenerateOutput | None = None
         self._asked = WeightsBounds(request.epoch, request.min_version, request.exact_version)
 
     @property
-    def output(self) -> GenerateOutput:
+    def output(self) -> wire.GenerateOutput:
         """The output; marked aborted if it has not ended."""
         return self._ended or self.draft.to_output(
-            StopReason.ABORTED, abort_reason=AbortReason.CLIENT, logprobs=self._wants_logprobs
+            wire.StopReason.ABORTED,
+            abort_reason=wire.AbortReason.CLIENT,
+            logprobs=self._wants_logprobs,
         )
 
     @property
@@ -113,7 +106,7 @@ class OutputGeneration:
         return self._request.logprobs != "none"
 
     @property
-    def logprobs_of(self) -> LogprobsOf | None:
+    def logprobs_of(self) -> wire.LogprobsOf | None:
         """The kind of the logprobs; None: not known, or there are none.
 
         A worker that is killed right after the last token has not said so: then it is the kind that
@@ -247,7 +240,7 @@ class OutputGeneration:
 
     # What workers send.
 
-    def _take_delta(self, url: str, delta: StreamDelta) -> None:
+    def _take_delta(self, url: str, delta: wire.StreamDelta) -> None:
         if len(self.draft) == self._start and delta.token_ids:
             self._sampling_since = time.monotonic()
             self.first_token_at = self.first_token_at or self._sampling_since
@@ -264,7 +257,7 @@ class OutputGeneration:
         restarts = self._policy.on_version_change == "restart"
         self.retractable = tokens if restarts else self._rewind
 
-    def _note_stream_end(self, member: Member, done: StreamDone) -> None:
+    def _note_stream_end(self, member: Member, done: wire.StreamDone) -> None:
         self.usage.note_stream_end(done)
         balancer, now = self._shared.router.balancer, time.monotonic()
         balancer.readmit_member(member.url)

@@ -15,9 +15,8 @@ from rollout_common.wire import GenerateRequest, WeightsId
 
 from .attempt_verdicts import RequestPolicy
 from .attempts import PoolContext
-from .generate_call import GenerateCall
+from .generate_call import GenerateCall, GenerationStream
 from .generate_options import GenerateOptions, Prompt, make_request
-from .generation_stream import GenerationStream
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 DEFAULT_CONCURRENCY = 512

@@ -10,17 +10,7 @@ from dataclasses import dataclass, field
 
 from rollout_client.results import AttemptReport
 from rollout_client.weights_spans import append_span, cut_spans, shifted_span
-from rollout_common.wire import (
-    AbortReason,
-    GenerateOutput,
-    LogprobsOf,
-    StopMatch,
-    StopReason,
-    StreamDelta,
-    StreamDone,
-    WeightsId,
-    WeightsSpan,
-)
+from rollout_common import wire
 
 
 class BadDelta(ValueError):
@@ -34,7 +24,7 @@ class OutputDraft:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.spans: list[WeightsSpan] = []
+        self.spans: list[wire.WeightsSpan] = []
         self.has_logprobs = False
         self._base = 0
 
@@ -56,7 +46,7 @@ class OutputDraft:
         del self.logprobs[length:]
         cut_spans(self.spans, length)
 
-    def append_delta(self, delta: StreamDelta) -> None:
+    def append_delta(self, delta: wire.StreamDelta) -> None:
         """Append what an attempt sent; raise BadDelta if logprobs or spans do not cover the tokens."""
         count = len(delta.token_ids)
         if delta.logprobs is not None:
@@ -77,23 +67,23 @@ class OutputDraft:
         self.logprobs.extend(delta.logprobs or ())
 
     @property
-    def first_weights(self) -> WeightsId | None:
+    def first_weights(self) -> wire.WeightsId | None:
         """Weights that made the first token; None without a token."""
         return _span_identity(self.spans[0]) if self.spans else None
 
     @property
-    def last_weights(self) -> WeightsId | None:
+    def last_weights(self) -> wire.WeightsId | None:
         """Weights that made the last token; None without a token."""
         return _span_identity(self.spans[-1]) if self.spans else None
 
-    def delta_between(self, start: int, end: int) -> StreamDelta:
+    def delta_between(self, start: int, end: int) -> wire.StreamDelta:
         """Return tokens [start, end) as an event of the joined stream."""
         spans = tuple(
             span.model_copy(update={"start": max(span.start, start), "end": min(span.end, end)})
             for span in self.spans
             if span.start < end and span.end > start
         )
-        return StreamDelta(
+        return wire.StreamDelta(
             index=self.index,
             token_ids=tuple(self.token_ids[start:end]),
             logprobs=tuple(self.logprobs[start:end]) if self.has_logprobs else None,
@@ -102,14 +92,14 @@ class OutputDraft:
 
     def to_output(
         self,
-        stop_reason: StopReason,
-        stop_match: StopMatch | None = None,
-        abort_reason: AbortReason | None = None,
+        stop_reason: wire.StopReason,
+        stop_match: wire.StopMatch | None = None,
+        abort_reason: wire.AbortReason | None = None,
         *,
         logprobs: bool = True,
-    ) -> GenerateOutput:
+    ) -> wire.GenerateOutput:
         """Return the output as the caller gets it."""
-        return GenerateOutput(
+        return wire.GenerateOutput(
             index=self.index,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs) if self.has_logprobs or logprobs else None,
@@ -120,8 +110,8 @@ class OutputDraft:
         )
 
 
-def _span_identity(span: WeightsSpan) -> WeightsId:
-    return WeightsId(epoch=span.epoch, version=span.version)
+def _span_identity(span: wire.WeightsSpan) -> wire.WeightsId:
+    return wire.WeightsId(epoch=span.epoch, version=span.version)
 
 
 @dataclass(slots=True)
@@ -129,12 +119,12 @@ class OutputUsage:
     """What one output took over all of its attempts, as workers reported it."""
 
     attempts: list[AttemptReport] = field(default_factory=list)
-    logprobs_of: LogprobsOf | None = None
+    logprobs_of: wire.LogprobsOf | None = None
     cached_tokens: int = 0
     queued_seconds: float = 0.0
     preemptions: int = 0
 
-    def note_stream_end(self, done: StreamDone) -> None:
+    def note_stream_end(self, done: wire.StreamDone) -> None:
         """Add what a worker reports at the end of a stream."""
         if not self.attempts:
             # Only the first attempt's prompt is the caller's: later ones include tokens so far.

@@ -17,8 +17,8 @@ from typing_extensions import override
 from rollout_client.blocking_portal import BlockingPortal
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import PoolClosed
+from rollout_client.generating.generate_call import GenerationStream
 from rollout_client.generating.generate_options import GenerateOptions, Prompt
-from rollout_client.generating.generation_stream import GenerationStream
 from rollout_client.results import GenerateResult
 from rollout_client.steering.settings import DEFAULT_STATE_SECONDS
 from rollout_client.steering.spool import drain_blocking

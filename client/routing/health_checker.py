@@ -20,25 +20,17 @@ from pydantic import ValidationError
 
 from rollout_common.wire import WeightsId, WeightsState, WorkerInfo
 
+from . import settings
 from .member_clients import MemberClients, describe_error
 from .member_records import MemberRecord
 from .router import AttemptLease, RequestRouter
-from .settings import (
-    FIRST_PROBE_SECONDS,
-    GONE_LIMIT_SECONDS,
-    HEALTH_TICK_SECONDS,
-    MAX_PROBE_SECONDS,
-    PROBE_TIMEOUT_SECONDS,
-    SILENCE_LIMIT_SECONDS,
-    WEIGHTS_PROBE_SECONDS,
-)
 
 logger = logging.getLogger(__name__)
 
 
 def probe_pause_after(failures: int) -> float:
     """Return the pause before the next probe of a member that has failed this often."""
-    return min(MAX_PROBE_SECONDS, FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
+    return min(settings.MAX_PROBE_SECONDS, settings.FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
 
 
 class HealthChecker:
@@ -53,8 +45,8 @@ class HealthChecker:
         router: RequestRouter,
         connections: MemberClients,
         *,
-        silent_seconds: float = SILENCE_LIMIT_SECONDS,
-        gone_seconds: float = GONE_LIMIT_SECONDS,
+        silent_seconds: float = settings.SILENCE_LIMIT_SECONDS,
+        gone_seconds: float = settings.GONE_LIMIT_SECONDS,
     ) -> None:
         self._router = router
         self._connections = connections
@@ -67,7 +59,7 @@ class HealthChecker:
         try:
             while True:
                 self._check_members(time.monotonic())
-                await asyncio.sleep(HEALTH_TICK_SECONDS)
+                await asyncio.sleep(settings.HEALTH_TICK_SECONDS)
         finally:
             asking = list(self._asking.values())
             for task in asking:
@@ -120,7 +112,7 @@ class HealthChecker:
             name = record.member.name
             logger.info("%s serves again", name, extra={"replica": name})
         balancer.readmit_member(url)
-        record.probe_at = now + WEIGHTS_PROBE_SECONDS
+        record.probe_at = now + settings.WEIGHTS_PROBE_SECONDS
         self._router.notify_waiting()
 
     async def _not_serving_reason(self, url: str) -> str:
@@ -151,7 +143,7 @@ class HealthChecker:
             answer = await self._get_path(record.member.url, "/v1/info")
             info = WorkerInfo.model_validate_json(answer.content, extra="ignore")
         except (httpx.HTTPError, ValidationError):
-            record.info_at = time.monotonic() + MAX_PROBE_SECONDS
+            record.info_at = time.monotonic() + settings.MAX_PROBE_SECONDS
             return
         if record.info_at <= asked_at:
             record.info = info
@@ -172,4 +164,4 @@ class HealthChecker:
 
     async def _get_path(self, url: str, path: str) -> httpx.Response:
         with self._connections.client_for(url) as client:
-            return await client.get(path, timeout=PROBE_TIMEOUT_SECONDS)
+            return await client.get(path, timeout=settings.PROBE_TIMEOUT_SECONDS)
