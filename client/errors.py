@@ -62,12 +62,7 @@ class RequestRefused(RequestError):
     """
 
     def __init__(
-        self,
-        cause: str,
-        *,
-        replica: str | None = None,
-        status: int = 0,
-        slug: str = "",
+        self, cause: str, *, replica: str | None = None, status: int = 0, slug: str = ""
     ) -> None:
         super().__init__(cause, replica=replica)
         self.status = status
@@ -75,7 +70,7 @@ class RequestRefused(RequestError):
 
 
 class NoReplica(RequestError):
-    """No replica could take the request in time; the cause says why, for each of them."""
+    """No replica could take the request in time; the cause says why, for each replica."""
 
 
 class RequestFailed(RequestError):

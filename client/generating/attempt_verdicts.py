@@ -89,7 +89,7 @@ class FinishOutput:
 
 @dataclass(frozen=True, slots=True)
 class ContinueOutput:
-    """Another attempt goes on after the tokens so far.
+    """Another attempt continues after the tokens so far.
 
     Attributes:
         pause: Seconds before it; the caller spreads them so that requests do not all return at once.

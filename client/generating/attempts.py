@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
@@ -56,29 +56,24 @@ class PoolContext:
     hook: Hook
 
 
+@dataclass(eq=False, repr=False)
 class OutputGeneration:
     """One output. Call `run_attempts` once; `output` is what there is, also after a failure."""
 
-    def __init__(
-        self,
-        shared: PoolContext,
-        request: wire.GenerateRequest,
-        request_id: str,
-        index: int,
-        policy: verdicts.RequestPolicy,
-        on_tokens: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.draft = OutputDraft(index)
+    shared: PoolContext
+    request: wire.GenerateRequest
+    request_id: str
+    index: int
+    policy: verdicts.RequestPolicy
+    on_tokens: Callable[[], None] = lambda: None
+    first_token_at: float | None = field(default=None, init=False)
+    """On the monotonic clock."""
+    retractable: int = field(default=0, init=False)
+    """How many of the last tokens may still be sampled again: a stream holds them back."""
+
+    def __post_init__(self) -> None:
+        self.draft = OutputDraft(self.index)
         self.usage = OutputUsage()
-        self.first_token_at: float | None = None
-        """On the monotonic clock."""
-        self.retractable = 0
-        """How many of the last tokens may still be sampled again: a stream holds them back."""
-        self._shared = shared
-        self._request = request
-        self._id = request_id
-        self._policy = policy
-        self._on_tokens = on_tokens
         self._failures = 0
         self._dry = 0
         """Attempts in a row that gave no token."""
@@ -90,7 +85,8 @@ class OutputGeneration:
         self._info: wire.WorkerInfo | None = None
         """Describes the worker that made the last token; None: not known yet."""
         self._ended: wire.GenerateOutput | None = None
-        self._asked = WeightsBounds(request.epoch, request.min_version, request.exact_version)
+        asked = self.request
+        self._asked = WeightsBounds(asked.epoch, asked.min_version, asked.exact_version)
 
     @property
     def output(self) -> wire.GenerateOutput:
@@ -103,7 +99,7 @@ class OutputGeneration:
 
     @property
     def _wants_logprobs(self) -> bool:
-        return self._request.logprobs != "none"
+        return self.request.logprobs != "none"
 
     @property
     def logprobs_of(self) -> wire.LogprobsOf | None:
@@ -112,7 +108,7 @@ class OutputGeneration:
         A worker that is killed right after the last token has not said so: then it is the kind that
         was asked for, or the worker's default.
         """
-        asked = self._request.logprobs
+        asked = self.request.logprobs
         if self.usage.logprobs_of or not self.draft.logprobs or asked == "none":
             return self.usage.logprobs_of
         return asked or next(iter(self._info.capabilities.logprobs if self._info else ()), None)
@@ -129,11 +125,11 @@ class OutputGeneration:
                 if member is not None:
                     await self._take_next_step(await self._try_member(member))
         finally:
-            self._on_tokens()
+            self.on_tokens()
 
     async def _choose_member(self) -> Member | None:
         """Return the member for the next attempt; None: the output starts over, choose again."""
-        router, policy = self._shared.router, self._policy
+        router, policy = self.shared.router, self.policy
         if time.monotonic() >= policy.until:
             last = self.usage.attempts[-1].outcome if self.usage.attempts else None
             reasons = router.refusal_reasons(self._asked)
@@ -153,7 +149,7 @@ class OutputGeneration:
     async def _try_member(self, member: Member) -> verdicts.Next:
         """Make one attempt and report it."""
         began = time.monotonic()
-        with self._shared.router.lease_member(member) as lease:
+        with self.shared.router.lease_member(member) as lease:
             verdict = await self._send_attempt(member, lease)
             self._update_balancer(member, verdict)
         gained = max(0, len(self.draft) - self._start)
@@ -169,7 +165,7 @@ class OutputGeneration:
         self._dry = 0 if gained else self._dry + 1
         self._failures += verdict.broke
         self.usage.attempts.append(report)
-        self._shared.hook.attempt(report)
+        self.shared.hook.attempt(report)
         if report.outcome != "finished":
             logger.debug("%s", report.cause, extra={"request": report.request_id})
         return verdict.next
@@ -179,14 +175,14 @@ class OutputGeneration:
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
         self._start = len(self.draft)
-        left = self._policy.until - time.monotonic()
+        left = self.policy.until - time.monotonic()
         request = remaining_request(
-            self._request, self.draft, self._current_bounds(), request_id=self._attempt_id,
-            session_id=self._policy.session_id, seconds=left,
+            self.request, self.draft, self._current_bounds(), request_id=self._attempt_id,
+            session_id=self.policy.session_id, seconds=left,
         )  # fmt: skip
         take = partial(self._take_delta, member.url)
         try:
-            with self._shared.connections.client_for(member.url) as client:
+            with self.shared.connections.client_for(member.url) as client:
                 done = await run_attempt(client, lease, request, take, left + ANSWER_GRACE_SECONDS)
         except AttemptRefused as refusal:
             return verdicts.judge_refusal(refusal, self._attempt_state(member))
@@ -204,7 +200,7 @@ class OutputGeneration:
                 wants = self._wants_logprobs
                 self._ended = self.draft.to_output(step.reason, step.match, logprobs=wants)
             case verdicts.ContinueOutput():
-                left = max(0.0, self._policy.until - time.monotonic())
+                left = max(0.0, self.policy.until - time.monotonic())
                 if pause := min(left, step.pause * random.uniform(0.5, 1.0)):
                     await asyncio.sleep(pause)
             case verdicts.StartOver():
@@ -219,17 +215,17 @@ class OutputGeneration:
 
     @property
     def _attempt_id(self) -> str:
-        return f"{self._id}.a{len(self.usage.attempts)}"
+        return f"{self.request_id}.a{len(self.usage.attempts)}"
 
     def _current_bounds(self) -> WeightsBounds:
-        return remaining_bounds(self._asked, self.draft, one_version=self._policy.one_version)
+        return remaining_bounds(self._asked, self.draft, one_version=self.policy.one_version)
 
     def _attempt_state(self, member: Member | None = None) -> verdicts.AttemptState:
         return verdicts.AttemptState(
             replica=member.name if member else None,
             now=time.monotonic(),
-            sampling=self._request.sampling,
-            policy=self._policy,
+            sampling=self.request.sampling,
+            policy=self.policy,
             tokens=self.draft.token_ids,
             first=self.draft.first_weights,
             last=self.draft.last_weights,
@@ -245,21 +241,21 @@ class OutputGeneration:
             self._sampling_since = time.monotonic()
             self.first_token_at = self.first_token_at or self._sampling_since
         self.draft.append_delta(delta)
-        if self._policy.one_version and self.draft.last_weights != self.draft.first_weights:
+        if self.policy.one_version and self.draft.last_weights != self.draft.first_weights:
             raise _WeightsChanged
-        self._info = self._shared.router.balancer.worker_info(url)
+        self._info = self.shared.router.balancer.worker_info(url)
         self._update_retractable()
-        self._on_tokens()
+        self.on_tokens()
 
     def _update_retractable(self) -> None:
         tokens, known = len(self.draft), self._info is not None
-        self._rewind = rewind_length(self._request.sampling, tokens, end_known=known)
-        restarts = self._policy.on_version_change == "restart"
+        self._rewind = rewind_length(self.request.sampling, tokens, end_known=known)
+        restarts = self.policy.on_version_change == "restart"
         self.retractable = tokens if restarts else self._rewind
 
     def _note_stream_end(self, member: Member, done: wire.StreamDone) -> None:
         self.usage.note_stream_end(done)
-        balancer, now = self._shared.router.balancer, time.monotonic()
+        balancer, now = self.shared.router.balancer, time.monotonic()
         balancer.readmit_member(member.url)
         tokens = len(self.draft) - self._start
         if tokens > 0 and self.draft.last_weights is not None:
@@ -269,7 +265,7 @@ class OutputGeneration:
             balancer.note_pace(member.url, (now - self._sampling_since) / (tokens - 1), now)
 
     def _update_balancer(self, member: Member, verdict: verdicts.AttemptVerdict) -> None:
-        balancer, now = self._shared.router.balancer, time.monotonic()
+        balancer, now = self.shared.router.balancer, time.monotonic()
         if verdict.weights is not None:
             balancer.note_weights(member.url, verdict.weights)
         if (out := verdict.exclusion) is not None:

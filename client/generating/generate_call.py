@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -18,6 +19,7 @@ from .attempts import OutputGeneration, PoolContext
 MAX_SEED = 2**63
 
 
+@dataclass(eq=False, repr=False)
 class GenerateCall:
     """A caller's request. Run it once.
 
@@ -25,34 +27,31 @@ class GenerateCall:
     spread over replicas, and one that breaks does not affect the others.
     """
 
-    def __init__(
-        self,
-        shared: PoolContext,
-        request: GenerateRequest,
-        request_id: str,
-        policy: RequestPolicy,
-        on_tokens: Callable[[int], None] = lambda index: None,
-    ) -> None:
-        self._shared = shared
-        self._request = request
-        self._request_id = request_id
-        self._session_id = policy.session_id
+    shared: PoolContext
+    request: GenerateRequest
+    request_id: str
+    policy: RequestPolicy
+    on_tokens: Callable[[int], None] = lambda index: None
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
         self.outputs = [
-            OutputGeneration(shared, single, name, index, policy, partial(on_tokens, index))
+            OutputGeneration(
+                self.shared, single, name, index, self.policy, partial(self.on_tokens, index)
+            )
             for index, (name, single) in enumerate(self._single_requests())
         ]
 
     def _single_requests(self) -> Iterator[tuple[str, GenerateRequest]]:
-        sampling = self._request.sampling
+        sampling = self.request.sampling
         if sampling.n == 1:
-            yield self._request_id, self._request
+            yield self.request_id, self.request
             return
         for index in range(sampling.n):
             seed = None if sampling.seed is None else (sampling.seed + index) % MAX_SEED
             one = sampling.model_copy(update={"n": 1, "seed": seed})
-            request = self._request.model_copy(update={"sampling": one})
-            yield f"{self._request_id}.{index}", request
+            request = self.request.model_copy(update={"sampling": one})
+            yield f"{self.request_id}.{index}", request
 
     def to_result(self) -> GenerateResult:
         """Return what there is so far; outputs that have not ended are marked aborted."""
@@ -61,12 +60,12 @@ class GenerateCall:
         began = [each.first_token_at for each in self.outputs if each.first_token_at is not None]
         kinds = (each.logprobs_of for each in self.outputs)
         return GenerateResult(
-            request_id=self._request_id,
-            session_id=self._session_id,
+            request_id=self.request_id,
+            session_id=self.policy.session_id,
             logprobs_of=next((kind for kind in kinds if kind is not None), None),
             outputs=outputs,
             usage=Usage(
-                prompt_tokens=len(self._request.token_ids),
+                prompt_tokens=len(self.request.token_ids),
                 completion_tokens=sum(len(output.token_ids) for output in outputs),
                 cached_tokens=sum(usage.cached_tokens for usage in usages),
             ),
@@ -99,7 +98,7 @@ class GenerateCall:
                 error.kept = kept if any(output.token_ids for output in kept.outputs) else None
             raise
         finally:
-            self._shared.hook.request(outcome, time.monotonic() - self._began, result)
+            self.shared.hook.request(outcome, time.monotonic() - self._began, result)
 
     async def _run_outputs(self) -> None:
         if len(self.outputs) == 1:

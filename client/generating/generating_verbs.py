@@ -56,7 +56,7 @@ class GeneratingVerbs:
             **options: See `GenerateOptions`: `sampling`, `session_id`, `deadline_seconds`, …
 
         Raises:
-            RequestError: An output did not end; `kept` is what had been received.
+            RequestError: An output did not end; `kept` is what was received.
             ValueError: The prompt or an option can't be sent; says which, and why.
             TypeError: The prompt is of another kind, or an option does not exist.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FIRST_PAUSE_SECONDS = 0.05
-"""Before the second attempt: long enough for a connection error to pass, no cost next to an attempt."""
+"""Pause before the second attempt: a brief error is over by then, and an attempt takes longer."""
 
 MAX_PAUSE_SECONDS = 2.0
 """The pause doubles up to this: a replica that is back gets requests within two seconds."""

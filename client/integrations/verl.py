@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -125,7 +125,7 @@ class _LoopPools:
         return self._made[loop]
 
     async def close(self) -> None:
-        """Close the pool of the loop that runs."""
+        """Close the pool of the running loop."""
         if (pool := self._made.pop(asyncio.get_running_loop(), None)) is not None:
             await pool.close()
 
@@ -147,37 +147,28 @@ class TokenOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class VerlClient:
-    """A pool for verl's agent loops. It may be pickled; each process opens a pool of its own.
+    """A pool for verl's agent loops. It may be pickled; each process opens a pool of its own."""
 
-    Args:
-        make: Makes the pool; must be picklable for this to be.
-        prompt_length: As in verl; with `response_length` the length of a conversation.
-        response_length: Budget of an answer whose sampling parameters have none.
-        deadline_seconds: Deadline of each generation; None: the pool's.
-        seed: Seed of every generation; None: each draws its own.
-        ignore_eos: For generations whose sampling parameters do not set it.
-    """
-
+    make: Callable[[], AsyncRolloutPool]
+    """Makes the pool; must be picklable for this to be."""
+    _: KW_ONLY
+    prompt_length: int | None = None
+    """As in verl; with `response_length` the length of a conversation."""
+    response_length: int | None = None
+    """Budget of an answer whose sampling parameters have none."""
+    deadline_seconds: float | None = None
+    """Deadline of each generation; None: the pool's."""
+    seed: int | None = None
+    """Seed of every generation; None: each draws its own."""
+    ignore_eos: bool = False
+    """For generations whose sampling parameters do not set it."""
     tokenizer: Any = None
     """verl sets it if its traces should show text."""
 
-    def __init__(
-        self,
-        make: Callable[[], AsyncRolloutPool],
-        *,
-        prompt_length: int | None = None,
-        response_length: int | None = None,
-        deadline_seconds: float | None = None,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-    ) -> None:
-        self._pools = _LoopPools(make)
-        self._prompt_length = prompt_length
-        self._response_length = response_length
-        self._deadline_seconds = deadline_seconds
-        self._seed = seed
-        self._ignore_eos = ignore_eos
+    def __post_init__(self) -> None:
+        self._pools = _LoopPools(self.make)
         self._info: WorkerInfo | None = None
 
     @classmethod
@@ -194,7 +185,7 @@ class VerlClient:
         )
 
     async def close(self) -> None:
-        """Close the pool of the loop that runs."""
+        """Close the pool of the running loop."""
         await self._pools.close()
 
     async def generate(
@@ -230,7 +221,7 @@ class VerlClient:
         sampling, wants_logprobs = self._sampling_fields(sampling_params)
         pool = self._pools.current_pool()
         # Replicas may still load at the first prompt: wait as long as a generation may wait.
-        wait = self._deadline_seconds or DEFAULT_DEADLINE_SECONDS
+        wait = self.deadline_seconds or DEFAULT_DEADLINE_SECONDS
         info = self._info = self._info or await pool.info(seconds=wait)
         sampling["max_tokens"] = self._token_budget(sampling["max_tokens"], len(prompt_ids), info)
         options: GenerateOptions = {
@@ -239,8 +230,8 @@ class VerlClient:
             "logprobs": None if wants_logprobs else "none",
             "priority": priority if info.capabilities.priority else 0,
         }
-        if self._deadline_seconds is not None:
-            options["deadline_seconds"] = self._deadline_seconds
+        if self.deadline_seconds is not None:
+            options["deadline_seconds"] = self.deadline_seconds
         result = await pool.generate(prompt_ids, **options)
         output = result.output
         return TokenOutput(
@@ -257,10 +248,10 @@ class VerlClient:
         room = info.max_length - prompt
         if room < 1:
             raise ValueError(f"the prompt has {prompt} tokens, the model takes {info.max_length}")
-        if asked is None and self._response_length is not None:
-            asked = self._response_length
-            if self._prompt_length is not None:
-                asked = min(asked, max(1, self._prompt_length + asked - prompt))
+        if asked is None and self.response_length is not None:
+            asked = self.response_length
+            if self.prompt_length is not None:
+                asked = min(asked, max(1, self.prompt_length + asked - prompt))
         return room if asked is None else min(asked, room)
 
     def _sampling_fields(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -278,9 +269,9 @@ class VerlClient:
         unknown = sorted(set(left) - _SAME_NAMES)
         if unknown:
             raise ValueError(f"these sampling parameters can't be sent: {', '.join(unknown)}")
-        if self._seed is not None:
-            left.setdefault("seed", self._seed)
-        left.setdefault("ignore_eos", self._ignore_eos)
+        if self.seed is not None:
+            left.setdefault("seed", self.seed)
+        left.setdefault("ignore_eos", self.ignore_eos)
         budget = next((b for b in budgets if b is not None), None)
         return {**left, "top_k": max(0, top_k), "max_tokens": budget}, wants
 

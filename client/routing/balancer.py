@@ -3,7 +3,7 @@
 In this order, among the members that may get it:
 
 1. in deterministic mode: the highest hash of (key, member), the same in every process;
-2. the member that had the key before, unless it is slower than usual and would have at most
+2. the member that had the key before, if it is as fast as usual and would have at most
    `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
    warm, but that does not make up for a queue, or for every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from rollout_client.discovery.pool_members import Member
@@ -46,31 +47,24 @@ MAX_REASONS = 8
 """Members whose reasons are listed in one sentence."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LoadBalancer:
-    """Chooses the member that gets a request.
+    """Chooses the member that gets a request. `PoolOptions` describes the first two fields."""
 
-    It remembers the members of `sticky_keys` keys, and forgets the least recently used key first.
-    `PoolOptions` describes the other arguments.
-    """
+    max_imbalance: int = MAX_IMBALANCE
+    deterministic: bool = False
+    sticky_keys: int = STICKY_KEYS
+    """Keys whose member is remembered; the least recently used key is forgotten first."""
+    seed: int | None = None
 
-    def __init__(
-        self,
-        *,
-        max_imbalance: int = MAX_IMBALANCE,
-        deterministic: bool = False,
-        sticky_keys: int = STICKY_KEYS,
-        seed: int | None = None,
-    ) -> None:
-        if max_imbalance < 0:
+    def __post_init__(self) -> None:
+        if self.max_imbalance < 0:
             raise ValueError("max_imbalance must be 0 or more")
-        self._max_imbalance = max_imbalance
-        self._deterministic = deterministic
-        self._sticky_keys = sticky_keys
         self._last_url: OrderedDict[str, str] = OrderedDict()
         """By key: the member that got its last request."""
         self._records: dict[str, MemberRecord] = {}
         self._turn = 0
-        self._random = random.Random(seed)
+        self._random = random.Random(self.seed)
 
     # Members.
 
@@ -141,12 +135,12 @@ class LoadBalancer:
         return record.member
 
     def _member_for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
-        if self._deterministic:
+        if self.deterministic:
             return max(usable, key=lambda record: _rendezvous_hash(key, record.member.url))
         record = self._sticky_member(key, usable) or self._least_loaded(usable)
         self._last_url[key] = record.member.url
         self._last_url.move_to_end(key)
-        if len(self._last_url) > self._sticky_keys:
+        if len(self._last_url) > self.sticky_keys:
             self._last_url.popitem(last=False)
         return record
 
@@ -156,10 +150,10 @@ class LoadBalancer:
         if record is None or record not in usable or record.slowness > 1:
             return None
         least = min(each.weighted_load + (each is record) for each in usable)
-        return record if record.weighted_load + 1 <= least + self._max_imbalance else None
+        return record if record.weighted_load + 1 <= least + self.max_imbalance else None
 
     def _least_loaded(self, usable: Sequence[MemberRecord]) -> MemberRecord:
-        if self._deterministic:
+        if self.deterministic:
             return min(usable, key=lambda record: record.member.url)
         if len(usable) > MAX_SCANNED:
             usable = self._random.sample(usable, 2)

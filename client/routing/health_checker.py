@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,25 +34,18 @@ def probe_pause_after(failures: int) -> float:
     return min(settings.MAX_PROBE_SECONDS, settings.FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
 
 
+@dataclass(eq=False, repr=False)
 class HealthChecker:
-    """Asks members whether they serve, if there is a reason to.
+    """Asks members whether they serve, if there is a reason to."""
 
-    A worker is asked once it sent nothing to a request for `silent_seconds`. On a member that
-    discovery lost, such a request is cut off after `gone_seconds`.
-    """
+    router: RequestRouter
+    connections: MemberClients
+    silent_seconds: float = settings.SILENCE_LIMIT_SECONDS
+    """How long a worker may send nothing to a request before it is asked."""
+    gone_seconds: float = settings.GONE_LIMIT_SECONDS
+    """How long a request may hear nothing from a member that discovery lost."""
 
-    def __init__(
-        self,
-        router: RequestRouter,
-        connections: MemberClients,
-        *,
-        silent_seconds: float = settings.SILENCE_LIMIT_SECONDS,
-        gone_seconds: float = settings.GONE_LIMIT_SECONDS,
-    ) -> None:
-        self._router = router
-        self._connections = connections
-        self._silent = silent_seconds
-        self._gone = gone_seconds
+    def __post_init__(self) -> None:
         self._asking: dict[object, asyncio.Task[None]] = {}
 
     async def run_checks(self) -> None:
@@ -67,19 +61,19 @@ class HealthChecker:
             await asyncio.gather(*asking, return_exceptions=True)
 
     def _check_members(self, now: float) -> None:
-        for url, record in self._router.balancer.records.items():
+        for url, record in self.router.balancer.records.items():
             if record.present and now >= record.probe_at and self._wants_probe(record, now):
                 self._start_check(url, partial(self._probe_member, record))
         suspects: dict[str, list[AttemptLease]] = {}
-        for lease in self._router.leases:
+        for lease in self.router.leases:
             url, silent = lease.member.url, now - lease.heard_at
-            known = self._router.balancer.records.get(url)
+            known = self.router.balancer.records.get(url)
             present = known is not None and known.present
             if known and present and known.info is None and now >= known.info_at:
                 self._start_check(("info", url), partial(self._ask_info, known))
-            if not present and silent >= self._gone:
+            if not present and silent >= self.gone_seconds:
                 lease.cut_off("its replica is gone")
-            elif silent >= self._silent:
+            elif silent >= self.silent_seconds:
                 suspects.setdefault(url, []).append(lease)
         for url, leases in suspects.items():
             self._start_check(("silent", url), partial(self._ask_silent, url, leases))
@@ -87,7 +81,7 @@ class HealthChecker:
     def _wants_probe(self, record: MemberRecord, now: float) -> bool:
         if record.exclusion_reason(now):
             return record.excluded_until is None
-        return any(not bounds.admits(record.active) for bounds in self._router.waiting_bounds)
+        return any(not bounds.admits(record.active) for bounds in self.router.waiting_bounds)
 
     def _start_check(self, what: object, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if what in self._asking:
@@ -97,7 +91,7 @@ class HealthChecker:
         task.add_done_callback(lambda _: self._asking.pop(what, None))
 
     async def _probe_member(self, record: MemberRecord) -> None:
-        balancer, url = self._router.balancer, record.member.url
+        balancer, url = self.router.balancer, record.member.url
         why = await self._not_serving_reason(url)
         now = time.monotonic()
         if balancer.records.get(url) is not record:
@@ -113,7 +107,7 @@ class HealthChecker:
             logger.info("%s serves again", name, extra={"replica": name})
         balancer.readmit_member(url)
         record.probe_at = now + settings.WEIGHTS_PROBE_SECONDS
-        self._router.notify_waiting()
+        self.router.notify_waiting()
 
     async def _not_serving_reason(self, url: str) -> str:
         """Return why a member does not serve; empty if it does."""
@@ -159,9 +153,9 @@ class HealthChecker:
         for lease in leases:
             if alive:
                 lease.note_heard()
-            elif time.monotonic() - lease.heard_at >= self._silent:
-                lease.cut_off(f"silent for {self._silent:g} s, and then {why}")
+            elif time.monotonic() - lease.heard_at >= self.silent_seconds:
+                lease.cut_off(f"silent for {self.silent_seconds:g} s, and then {why}")
 
     async def _get_path(self, url: str, path: str) -> httpx.Response:
-        with self._connections.client_for(url) as client:
+        with self.connections.client_for(url) as client:
             return await client.get(path, timeout=settings.PROBE_TIMEOUT_SECONDS)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
@@ -44,33 +45,23 @@ class AttemptLease:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
 
+@dataclass(eq=False, repr=False)
 class RequestRouter:
-    """Gives members to requests; a request that finds none waits for a change.
+    """Gives members to requests; a request that finds none waits for a change."""
 
-    Args:
-        balancer: Chooses the member.
-        trouble: Returns the errors of discovery; empty: none.
-        on_gone: Called with the URL of a member that has left, once the last request on it ended.
-        look_seconds: How often a waiting request looks again by itself.
-        refused: Whether discovery may not list the members, so that waiting does not help.
-    """
+    balancer: LoadBalancer
+    trouble: Callable[[], str] = lambda: ""
+    """Returns the errors of discovery; empty: none."""
+    on_gone: Callable[[str], None] = lambda url: None
+    """Called with the URL of a member that has left, once the last request on it ended."""
+    look_seconds: float = field(default=WAIT_POLL_SECONDS, kw_only=True)
+    """How often a waiting request looks again by itself."""
+    refused: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    """Whether discovery may not list the members, so that waiting does not help."""
 
-    def __init__(
-        self,
-        balancer: LoadBalancer,
-        trouble: Callable[[], str] = lambda: "",
-        on_gone: Callable[[str], None] = lambda url: None,
-        *,
-        look_seconds: float = WAIT_POLL_SECONDS,
-        refused: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.balancer = balancer
-        self._trouble = trouble
-        self._refused = refused
-        self._on_gone = on_gone
+    def __post_init__(self) -> None:
         self.leases: set[AttemptLease] = set()
         self.closed = False
-        self._look_seconds = look_seconds
         self._warned_at = 0.0
         self._waiting: dict[object, WeightsBounds] = {}
         self._changed = asyncio.Event()
@@ -83,7 +74,7 @@ class RequestRouter:
     @property
     def is_hopeless(self) -> bool:
         """Whether no member is known and discovery may not list any."""
-        return self._refused() and not self.balancer.present_members()
+        return self.refused() and not self.balancer.present_members()
 
     @property
     def waiting_bounds(self) -> list[WeightsBounds]:
@@ -96,7 +87,7 @@ class RequestRouter:
             self.balancer.exclusion_reasons(time.monotonic(), bounds)
             or "no members have been discovered"
         )
-        trouble = self._trouble()
+        trouble = self.trouble()
         return f"{known}; {trouble}" if trouble else known
 
     def warn_if_waiting(self, began: float, bounds: WeightsBounds = ANY_WEIGHTS) -> None:
@@ -118,7 +109,7 @@ class RequestRouter:
             self.leases.discard(lease)
             self.balancer.release_member(member.url)
             if member.url not in self.balancer.records:
-                self._on_gone(member.url)
+                self.on_gone(member.url)
             if self._waiting:
                 self.notify_waiting()
 
@@ -152,7 +143,7 @@ class RequestRouter:
                 why = self.refusal_reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
             self.warn_if_waiting(began, bounds)
-            await self._wait_for_change(changed, min(self._look_seconds, until - now), bounds)
+            await self._wait_for_change(changed, min(self.look_seconds, until - now), bounds)
 
     async def _wait_for_change(
         self, changed: asyncio.Event, seconds: float, bounds: WeightsBounds

@@ -9,7 +9,7 @@ HEALTH_TICK_SECONDS = 0.1
 """How often members are checked: a probe is at most this late, and a tick costs microseconds."""
 
 PROBE_TIMEOUT_SECONDS = 5.0
-"""A worker answers probes next to running requests: slower than this is as good as dead."""
+"""A worker answers probes next to running requests: one that is slower can not serve either."""
 
 FIRST_PROBE_SECONDS = 0.2
 """Pause after the first failed probe: a restarted connection or a short pause is over by then."""
