@@ -7,7 +7,6 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,9 +193,11 @@ class Publisher:
             await asyncio.to_thread(worker.stage, 1, self.version, self.path)
 
     async def commit(self, *workers: InProcess) -> None:
-        commit = partial(asyncio.to_thread, in_flight="Abort")
-        all_of = workers or self.workers
-        await asyncio.gather(*(commit(worker.commit, 1, self.version) for worker in all_of))
+        commits = [
+            asyncio.to_thread(worker.commit, 1, self.version, in_flight="Abort")
+            for worker in workers or self.workers
+        ]
+        await asyncio.gather(*commits)
 
 
 @pytest.fixture
