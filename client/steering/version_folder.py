@@ -1,4 +1,4 @@
-"""The folder that a trainer writes its versions to: where each lies, and which may go."""
+"""The folder that a trainer writes its versions to: where each lies, and which may be deleted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_common.wire import WeightsId
 logger = logging.getLogger(__name__)
 
 DEFAULT_KEPT_VERSIONS = 2
-"""Versions kept unless said otherwise: the committed one, and the one before it."""
+"""The committed version, and the one before it."""
 
 _FOLDER_NAME = re.compile(r"(?:\.)?epoch-(\d+)-version-(\d+)(?:\.partial)?")
 
@@ -25,7 +25,7 @@ class VersionFolder:
     Attributes:
         folder: As this process sees it.
         mounted_at: As the workers see it: absolute, or relative to the weights' claim; None: as here.
-        keep: How many committed versions stay, the newest first; the committed one always does.
+        keep: How many committed versions stay, the newest first; the one that serves always does.
     """
 
     folder: Path
@@ -34,7 +34,9 @@ class VersionFolder:
 
     def __post_init__(self) -> None:
         if self.keep < 1:
-            raise ValueError("keep must be 1 or more: who joins loads the committed version")
+            raise ValueError(
+                "keep must be 1 or more: a replica that joins loads the committed version"
+            )
 
     @classmethod
     def in_folder(
@@ -43,7 +45,7 @@ class VersionFolder:
         mounted_at: str | PurePath | None = None,
         keep: int = DEFAULT_KEPT_VERSIONS,
     ) -> VersionFolder:
-        """Return the versions in a folder, whose paths may be text."""
+        """Return the versions in a folder; paths may be text."""
         mount = None if mounted_at is None else PurePosixPath(mounted_at)
         return cls(Path(folder), mount, keep)
 
@@ -57,14 +59,14 @@ class VersionFolder:
         return str(PurePosixPath(base) / self.local_path(identity).name)
 
     def check_folder(self, identity: WeightsId) -> None:
-        """Refuse to write among the versions of another pool, or of one that is gone.
+        """Refuse to write among the versions of another pool, or of a deleted one.
 
-        Epochs begin anew with a pool. Without this, the version that both have would be met in the
-        middle of a run.
+        A new pool starts at epoch 1. Without this check, a run would collide with a version of both pools
+        in its middle.
 
         Raises:
-            FileExistsError: The folder has a later version of this epoch. Whether this very one has the same
-                content is seen once it is written.
+            FileExistsError: The folder has a later version of this epoch. If it has this very version, the
+                contents are compared once it is written.
         """
         if not self.folder.exists():
             return
@@ -79,8 +81,8 @@ class VersionFolder:
     def prune_versions(self, committed: WeightsId) -> None:
         """Delete what nobody loads any more: versions before the committed one, except the newest.
 
-        What is left half-written by a trainer that died goes as well. Nothing else in the folder is
-        touched, and a failure is only logged: one folder that stays keeps no other.
+        Half-written versions of a trainer that died are deleted, too. Nothing else in the folder is
+        touched. A failure is only logged, and the other folders are still deleted.
         """
         failures: list[str] = []
         try:
@@ -100,6 +102,6 @@ class VersionFolder:
             logger.warning("old versions in %s were not all deleted: %s", self.folder, said)
 
     def _find_versions(self) -> list[tuple[tuple[int, int], Path]]:
-        """Return which versions there are, whole or not, and where they lie."""
+        """Return the versions, complete or not, and their paths."""
         matches = [(_FOLDER_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return [((int(match[1]), int(match[2])), path) for match, path in matches if match]
