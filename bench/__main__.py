@@ -54,7 +54,7 @@ def _results(name: str, options: Options) -> Iterable[Result]:
 
 
 def _summary(name: str) -> str:
-    """Return the first line of a command's file, which need not be imported for it."""
+    """Return the first line of a command's file without an import of it."""
     said = ast.get_docstring(ast.parse(COMMANDS[name].read_text()))
     assert said is not None, f"{COMMANDS[name]} does not say what it is"
     return said.partition("\n")[0]

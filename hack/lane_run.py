@@ -74,7 +74,7 @@ class LaneRun:
         self._events = os.fdopen(reading)
 
     def follow(self) -> None:
-        """Read events until the process has ended, and print what they report."""
+        """Read events until the process has ended, and print them."""
         with self._events:
             for line in self._events:
                 if line.endswith("\n"):  # a process that is killed may leave half a line
@@ -113,7 +113,6 @@ class LaneRun:
 
     @property
     def failed(self) -> list[Result]:
-        """Tests that failed, errors in setup and teardown included."""
         return [result for result in self.results.values() if result.outcome == "failed"]
 
     def problem(self, *, may_be_empty: bool = False) -> str | None:

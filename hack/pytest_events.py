@@ -30,20 +30,16 @@ class EventWriter:
         self._file.write(json.dumps({"event": event, **facts}) + "\n")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Report how many tests there are."""
         self._write_event("collected", count=len(session.items))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Report a file that can't be collected."""
         if report.failed:
             self._write_event("broken", test=report.nodeid, text=report.longreprtext)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Report which test begins."""
         self._write_event("start", test=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Report how a phase of a test ended."""
         text = report.longreprtext if report.failed else ""
         facts = {"outcome": report.outcome, "seconds": report.duration, "text": text}
         self._write_event("phase", test=report.nodeid, when=report.when, **facts)

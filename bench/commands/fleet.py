@@ -32,12 +32,10 @@ class Marks(dict[str, float]):
     """When each phase of a publish was first heard of."""
 
     def saw(self, progress: PublishProgress) -> None:
-        """Note it."""
         self.setdefault(progress.phase, time.monotonic())
 
 
 def run(options: Options) -> Result:
-    """Measure."""
     rounds = options.count(100, 8)
     with control_plane(NAMESPACE) as cluster:
         cluster.kubectl("apply", "--server-side", "-f", REPOSITORY / "operator" / "crd.yaml")

@@ -59,7 +59,7 @@ class Took:
         return [each.seconds for each in self.pushed[transport]]
 
     def stopped(self) -> list[float]:
-        """Return how long the engine stood still at each commit of shared memory."""
+        """Return how long the engine stopped at each commit of shared memory."""
         return [each.pause_seconds or 0.0 for each in self.pushed["shm"]]
 
 
@@ -121,7 +121,7 @@ def _push(
     against: list[float],
     plain: Callable[[], float],
 ) -> None:
-    """Publish in one way, in turn with what it is compared with."""
+    """Publish one way, in turns with its baseline."""
     for _ in range(WARM_UP):
         one.push(transport)
     for _ in range(rounds):
@@ -143,7 +143,7 @@ def _pushed(took: Took) -> list[Figure]:
 def _way(
     took: Took, way: str, name: str, baseline: list[float], against: str, share: float
 ) -> list[Figure]:
-    """One transport: until staged against its own limit, and until it serves."""
+    """Return the figures of one transport: until staged, against its own limit, and until it serves."""
     return [
         figure(
             f"{name}: until staged and verified",

@@ -10,7 +10,6 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def write(name: str, section: str, path: Path = PAGE) -> None:
-    """Put a section into the page."""
     path.write_text(merged(path.read_text() if path.exists() else "", name, section))
 
 

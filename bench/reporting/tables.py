@@ -15,7 +15,6 @@ LEFT = ("", "unit", "baseline", "goal")
 
 
 def text(result: Result, conditions: Conditions) -> str:
-    """Return the table for a terminal."""
     head, rows = _table(result)
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [result.title, f"  {conditions.command}", ""]
@@ -29,7 +28,6 @@ def text(result: Result, conditions: Conditions) -> str:
 
 
 def markdown(result: Result, conditions: Conditions) -> str:
-    """Return a section of docs/benchmarks.md."""
     head, rows = _table(result)
     rules = ["---" if name in LEFT else "---:" for name in head]
     lines = [f"## {result.title}", "", f"`{conditions.command}`", ""]
@@ -41,7 +39,6 @@ def markdown(result: Result, conditions: Conditions) -> str:
 
 
 def document(result: Result, conditions: Conditions) -> dict[str, Any]:
-    """Return the same as JSON, with verdicts and ratios."""
     made = dataclasses.asdict(result)
     for each, shown in zip(result.figures, made["figures"], strict=True):
         shown |= {"ratio": each.ratio, "verdict": each.verdict}
@@ -56,7 +53,7 @@ def _table(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _notes(result: Result) -> Sequence[str]:
-    """Return the notes, and say so where rounds were too few for a verdict."""
+    """Return the notes, with a remark if rounds were too few for a verdict."""
     fewest = [f.rounds for f in result.figures if f.verdict is Verdict.OPEN]
     if not fewest:
         return result.notes
@@ -106,7 +103,7 @@ def _rounds(count: int) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits that count, or whole."""
+    """Return a number with three significant digits, or whole."""
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     if abs(value) < 0.01:

@@ -28,7 +28,6 @@ class Load:
 
 
 def short(draw: random.Random, _: int) -> tuple[list[int], int]:
-    """Return a short prompt with a short answer."""
     return _ids(draw, 8), 8
 
 

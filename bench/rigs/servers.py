@@ -46,7 +46,6 @@ class Live:
     pid: int
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all its processes so far."""
         pids = (self.pid, *(process.pid for process in find_descendants(self.pid)))
         return sum(map(_cpu_seconds, pids))
 
@@ -60,7 +59,7 @@ def _cpu_seconds(pid: int) -> float:
 def started(
     engine: str, side: Side, environ: Mapping[str, str], model: Path, dtype: str, folder: Path
 ) -> Iterator[Live]:
-    """Run a server, ready when the block begins; none of its processes outlives the block."""
+    """Run a server, ready when the block begins; all its processes end with the block."""
     port, log = free_port(), folder / f"{side.name}.log"
     words = [*_cores(), str(KINDS[engine].python), *side.words(model, dtype, port)]
     shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -81,7 +80,7 @@ def started(
 
 
 def _cores() -> Sequence[str]:
-    """Return the command that keeps a server off one core, the client's, if there are three."""
+    """Return a command that keeps the server off one core, for the client, if there are three."""
     cores = sorted(os.sched_getaffinity(0))
     kept = cores[:-1] if len(cores) > 2 else cores
     return ["taskset", "-c", ",".join(map(str, kept))]

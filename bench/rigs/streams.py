@@ -24,7 +24,6 @@ class Streams:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self) -> list[float]:
-        """Return the list for a new request's arrivals."""
         with self.lock:
             self.arrivals.append([])
             return self.arrivals[-1]
@@ -41,7 +40,7 @@ class Streams:
         return [late - early for some in each for early, late in itertools.pairwise(some)]
 
     def await_running(self, count: int, since: float) -> None:
-        """Wait until so many requests have had a token since then."""
+        """Wait until `count` requests have had a token since then."""
         until_sync(
             lambda: len(self.seen(since)) >= count, CALL_SECONDS, what="all requests to run again"
         )

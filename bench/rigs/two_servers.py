@@ -1,7 +1,7 @@
 """Two servers side by side under the same loads, taking turns; and the figures that makes.
 
 Both live at once on the same cores with the same flags, take and give token ids with the logprobs of
-the sampled tokens, and take turns: whatever else the machine does meets both alike. Beside rate and
+the sampled tokens, and take turns: whatever else the machine does meets both alike. Next to rate and
 latency stands the CPU time of all processes of a server, which other programs blur least.
 """
 
@@ -53,7 +53,6 @@ class Contenders(Protocol):
 
 
 def compare(contenders: Contenders, options: Options) -> list[Figure]:
-    """Put both sides through all loads."""
     suites: list[tuple[Path, str, Sequence[Load]]] = [(TINY_MODELS.model(1), "float32", loads.TINY)]
     if not options.quick:
         suites.append((half_billion(1, options.dtype), options.dtype, loads.BIG))
@@ -72,7 +71,7 @@ def compare(contenders: Contenders, options: Options) -> list[Figure]:
 
 
 def _alternate(load: Load, both: Sequence[Live], options: Options) -> list[list[Took]]:
-    """Let both take turns; the second of a round goes first in the next. Short answers warm up."""
+    """Measure both in turns; the second of a round goes first in the next. Short answers warm up."""
     found: dict[str, list[Took]] = {live.side.name: [] for live in both}
     warm = replace(load, total=min(load.total, load.in_flight), shape=loads.short)
     for live in both:

@@ -79,11 +79,9 @@ class PodState:
 
     @property
     def serving(self) -> bool:
-        """Whether it would answer requests."""
         return self.hold is None and self.weights.required is not None
 
     def state(self) -> bytes:
-        """Return the answer of `/v1/state`."""
         if self.page is None:
             self.page = self._state().model_dump_json().encode()
         return self.page
@@ -104,12 +102,10 @@ class PodState:
         )
 
     def change(self, **weights: Any) -> None:
-        """Change parts of the weights' state."""
         self.weights = self.weights.model_copy(update=weights)
         self.page = None
 
     def held(self, state: str | None, generation: int | None) -> None:
-        """Put the operator's hold, or drop it."""
         self.hold = Hold(holder=CALLER, state=state) if state else None
         self.generation = generation if generation is not None else self.generation
         self.page = None
@@ -194,7 +190,6 @@ class Server:
         self._counts: Counter[str] = Counter()
 
     def app(self) -> web.Application:
-        """The application."""
         app = web.Application()
         app.router.add_get("/v1/state", self._state)
         app.router.add_get("/counts", self._show_counts)
@@ -258,7 +253,7 @@ def _problem(status: int, slug: str, detail: str) -> web.Response:
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that hears every address of this machine, but only from this machine."""
+    """Return a socket on every address of this machine that only this machine reaches."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")

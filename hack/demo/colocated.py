@@ -4,13 +4,12 @@
     STEPS=3 make demo-colocated        fewer
 
 The devices exist on paper; claims, driver, kubelet, locks and engine are real. The judge looks each
-millisecond who has memory, and has the last word. The cluster stays up, `make clean` removes it.
+millisecond which pod has memory, and decides the outcome. The cluster stays up, `make clean` removes it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from typing import Any
@@ -18,10 +17,9 @@ from typing import Any
 import yaml
 
 from demo.judge import Judge, Report
-from demo.scene import SHAPE, Scene, local_scene
+from demo.scene import SHAPE, Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError, Stage
 from demo.train import follow, localized
-from localkube import ClusterError
 from localkube.home import REPOSITORY
 
 NAMESPACE = "colocated"
@@ -31,26 +29,8 @@ EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = ("colocated/turns.py", "grpo/grpo.py", "grpo/publishing.py", "grpo/train.py")
 
 
-def main() -> int:
-    """Command line."""
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
-    try:
-        scene = local_scene(NAMESPACE, SHAPE, devices=DEVICES)
-        tell(scene, int(os.environ.get("STEPS", STEPS)))
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def tell(scene: Scene, steps: int) -> Report:
-    """Tell the story and return what the judge saw.
-
-    Raises:
-        DemoError: the story went wrong, or two had memory of a device at the same time.
-    """
+    """Tell the story and return what the judge saw."""
     stage = scene.stage
     assert scene.state is not None
     _clear(scene)
@@ -71,7 +51,6 @@ def tell(scene: Scene, steps: int) -> Report:
 
 
 def _clear(scene: Scene) -> None:
-    """Remove what an earlier run left."""
     assert scene.models is not None
     for kind, name in (("job", JOB), ("rr", POOL), ("resourceclaim", CLAIM)):
         scene.stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
@@ -119,7 +98,7 @@ def _meet(stage: Stage, steps: int) -> None:
             words = ("get", "pods", "-l", f"rollout.dev/pool={POOL}", "-o", "name")
             return bool(stage.kubectl(*words))
 
-        stage.until("the worker's pod beside the trainer's", served, 120)
+        stage.until("the worker's pod next to the trainer's", served, 120)
         stage.kubectl("get", "resourceclaims", show=True)
         stage.kubectl("get", "pods", "-o", "wide", show=True)
 
@@ -139,4 +118,9 @@ def _check(report: Report, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_story(
+            __doc__,
+            lambda: tell(local_scene(NAMESPACE, SHAPE, devices=DEVICES), wanted_steps(STEPS)),
+        )
+    )

@@ -10,7 +10,6 @@ The operator makes no pod: it takes the trainer's own for the pool's replica. Th
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -18,10 +17,9 @@ from typing import Any
 
 import yaml
 
-from demo.scene import Scene, local_scene
+from demo.scene import Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError, Stage
 from demo.train import SHAPE, localized
-from localkube import ClusterError
 from localkube.home import REPOSITORY
 
 NAMESPACE = "hybrid"
@@ -31,25 +29,8 @@ STEPS, LEARN_SECONDS = 12, 600.0
 EXAMPLE = REPOSITORY / "examples" / "hybrid"
 
 
-def main() -> int:
-    """Command line."""
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
-    try:
-        tell(local_scene(NAMESPACE, SHAPE), int(os.environ.get("STEPS", STEPS)))
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def tell(scene: Scene, steps: int) -> list[float]:
-    """Tell the story and return the rewards.
-
-    Raises:
-        DemoError: the story went wrong, or nothing was learned.
-    """
+    """Tell the story and return the rewards."""
     stage = scene.stage
     with stage.step("A pool whose replicas are the pods of a trainer that is not there yet"):
         for kind, name in (("statefulset", TRAINER), ("rr", POOL)):
@@ -97,7 +78,7 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def _follow(stage: Stage, steps: int) -> list[float]:
-    """Print the trainer's lines until it has done so many steps; return their rewards."""
+    """Print the trainer's lines of this many steps; return their rewards."""
     words = ["kubectl", "-n", stage.namespace, "logs", "-f", POD]
     rewards: list[float] = []
     with subprocess.Popen(
@@ -133,4 +114,4 @@ def _check(stage: Stage, rewards: list[float], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_story(__doc__, lambda: tell(local_scene(NAMESPACE, SHAPE), wanted_steps(STEPS))))

@@ -19,15 +19,12 @@ class DemoPool:
         self.stage = stage
 
     def show(self) -> None:
-        """Print the line that people look at."""
         self.stage.kubectl("get", "rr", NAME, "-o", "wide", show=True)
 
     def exists(self) -> bool:
-        """Tell whether an earlier demo has left it."""
         return bool(self.stage.kubectl("get", "rr", NAME, "--ignore-not-found", "-o", "name"))
 
     def remove(self) -> None:
-        """Delete it and wait until its pods are gone, too."""
         self.stage.kubectl("delete", "rr", NAME, "--wait=false", show=True)
         words = ("get", "pods,services", "-l", f"rollout.dev/pool={NAME}", "-o", "name")
         self.stage.until("the pool is gone", lambda: not self.stage.kubectl(*words).strip(), 120)
@@ -40,13 +37,12 @@ class DemoPool:
         return status if current else {}
 
     def condition(self, kind: str) -> bool:
-        """Tell whether a condition is True."""
         return any(
             c["type"] == kind and c["status"] == "True" for c in self.status().get("conditions", ())
         )
 
     def wait(self, what: str, look: Callable[[], Any], seconds: float = 120.0) -> None:
-        """Wait and print each new sentence of the status."""
+        """Wait, and print each new sentence of the status."""
         told: list[str] = []
 
         def watch() -> Any:
@@ -59,7 +55,7 @@ class DemoPool:
         self.stage.until(what, watch, seconds)
 
     def generate(self) -> dict[str, Any]:
-        """Ask the Service for eight greedy tokens and print what matters of the answer."""
+        """Ask the Service for eight greedy tokens and print the main parts of the answer."""
         path = f"/api/v1/namespaces/{self.stage.namespace}/services/{NAME}:8000/proxy/v1/generate"
         sampling = {"temperature": 0, "max_tokens": 8}
         body = json.dumps({"token_ids": PROMPT, "sampling": sampling})
@@ -74,12 +70,10 @@ class DemoPool:
         return answer
 
     def patch(self, **spec: Any) -> None:
-        """Change the spec, showing the command."""
         body = json.dumps({"spec": spec})
         self.stage.kubectl("patch", "rr", NAME, "--type=merge", "-p", body, show=True)
 
     def endpoints(self) -> list[str]:
-        """Ready addresses behind the Service."""
         found = json.loads(
             self.stage.kubectl(
                 "get", "endpointslices", "-l", f"kubernetes.io/service-name={NAME}", "-o", "json"
@@ -94,7 +88,7 @@ class DemoPool:
         ]
 
     def memory(self) -> float:
-        """Resident memory of the first worker, MiB, by its own metric."""
+        """Return the resident MiB of the first worker by its own metric."""
         path = f"/api/v1/namespaces/{self.stage.namespace}/pods/{NAME}-0-0:8000/proxy/metrics"
         page = self.stage.kubectl("get", "--raw", path)
         lines = [x for x in page.splitlines() if x.startswith("rollout_worker_memory_resident")]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import images
 import rollout_local
-from localkube import Cluster, build, debian, preflight
+from localkube import Cluster, ClusterError, build, debian, preflight
 from localkube.home import DEFAULT_NAME, cache
 
 from .stage import DemoError, Stage
@@ -34,6 +36,23 @@ class Scene:
 
     prometheus: Path | None = None
     hints: tuple[str, ...] = ()
+
+
+def run_story(text: str | None, tell: Callable[[], object]) -> int:
+    """Print `text` if the command line asks for help, else tell a story; return the exit status."""
+    if "-h" in sys.argv or "--help" in sys.argv:
+        print(text)
+        return 0
+    try:
+        tell()
+    except (DemoError, ClusterError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def wanted_steps(default: int) -> int:
+    return int(os.environ.get("STEPS", default))
 
 
 def local_scene(
@@ -78,11 +97,7 @@ def local_scene(
 
 
 def existing_scene() -> Scene:
-    """Install onto the cluster that kubectl reaches; a Job makes the models on claims there.
-
-    Raises:
-        DemoError: an image is not named, or a program is missing.
-    """
+    """Install onto the cluster that kubectl reaches; a Job makes the models on claims there."""
     for program in ("kubectl", "helm"):
         if shutil.which(program) is None:
             raise DemoError(f"{program} is not on the PATH: install it, or unset KUBECONFIG")
@@ -120,7 +135,7 @@ def _namespace() -> str:
 
 
 def _model_job(image: str) -> str:
-    """Claims of the default storage class, and a Job that writes the models onto them."""
+    """Return claims of the default storage class, and a Job that writes the models onto them."""
     claims = [
         {
             "apiVersion": "v1",

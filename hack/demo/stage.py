@@ -47,16 +47,11 @@ class Stage:
         print(f"  {GREEN}done in {took:.1f} s{OFF}{DIM}   ({total:.0f} s since the start){OFF}")
 
     def say(self, text: str) -> None:
-        """Print an indented line."""
         for line in text.rstrip().splitlines():
             print(f"  {line}", flush=True)
 
     def run(self, *words: str | Path, text: str | None = None, show: bool = False) -> str:
-        """Run a command and return its output.
-
-        Raises:
-            DemoError: it failed; the text is what it printed.
-        """
+        """Run a command and return its output."""
         if show:
             self.say(f"{DIM}$ {' '.join(str(w) for w in words)}{OFF}")
         done = subprocess.run(
@@ -75,20 +70,14 @@ class Stage:
         return done.stdout
 
     def kubectl(self, *words: str, text: str | None = None, show: bool = False) -> str:
-        """Run kubectl in the pool's namespace."""
         return self.run("kubectl", "-n", self.namespace, *words, text=text, show=show)
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
-        """Return an object."""
         answer: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return answer
 
     def until(self, what: str, look: Callable[[], T], seconds: float) -> T:
-        """Return the first truthy answer of `look`.
-
-        Raises:
-            DemoError: none came in time.
-        """
+        """Return the first truthy answer of `look`."""
         end = time.monotonic() + seconds
         while not (answer := look()):
             if time.monotonic() > end:

@@ -1,10 +1,10 @@
-"""Train a policy on a real cluster: examples/grpo beside a pool of workers, until it can do it.
+"""Train a policy on a real cluster: examples/grpo next to a pool of workers, until it reaches its goal.
 
     make demo-train                    40 steps, about two minutes after the first run: weights go into
                                        the workers' memory, each fourth time as files, to compare
     STEPS=10 make demo-train           fewer
-    TASK=tools make demo-train         until it asks a calculator, in conversations; meanwhile the
-                                       pool grows, and a worker is killed
+    TASK=tools make demo-train         until it asks a calculator, in conversations, while the pool
+                                       grows and a worker is killed
 
 Leaves the table and the learning curve in the cache; the cluster stays up, `make clean` removes it.
 """
@@ -26,10 +26,10 @@ from typing import Any
 import yaml
 
 import rollout_local
-from demo.scene import Scene, local_scene
+from demo.scene import Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError
 from demo.trouble import Trouble
-from localkube import ClusterError, volumes
+from localkube import volumes
 from localkube.home import REPOSITORY
 
 NAMESPACE = "train"
@@ -42,7 +42,7 @@ SHAPE = (
 EXAMPLE = REPOSITORY / "examples" / "grpo"
 JOB_SECONDS, HEAL_SECONDS = 900.0, 180.0
 GOAL = 0.8
-"""Chance is 0.1. Now and then a policy stays at 0.86 for long, sure of one wrong number in ten: it has learned."""
+"""Chance is 0.1. Some policies stay at 0.86 for long, with one wrong number in ten: they have learned, too."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Task:
         folder: that it writes into, below `weights`; also the name of the Job.
         steps: unless said otherwise.
         enough: steps that reach the goal.
-        trouble: whether something happens to the pool meanwhile.
-        arguments: of the trainer, beside those of its Job.
+        trouble: whether the pool grows and loses a worker during the training.
+        arguments: of the trainer, in addition to those of its Job.
     """
 
     manifest: str
@@ -72,26 +72,15 @@ TASKS = {
 }
 
 
-def main() -> int:
-    """Command line."""
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
+def run_task() -> None:
     name = os.environ.get("TASK", "counting")
-    try:
-        if name not in TASKS:
-            raise DemoError(f"TASK={name!r} is none of {sorted(TASKS)}")
-        task = TASKS[name]
-        scene = local_scene(NAMESPACE, SHAPE)
-        tell(scene, task, int(os.environ.get("STEPS", task.steps)))
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
+    if name not in TASKS:
+        raise DemoError(f"TASK={name!r} is none of {sorted(TASKS)}")
+    tell(local_scene(NAMESPACE, SHAPE), TASKS[name], wanted_steps(TASKS[name].steps))
 
 
 def tell(scene: Scene, task: Task, steps: int) -> Path:
-    """Apply pool and Job, follow the trainer, and show what came of it; returns its folder."""
+    """Apply pool and Job, follow the trainer and print its result; return its folder."""
     stage = scene.stage
     assert scene.models is not None
     folder = scene.models / "weights" / task.folder
@@ -128,14 +117,13 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
 
 
 def job(task: Task, steps: int) -> dict[str, Any]:
-    """The Job of the example, with the local image and the environment that is mounted into it."""
     body: dict[str, Any] = yaml.safe_load((EXAMPLE / task.manifest).read_text())
     body["spec"]["template"]["spec"]["containers"][0]["args"] += task.arguments
     return localized(body, steps)
 
 
 def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return an example's Job with the local image and the environment that is mounted into it."""
+    """Return an example's Job with the local image and the mounted environment."""
     local = rollout_local.LOCAL_VALUES["engines"]["hf"]
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -150,11 +138,7 @@ def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:
-    """Print the trainer's lines until it has ended, and hand them to `saw`.
-
-    Raises:
-        DemoError: it failed, or did not end in time.
-    """
+    """Print the trainer's lines until it has ended, and hand them to `saw`."""
     stage = scene.stage
     words = ["kubectl", "-n", stage.namespace]
     started = [*words, "wait", "pod", "-l", f"job-name={name}", "--for=condition=Ready"]
@@ -180,4 +164,4 @@ def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_story(__doc__, run_task))

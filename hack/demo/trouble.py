@@ -10,7 +10,7 @@ from collections.abc import Callable
 import httpx
 
 from demo.stage import Stage
-from localkube.pods import process_in
+from localkube.processes import process_in
 
 IN_FLIGHT = re.compile(r"^rollout_worker_requests_in_flight(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 
@@ -35,13 +35,12 @@ class Trouble:
         }
 
     def saw(self, line: str) -> None:
-        """Take a line of the trainer's log into account."""
+        """Act on a line of the trainer's log."""
         step = re.match(r"step +([0-9]+) ", line)
         if step and (act := self.waiting.pop(int(step[1]), None)):
             act()
 
     def grow(self) -> None:
-        """Scale the pool up; the new worker joins when it has the weights."""
         self.stage.kubectl("scale", "rr", self.pool, "--replicas=3", show=True)
 
     def kill(self) -> None:
@@ -60,7 +59,6 @@ class Trouble:
         self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")
 
     def over(self, seconds: float) -> None:
-        """Wait until all three replicas serve again, and show them."""
         self.stage.kubectl(
             "wait", "rr", self.pool, "--for=condition=Ready", f"--timeout={seconds:.0f}s"
         )
@@ -68,5 +66,4 @@ class Trouble:
 
 
 def in_flight(page: str) -> int:
-    """Return how many requests a worker answers, by its page of metrics."""
     return int(sum(float(number) for number in IN_FLIGHT.findall(page)))

@@ -25,11 +25,7 @@ _TRIES = 5
 
 
 def reserve(state: Path) -> Network:
-    """Make a bridge for the cluster of this state, with the first network that nobody uses.
-
-    Raises:
-        ClusterError: every network is in use.
-    """
+    """Make a bridge for the cluster of this state, with the first network that nobody uses."""
     taken = _addresses()
     for slot in Network.SLOTS:
         network = Network(slot)
@@ -50,18 +46,14 @@ def reserve(state: Path) -> Network:
 
 
 def keep_inside(network: Network) -> None:
-    """Keep cluster addresses off the machine's default route, whatever asks for them."""
+    """Keep cluster addresses off the machine's default route."""
     if os.geteuid() == 0:
         for cidr in (network.cidr, network.services):
             _ip("route", "add", *_unreachable(cidr), check=False)
 
 
 def deliver_here(network: Network) -> None:
-    """Let this machine answer at every address of kwok's pods, until `tidy` or `deliver_nowhere`.
-
-    Raises:
-        ClusterError: not root.
-    """
+    """Let this machine answer at every address of kwok's pods, until `tidy` or `deliver_nowhere`."""
     _ip("route", "replace", *_local(network))
 
 
@@ -101,7 +93,6 @@ def bridges() -> set[str]:
 
 
 def release(below: Path) -> bool:
-    """Remove the bridges of these clusters, and with them their routes."""
     owned = owned_bridges(below)
     for bridge in owned:
         _ip("link", "delete", bridge)

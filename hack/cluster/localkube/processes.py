@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ MARK = "ROLLOUT_CLUSTER"
 
 ROOMY = {"GOGC": "400", "GOMEMLIMIT": "1GiB"}
 """For programs in Go: they may hold more garbage, and spend less of the processor on collecting it."""
+
+SHORT_LIVED = {"GOGC": "off"}
+"""For programs in Go that end at once: without garbage collection they take half the processor time."""
 
 LOG_TAIL_LINES = 5
 
@@ -47,22 +50,16 @@ class Process:
         return None if fields[0] in "ZX" else cls(pid, fields[19])
 
     def alive(self) -> bool:
-        """Whether it has not ended."""
         return Process.of(self.pid) == self
 
     def kill(self) -> None:
-        """Send SIGKILL if it still lives."""
         if self.alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def await_end(processes: Iterable[Process], seconds: float = 10) -> None:
-    """Wait until all have ended.
-
-    Raises:
-        ClusterError: one still lives after `seconds`.
-    """
+    """Wait until all have ended."""
     waiting = list(processes)
     deadline = time.monotonic() + seconds
     while waiting := [process for process in waiting if process.alive()]:
@@ -106,7 +103,6 @@ def record_file(state: Path, component: str) -> Path:
 
 
 def recorded(state: Path, component: str) -> Process | None:
-    """Return the component's process if it lives."""
     try:
         process = Process(**json.loads(record_file(state, component).read_text()))
     except FileNotFoundError:
@@ -123,8 +119,19 @@ def require_alive(state: Path, *components: str) -> None:
             raise ClusterError(f"{component} ended; the last lines of {log}:\n{tail}")
 
 
+def await_true(
+    state: Path, alive: Sequence[str], ready: Callable[[], bool], problem: str, seconds: float
+) -> None:
+    """Wait until `ready`, while these components live; `problem` is the start of the error after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        require_alive(state, *alive)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{problem} after {seconds} s: see {state / 'logs'}")
+        time.sleep(0.05)
+
+
 def stop(state: Path, component: str) -> None:
-    """Kill the component and wait for its end; nothing happens if it does not live."""
     if process := recorded(state, component):
         process.kill()
         await_end([process])
@@ -158,3 +165,22 @@ def sweep(below: Path) -> int:
             process.kill()
         await_end(processes)
     return len(found)
+
+
+def process_in(uid: str, word: str) -> int:
+    """Return the pid of a pod's process.
+
+    Args:
+        uid: of the pod.
+        word: that stands in the process' command line.
+    """
+    wanted = uid.replace("-", "")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes()
+            group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
+            if word.encode() in words and wanted in group:
+                return int(entry.name)
+    raise ClusterError(f"no process {word!r} in the pod {uid}")

@@ -41,7 +41,6 @@ class Network:
 
     @property
     def bridge(self) -> str:
-        """Link that joins the nodes and the host."""
         return f"rollout{self.slot}"
 
     @property
@@ -66,7 +65,6 @@ class Network:
 
     @property
     def services(self) -> str:
-        """Range of ClusterIPs."""
         return f"10.{96 + self.slot}.0.0/16"
 
     @property
@@ -75,11 +73,9 @@ class Network:
         return f"10.{96 + self.slot}.0.1"
 
     def node(self, index: int) -> str:
-        """Address of the node with this index (1 and up)."""
         return f"{self._prefix}.0.{10 + index}"
 
     def node_pods(self, index: int) -> str:
-        """Range of this node's pods."""
         return f"{self._prefix}.{64 + index}.0/24"
 
     @property
@@ -108,47 +104,40 @@ class Settings:
 
     @property
     def network(self) -> Network:
-        """Its addresses; without real nodes they exist on paper only."""
+        """Its addresses, which no interface has without real nodes."""
         return Network(self.slot or 0)
 
     @property
     def state(self) -> Path:
-        """Folder of everything this cluster writes."""
         return state_folder(self.name)
 
     @property
     def pki(self) -> Path:
-        """Folder of keys and certificates."""
         return self.state / "pki"
 
     @property
     def kubeconfig(self) -> Path:
-        """The cluster-admin's kubeconfig."""
         return self.state / "admin.kubeconfig"
 
     @property
     def audit_log(self) -> Path:
-        """One JSON event a line: every request of a service account."""
+        """One JSON event per line for each request of a service account."""
         return self.state / "audit.log"
 
     @property
     def address(self) -> str:
-        """Where the API server listens."""
         return LOOPBACK if self.slot is None else self.network.host
 
     @property
     def server(self) -> str:
-        """URL of the API server."""
         return f"https://{self.address}:{self.api_port}"
 
     def save(self) -> None:
-        """Write them to the state folder, which is made."""
         self.state.mkdir(parents=True, exist_ok=True)
         (self.state / "cluster.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, name: str) -> Settings | None:
-        """Return the settings of an existing cluster."""
         try:
             return cls(**json.loads((state_folder(name) / "cluster.json").read_text()))
         except FileNotFoundError:
@@ -165,11 +154,7 @@ class Settings:
         node_grace: int | None,
         port: int | None,
     ) -> Settings:
-        """Choose ports and write everything to the state folder.
-
-        Raises:
-            ClusterError: the wanted port can't be used.
-        """
+        """Choose ports and write everything to the state folder."""
         # Another cluster that starts at this moment does not listen on its ports yet.
         with exclusive("ports"):
             chosen = replace(cls._choose(name, slot, gpus, node_grace, port), devices=devices)
@@ -190,11 +175,7 @@ class Settings:
 
 
 def state_folder(name: str) -> Path:
-    """Return the folder of this cluster's state.
-
-    Raises:
-        ClusterError: no cluster can have that name.
-    """
+    """Return the folder of this cluster's state."""
     if not _NAME.fullmatch(name):
         raise ClusterError(
             f"cluster name {name!r}: use at most 40 small letters, digits and inner dashes"
@@ -203,7 +184,7 @@ def state_folder(name: str) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct ports that nobody listens on and no cluster of this cache has chosen."""
+    """Return distinct free ports that no cluster of this cache has chosen."""
     found: list[int] = []
     chosen = _chosen_ports()
     for port in random.sample(_PORTS, len(_PORTS)):
@@ -215,7 +196,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def _chosen_ports() -> set[int]:
-    """Return the ports in the settings of every cluster."""
     every = (Settings.load(folder.name) for folder in clusters().glob("*") if folder.is_dir())
     return {
         port

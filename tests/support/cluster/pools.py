@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 
 from localkube import Cluster
-from localkube.pods import process_in
+from localkube.processes import process_in
 from tests.support.api.apiclient import PODS, POOLS, SERVICES, SLICES, Obj, api_of
 from tests.support.waiting import eventually
 

@@ -13,8 +13,7 @@ from typing import Any
 import rollout_local
 from demo.judge import Judge, Report
 from localkube import Cluster, fakedevices
-from localkube.pods import process_in
-from localkube.processes import recorded
+from localkube.processes import process_in, recorded
 from tests.support.api.apiclient import PODS, Obj, api_of
 from tests.support.waiting import eventually
 
