@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .options import DTYPES, Options
-from .reporting import conditions, page, tables
+from .reporting import conditions, tables
 from .reporting.conditions import Conditions
 from .reporting.figures import Result, Verdict
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n{tables.text(result, under)}\n  Took {took:.0f} s.\n", flush=True)
             if arguments.write:
                 section = f"{result.name} {result.part}".strip()
-                page.write(section, tables.markdown(result, under))
+                tables.write_section(section, tables.markdown(result, under))
             measured.append((result, under))
             began, before = time.monotonic(), conditions.load()
     if arguments.json:

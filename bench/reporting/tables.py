@@ -1,14 +1,18 @@
-"""A result as a table: for a terminal, for docs/benchmarks.md, and as JSON."""
+"""A result as a table: for a terminal, for its section of docs/benchmarks.md, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from bench import ROOT
 
 from .conditions import Conditions
 from .figures import ROUNDS_FOR_A_VERDICT, Figure, Result, Seen, Verdict
 
+PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = ("", "median", "min to max", "p99", "n", "unit", "baseline", "ratio", "goal")
 LEFT = ("", "unit", "baseline", "goal")
 """Columns of words; the others hold numbers."""
@@ -109,3 +113,31 @@ def number(value: float) -> str:
     if abs(value) < 0.01:
         return f"{value:.2g}"
     return f"{value:.3f}" if abs(value) < 1 else f"{value:.{2 if abs(value) < 100 else 0}f}"
+
+
+def write_section(name: str, section: str, path: Path = PAGE) -> None:
+    path.write_text(merged(path.read_text() if path.exists() else "", name, section))
+
+
+def merged(page: str, name: str, section: str) -> str:
+    """Return the page with the section of this name replaced, or appended if it has none.
+
+    Only what stands between the section's two comments is replaced: notes before and after stay.
+
+    Raises:
+        ValueError: one of the two comments is missing or doubled, so it is unclear what is
+            generated and what was written by hand.
+    """
+    begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
+    block = f"{begin}{section.strip()}\n{end}"
+    counts = page.count(begin), page.count(end)
+    if counts == (0, 0):
+        return f"{page.rstrip()}\n\n{block}" if page.strip() else block
+    head, _, rest = page.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if counts != (1, 1) or not closed:
+        raise ValueError(
+            f"the page needs exactly one {begin.strip()!r} and one {end.strip()!r} after it: "
+            "mend it by hand, else a note could be lost"
+        )
+    return head + block + tail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from rollout_worker.observe.processes import find_descendants, kill_processes
 from tests.support.engine.engine_kinds import KINDS, ROOT
-
-from .ports import answers, free_port
 
 START_SECONDS = 600.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -95,3 +96,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait(10)
     kill_processes(family, 10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
