@@ -1,4 +1,4 @@
-"""Buildah with a store of ours, which disappears with the cache, and the base image of all others."""
+"""Buildah with its own store in the cache, and the base image of all images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = "localhost/python:3.11"
 SUITE = "bookworm"
 # libnuma1 is what vLLM's CPU build links against.
 PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
-# Not needed in an image, and half of it.
+# Half of an image, and not needed there.
 PRUNED = ("var/cache/apt/archives", "var/lib/apt/lists", "usr/share/doc", "usr/share/man",
           "usr/share/locale", "var/log")  # fmt: skip
 _PIP_SETTINGS = (

@@ -1,4 +1,4 @@
-"""One lane of `make test`: pytest in a process of its own, and what is printed of it while it runs."""
+"""One lane of `make test`: pytest in a process of its own, and the lines printed about it."""
 
 from __future__ import annotations
 

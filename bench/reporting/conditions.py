@@ -1,4 +1,4 @@
-"""What a table was measured by and on: the exact command, the machine, how busy it was."""
+"""How and where a table was measured: the exact command, the machine, its load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def today() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Under what a table was measured; made at the end, with the load seen at the beginning."""
+    """The conditions of a measurement; made at its end, with the load at its beginning."""
 
     command: str
     load_before: float

@@ -1,7 +1,7 @@
-"""What a benchmark hands back: medians with their spread, a baseline, a goal, and a verdict.
+"""The result of a benchmark: medians with their spread, a baseline, a goal, and a verdict.
 
-Few samples say little, so they are never dressed up: no verdict on fewer than five rounds, no 99th
-percentile of fewer than a hundred samples.
+Few samples prove little: fewer than five rounds get no verdict, fewer than a hundred samples no 99th
+percentile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program: a data port that answers every generate request at once, with nothing behind it.
+"""A program: a data port that answers every generate request at once, without an engine.
 
 `python answers.py TOKENS` takes a free port, prints its number, and serves until it is ended.
 """

@@ -1,4 +1,4 @@
-"""When the tokens of concurrent requests arrived, and how long none did."""
+"""Arrival times of the tokens of concurrent requests, and the longest gap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL_SECONDS = 300.0
 
 @dataclass(slots=True)
 class Streams:
-    """Requests that are always under way: one that ends is replaced by another at once.
+    """Requests that are always running: another one replaces a request that ends.
 
     `arrivals`: when the deltas of each request arrived, requests in the order in which they began;
     guarded by `lock`.

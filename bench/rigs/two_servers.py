@@ -1,8 +1,8 @@
-"""Two servers side by side under the same loads, taking turns; and the figures that makes.
+"""Two servers that run at once and take turns under the same loads, and the figures of both.
 
-Both live at once on the same cores with the same flags, take and give token ids with the logprobs of
-the sampled tokens, and take turns: whatever else the machine does meets both alike. Next to rate and
-latency stands the CPU time of all processes of a server, which other programs blur least.
+Both run on the same cores with the same flags, and exchange token ids with the logprobs of the sampled
+tokens. They take turns, so that other load on the machine affects both equally. In addition to rate and
+latency, the CPU time of all processes of a server is measured, which other programs disturb least.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Weights to our worker over vLLM, in turn with vLLM's own ways to its own server, and the figures that makes.
+"""Weights to our worker over vLLM, in turns with vLLM's own ways to its own server, and the figures of both.
 
-Both live at once with the same model and flags, idle, and have to give the same answer afterwards.
+Both run at once with the same model and flags, idle, and must give the same answer afterwards.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class SteeringVerbs:
             PublishError, EpochLost: See `publish_weights`.
         """
         try:
-            versions = VersionFolder.in_folder(folder, mounted_at, keep)
+            versions = VersionFolder(folder, mounted_at, keep)
             identity = await self._next_identity(version)
             await asyncio.to_thread(versions.check_folder, identity)
         except BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from rollout_common.wire import WeightsId
@@ -18,36 +17,26 @@ DEFAULT_KEPT_VERSIONS = 2
 _FOLDER_NAME = re.compile(r"(?:\.)?epoch-(\d+)-version-(\d+)(?:\.partial)?")
 
 
-@dataclass(frozen=True, slots=True)
 class VersionFolder:
     """Versions in one folder on a volume that the workers mount, each in a folder of its own.
 
-    Attributes:
+    Args:
         folder: As this process sees it.
         mounted_at: As the workers see it: absolute, or relative to the weights' claim; None: as here.
         keep: How many committed versions stay, the newest first; the one that serves always does.
     """
 
-    folder: Path
-    mounted_at: PurePath | None = None
-    keep: int = DEFAULT_KEPT_VERSIONS
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(
-                "keep must be 1 or more: a replica that joins loads the committed version"
-            )
-
-    @classmethod
-    def in_folder(
-        cls,
+    def __init__(
+        self,
         folder: str | PurePath,
         mounted_at: str | PurePath | None = None,
         keep: int = DEFAULT_KEPT_VERSIONS,
-    ) -> VersionFolder:
-        """Return the versions in a folder; paths may be text."""
-        mount = None if mounted_at is None else PurePosixPath(mounted_at)
-        return cls(Path(folder), mount, keep)
+    ) -> None:
+        if keep < 1:
+            raise ValueError(
+                "keep must be 1 or more: a replica that joins loads the committed version"
+            )
+        self.folder, self.mounted_at, self.keep = Path(folder), mounted_at, keep
 
     def local_path(self, identity: WeightsId) -> Path:
         """Return where this process writes a version."""

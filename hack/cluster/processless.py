@@ -3,11 +3,10 @@
 
     python hack/cluster/processless.py [--port 8001]
 
-kwok runs pods as objects only, and the operator believes nothing but a worker's own answer. So that
-hundreds of pools can come to Ready, this server speaks the wire models of the control port: the
-address that a request was sent to tells the pod, and each keeps its own fence, holds and weights.
-Engines are what is missing: a model loads, stages and commits at once. `GET /counts` on 127.0.0.1
-shows how often each route was asked.
+kwok runs pods as objects only, and the operator trusts only the answers of workers. To let hundreds
+of pools become Ready, this server implements the wire models of the control port: the address that a
+request was sent to identifies the pod, and each pod has its own fence, holds and weights. There are no
+engines: models load, stage and commit at once. `GET /counts` on 127.0.0.1 shows the calls of each route.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def discard(pod: PodState, body: DiscardRequest) -> bytes:
 
 
 class Server:
-    """The routes of all pods; see the module."""
+    """The routes of all pods."""
 
     def __init__(self) -> None:
         self.pods: dict[str, PodState] = {}

@@ -9,8 +9,6 @@ millisecond which pod has memory, and decides the outcome. The cluster stays up,
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from typing import Any
 
@@ -19,7 +17,7 @@ import yaml
 from demo.judge import Judge, Report
 from demo.scene import SHAPE, Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError, Stage
-from demo.train import follow, localized
+from demo.train import follow, localized, make_empty
 from localkube.home import REPOSITORY
 
 NAMESPACE = "colocated"
@@ -52,53 +50,26 @@ def tell(scene: Scene, steps: int) -> Report:
 
 def _clear(scene: Scene) -> None:
     assert scene.models is not None
-    for kind, name in (("job", JOB), ("rr", POOL), ("resourceclaim", CLAIM)):
-        scene.stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
-    folder = scene.models / "weights" / JOB
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    folder.chmod(0o777)  # the trainer is nobody of this machine
+    scene.stage.delete(("job", JOB), ("rr", POOL), ("resourceclaim", CLAIM))
+    make_empty(scene.models / "weights" / JOB)
 
 
 def _wait_for_a_trainer(stage: Stage) -> None:
     with stage.step("A pool that is to share a trainer's devices waits for the trainer"):
-        text = (EXAMPLES / JOB / "pool.yaml").read_text()
-        stage.say(text[text.index("apiVersion") :])
-        stage.kubectl("apply", "-f", "-", text=text, show=True)
-        message = stage.until("the pool says for whom it waits", lambda: _message(stage), 30)
-        stage.say(f"· {message}")
-
-
-def _message(stage: Stage) -> str:
-    pool = stage.get("rr", POOL)
-    return str((pool.get("status") or {}).get("message", ""))
+        stage.apply_shown(EXAMPLES / JOB / "pool.yaml")
+        stage.watch_pool(POOL, "a message", lambda: stage.pool_status(POOL).get("message"), 30)
 
 
 def _meet(stage: Stage, steps: int) -> None:
     with stage.step(
         "The trainer comes with a ResourceClaim of two devices; the worker joins it there"
     ):
-        files = [f"--from-file={EXAMPLES / name}" for name in SCRIPTS]
-        script = stage.kubectl("create", "configmap", JOB, *files, "--dry-run=client", "-o", "json")
-        stage.kubectl("apply", "-f", "-", text=script)
-        items = manifests(steps)
-        stage.kubectl(
-            "apply",
-            "-f",
-            "-",
-            text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}),
+        stage.apply_files(JOB, *(EXAMPLES / name for name in SCRIPTS))
+        stage.apply(*manifests(steps))
+        words = ("get", "pods", "-l", f"rollout.dev/pool={POOL}", "-o", "name")
+        stage.watch_pool(
+            POOL, "the worker's pod next to the trainer's", lambda: stage.kubectl(*words), 120
         )
-        told: list[str] = []
-
-        def served() -> bool:
-            message = _message(stage)
-            if message and message not in told:
-                told.append(message)
-                stage.say(f"· {message}")
-            words = ("get", "pods", "-l", f"rollout.dev/pool={POOL}", "-o", "name")
-            return bool(stage.kubectl(*words))
-
-        stage.until("the worker's pod next to the trainer's", served, 120)
         stage.kubectl("get", "resourceclaims", show=True)
         stage.kubectl("get", "pods", "-o", "wide", show=True)
 

@@ -1,7 +1,7 @@
-"""A real Prometheus that follows the pods of the API server, for as long as the story needs.
+"""A real Prometheus that follows the pods of the API server, for the duration of a block.
 
-Debian builds Prometheus without its Kubernetes discovery, so it asks a discovery of ours over its
-HTTP discovery protocol: the annotated pods, as the API server lists them at that moment. In a
+Debian builds Prometheus without its Kubernetes discovery, so it uses ours over its HTTP
+discovery protocol: the annotated pods, as the API server lists them at that moment. In a
 cluster of your own use the chart's PodMonitors or Prometheus' own `kubernetes_sd_configs`.
 """
 

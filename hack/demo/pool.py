@@ -1,4 +1,4 @@
-"""What the demo does with its pool, each as a user would."""
+"""The demo's actions on its pool, done as a user would."""
 
 from __future__ import annotations
 
@@ -29,30 +29,13 @@ class DemoPool:
         words = ("get", "pods,services", "-l", f"rollout.dev/pool={NAME}", "-o", "name")
         self.stage.until("the pool is gone", lambda: not self.stage.kubectl(*words).strip(), 120)
 
-    def status(self) -> dict[str, Any]:
-        """Return the status for the newest spec, empty while it is about an older one."""
-        pool = self.stage.get("rr", NAME)
-        status: dict[str, Any] = pool.get("status") or {}
-        current = status.get("observedGeneration") == pool["metadata"]["generation"]
-        return status if current else {}
-
     def condition(self, kind: str) -> bool:
-        return any(
-            c["type"] == kind and c["status"] == "True" for c in self.status().get("conditions", ())
-        )
+        conditions = self.stage.pool_status(NAME).get("conditions", ())
+        return any(c["type"] == kind and c["status"] == "True" for c in conditions)
 
     def wait(self, what: str, look: Callable[[], Any], seconds: float = 120.0) -> None:
         """Wait, and print each new sentence of the status."""
-        told: list[str] = []
-
-        def watch() -> Any:
-            message = self.status().get("message", "")
-            if message and message not in told:
-                told.append(message)
-                self.stage.say(f"· {message}")
-            return look()
-
-        self.stage.until(what, watch, seconds)
+        self.stage.watch_pool(NAME, what, look, seconds)
 
     def generate(self) -> dict[str, Any]:
         """Ask the Service for eight greedy tokens and print the main parts of the answer."""

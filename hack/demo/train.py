@@ -12,12 +12,9 @@ Leaves the table and the learning curve in the cache; the cluster stays up, `mak
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,22 +81,15 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
     stage = scene.stage
     assert scene.models is not None
     folder = scene.models / "weights" / task.folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    folder.chmod(0o777)  # the trainer is nobody of this machine
+    make_empty(folder)
     with stage.step("A pool of two workers and the account of its trainer"):
-        for kind, name in (("job", task.folder), ("rr", POOL)):
-            stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
+        stage.delete(("job", task.folder), ("rr", POOL))
         stage.kubectl("apply", "-f", str(EXAMPLE / "pool.yaml"), show=True)
         stage.kubectl("wait", "rr", POOL, "--for=condition=Ready", "--timeout=240s")
         stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
     with stage.step(f"GRPO for {steps} steps, as a Job"):
-        script = stage.kubectl(
-            "create", "configmap", "grpo", f"--from-file={EXAMPLE}", "--dry-run=client",
-            "-o", "json",
-        )  # fmt: skip
-        stage.kubectl("apply", "-f", "-", text=script)
-        stage.kubectl("apply", "-f", "-", text=json.dumps(job(task, steps)))
+        stage.apply_files("grpo", EXAMPLE)
+        stage.apply(job(task, steps))
         trouble = Trouble(stage, POOL)
         follow(scene, task.folder, trouble.saw if task.trouble else lambda line: None)
         if task.trouble:
@@ -114,6 +104,13 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
         raise DemoError(f"the reward is {earned[-1]:.2f} after {steps} steps, not {GOAL}")
     stage.say(f"reward {earned[0]:.2f} -> {earned[-1]:.2f}")
     return folder / "result"
+
+
+def make_empty(folder: Path) -> None:
+    """Make an empty folder that the trainer, a user unknown to this machine, can write."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    folder.chmod(0o777)
 
 
 def job(task: Task, steps: int) -> dict[str, Any]:
@@ -131,29 +128,18 @@ def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
     container["args"].append(f"--steps={steps}")
     container["volumeMounts"] += local["podTemplate"]["volumeMounts"]
     pod["volumes"] += local["podTemplate"]["volumes"]
-    assert pod["volumes"][-1]["persistentVolumeClaim"]["claimName"] == volumes.environment_claim(
-        "hf"
-    )
+    claim = pod["volumes"][-1]["persistentVolumeClaim"]["claimName"]
+    assert claim == volumes.environment_claim("hf")
     return job
 
 
 def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:
     """Print the trainer's lines until it has ended, and hand them to `saw`."""
     stage = scene.stage
-    words = ["kubectl", "-n", stage.namespace]
-    started = [*words, "wait", "pod", "-l", f"job-name={name}", "--for=condition=Ready"]
-    stage.run(*started, "--timeout=120s")
-    logs = [*words, "logs", "-f", f"job/{name}"]
-    with subprocess.Popen(logs, env=stage.environment, stdout=subprocess.PIPE, text=True) as reader:
-        late = threading.Timer(JOB_SECONDS, reader.kill)
-        late.start()
-        try:
-            for line in reader.stdout or ():
-                print(line, end="", flush=True)
-                saw(line)
-        finally:
-            late.cancel()
-            reader.kill()
+    labels = ("-l", f"job-name={name}")
+    stage.kubectl("wait", "pod", *labels, "--for=condition=Ready", "--timeout=120s")
+    for line in stage.log_lines(f"job/{name}", JOB_SECONDS):
+        saw(line)
 
     def ended() -> str:
         kinds = stage.get("job", name).get("status", {}).get("conditions", ())

@@ -25,7 +25,7 @@ class Trouble:
 
     GROWS_AFTER, DIES_AFTER = 1, 4
     BUSY = 4
-    """Requests in flight of a worker that is killed: they don't all end before the signal comes."""
+    """Requests in flight of a worker that is killed: some are still running when the signal arrives."""
 
     def __init__(self, stage: Stage, pool: str) -> None:
         self.stage, self.pool = stage, pool

@@ -1,4 +1,4 @@
-"""A minimal client of the API server, for what must be known before kubectl's answer would come."""
+"""A minimal client of the API server, quicker than a kubectl process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every binary of a cluster, compiled once from Go modules into the cache.
 
-Most are packages of one module, so that what they share is compiled once: half of each is Kubernetes' client.
+Most are packages of one module, so that shared code is compiled once: half of each is Kubernetes' client.
 
 A binary is compiled again only if its inputs changed: a stamp next to it holds a hash of its version,
 flags and sources. An interrupted build continues where it stopped, since Go caches packages.

@@ -1,6 +1,6 @@
 """The host's side of the nodes' network: a bridge per cluster, routes to pods and services.
 
-The bridge's alias is the cluster's state folder: the link itself says whom it belongs to.
+The bridge's alias is the cluster's state folder, so the link itself names its owner.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from .home import ClusterError
 from .settings import Network
 
-# Marks our unreachable routes, so that nobody else's are removed (rt_protos leaves it free).
+# Marks our unreachable routes, so that no others are removed (rt_protos leaves this number free).
 _PROTOCOL = "177"
 _METRIC = "4096"
 
-# iproute2 6.1 prints garbage now and then while somebody else changes links.
+# iproute2 6.1 sometimes prints garbage while another process changes links.
 _TRIES = 5
 
 
 def reserve(state: Path) -> Network:
-    """Make a bridge for the cluster of this state, with the first network that nobody uses."""
+    """Make a bridge for the cluster of this state, with the first unused network."""
     taken = _addresses()
     for slot in Network.SLOTS:
         network = Network(slot)
@@ -144,7 +144,7 @@ def _json(*arguments: str) -> list[dict[str, Any]]:
         with suppress(ValueError):
             # It shows nothing, or `{}`, for a link that is not meant.
             return [entry for entry in json.loads(done.stdout.strip() or b"[]") if entry]
-    raise ClusterError(f"ip {' '.join(arguments)} prints what is no JSON: {done.stdout!r}")
+    raise ClusterError(f"ip {' '.join(arguments)} prints invalid JSON: {done.stdout!r}")
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:

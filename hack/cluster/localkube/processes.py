@@ -1,7 +1,7 @@
 """Background processes of a cluster, found again by a record or by a mark in their environment.
 
-A record (`run/<component>.json`) holds the pid and its start time, so a pid that the kernel has
-given to somebody else is never signalled. The mark `ROLLOUT_CLUSTER=<state>` finds what lost its
+A record (`run/<component>.json`) holds the pid and its start time, so a pid that the kernel
+has reused is never signalled. The mark `ROLLOUT_CLUSTER=<state>` finds processes that lost their
 record, for example after the state folder was deleted by hand.
 """
 
@@ -39,7 +39,7 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process | None:
         """Return the living process `pid`, or None (zombies are dead)."""
-        # Our own children stay zombies until somebody waits for them.
+        # Our own children stay zombies until we wait for them.
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
         try:
@@ -168,19 +168,20 @@ def sweep(below: Path) -> int:
 
 
 def process_in(uid: str, word: str) -> int:
-    """Return the pid of a pod's process.
-
-    Args:
-        uid: of the pod.
-        word: that stands in the process' command line.
-    """
-    wanted = uid.replace("-", "")
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):
-            words = (entry / "cmdline").read_bytes()
-            group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
-            if word.encode() in words and wanted in group:
-                return int(entry.name)
+    """Return the pid of the process of a pod, by its uid, that has a word in its command line."""
+    if pids := processes_in(uid, word):
+        return pids[0]
     raise ClusterError(f"no process {word!r} in the pod {uid}")
+
+
+def processes_in(uid: str, word: str) -> list[int]:
+    """Return the pids of all of them."""
+    wanted, found = uid.replace("-", ""), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes()
+                group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
+                if word.encode() in words and wanted in group:
+                    found.append(int(entry.name))
+    return found

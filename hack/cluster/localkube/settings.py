@@ -1,4 +1,4 @@
-"""What is fixed about one cluster for its life: addresses, ports, sizes. Kept in its state."""
+"""The fixed properties of one cluster: addresses, ports, sizes. Kept in its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import re
 import socket
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .home import ClusterError, clusters, exclusive
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 
 NODE_GRACE_SECONDS = 10
 FAKE_NODE_GRACE_SECONDS = 200
-"""Without real nodes: kwok renews its leases slowly when there are many."""
+"""Without real nodes: kwok renews the leases of many nodes slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ class Settings:
     name: str
     slot: int | None
     gpus: int
+    devices: int
     node_grace_seconds: int
     api_port: int
     etcd_port: int
     etcd_peer_port: int
     controller_manager_port: int
     scheduler_port: int
-    devices: int = 0
 
     @property
     def network(self) -> Network:
@@ -157,21 +157,15 @@ class Settings:
         """Choose ports and write everything to the state folder."""
         # Another cluster that starts at this moment does not listen on its ports yet.
         with exclusive("ports"):
-            chosen = replace(cls._choose(name, slot, gpus, node_grace, port), devices=devices)
+            ports = free_ports(5)
+            if port is not None:
+                if not _is_free(port):
+                    raise ClusterError(f"port {port} is taken: leave --port out to get a free one")
+                ports[0] = port
+            grace = FAKE_NODE_GRACE_SECONDS if slot is None else NODE_GRACE_SECONDS
+            chosen = cls(name, slot, gpus, devices, node_grace or grace, *ports)
             chosen.save()
         return chosen
-
-    @classmethod
-    def _choose(
-        cls, name: str, slot: int | None, gpus: int, node_grace: int | None, port: int | None
-    ) -> Settings:
-        ports = free_ports(5)
-        if port is not None:
-            if not _is_free(port):
-                raise ClusterError(f"port {port} is taken: leave --port out to get a free one")
-            ports[0] = port
-        default_grace = FAKE_NODE_GRACE_SECONDS if slot is None else NODE_GRACE_SECONDS
-        return cls(name, slot, gpus, node_grace or default_grace, *ports)
 
 
 def state_folder(name: str) -> Path:
@@ -198,16 +192,11 @@ def free_ports(count: int) -> list[int]:
 def _chosen_ports() -> set[int]:
     every = (Settings.load(folder.name) for folder in clusters().glob("*") if folder.is_dir())
     return {
-        port
+        value
         for each in every
         if each
-        for port in (
-            each.api_port,
-            each.etcd_port,
-            each.etcd_peer_port,
-            each.controller_manager_port,
-            each.scheduler_port,
-        )
+        for name, value in asdict(each).items()
+        if name.endswith("_port")
     }
 
 
