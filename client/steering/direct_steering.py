@@ -139,34 +139,12 @@ class DirectSteering(Steering):
         self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress
     ) -> Published:
         """Commit on all that staged: from here it only goes forward."""
-        version, count = barrier.version, len(barrier.staged)
-        identity = version.identity
+        identity, count = barrier.version.identity, len(barrier.staged)
         message = f"committing weights {identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
-        left = max(0.0, until - time.monotonic())
-        root_hash = next(iter(barrier.staged.values()), version.root_hash)
-        order = self._options.commit_request(identity, left, root_hash)
-        try:
-            answers = await self._ports.ask_members(
-                lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS), barrier.staged
-            )
-        except BaseException:
-            # Cancelled: some replicas may have flipped, so the others must, too.
-            self._keeper.target = version
-            raise
-        done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
-        errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
-        if errors and len(errors) == len(answers):
-            await barrier.discard()
-            name, error = next(iter(errors.items()))
-            raise refused(name, identity, error)
-        self._keeper.target = version = replace(version, root_hash=root_hash)
-        await self._fence_version(version)
-        if answers and not done:
-            why = f"no replica answered to the commit of {identity} in time"
-            raise PublishFailed(
-                f"{why}; each gets it once it answers, as long as this pool is open"
-            )
+        root_hash = next(iter(barrier.staged.values()), barrier.version.root_hash)
+        version = replace(barrier.version, root_hash=root_hash)
+        done = await self._order_commit(barrier, version, max(0.0, until - time.monotonic()))
         self._note_serving(done, version)
         message = f"{len(done)} of {total} replicas serve weights {identity}"
         if late := total - len(done):
@@ -180,6 +158,34 @@ class DirectSteering(Steering):
             pause_seconds=max((a.pause_seconds for a in done.values()), default=None),
             message=message,
         )
+
+    async def _order_commit(
+        self, barrier: Barrier, version: Version, left: float
+    ) -> Mapping[str, CommitResponse]:
+        """Order the commit and fence what missed it; return the answers of those that serve the version."""
+        order = self._options.commit_request(version.identity, left, version.root_hash)
+        try:
+            answers = await self._ports.ask_members(
+                lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS), barrier.staged
+            )
+        except BaseException:
+            # Cancelled: some replicas may have flipped, so the others must, too.
+            self._keeper.target = barrier.version
+            raise
+        errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
+        if errors and len(errors) == len(answers):
+            await barrier.discard()
+            name, error = next(iter(errors.items()))
+            raise refused(name, version.identity, error)
+        self._keeper.target = version
+        await self._fence_version(version)
+        done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
+        if answers and not done:
+            why = f"no replica answered to the commit of {version.identity} in time"
+            raise PublishFailed(
+                f"{why}; each gets it once it answers, as long as this pool is open"
+            )
+        return done
 
     async def _fence_version(self, version: Version) -> None:
         """Let no replica serve older weights, be it one that missed the commit or one that sleeps."""

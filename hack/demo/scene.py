@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import images
 import rollout_local
@@ -148,43 +149,44 @@ def _model_job(image: str) -> str:
         }
         for name in ("models", "weights")
     ]
-    make = "python3 /script/tinymodel.py"
-    commands = " && ".join(
-        (
-            f"{make} /models/tiny --seed 1",
-            f"{make} /weights/1 --seed 2 --weights-only",
-            f"{make} /weights/2 --seed 3 --weights-only",
-        )
-    )
     script = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": "make-models"},
         "data": {"tinymodel.py": MODEL_SCRIPT.read_text()},
     }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "make-models"},
+        "spec": {"backoffLimit": 2, "template": {"spec": _model_pod(image)}},
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [*claims, script, job]})
+
+
+def _model_pod(image: str) -> dict[str, Any]:
+    make = "python3 /script/tinymodel.py"
+    commands = (
+        f"{make} /models/tiny --seed 1",
+        f"{make} /weights/1 --seed 2 --weights-only",
+        f"{make} /weights/2 --seed 3 --weights-only",
+    )
     mounts = {"models": "/models", "weights": "/weights", "script": "/script"}
     sources = {
         "models": {"persistentVolumeClaim": {"claimName": "models"}},
         "weights": {"persistentVolumeClaim": {"claimName": "weights"}},
         "script": {"configMap": {"name": "make-models"}},
     }
-    pod = {
+    return {
         "restartPolicy": "Never",
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532},
         "containers": [
             {
                 "name": "make",
                 "image": image,
-                "command": ["sh", "-c", commands],
+                "command": ["sh", "-c", " && ".join(commands)],
                 "volumeMounts": [{"name": n, "mountPath": p} for n, p in mounts.items()],
             }
         ],
         "volumes": [{"name": n, **source} for n, source in sources.items()],
     }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "make-models"},
-        "spec": {"backoffLimit": 2, "template": {"spec": pod}},
-    }
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [*claims, script, job]})
