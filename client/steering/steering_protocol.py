@@ -82,7 +82,7 @@ class PublishReport:
     bytes_sent: int = 0
 
     @property
-    def delta_count(self) -> int:
+    def deltas(self) -> int:
         """How many replicas received differences to the version before."""
         return sum(each.delta for each in self.replicas.values())
 
