@@ -1,11 +1,11 @@
-"""`rollout-turn`: the turn for trainers that are not written in Python, and who has it now.
+"""`rollout-turn`: the turn for trainers that are not written in Python, and its holders now.
 
     rollout-turn run [--pool NAME] [--devices A,B] [--directory D] [--timeout S] -- CMD …
     rollout-turn status [--directory D]
 
 CMD inherits the open lock files: kill -9 of `rollout-turn` alone frees nothing, the turn ends with the
-last process that has them. Exit status: that of CMD, 128 + N if signal N ended it (or ended the wait);
-124 if the turn was not had in time, 125 if it could not be asked for, 126 or 127 if CMD can't be run.
+last process that has them. Exit status: that of CMD; 128 + N if signal N ended it or ended the wait; 124 if
+the turn did not come in time, 125 if it could not be asked for, 126 or 127 if CMD can't be run.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
         usage="rollout-turn run [options] -- CMD [ARG …]",
         description="Take the node's locks for the devices, run CMD, exit with its status. CMD and the "
         "processes that inherit the lock files from it keep the turn until all have ended.",
-        epilog="Exit status: CMD's; 128+N: signal N; 124: the turn was not had in time (who has it is "
-        "named); 125: it could not be asked for; 126, 127: CMD can't be run or was not found.",
+        epilog="Exit status: CMD's; 128+N: signal N; 124: the turn did not come in time (the message names "
+        "its holder); 125: it could not be asked for; 126, 127: CMD can't be run or was not found.",
     )
     run.add_argument(
         "--devices",
@@ -74,15 +74,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--pool",
-        help="name of the RolloutReplica that sleeps meanwhile (default: no pool is asked; its workers "
+        help="name of the RolloutReplica that sleeps during the turn (default: no pool is asked; its workers "
         "keep the turn until they sleep)",
     )
     run.add_argument("--namespace", help="of the pool (default: the pod's)")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what to run")
     status = verbs.add_parser(
         "status",
-        help="say who has which device",
-        description="One line a device: its name, a tab, who has it.",
+        help="list the holder of each device",
+        description="One line a device: its name, a tab, its holder.",
     )
     for each in (run, status):
         each.add_argument(
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def print_status(directory: Path) -> int:
-    """Print who has which device; return the exit status."""
+    """Print the holder of each device; return the exit status."""
     try:
         found = holders(directory)
     except TurnError as error:
@@ -156,7 +156,7 @@ async def run_with_turn(options: argparse.Namespace, command: Sequence[str]) -> 
 
 
 async def _finish_command(session: TurnSession, ended: int) -> int:
-    """Ask for the pool; the locks fall when this process ends, unless somebody of CMD's is left."""
+    # The locks fall when this process ends, unless processes of CMD are left.
     try:
         await session.ask_awake()
     except RolloutError as error:
@@ -165,11 +165,11 @@ async def _finish_command(session: TurnSession, ended: int) -> int:
 
 
 def make_session(options: argparse.Namespace) -> tuple[TurnSession, Callable[[], Awaitable[None]]]:
-    """Return a session, and what closes its connections.
+    """Return a session, and a function that closes its connections.
 
     Raises:
-        ClusterError: There are no usable credentials.
-        ValueError: The options can't be met.
+        ClusterError: No credentials work.
+        ValueError: The options contradict each other.
     """
     devices = options.devices.split(",") if options.devices else None
     plan = TurnPlan(

@@ -1,27 +1,24 @@
-"""`local_turn`: the node's locks without a pool, for a program that puts nobody to sleep."""
+"""`local_turn`: the node's locks without a pool, for a program that puts nothing to sleep."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 from collections.abc import Sequence
 from pathlib import Path
 
-from .locks import DeviceLocks
+from .locks import DeviceLocks, HeldTurn, run_in_thread
 from .plan import given_devices, holder_name, lock_directory
-from .session import HeldTurn
 from .turn_devices import pod_devices
 
 
 class local_turn:
-    """Hold the locks of devices for a block, with `with` or `async with`; ask nobody to make way.
+    """Hold the locks of devices for a block, with `with` or `async with`; no pool is asked to sleep.
 
     After an error in the block this process keeps them, as after `pool.turn`.
 
     Args:
         devices: As of `rollout_client.turn.TurnOptions`.
         directory: As of `rollout_client.turn.TurnOptions`.
-        seconds: How long to wait for them; None: for ever.
+        seconds: How long to wait for them; None: without limit.
 
     Raises:
         TurnFailed: Not within these seconds, or the directory can't be used.
@@ -47,21 +44,13 @@ class local_turn:
         self._locks.check_takeable()
         return self._locks
 
-    @staticmethod
-    def _begin_turn(locks: DeviceLocks) -> HeldTurn:
-        locks.begin_block()
-        return HeldTurn(locks.devices, tuple(locks.lock_filenos()))
-
     def __enter__(self) -> HeldTurn:
         devices = self._given
-        if devices is None:
-            # In a thread of its own: this one may have a running loop.
-            with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                devices = thread.submit(asyncio.run, pod_devices()).result()
-        locks = self._make_locks(devices)
+        locks = self._make_locks(run_in_thread(pod_devices()) if devices is None else devices)
         try:
             locks.take_locks_blocking(self._seconds)
-            return self._begin_turn(locks)
+            locks.begin_block()
+            return locks.held_turn
         except BaseException:
             locks.give_back()
             raise
@@ -74,11 +63,11 @@ class local_turn:
             self._locks.keep_after_failure(error)
 
     async def __aenter__(self) -> HeldTurn:
-        devices = await pod_devices() if self._given is None else self._given
-        locks = self._make_locks(devices)
+        locks = self._make_locks(await pod_devices() if self._given is None else self._given)
         try:
             await locks.take_locks(self._seconds)
-            return self._begin_turn(locks)
+            locks.begin_block()
+            return locks.held_turn
         except BaseException:
             locks.give_back()
             raise

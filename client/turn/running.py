@@ -1,4 +1,4 @@
-"""A command that runs inside a turn: signals are passed on, its end becomes an exit status."""
+"""Runs a command inside a turn: passes signals on, and returns its exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from .session import HeldTurn
+from .locks import HeldTurn
 
 EXIT_NOT_RUN, EXIT_NOT_FOUND = 126, 127
 
@@ -19,15 +19,11 @@ FORWARDED_SIGNALS = (
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
 TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT}
-"""A terminal sends these to the command, too: it would get them twice."""
+"""Not forwarded on a terminal, which sends them to the command itself."""
 
 
 class SignalInterrupt(Exception):
-    """A signal ended the wait.
-
-    Attributes:
-        number: Of the signal.
-    """
+    """The signal `number` ended the wait."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,11 +31,11 @@ class SignalInterrupt(Exception):
 
 
 class SignalForwarder:
-    """Takes the signals of this process while it is entered."""
+    """Receives the signals of this process inside a `with` block."""
 
     def __init__(self) -> None:
-        self._came: list[signal.Signals] = []
-        self._heed: Callable[[], object] = lambda: None
+        self._received: list[signal.Signals] = []
+        self._on_signal: Callable[[], object] = lambda: None
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -53,36 +49,36 @@ class SignalForwarder:
             loop.remove_signal_handler(each)
 
     def _note_signal(self, number: signal.Signals) -> None:
-        self._came.append(number)
-        self._heed()
+        self._received.append(number)
+        self._on_signal()
 
     async def run_cancellable(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do some work, which a signal breaks off; one that comes too late waits for `pass_on`.
+        """Await work that a signal cancels; a signal that comes too late waits for `forward_to`.
 
         Raises:
-            Interrupted: It did.
+            SignalInterrupt: A signal cancelled it.
         """
         task = asyncio.ensure_future(work)
-        self._heed = task.cancel
+        self._on_signal = task.cancel
         try:
             await task
         except asyncio.CancelledError:
-            if not self._came:
+            if not self._received:
                 raise
-            raise SignalInterrupt(self._came[0]) from None
+            raise SignalInterrupt(self._received[0]) from None
 
     def forward_to(self, child: asyncio.subprocess.Process) -> None:
-        """Send a process what came and what comes."""
+        """Send the signals so far, and all later ones, to a process."""
 
-        def heed() -> None:
-            while self._came:
-                number = self._came.pop(0)
+        def forward() -> None:
+            while self._received:
+                number = self._received.pop(0)
                 if not (number in TERMINAL_SIGNALS and os.isatty(0)):
                     with contextlib.suppress(ProcessLookupError):
                         child.send_signal(number)
 
-        self._heed = heed
-        heed()
+        self._on_signal = forward
+        forward()
 
 
 async def run_command(

@@ -747,7 +747,7 @@ async def test_the_memory_of_a_holder_that_died_is_waited_for(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody looks after a turn that was given back: it would cost each turn two looks."""
-    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(device_memory, "MEMORY_QUIET_SECONDS", 0.3)
     looks = tmp_path / "looks"
     program = tmp_path / "nvidia-smi"
     program.write_text(

@@ -16,9 +16,9 @@ from rollout_common.wire.gang_models import SlotRequest
 from rollout_worker.engine import GangMembership
 from rollout_worker.gang import gang_head as heads
 from rollout_worker.gang import member_worker as members
+from rollout_worker.gang import silence_timer
 from rollout_worker.gang.gang_addresses import member_addresses as addresses
 from rollout_worker.gang.member_client import MemberClient, MemberSilent
-from rollout_worker.gang.settings import MAX_GAP_SECONDS
 from rollout_worker.gang.silence_timer import SilenceTimer
 from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
 from rollout_worker.threads import run_in_thread
@@ -140,7 +140,7 @@ async def test_a_head_that_fails_gives_the_members_slot_back(gang: TinyGang, mem
 async def test_a_member_that_lost_its_slot_refuses_the_commit(gang: TinyGang, member: Node) -> None:
     assert (await gang.stage(1, 7)).phase == "Staged"
     (slot,) = member.worker.gang_state().slots
-    await member.worker.close_slot(slot.id)
+    await member.worker.slots.close(slot.id)
     with refused("engine-refused") as refusal:
         await gang.commit(1)
     assert f"rank 1 at 127.0.0.1:{member.port} has lost its slot" in str(refusal.value)
@@ -370,13 +370,14 @@ async def test_a_member_that_dies_in_a_commit_ends_the_gang_with_a_clear_answer(
     assert "one of vLLM's ranks died" in await gang.why()
 
 
-def test_a_stall_of_our_own_is_not_somebody_elses_silence() -> None:
+def test_a_stall_of_our_own_is_not_somebody_elses_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    quiet = SilenceTimer(lambda: now)
+    quiet, most = SilenceTimer(lambda: now), 4.5
+    monkeypatch.setattr(silence_timer, "MAX_GAP_SECONDS", most)
     now = 100.0
-    assert quiet.silent_seconds() == MAX_GAP_SECONDS
-    now += MAX_GAP_SECONDS / 2
-    assert quiet.silent_seconds() == pytest.approx(MAX_GAP_SECONDS * 1.5)
+    assert quiet.silent_seconds() == most
+    now += most / 2
+    assert quiet.silent_seconds() == pytest.approx(most * 1.5)
     quiet.note_heard()
     assert quiet.silent_seconds() == 0
 

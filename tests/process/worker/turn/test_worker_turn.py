@@ -55,6 +55,13 @@ def trainer(directory: Path, *devices: str) -> Iterator[Puppet]:
         yield other
 
 
+@pytest.fixture
+def other(directory: Path) -> Iterator[Puppet]:
+    """Another process that has the turn."""
+    with trainer(directory) as made:
+        yield made
+
+
 def refused(turn: Turn) -> dict[str, str]:
     """Who has the turn, so that we don't get it."""
     with pytest.raises(TurnTimeout) as told:
@@ -63,18 +70,17 @@ def refused(turn: Turn) -> dict[str, str]:
     return told.value.waiting_for
 
 
-def test_one_process_at_a_time_holds_the_turn(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        assert refused(mine) == {GPU: "trainer-0"}
-        other.ask("give")
-        mine.take(10)
-        assert mine.held
-        assert other.ask("take 0.3") == (
-            f"TurnTimeout: no turn within 0.3 s: {GPU} is held by mine; wait longer, or end who holds it"
-        )
-        mine.give()
-        mine.give()
-        assert other.ask("take").startswith("taken")
+def test_one_process_at_a_time_holds_the_turn(other: Puppet, mine: Turn) -> None:
+    assert refused(mine) == {GPU: "trainer-0"}
+    other.ask("give")
+    mine.take(10)
+    assert mine.held
+    assert other.ask("take 0.3") == (
+        f"TurnTimeout: no turn within 0.3 s: {GPU} is held by mine; wait longer, or end the holder"
+    )
+    mine.give()
+    mine.give()
+    assert other.ask("take").startswith("taken")
 
 
 def test_taking_what_one_has_changes_nothing(mine: Turn) -> None:
@@ -98,27 +104,25 @@ def test_a_killed_holder_gives_way(directory: Path, mine: Turn) -> None:
     assert holders(directory) == {GPU: "mine"}
 
 
-def test_a_stopped_holder_keeps_the_turn(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        other.signal(signal.SIGSTOP)
-        assert refused(mine) == {GPU: "trainer-0"}
-        other.signal(signal.SIGCONT)
-        other.ask("give")
-        mine.take(10)
+def test_a_stopped_holder_keeps_the_turn(other: Puppet, mine: Turn) -> None:
+    other.signal(signal.SIGSTOP)
+    assert refused(mine) == {GPU: "trainer-0"}
+    other.signal(signal.SIGCONT)
+    other.ask("give")
+    mine.take(10)
 
 
 def test_a_child_that_joined_keeps_the_turn_of_its_killed_parent(
-    directory: Path, mine: Turn
+    other: Puppet, directory: Path, mine: Turn
 ) -> None:
-    with trainer(directory) as other:
-        child = int(other.ask("child"))
-        lock = directory / lock_name(GPU)
-        assert shares_lock(child, lock)
-        assert not shares_lock(os.getpid(), lock)
-        other.kill()
-        assert refused(mine) == {GPU: "trainer-0"}
-        os.kill(child, signal.SIGKILL)
-        mine.take(10)
+    child = int(other.ask("child"))
+    lock = directory / lock_name(GPU)
+    assert shares_lock(child, lock)
+    assert not shares_lock(os.getpid(), lock)
+    other.kill()
+    assert refused(mine) == {GPU: "trainer-0"}
+    os.kill(child, signal.SIGKILL)
+    mine.take(10)
 
 
 @pytest.mark.parametrize("who", ["holder", "child", "heir"])
@@ -225,25 +229,23 @@ def test_who_waits_and_stands_still_keeps_nobody_out(directory: Path, mine: Turn
         assert other.answer().startswith("taken")
 
 
-def test_the_holder_gives_back_for_a_child_that_is_stopped(directory: Path, mine: Turn) -> None:
+def test_the_holder_gives_back_for_a_child_that_is_stopped(other: Puppet, mine: Turn) -> None:
     """A sleeping engine need not be asked for anything."""
-    with trainer(directory) as other:
-        os.kill(int(other.ask("child")), signal.SIGSTOP)
-        other.ask("give")
-        mine.take(10)
+    os.kill(int(other.ask("child")), signal.SIGSTOP)
+    other.ask("give")
+    mine.take(10)
 
 
-def test_a_child_that_joined_once_shares_every_later_turn(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        child = int(other.ask("child"))
-        other.ask("give")
-        mine.take(10)
-        mine.give()
-        other.ask("take")
-        other.kill()
-        assert refused(mine)
-        os.kill(child, signal.SIGKILL)
-        mine.take(10)
+def test_a_child_that_joined_once_shares_every_later_turn(other: Puppet, mine: Turn) -> None:
+    child = int(other.ask("child"))
+    other.ask("give")
+    mine.take(10)
+    mine.give()
+    other.ask("take")
+    other.kill()
+    assert refused(mine)
+    os.kill(child, signal.SIGKILL)
+    mine.take(10)
 
 
 def test_nobody_joins_without_an_invitation_and_nobody_joins_the_dead(
@@ -434,19 +436,18 @@ def test_processes_that_share_a_replaced_lock_must_end_first(directory: Path, mi
 
 
 def test_who_leaves_keeps_nobody_else_out_but_those_who_joined_do(
-    directory: Path, mine: Turn
+    other: Puppet, mine: Turn
 ) -> None:
     """Children that should have ended may still be there."""
-    with trainer(directory) as other:
-        child = int(other.ask("child"))
-        assert other.ask("leave") == "left"
-        assert refused(mine)
-        assert other.ask("take 0.3").startswith("TurnTimeout")
-        os.kill(child, signal.SIGKILL)
-        assert other.ask("take").startswith("taken")
-        assert refused(mine)
-        assert other.ask("leave") == "left"
-        mine.take(10)
+    child = int(other.ask("child"))
+    assert other.ask("leave") == "left"
+    assert refused(mine)
+    assert other.ask("take 0.3").startswith("TurnTimeout")
+    os.kill(child, signal.SIGKILL)
+    assert other.ask("take").startswith("taken")
+    assert refused(mine)
+    assert other.ask("leave") == "left"
+    mine.take(10)
 
 
 def test_a_missing_directory_says_what_to_mount(tmp_path: Path) -> None:
@@ -603,13 +604,12 @@ def test_the_turn_needs_nothing_but_the_standard_library(module: str) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import {module}; "
         "print([m for m in sys.modules if m.partition('.')[0] not in sys.stdlib_module_names "
-        "and not m.startswith(('rollout_worker', '__m'))])"
+        "and not m.startswith(('rollout_common', '__m'))])"
     )
     told = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == "[]"
-    assert "rollout_worker.engine" not in told.stdout
 
 
 async def test_a_forked_child_can_not_give_its_parents_turn(directory: Path) -> None:

@@ -30,9 +30,13 @@ OLD, NEW = (100, 0, False), (7, 1, False)
 
 
 @pytest.fixture
-async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
+async def worker(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[TinyWorker]:
+    async with tiny_worker(tmp_path, **getattr(request, "param", {})) as worker:
         yield worker
+
+
+one_row = pytest.mark.parametrize("worker", [{"rows": 1}], indirect=True)
+"""The engine runs one output at a time."""
 
 
 def counts(done: CommitResponse) -> tuple[int, int, int]:
@@ -198,17 +202,17 @@ async def test_who_runs_goes_on(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_who_waits_runs_on_the_new_weights(tmp_path: Path, policy: str) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        running = await worker.runs("r")
-        waiting = await worker.begin("w", 4)
-        assert worker.flights.waiting_count == 1
-        worker.engine.free = policy == "Drain"
-        done = await worker.commit(1, in_flight=policy, deadline_seconds=10)
-        assert sum(counts(done)) == 1, "who waited is not counted"
-        assert made_by(await worker.ends(waiting)) == [NEW]
-        assert made_by(await worker.ends(running))[0] == OLD
+@one_row
+async def test_who_waits_runs_on_the_new_weights(worker: TinyWorker, policy: str) -> None:
+    await worker.stage(1, 7)
+    running = await worker.runs("r")
+    waiting = await worker.begin("w", 4)
+    assert worker.flights.waiting_count == 1
+    worker.engine.free = policy == "Drain"
+    done = await worker.commit(1, in_flight=policy, deadline_seconds=10)
+    assert sum(counts(done)) == 1, "who waited is not counted"
+    assert made_by(await worker.ends(waiting)) == [NEW]
+    assert made_by(await worker.ends(running))[0] == OLD
 
 
 async def test_a_drain_waits_for_who_runs_and_starts_nobody(tmp_path: Path) -> None:
@@ -246,20 +250,20 @@ async def test_who_runs_is_aborted(worker: TinyWorker, fields: dict[str, Any]) -
     assert made_by(output) == [OLD]
 
 
-async def test_who_starts_before_the_queue_is_held_is_ended_too(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        first = await worker.runs("first", tokens=4)
-        second = await worker.begin("second")
-        gate = worker.engine.before["hold_admission"] = Gate()
-        committing = asyncio.create_task(worker.commit(1, in_flight="Abort"))
-        await gate.reached.wait()
-        worker.engine.step(3)
-        gate.open()
-        done = await committing
-        assert counts(done) == (1, 1, 0)
-        assert first.outputs[0].stop_reason is StopReason.LENGTH
-        assert second.outputs[0].abort_reason is AbortReason.WEIGHTS
+@one_row
+async def test_who_starts_before_the_queue_is_held_is_ended_too(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    first = await worker.runs("first", tokens=4)
+    second = await worker.begin("second")
+    gate = worker.engine.before["hold_admission"] = Gate()
+    committing = asyncio.create_task(worker.commit(1, in_flight="Abort"))
+    await gate.reached.wait()
+    worker.engine.step(3)
+    gate.open()
+    done = await committing
+    assert counts(done) == (1, 1, 0)
+    assert first.outputs[0].stop_reason is StopReason.LENGTH
+    assert second.outputs[0].abort_reason is AbortReason.WEIGHTS
 
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin"])
@@ -278,15 +282,15 @@ async def test_an_exact_version_never_spans(worker: TinyWorker, policy: str) -> 
     assert len(made_by(await worker.ends(free))) == 2
 
 
-async def test_an_exact_version_that_waits_is_ended_too(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        await worker.runs("r")
-        exact = await worker.begin("exact", exact_version=0)
-        done = await worker.commit(1, in_flight="Recompute")
-        assert exact.outputs[0].abort_reason is AbortReason.WEIGHTS
-        assert exact.outputs[0].token_ids == []
-        assert counts(done) == (0, 1, 1)
+@one_row
+async def test_an_exact_version_that_waits_is_ended_too(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    await worker.runs("r")
+    exact = await worker.begin("exact", exact_version=0)
+    done = await worker.commit(1, in_flight="Recompute")
+    assert exact.outputs[0].abort_reason is AbortReason.WEIGHTS
+    assert exact.outputs[0].token_ids == []
+    assert counts(done) == (0, 1, 1)
 
 
 async def test_an_exact_version_of_the_new_weights_goes_on(worker: TinyWorker) -> None:
@@ -631,16 +635,16 @@ async def test_a_drain_looks_at_the_engine_again_and_again(worker: TinyWorker) -
     await asyncio.wait_for(committing, 5)
 
 
-async def test_an_output_that_had_ended_before_is_not_counted(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        exact = await worker.begin("exact", 4, exact_version=0, sampling={"n": 2})
-        worker.engine.step(5)
-        await until(lambda: exact.outputs[0].stop_reason is not None, what="the first output")
-        done = await worker.commit(1, in_flight="Recompute")
-        assert counts(done) == (0, 1, 0)
-        assert exact.outputs[0].stop_reason is StopReason.LENGTH
-        assert exact.outputs[1].abort_reason is AbortReason.WEIGHTS
+@one_row
+async def test_an_output_that_had_ended_before_is_not_counted(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    exact = await worker.begin("exact", 4, exact_version=0, sampling={"n": 2})
+    worker.engine.step(5)
+    await until(lambda: exact.outputs[0].stop_reason is not None, what="the first output")
+    done = await worker.commit(1, in_flight="Recompute")
+    assert counts(done) == (0, 1, 0)
+    assert exact.outputs[0].stop_reason is StopReason.LENGTH
+    assert exact.outputs[1].abort_reason is AbortReason.WEIGHTS
 
 
 async def test_who_waits_for_a_change_hears_of_the_commit_and_of_its_end(
