@@ -60,6 +60,21 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: CMD's; 128+N: signal N; 124: the turn did not come in time (the message names "
         "its holder); 125: it could not be asked for; 126, 127: CMD can't be run or was not found.",
     )
+    _add_run_options(run)
+    status = verbs.add_parser(
+        "status",
+        help="list the holder of each device",
+        description="One line a device: its name, a tab, its holder.",
+    )
+    for each in (run, status):
+        each.add_argument(
+            "--directory",
+            help=f"the node's lock directory (default: ${ENV_DIRECTORY}, else {DEFAULT_LOCK_DIRECTORY})",
+        )
+    return made
+
+
+def _add_run_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--devices",
         help=f"names of the devices, separated by commas (default: ${ENV_DEVICES}, else the devices of "
@@ -79,17 +94,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--namespace", help="of the pool (default: the pod's)")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what to run")
-    status = verbs.add_parser(
-        "status",
-        help="list the holder of each device",
-        description="One line a device: its name, a tab, its holder.",
-    )
-    for each in (run, status):
-        each.add_argument(
-            "--directory",
-            help=f"the node's lock directory (default: ${ENV_DIRECTORY}, else {DEFAULT_LOCK_DIRECTORY})",
-        )
-    return made
 
 
 def _parse_seconds(text: str) -> float:

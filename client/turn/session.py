@@ -12,13 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
-from rollout_client.errors import (
-    ClusterError,
-    RolloutError,
-    StateTaken,
-    SteeringFailed,
-    TurnFailed,
-)
+from rollout_client.errors import ClusterError, RolloutError, StateTaken, SteeringFailed, TurnFailed
 from rollout_client.hooks import Hook
 from rollout_client.steering.steering_protocol import PoolState, Steering
 from rollout_client.steering.steering_verbs import SteeringVerbs
@@ -158,8 +152,7 @@ class TurnSession:
                 self._before = await _read_wanted_state(steering, self._remaining_seconds)
         except TimeoutError:
             raise SteeringFailed(
-                f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
-                "there?"
+                f"the pool's state was not known within {self._plan.seconds:g} s: does the API server answer?"
             ) from None
         self._asked = True
         if kept:  # don't wait: a worker may be waking that waits for these very locks

@@ -99,12 +99,7 @@ class PushedWeights:
         return view.model_copy(update={"transfer": self.desk.expect(incoming)})
 
     def fill_other_nodes(
-        self,
-        source: Gives,
-        root_hash: str | None,
-        seconds: float,
-        *,
-        on_disk: bool = False,
+        self, source: Gives, root_hash: str | None, seconds: float, *, on_disk: bool = False
     ) -> Elsewhere | None:
         """Return how the other nodes of a gang fill the same slot from here; None if there are none."""
         host = self._runtime.settings.leader_address or ""

@@ -19,6 +19,7 @@ from rollout_worker.engine import (
     Sink,
     TrainerTensors,
     WeightsLayout,
+    WeightsRejected,
 )
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.incoming import Incoming
@@ -227,4 +228,17 @@ def regression_problem(
         f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
         " back",
         **{**facts, what: than.model_dump()},
+    )
+
+
+def no_copy_error(identity: WeightsId, *, handed_over: bool) -> EngineError:
+    """Return the error of weights whose bytes this worker keeps no longer."""
+    if handed_over:
+        return EngineError(
+            f"weights {identity} were handed over, and this worker keeps no copy of their tensors: hand over new"
+            " ones, or sleep at level 2"
+        )
+    return WeightsRejected(
+        f"NoLiveCopy: weights {identity} were pushed, and this worker keeps no copy of them; stage them again, from"
+        " peers or from the trainer"
     )

@@ -33,20 +33,21 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.weights_fence import WeightsFence
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import EngineError, EngineInfo, Sink, TrainerTensors, WeightsRejected
+from rollout_worker.engine import EngineInfo, Sink, TrainerTensors, WeightsRejected
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.pushed import refill
-from rollout_worker.sources.tensor_filling import (
-    Located,
-    fill_sink,
-    locate_source,
-    resolve_within,
-)
+from rollout_worker.sources.tensor_filling import Located, fill_sink, locate_source, resolve_within
 
 from .pushed_weights import PushedWeights, fill_elsewhere
 from .settings import DTYPE_LOOKUP_SECONDS, REFILL_TIMEOUT_SECONDS
-from .staging_slot import StagingSlot, content_mismatch, is_same_content, regression_problem
+from .staging_slot import (
+    StagingSlot,
+    content_mismatch,
+    is_same_content,
+    no_copy_error,
+    regression_problem,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +142,7 @@ class WeightUpdates:
     async def stage_weights(
         self, caller: str, request: StageRequest, given: TrainerTensors | None = None
     ) -> StagedWeights:
-        """Begin to stage next to the serving weights; return at once.
-
-        Args:
-            caller: Name of the caller.
-            request: What to stage.
-            given: Tensors of this process, instead of the source.
+        """Begin to stage `given`, or else the request's source, next to the serving weights; return at once.
 
         Raises:
             ProblemError: 409, the state or the order of identities forbids it; 422, the path is not allowed;
@@ -158,16 +154,16 @@ class WeightUpdates:
         self.check_resident()
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
-        settings = self._runtime.settings
         if request.source.pushed is not None and given is None:
             self.pushes.check_pushed(request.source.pushed)
         seconds = max(request.deadline_seconds, DTYPE_LOOKUP_SECONDS)
-        resolved = await resolve_within(request.source.without_bytes, settings, seconds)
+        source, settings = request.source.without_bytes, self._runtime.settings
+        resolved = await resolve_within(source, settings, seconds)
         active = self.active
         assert active is not None, "an engine has loaded weights"
         if given is not None and identity in self._known_identities:
-            content = await tensor_bytes.content_of(given)
-            request = request.model_copy(update={"root_hash": content})
+            root_hash = await tensor_bytes.content_of(given)
+            request = request.model_copy(update={"root_hash": root_hash})
         if identity == active.identity:
             known = self._answer_if_active(request, active, resolved)
             if not self.empty:
@@ -305,17 +301,9 @@ class WeightUpdates:
         if self.source.pushed is not None:
             if self.given is not None and self.given.tensors:
                 return await tensor_bytes.fill(open_slot, info.layout, self.given, verify)
-            if self.given is not None:
-                raise EngineError(
-                    f"weights {active.identity} were handed over, and this worker keeps no copy of their "
-                    "tensors: hand over new ones, or sleep at level 2"
-                )
             kept = self.pushes.kept
-            if kept is None:
-                raise WeightsRejected(
-                    f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
-                    " of them; stage them again, from peers or from the trainer"
-                )
+            if self.given is not None or kept is None:
+                raise no_copy_error(active.identity, handed_over=self.given is not None)
             others = self.pushes.fill_other_nodes(
                 kept, active.root_hash, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
             )

@@ -25,14 +25,6 @@ WAITS = f"waiting for the turn: {GPU} is held by trainer-0"
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """The lock directory of a node."""
-    folder = tmp_path / "turn"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def trainer(directory: Path) -> Iterator[Turn]:
     """Somebody else who uses the device."""
     turn = Turn(directory, [GPU], "trainer-0")

@@ -27,7 +27,6 @@ from tests.support.unit.tiny_gang import (
     NODES,
     Node,
     TinyGang,
-    hash_of_checkpoint,
     hasten_head,
     head,
     node,
@@ -42,12 +41,6 @@ CHECKPOINT = WeightsId(epoch=0, version=0)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
     hasten_head(monkeypatch)
-
-
-@pytest.fixture
-async def root_hash(tmp_path: Path) -> str:
-    """Of the checkpoint that both have."""
-    return await hash_of_checkpoint(tmp_path)
 
 
 @pytest.fixture
@@ -198,12 +191,7 @@ async def votes(liar: Loopback, gang: TinyGang, **vote: Any) -> StagedWeights:
     ],
 )
 async def test_no_vote_but_the_same_content_stages(
-    tmp_path: Path,
-    liar: Loopback,
-    root_hash: str,
-    vote: dict[str, Any],
-    why: str,
-    slug: str | None,
+    tmp_path: Path, liar: Loopback, root_hash: str, vote: dict[str, Any], why: str, slug: str | None
 ) -> None:
     says(liar, root_hash)
     async with head(tmp_path, liar.address) as gang:
@@ -264,19 +252,13 @@ async def test_a_rank_that_can_not_start_tells_the_head_why(tmp_path: Path, root
             assert "no such device" in await member.why()
 
 
-async def test_a_member_whose_head_is_gone_ends(tmp_path: Path, member: Node) -> None:
-    async with head(tmp_path, f"127.0.0.1:{member.port}"):
-        # From then on its silence counts at once.
-        await until(lambda: member.worker._leader_started, what="the head's engine")
-    assert "the head has not asked for" in await member.why()
-
-
-async def test_a_member_without_a_head_waits_for_nobody_to_hear_why(
+async def test_a_member_whose_head_is_gone_ends_and_waits_for_nobody_to_hear_why(
     tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it takes counts among the seconds within which a node without its head ends."""
     monkeypatch.setattr(members, "FAILURE_REPORT_SECONDS", 60.0)
     async with head(tmp_path, f"127.0.0.1:{member.port}"):
+        # From then on its silence counts at once.
         await until(lambda: member.worker._leader_started, what="the head's engine")
     assert "the head has not asked for" in await member.why()
 

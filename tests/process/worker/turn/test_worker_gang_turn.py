@@ -20,7 +20,7 @@ from rollout_worker.gang import member_turn, multi_node_turn
 from rollout_worker.gang import member_worker as members
 from rollout_worker.gang.member_client import MemberClient, MemberSilent
 from rollout_worker.schemas import Lifecycle
-from tests.support.unit.tiny_gang import Node, TinyGang, hash_of_checkpoint, hasten, head, node
+from tests.support.unit.tiny_gang import Node, TinyGang, hasten, head, node
 from tests.support.unit.tiny_worker import refused, settings
 from tests.support.waiting import until
 
@@ -44,12 +44,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(multi_node_turn, "PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(multi_node_turn, "MEMBERS_POLL_SECONDS", 0.02)
-
-
-@pytest.fixture
-async def root_hash(tmp_path: Path) -> str:
-    """Of the checkpoint that all have."""
-    return await hash_of_checkpoint(tmp_path)
 
 
 class Nodes:
@@ -310,9 +304,8 @@ async def test_two_gangs_in_opposite_orders_both_go_on(
 async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        multi_node_turn, "PATIENCE_SECONDS", 0.5
-    )  # a busy machine says nothing for 0.1
+    # Not 0.1: a busy machine may say nothing for so long.
+    monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 0.5)
     there = asyncio.Event()
     grown = 0
 

@@ -31,15 +31,6 @@ SOON = 0.3
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """The lock directory of a node."""
-    folder = tmp_path / "turn"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    return folder
-
-
-@pytest.fixture
 def mine(directory: Path) -> Iterator[Turn]:
     """This process's turn for one device."""
     turn = Turn(directory, [GPU], "mine")
@@ -96,14 +87,6 @@ def test_a_free_turn_is_had_without_time_to_wait(mine: Turn) -> None:
         mine.give()
 
 
-def test_a_killed_holder_gives_way(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        assert refused(mine)
-        other.kill()
-        mine.take(10)
-    assert holders(directory) == {GPU: "mine"}
-
-
 def test_a_stopped_holder_keeps_the_turn(other: Puppet, mine: Turn) -> None:
     other.signal(signal.SIGSTOP)
     assert refused(mine) == {GPU: "trainer-0"}
@@ -145,13 +128,15 @@ def test_a_killed_process_has_lost_its_memory_when_it_loses_its_turn(
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_turn_tells_who_died_with_it(directory: Path, mine: Turn) -> None:
+def test_a_killed_holder_gives_way_and_the_next_turn_names_it(directory: Path, mine: Turn) -> None:
     mine.take(10)
     assert mine.left_by == {}
     mine.give()
     with trainer(directory) as other:
+        assert refused(mine)
         other.kill()
         mine.take(10)
+    assert holders(directory) == {GPU: "mine"}
     assert mine.left_by == {GPU: "trainer-0"}
     mine.give()
     mine.take(10)
@@ -168,19 +153,6 @@ def test_who_gives_up_waiting_leaves_the_word_of_a_death_to_the_next(
         assert alive.ask("give") == "given"
     mine.take(10)
     assert mine.left_by == {GPU: "trainer-0"}
-
-
-@pytest.mark.parametrize(
-    "note", [b'{"holder": ["a", "list"]}', b"[" * 4000, b'{"holder": 1}', b"\xff"]
-)
-def test_what_somebody_wrote_into_a_lock_file_keeps_nobody_out(
-    directory: Path, mine: Turn, note: bytes
-) -> None:
-    mine.take(10)
-    mine.give()
-    (directory / lock_name(GPU)).write_bytes(note)
-    mine.take(10)
-    assert mine.left_by == {}
 
 
 def until_it_waits(other: Puppet) -> None:
@@ -308,15 +280,23 @@ def test_who_waits_is_told_whom_for(directory: Path, mine: Turn) -> None:
 
 @pytest.mark.parametrize(
     "note",
-    [b"", b"[", b"[]", b'{"holder": 7}', b'{"holder": ""}', b'{"holder": "a\\nb"}', b"\xff" * 9000],
-    ids=["empty", "cut", "list", "number", "nobody", "lines", "long"],
+    [
+        *(b"", b"[", b"[]", b'{"holder": 7}', b'{"holder": ["a", "list"]}', b'{"holder": ""}'),
+        *(b'{"holder": "a\\nb"}', b"[" * 4000, b"\xff" * 9000),
+    ],
+    ids=["empty", "cut", "list", "number", "names", "nobody", "lines", "deep", "long"],
 )
 def test_what_others_write_into_a_lock_file_hurts_nobody(
     directory: Path, mine: Turn, note: bytes
 ) -> None:
-    with trainer(directory):
-        (directory / lock_name(GPU)).write_bytes(note)
+    lock = directory / lock_name(GPU)
+    with trainer(directory) as other:
+        lock.write_bytes(note)
         assert refused(mine) == {GPU: "a process that left no name"}
+        other.ask("give")
+    lock.write_bytes(note)
+    mine.take(10)
+    assert mine.left_by == {}
 
 
 def test_devices_are_had_all_or_none_in_one_order(directory: Path) -> None:
