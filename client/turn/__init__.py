@@ -7,8 +7,7 @@ server for the devices of this pod, `command` is `rollout-turn`.
 
 from rollout_common.turn import Turn
 
-from .local import local_turn
-from .locks import HeldTurn
+from .locks import HeldTurn, local_turn
 from .plan import Agreement, TurnOptions
 from .turn_devices import pod_devices
 

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 from rollout_client.errors import RolloutError, SteeringFailed, TurnFailed
 from rollout_client.hooks import Hook
@@ -35,12 +39,18 @@ from .plan import (
     given_devices,
     lock_directory,
 )
-from .running import SignalForwarder, SignalInterrupt, run_command
 from .session import TurnSession
 from .settings import UNLIMITED_SECONDS
 from .turn_devices import pod_devices, query_pod_devices
 
-EXIT_NOT_ACQUIRED, EXIT_NOT_ASKED = 124, 125
+EXIT_NOT_ACQUIRED, EXIT_NOT_ASKED, EXIT_NOT_RUN, EXIT_NOT_FOUND = 124, 125, 126, 127
+
+FORWARDED_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT}
+"""Not forwarded on a terminal, which sends them to the command itself."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -127,8 +137,7 @@ def print_status(directory: Path) -> int:
     try:
         found = holders(directory)
     except TurnError as error:
-        print(f"rollout-turn: {error}", file=sys.stderr)  # noqa: T201
-        return EXIT_NOT_ASKED
+        return _print_refusal(error)
     for device, holder in found.items():
         print(f"{device}\t{'free' if holder is None else holder}")  # noqa: T201
     return 0
@@ -151,9 +160,7 @@ async def run_with_turn(options: argparse.Namespace, command: Sequence[str]) -> 
         except RolloutError as error:
             return _print_refusal(error)
         else:
-            ended = await run_command(
-                command, session.held_turn, session.command_environment, signals
-            )
+            ended = await run_command(command, session, signals)
             return await _finish_command(session, ended)
         finally:
             await close()
@@ -164,7 +171,7 @@ async def _finish_command(session: TurnSession, ended: int) -> int:
     try:
         await session.ask_awake()
     except RolloutError as error:
-        print(f"rollout-turn: the pool was not woken: {error}", file=sys.stderr)  # noqa: T201
+        _print_failure(f"the pool was not woken: {error}", ended)
     return ended
 
 
@@ -192,13 +199,93 @@ def make_session(options: argparse.Namespace) -> tuple[TurnSession, Callable[[],
     return TurnSession(SteeringVerbs(steering, Hook()), plan, find), steering.close
 
 
+class SignalInterrupt(Exception):
+    """The signal `number` ended the wait."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class SignalForwarder:
+    """Receives the signals of this process inside a `with` block."""
+
+    def __init__(self) -> None:
+        self._received: list[signal.Signals] = []
+        self._on_signal: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for each in FORWARDED_SIGNALS:
+            loop.add_signal_handler(each, self._note_signal, each)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for each in FORWARDED_SIGNALS:
+            loop.remove_signal_handler(each)
+
+    def _note_signal(self, number: signal.Signals) -> None:
+        self._received.append(number)
+        self._on_signal()
+
+    async def run_cancellable(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await work that a signal cancels; a signal that comes too late waits for `forward_to`.
+
+        Raises:
+            SignalInterrupt: A signal cancelled it.
+        """
+        task = asyncio.ensure_future(work)
+        self._on_signal = task.cancel
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not self._received:
+                raise
+            raise SignalInterrupt(self._received[0]) from None
+
+    def forward_to(self, child: asyncio.subprocess.Process) -> None:
+        """Send the signals so far, and all later ones, to a process."""
+
+        def forward() -> None:
+            while self._received:
+                number = self._received.pop(0)
+                if not (number in TERMINAL_SIGNALS and os.isatty(0)):
+                    with contextlib.suppress(ProcessLookupError):
+                        child.send_signal(number)
+
+        self._on_signal = forward
+        forward()
+
+
+async def run_command(
+    command: Sequence[str], session: TurnSession, signals: SignalForwarder
+) -> int:
+    """Run a command that shares the turn; return its exit status as a shell would."""
+    environment = {**os.environ, **session.command_environment}
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *command, pass_fds=session.held_turn.filenos, env=environment
+        )
+    except FileNotFoundError:
+        return _print_failure(f"{command[0]} was not found", EXIT_NOT_FOUND)
+    except OSError as error:
+        return _print_failure(f"{command[0]} can't be run: {error.strerror}", EXIT_NOT_RUN)
+    signals.forward_to(child)
+    ended = await child.wait()
+    return ended if ended >= 0 else 128 - ended
+
+
 async def _close_nothing() -> None:
     return None
 
 
 def _print_refusal(error: Exception, code: int = EXIT_NOT_ASKED) -> int:
-    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    print(f"rollout-turn: {error}{notes}", file=sys.stderr)  # noqa: T201
+    return _print_failure("; ".join([str(error), *getattr(error, "__notes__", ())]), code)
+
+
+def _print_failure(why: str, code: int) -> int:
+    print(f"rollout-turn: {why}", file=sys.stderr)  # noqa: T201
     return code
 
 

@@ -1,5 +1,6 @@
 """The locks of one turn: taken and given back, refused if this program would wait for itself.
 
+`DeviceLocks` are a part of a pool's turn (`session`); `local_turn` holds them without a pool.
 Lock files that were opened once stay open for the next turn of this process. A forked child does not use them:
 it would hold the locks together with its parent.
 """
@@ -25,7 +26,8 @@ from rollout_common.turn import Turn, TurnError, TurnTimeout
 from rollout_common.turn.device_memory import wait_for_memory
 from rollout_common.turn.settings import MEMORY_RETURN_SECONDS
 
-from .plan import ENV_DIRECTORY
+from .plan import ENV_DIRECTORY, given_devices, holder_name, lock_directory
+from .turn_devices import pod_devices
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ class DeviceLocks:
             with _raise_turn_failed():
                 turn.take(seconds, _log_holders)
             if turn.left_by:
-                run_in_thread(_wait_for_freed_memory(turn.left_by, began, seconds))
+                _run_in_thread(_wait_for_freed_memory(turn.left_by, began, seconds))
 
     def give_back(self) -> None:
         """Give back what is held, also for the processes that share it; may be called again.
@@ -220,6 +222,72 @@ class DeviceLocks:
             _idle_turns.setdefault(self._key, []).append(self._turn)
 
 
+class local_turn:
+    """Hold the locks of devices for a block, with `with` or `async with`; no pool is asked to sleep.
+
+    After an error in the block this process keeps them, as after `pool.turn`.
+
+    Args:
+        devices: As of `rollout_client.turn.TurnOptions`.
+        directory: As of `rollout_client.turn.TurnOptions`.
+        seconds: How long to wait for them; None: without limit.
+
+    Raises:
+        TurnFailed: Not within these seconds, or the directory can't be used.
+        ClusterError: The API server does not say which devices this pod has.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        directory: str | Path | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> None:
+        self._given = given_devices(devices)
+        self._directory = lock_directory(directory)
+        self._seconds = seconds
+        self._locks: DeviceLocks | None = None
+
+    def _make_locks(self, devices: Sequence[str]) -> DeviceLocks:
+        if self._locks is not None:
+            raise RuntimeError("a local_turn is for one block: make another one")
+        self._locks = DeviceLocks(self._directory, devices, holder_name())
+        self._locks.check_takeable()
+        return self._locks
+
+    def __enter__(self) -> HeldTurn:
+        devices = self._given
+        locks = self._make_locks(_run_in_thread(pod_devices()) if devices is None else devices)
+        try:
+            locks.take_locks_blocking(self._seconds)
+            locks.begin_block()
+            return locks.held_turn
+        except BaseException:
+            locks.give_back()
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        assert self._locks is not None
+        if error is None:
+            self._locks.give_back()
+        else:
+            self._locks.keep_after_failure(error)
+
+    async def __aenter__(self) -> HeldTurn:
+        locks = self._make_locks(await pod_devices() if self._given is None else self._given)
+        try:
+            await locks.take_locks(self._seconds)
+            locks.begin_block()
+            return locks.held_turn
+        except BaseException:
+            locks.give_back()
+            raise
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.__exit__(kind, error, traceback)
+
+
 @contextmanager
 def _raise_turn_failed() -> Iterator[None]:
     try:
@@ -230,7 +298,7 @@ def _raise_turn_failed() -> Iterator[None]:
         raise TurnFailed(str(error)) from error
 
 
-def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in a thread of its own: the caller's may have a running event loop."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

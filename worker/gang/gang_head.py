@@ -131,10 +131,8 @@ class GangHead:
 
     def broken_reason(self) -> str | None:
         """Return which member broke the gang and how, or None while it can go on."""
-        for member in self.members:
-            if member.wrong is not None:
-                return f"{member.line.name}: {member.wrong}"
-        return None
+        broken = (f"{m.line.name}: {m.wrong}" for m in self.members if m.wrong is not None)
+        return next(broken, None)
 
     def missing_members(self) -> str | None:
         """Return which member has not started yet and why, if one has not."""

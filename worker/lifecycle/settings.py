@@ -25,7 +25,7 @@ RELOAD_WEIGHTS_SECONDS = 1800.0
 """A restarted engine may read its weights from a network volume, together with all others."""
 
 ENGINE_STOP_SECONDS = 30.0
-"""An engine that has not stopped by then won't; its processes are killed."""
+"""An engine that has not stopped by then hangs, and the worker goes on without it."""
 
 STAGED_RELEASE_SECONDS = 1.0
 """How long an engine's processes get to let go of staged bytes before it stops: a stopped process never answers."""

@@ -73,38 +73,18 @@ class StagingSlot:
         self,
         engine: Engine,
         layout: WeightsLayout,
-        located: Located,
+        located: Located | None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """Fill the slot from files or tensors; raise what `fill_sink` raises."""
+        """Fill the slot from handed tensors, the push or the located files; raise what `fill_sink` raises."""
+        open_slot, verify, report = engine.open_slot, self._verify_hash, self.report_progress
         if self.given is not None:
-            self._sink = await tensor_bytes.fill(
-                engine.open_slot, layout, self.given, self._verify_hash, self.report_progress
-            )
+            self._sink = await tensor_bytes.fill(open_slot, layout, self.given, verify, report)
+        elif self.incoming is not None:
+            self._sink = await receive(open_slot, layout, self.incoming, verify, report, elsewhere)
         else:
-            self._sink = await fill_sink(
-                engine.open_slot,
-                layout,
-                located,
-                self._verify_hash,
-                self.report_progress,
-                elsewhere,
-            )
-        self._filled = True
-
-    async def receive_pushed(
-        self, engine: Engine, layout: WeightsLayout, elsewhere: Elsewhere | None
-    ) -> None:
-        """Fill the slot with pushed bytes; raise what `receive` raises."""
-        assert self.incoming is not None
-        self._sink = await receive(
-            engine.open_slot,
-            layout,
-            self.incoming,
-            self._verify_hash,
-            self.report_progress,
-            elsewhere,
-        )
+            assert located is not None, "files are located first"
+            self._sink = await fill_sink(open_slot, layout, located, verify, report, elsewhere)
         self._filled = True
 
     async def await_filling(self, filling: Awaitable[None]) -> None:

@@ -257,21 +257,16 @@ class WeightUpdates:
 
     async def _fill_slot(self, slot: StagingSlot) -> None:
         engine, info = self._runtime.loaded_engine()
+        expected, seconds = slot.expected, slot.deadline_seconds
         async with self._room:
             if slot.incoming is not None:
-                others = self.pushes.fill_other_nodes(
-                    slot.incoming, slot.expected, slot.deadline_seconds
-                )
-                await slot.receive_pushed(engine, info.layout, others)
-                return
-            elsewhere = fill_elsewhere(
-                self._runtime.gang,
-                lambda: StageSource.of(slot.resolved),
-                slot.expected,
-                slot.deadline_seconds,
-            )
-            located = self._locate_source(slot.resolved, info)
-            await slot.fill_slot(engine, info.layout, located, elsewhere)
+                located = None
+                others = self.pushes.fill_other_nodes(slot.incoming, expected, seconds)
+            else:
+                located = self._locate_source(slot.resolved, info)
+                source = partial(StageSource.of, slot.resolved)
+                others = fill_elsewhere(self._runtime.gang, source, expected, seconds)
+            await slot.fill_slot(engine, info.layout, located, others)
 
     def _locate_source(self, source: WeightsSource, info: EngineInfo) -> Located:
         return locate_source(source, self._runtime.settings, Path(info.model))
@@ -311,7 +306,7 @@ class WeightUpdates:
         located = self._locate_source(self.source, info)
         elsewhere = fill_elsewhere(
             self._runtime.gang,
-            lambda: StageSource.of(self.source),
+            partial(StageSource.of, self.source),
             active.root_hash,
             REFILL_TIMEOUT_SECONDS,
             on_disk=on_disk,
