@@ -1,7 +1,7 @@
 """The trainer's SDK: generate on a pool of rollout workers, publish weights to it, steer it.
 
 `RolloutPool` is for ordinary programs, `AsyncRolloutPool` for asyncio. Neither torch nor Kubernetes
-packages are imported. `control` is the client of one worker's control port.
+packages are imported. `worker_control` is the client of one worker's control port.
 """
 
 from rollout_common.wire import GenerateRequest, SamplingParams, WeightsId
@@ -29,7 +29,7 @@ from .errors import (
 from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
-from .steering.options import DirectOptions
+from .steering.control_ports import DirectOptions
 from .steering.pushing.push_tensors import whole_tensors
 from .steering.steering_protocol import Published, PublishProgress, PublishReport, PushedTo
 

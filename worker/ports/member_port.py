@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollout_common.wire.body_decoding import CONTROL_LIMITS
 from rollout_common.wire.gang_models import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.core.device_turn import DeviceTurn
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import EngineMember, GangMembership
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken
 from rollout_worker.gang.member_slots import Claim
@@ -119,13 +119,13 @@ def _add_gang_routes(app: FastAPI, worker: MemberWorker) -> None:
     async def look(slot: SlotPath, leader: Leader) -> GangSlot:
         """How far a slot is; Filled is this node's vote."""
         worker.note_head(leader)
-        return worker.slot_view(slot)
+        return worker.slots.slot_view(slot)
 
     @app.delete("/v1/gang/slots/{slot}")
     async def close_slot(slot: SlotPath, leader: Leader) -> GangState:
         """Give a slot back, if there is one."""
         worker.note_head(leader)
-        await worker.close_slot(slot)
+        await worker.slots.close(slot)
         return worker.gang_state()
 
 
@@ -171,7 +171,7 @@ async def serve_member(
         BadSettings: the port or the credentials can't be used.
     """
     raise_descriptor_limit()
-    locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
+    locks = DeviceTurn(settings, None) if settings.turn_devices else None
     worker = MemberWorker(settings, gang, create, claim, locks)
     authorizer, held = (
         make_head_authorizer(settings),
