@@ -1,7 +1,4 @@
-"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure.
-
-This and `podtrouble` are the only places that know the shape of pods.
-"""
+"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +9,9 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.trainer_pods import RecordedPlacement
 
-from .observed_pool import Pod
 from .pod_trouble import (
     container_statuses,
     describe_startup_wait,
@@ -25,7 +23,6 @@ from .pod_trouble import (
     parse_timestamp,
     unscheduled_since,
 )
-from .trainer_pods import RecordedPlacement
 
 MAX_RESTARTS = 1_000_000
 
@@ -38,7 +35,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     status: Obj = obj.get("status") or {}
     try:
         replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
-        # Whoever may patch pods may write any number there: status must hold it, and the next ones.
+        # Any user who may patch pods can write any number there: status must hold it, and greater ones.
         restarts = min(max(0, int(notes.get(names.ANNOTATION_RESTARTS, "0"))), MAX_RESTARTS)
     except (KeyError, ValueError):
         return None
@@ -87,7 +84,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
 
 
 def _is_colocated(obj: Obj) -> bool:
-    """Its spec says so, which nobody can change; annotations may be."""
+    """Its spec says so, which can't change; annotations can."""
     claims = (obj.get("spec") or {}).get("resourceClaims") or ()
     return any(claim["name"] == DEVICES_CLAIM_NAME for claim in claims)
 
@@ -142,7 +139,7 @@ def _has_followed_gang(status: Obj) -> bool:
 
 
 def has_container_run(status: Obj) -> bool:
-    """Return whether a container has run that is no init container."""
+    """Return whether a container has run, init containers aside."""
     states = (
         container.get(part) or {}
         for container in status.get("containerStatuses") or ()
@@ -179,21 +176,21 @@ class PodReader:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Obj, Pod | None]] = {}
         self.strangers: tuple[str, ...] = ()
-        """What the last reading has to tell of pods that look like ours and are not."""
+        """A sentence on each pod of the last reading that looks like ours and is not."""
 
     def read_pods(
         self, objs: Iterable[Obj], pool: str, owner_uid: str, spec: RolloutReplicaSpec | None = None
     ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
         """Return the pods that our object controls, and those of a deleted one of its name.
 
-        Others' show when a name is taken. Without a spec nobody's service account is looked at.
+        A pod of another owner shows when its name is taken. Without a spec no service account counts.
         """
-        told: list[str] = []
+        found: list[str] = []
         before, self._known = self._known, {}
         ours: list[Pod] = []
         predecessors: list[Pod] = []
         for obj in objs:
-            # The object is kept beside its pod, so its id is nobody else's.
+            # The cache keeps the object, too, so that no other one can get its id.
             known = before.get(id(obj)) or (obj, parse_pod(obj, _controller_uid(obj["metadata"])))
             self._known[id(obj)] = known
             pod = known[1]
@@ -201,11 +198,11 @@ class PodReader:
                 continue
             if _controller_uid(obj["metadata"]) == owner_uid:
                 why = _foreign_reason(obj, pod, pool, spec)
-                told += [why] if why else []
+                found += [why] if why else []
                 ours += [] if why else [pod]
             elif is_leftover(obj, pool, owner_uid):
                 predecessors.append(pod)
-        self.strangers = tuple(told)
+        self.strangers = tuple(found)
         return tuple(ours), tuple(predecessors)
 
 
@@ -221,7 +218,7 @@ def foreign_pod_reason(
 ) -> str | None:
     """Return why a pod is not ours although its labels and its controller say so; None: it is.
 
-    Anybody may patch these; nobody can change a pod's name and most of its spec. Its account is the
+    Any user may patch these, but a pod's name and most of its spec can't change. Its account is the
     pool's, or was when it was made: then it is of an older revision, and has the host name that the
     operator gives.
 

@@ -36,7 +36,7 @@ def _cause_from_log(log: str) -> str:
     Our workers log JSON: the last line of level error counts. Of anything else, such as a
     traceback, the last line does; the other lines are in the log.
     """
-    plain, told = "", ""
+    plain, error = "", ""
     for line in log.splitlines():
         try:
             entry = json.loads(line)
@@ -44,9 +44,9 @@ def _cause_from_log(log: str) -> str:
             plain = line.strip() or plain
             continue
         if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
-            told = str(entry.get("message", ""))
+            error = str(entry.get("message", ""))
     # The kubelet cuts the log at its beginning, which leaves a piece of a line of ours.
-    return (told or ("" if plain.endswith("}") else plain))[:MAX_CAUSE_LENGTH]
+    return (error or ("" if plain.endswith("}") else plain))[:MAX_CAUSE_LENGTH]
 
 
 def memory_limits(obj: Obj) -> Mapping[str, str]:
@@ -66,7 +66,7 @@ def describe_trouble(
     """Return one sentence on what is wrong with the pod, empty if nothing is."""
     for container in container_statuses(status):
         state = container.get("state") or {}
-        # An init container that did its work is no trouble, whatever became of the worker.
+        # An init container that did its work is not at fault, whatever became of the worker.
         is_workers = container in (status.get("containerStatuses") or ())
         if _has_container_failed(status, container, is_workers=is_workers):
             return _describe_container_end(container["name"], state["terminated"], limits or {})
@@ -159,6 +159,6 @@ def describe_startup_wait(status: Obj, conditions: Mapping[str, Any]) -> str:
 
 
 def container_statuses(status: Obj) -> Iterable[Obj]:
-    """Yield the containers, the worker's first: why it ended says more than how those beside it were ended."""
+    """Yield the containers, the worker's first: the end of the others often follows from its own."""
     yield from status.get("containerStatuses") or ()
     yield from status.get("initContainerStatuses") or ()
