@@ -1,7 +1,7 @@
-"""Tensors that transformers makes of several of the checkpoint's when it loads them, such as the experts of a layer.
+"""Tensors that transformers makes of several tensors of a checkpoint, such as the experts of a layer.
 
-Where each of the checkpoint's lies in such a tensor is found by what `save_pretrained` does, done to numbers that
-say where they are.
+To find where each of the checkpoint's tensors is in such a fused one, the elements of the fused one are numbered
+and split by the code of `save_pretrained`: the numbers in a part say where it was.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from rollout_common.transfer.layout import layer_of
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """Where a tensor of the checkpoint lies in one of the model's.
+    """Where a tensor of the checkpoint is in `home`, a tensor of the model that has the shape `whole`.
 
-    Attributes:
-        home: The model's.
-        whole: Its shape.
-        shape: Of the checkpoint's.
-        strides: Of its elements in the home, counted in elements.
-        offset: Of its first one.
+    `shape`: of the checkpoint's tensor; `strides` and `offset`: of its elements in the home, in elements.
     """
 
     home: Tensor
@@ -39,15 +34,12 @@ class FusedPart:
 def find_fused_parts(
     model: Any, held: Mapping[str, Tensor], names: Collection[str]
 ) -> dict[str, FusedPart]:
-    """Return, by the checkpoint's names, what these tensors of a model are made of; empty if that can't be told.
+    """Return, by the checkpoint's names, what these tensors of a model are made of; empty if that is unknown.
 
-    Args:
-        model: Of transformers.
-        held: Its tensors by its own names.
-        names: Of those that its checkpoint has otherwise.
+    `held`: the model's tensors by its own names; `names`: those that its checkpoint does not have.
     """
     try:
-        # No public name: what `save_pretrained` uses.
+        # `save_pretrained` uses it; it is not a public name.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return {}
@@ -71,7 +63,7 @@ def find_fused_parts(
 
 
 def _locate_part(where: Tensor, home: Tensor, start: int) -> FusedPart | None:
-    """Return where a tensor lies in a home whose first number is this; None: it is not all there, or not in order."""
+    """Return where a tensor is in a home whose numbers begin at `start`; None if not all of it is, or not in order."""
     if not where.numel():
         return None
     offset = int(where.reshape(-1)[0]) - start
@@ -82,7 +74,7 @@ def _locate_part(where: Tensor, home: Tensor, start: int) -> FusedPart | None:
     last = offset + sum((size - 1) * step for size, step in zip(where.shape, strides, strict=True))
     if min(offset, *strides) < 0 or last >= home.numel():
         return None
-    # Only as many numbers as the part has: a home has those of a hundred experts.
+    # Only as many numbers as the part has: a home may have those of a hundred experts.
     numbers = torch.tensor(start + offset)
     for size, step in zip(where.shape, strides, strict=True):
         numbers = numbers.unsqueeze(-1) + torch.arange(size) * step
@@ -94,7 +86,7 @@ def _locate_part(where: Tensor, home: Tensor, start: int) -> FusedPart | None:
 def fuse_tensors(
     parts: Mapping[str, FusedPart], tensors: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each of the model's tensors with what is to be in it, made of the checkpoint's."""
+    """Return each of the model's fused tensors with its new value, made of the checkpoint's tensors."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for name, part in parts.items():
         tensor = tensors[name]

@@ -1,4 +1,4 @@
-"""From a model folder to a model in memory, and what its checkpoint looks like."""
+"""Load a model from its folder, and find which of its tensors hold those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model that can run.
 
-    `targets` maps the checkpoint's names to the tensors of the model that hold them, `parts` those that
-    are a part of one.
+    `targets` maps the checkpoint's names to the model's tensors that hold them, `parts` the names of tensors
+    that are only a part of one.
     """
 
     model: Any
@@ -66,7 +66,7 @@ def load_model(
     """Load the model; blocks.
 
     Raises:
-        EngineError: not a model that this engine can serve; the text says what to change.
+        EngineError: this engine can't serve the model; the text says what to change.
     """
     report(Progress(message="reading the model's configuration"))
     config = _load_config(options)
@@ -79,9 +79,9 @@ def load_model(
     if (device.type, dtype) == ("cpu", torch.bfloat16) and _emulates_bfloat16():
         logger.warning("this CPU emulates bfloat16: --dtype float32 is several times as fast")
 
-    tensors, root = _read_checkpoint(source, dtype, _model_class(config), report, cancelled)
+    tensors, root = _read_checkpoint(source, dtype, config, report, cancelled)
     report(Progress(message="building the model"))
-    if not options.guest:  # it is the process's owner who sets it for the whole process
+    if not options.guest:  # the progress bar of the whole process is its owner's choice
         transformers.utils.logging.disable_progress_bar()
     model = _build_model(config, tensors, dtype, settings).to(device)
     layout, targets, parts = _find_layout(model, source)
@@ -101,19 +101,17 @@ def load_model(
 def _read_checkpoint(
     source: FileSource,
     dtype: torch.dtype,
-    model_class: Any,
+    config: Any,
     report: Callable[[Progress], None],
     cancelled: Callable[[], bool],
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the checkpoint's tensors and its root hash."""
-
     def advance(done: int, total: int) -> None:
         fraction = done / total if total else 1.0
         report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
 
-    # What a model keeps in float32 whatever the dtype must not be rounded on the way.
+    # Tensors that a model keeps in float32 whatever the dtype must not be rounded first.
     precise = any(
-        getattr(model_class, name, None)
+        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], name, None)
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
     buffers = TensorSink(None if precise else dtype, torch.device("cpu"))
@@ -131,7 +129,7 @@ def _load_config(options: EngineOptions) -> Any:
     except (ValueError, KeyError, OSError) as error:
         raise EngineError(f"transformers does not know this model: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise EngineError(f"model_type {config.model_type!r} is no causal language model")
+        raise EngineError(f"model_type {config.model_type!r} is not a causal language model")
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     odd = kinds - {"full_attention", "sliding_attention"}
     if odd:
@@ -143,21 +141,16 @@ def _load_config(options: EngineOptions) -> Any:
 
 
 def _choose_dtype(options: EngineOptions, config: Any, source: FileSource) -> torch.dtype:
-    if options.dtype != "auto":
-        return _torch_dtype(options.dtype)
     named = getattr(config, "dtype", None)
-    if isinstance(named, torch.dtype):
+    if options.dtype == "auto" and isinstance(named, torch.dtype):
         return named
-    return _torch_dtype(checkpoint_dtype(source.entries) or "float32")
+    most = checkpoint_dtype(source.entries) or "float32"
+    dtype: torch.dtype = getattr(torch, most if options.dtype == "auto" else options.dtype)
+    return dtype
 
 
 def _emulates_bfloat16() -> bool:
     return torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "AVX2"}
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _choose_device(options: EngineOptions) -> torch.device:
@@ -167,20 +160,17 @@ def _choose_device(options: EngineOptions) -> torch.device:
     return torch.device(auto if options.device == "auto" else options.device)
 
 
-def _model_class(config: Any) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
 def _build_model(
     config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: HfSettings
 ) -> Any:
-    """Make the model around the tensors; it takes them as they are, without a copy."""
-    model, info = _model_class(config).from_pretrained(
+    """Make the model around the tensors, without a copy."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, info = model_class.from_pretrained(
         None,
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation=attention_implementation(_model_class(config), settings.attention),
+        attn_implementation=attention_implementation(model_class, settings.attention),
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys"):
@@ -196,7 +186,7 @@ def _build_model(
 def _find_layout(
     model: Any, source: FileSource
 ) -> tuple[WeightsLayout, dict[str, Tensor], dict[str, FusedPart]]:
-    """Return what a version of this model must hold, and where it goes: to a tensor, or a part of one."""
+    """Return what a version of this model must hold, and the `targets` and `parts` of `LoadedModel`."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     specs = {entry.name: entry.spec for entry in source.entries}
@@ -219,7 +209,7 @@ def _find_layout(
     optional |= {name: required[target] for name, target in tied.items()}
     layout = WeightsLayout(required, optional, tied)
     if uncovered:
-        # transformers makes tensors of some models in a way that can't be followed.
+        # transformers makes tensors of some models in a way that `find_fused_parts` can't reverse.
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
         return layout, {}, {}
     targets = {name: parts[name].home if name in parts else held[name] for name in required}
