@@ -80,7 +80,7 @@ class AbsentTensor(Tensor):
             AbsentTensorRead: names the tensor and what to do.
         """
         name = next(
-            (each._rollout_name for each in flatten_tensors((args, kwargs)) if type(each) is cls),
+            (each._rollout_name for each in _flatten_tensors((args, kwargs)) if type(each) is cls),
             "?",
         )
         raise AbsentTensorRead(
@@ -163,7 +163,7 @@ class ReadWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Note the call's arguments, and make it."""
-        for each in flatten_tensors((args, kwargs)):
+        for each in _flatten_tensors((args, kwargs)):
             self._note_touched(each)
         return func(*args, **(kwargs or {}))
 
@@ -175,10 +175,10 @@ def _data_address(tensor: Tensor) -> int:
         return 0
 
 
-def flatten_tensors(value: object) -> Iterator[Any]:
+def _flatten_tensors(value: object) -> Iterator[Any]:
     """Yield the tensors in arguments, however deep they are nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple, set, frozenset)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from flatten_tensors(each)
+            yield from _flatten_tensors(each)

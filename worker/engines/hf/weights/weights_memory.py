@@ -37,8 +37,7 @@ from .buffers import (
     bounce_bytes,
     tensor_nbytes,
 )
-from .fused import fuse_tensors
-from .loading import LoadedModel
+from .loading import LoadedModel, fuse_tensors
 
 NOT_UPDATABLE = (
     "transformers converts this model's tensors on loading, so the hf engine can neither update its "
