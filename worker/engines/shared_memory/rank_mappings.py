@@ -27,7 +27,7 @@ from rollout_common.transfer.locked import current_context, lock
 
 from .ranks import LOCKED, MAPPED
 from .sinks import read_index, slot_path
-from .tensor_views import AbsentTensor, TensorPlace, view_memory, view_tensors
+from .tensor_views import AbsentTensor, TensorPlace, view_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -89,25 +89,33 @@ def read_tensors(ticket: str) -> Iterator[tuple[str, Tensor]]:
     In a gang these are the tensors of this node's slot; for any other an `AbsentTensor` is yielded.
     """
     sink = json.loads(ticket)
-    handle = os.open(sink_path(sink), os.O_RDONLY)
-    try:
-        places = sink["tensors"]
-        starts = read_index(handle) if sink.get("slot") else {name: at for name, _, _, at in places}
-        there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
-        mapping = find_mapping(sink)
-        if mapping is None:
-            memory = mmap.mmap(
-                handle, _local_size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE
-            )
-            found = view_memory(memory, there)
-        else:
-            found = mapping.read_views(there)
-    finally:
-        os.close(handle)
+    places = sink["tensors"]
+    whole, starts, _ = open_memory(sink)
+    mapping = find_mapping(sink)
+    there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
+    found = view_tensors(whole, there) if mapping is None else mapping.read_views(there)
     return (
         next(found) if name in starts else (name, AbsentTensor.stand_in_for(name, dtype, shape))
         for name, dtype, shape, _ in places
     )
+
+
+def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int], bool]:
+    """Return a sink's bytes ([n] uint8), where each tensor on this node begins, and whether its pages are locked.
+
+    `sink`: as in its `MappedSink.make_ticket`.
+    """
+    handle = os.open(sink_path(sink), os.O_RDONLY)
+    try:
+        in_gang = bool(sink.get("slot"))
+        starts = read_index(handle) if in_gang else {name: at for name, *_, at in sink["tensors"]}
+        mapping = find_mapping(sink)
+        if mapping is not None:
+            return mapping.whole, starts, mapping.is_locked
+        memory = mmap.mmap(handle, _local_size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE)
+        return torch.frombuffer(memory, dtype=torch.uint8), starts, False
+    finally:
+        os.close(handle)
 
 
 def is_partial(ticket: str) -> bool:
@@ -182,21 +190,19 @@ class RankMapping:
         """Whether its pages are locked, so that a GPU reads them directly."""
         return self._unlock is not None
 
+    @property
+    def whole(self) -> Tensor:
+        """All of its bytes, [n] uint8."""
+        assert self._whole is not None, "callers check `is_ready`"
+        return self._whole
+
     def read_views(self, places: Iterable[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
         """Yield views by name; they keep the memory."""
-        assert self._whole is not None, "callers check `is_ready`"
-        with torch.inference_mode(
-            mode=False
-        ):  # in inference mode torch counts no changes of a view
-            found = list(view_tensors(self._whole, places))
+        with torch.inference_mode(mode=False):  # else torch would count no changes of a view
+            found = list(view_tensors(self.whole, places))
         for name, tensor in found:
             small = self.is_locked and tensor.nbytes <= COPIED_TENSOR_BYTES
             yield name, tensor.clone() if small else tensor
-
-    def first_bytes(self, nbytes: int) -> bytes:
-        """Return the first bytes."""
-        assert self._whole is not None, "callers check `is_ready`"
-        return self._whole[:nbytes].numpy().tobytes()
 
     def check_unchanged(self) -> None:
         """Raise `RuntimeError` if the loader has changed the memory, which other ranks read, too."""
