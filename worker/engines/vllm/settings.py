@@ -83,7 +83,7 @@ REFUSED_FLAGS: dict[str, str] = dict(
                "--max-num-queued-reqs", "--max-num-queued-tokens"),
         ("--scheduler-cls", "pauses, commits and priorities are those of vLLM's own scheduler"),
         ("--stream-interval", "the worker sets it for each request"),
-        ("--disable-log-stats", "hung steps are told by them"),
+        ("--disable-log-stats", "they show hung steps"),
         # Ports and processes.
         *refused_flag_entries("the engine opens no port of its own", "--kv-events-config",
                "--data-parallel-multi-port-external-lb"),

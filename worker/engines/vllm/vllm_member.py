@@ -17,7 +17,7 @@ from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, EngineMember, MemberInfo, Sink, TensorEntry
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import checkpoint_layout, read_config, start_while_hashing
-from rollout_worker.engines.shared_memory import unread
+from rollout_worker.engines.shared_memory.ranks import unread_by_all
 from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
 from rollout_worker.observe import processes
 from rollout_worker.sources.checkpoint_files import open_source
@@ -65,7 +65,7 @@ class VllmMember(EngineMember):
     @override
     def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
         ranks = set() if self._ranks is None else self._ranks.ids
-        return unread.unread_by_all(self._gang.slots, ranks, entries)
+        return unread_by_all(self._gang.slots, ranks, entries)
 
     @override
     async def open_slot(
