@@ -45,7 +45,7 @@ __all__ = [
     "to_batch",
 ]
 _CONVERSATION_NAMES = frozenset(__all__)
-__all__ += wire.__all__
+__all__ += wire.PUBLIC_NAMES
 
 
 def __getattr__(name: str) -> Any:

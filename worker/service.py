@@ -17,14 +17,13 @@ from rollout_common.wire import (
     WorkerInfo,
     WorkerState,
 )
-from rollout_common.wire.body_decoding import BodyLimits, data_body_limits
 from rollout_common.wire.problems import ProblemError
 
 from .core.worker_runtime import WorkerRuntime
-from .engine import Engine, EngineError, EngineMember, GangMembership
+from .engine import Engine, EngineError, EngineMember, GangMembership, can_wake_empty
 from .engines import EngineOptions, create_engine, create_member
 from .engines.shared_memory.staging_budget import StagingBudget
-from .lifecycle.control_verbs import ControlVerbs, can_wake_empty
+from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
@@ -35,6 +34,7 @@ from .requests.admission_checks import (
     expand_request,
     serving_refusal,
 )
+from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.hub import local_model_folder

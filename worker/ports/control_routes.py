@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from fastapi import Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from rollout_common.wire import (
     AbortRequest,
@@ -31,13 +31,11 @@ from rollout_common.wire import (
     WeightsState,
     WorkerState,
 )
-from rollout_common.wire.body_decoding import CONTROL_LIMITS
-from rollout_common.wire.problems import ProblemError
+from rollout_worker.requests.http_requests import CONTROL_LIMITS
 from rollout_worker.service import WorkerService
 
-from .access_rights import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight, Authorizer
-from .browser_guard import BrowserGuard
-from .port_app import new_app, problem_response
+from .auth import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight, Authorizer
+from .port_app import PortGuard, new_app, note_caller, refuse_browser
 
 LESSER_RIGHTS: Final[Mapping[str, AccessRight]] = {
     "/v1/state": SEE_STATE,
@@ -46,7 +44,7 @@ LESSER_RIGHTS: Final[Mapping[str, AccessRight]] = {
     "/v1/weights/stage": STAGE_WEIGHTS,
     "/v1/weights/discard": STAGE_WEIGHTS,
 }
-"""Paths that need a lesser right than `CONTROL`, which all others need."""
+"""Paths that need a lesser right than `CONTROL_WORKER`, which all others need."""
 
 _RELEASE = ReleaseRequest()
 _PAUSE = PauseRequest()
@@ -62,10 +60,15 @@ def make_control_app(worker: WorkerService, authorizer: Authorizer) -> FastAPI:
         "State, sleep and weights of one worker.",
         limits=lambda: CONTROL_LIMITS,
     )
-    app.add_middleware(ControlAuthentication, authorizer=authorizer)
+
+    async def check_caller(scope: Scope, headers: Headers) -> None:
+        right = LESSER_RIGHTS.get(scope["path"], CONTROL_WORKER)
+        await note_caller(authorizer, right, scope, headers)
+
+    app.add_middleware(PortGuard, check=check_caller)
     if worker.settings.auth == "none":
-        app.add_middleware(BrowserGuard)
-    # For the OpenAPI document only: the gate has already checked.
+        app.add_middleware(PortGuard, check=refuse_browser)
+    # For the OpenAPI document only: the guard has already checked.
     app.router.dependencies.append(Depends(HTTPBearer(auto_error=False)))
     _add_hold_routes(app, worker)
     _add_request_routes(app, worker)
@@ -73,30 +76,8 @@ def make_control_app(worker: WorkerService, authorizer: Authorizer) -> FastAPI:
     return app
 
 
-class ControlAuthentication:
-    """Authenticates and authorizes a call before anything else of its request is read."""
-
-    def __init__(self, app: ASGIApp, authorizer: Authorizer) -> None:
-        self._app = app
-        self._authorizer = authorizer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with its caller's name, or answer 401, 403 or 503."""
-        if scope["type"] == "http":
-            header = Headers(scope=scope).get("authorization")
-            right = LESSER_RIGHTS.get(scope["path"], CONTROL_WORKER)
-            try:
-                address = (scope.get("client") or ("",))[0]
-                caller = await self._authorizer.check_caller(header, right, address)
-            except ProblemError as error:
-                await problem_response(error)(scope, receive, send)
-                return
-            scope.setdefault("state", {})["caller"] = caller
-        await self._app(scope, receive, send)
-
-
 async def _caller_name(request: Request) -> str:
-    # Not a plain function: those run in threads, and calls would overtake each other there.
+    # Not a plain function: FastAPI runs those in threads, where calls would overtake each other.
     return str(request.state.caller)
 
 
@@ -152,7 +133,7 @@ def _add_request_routes(app: FastAPI, worker: WorkerService) -> None:
 def _add_weight_routes(app: FastAPI, worker: WorkerService) -> None:
     @app.post("/v1/weights/stage", status_code=202)
     async def stage(caller: Caller, body: StageRequest) -> StagedWeights:
-        """Start staging weights beside the serving ones; GET /v1/weights shows progress."""
+        """Start staging weights next to the serving ones; GET /v1/weights shows progress."""
         return await worker.updates.stage_weights(caller, body)
 
     @app.post("/v1/weights/commit")

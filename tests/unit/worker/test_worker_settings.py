@@ -30,7 +30,7 @@ def test_defaults() -> None:
     assert (found.engine, found.served_name, found.dtype) == ("hf", "tiny", "auto")
     assert (found.data_port, found.control_port, found.data_host) == (8000, 8001, "0.0.0.0")
     assert (found.drain_seconds, found.shutdown_grace, found.max_queue) == (30, 5, 1024)
-    assert (found.logprobs, found.is_in_pool, found.weights_roots) == ("sampling", False, ())
+    assert (found.logprobs, found.pool, found.weights_roots) == ("sampling", None, ())
     assert found.restart_delays == (1, 2, 5, 10, 30, 60)
 
 
@@ -58,7 +58,7 @@ def test_everything_from_the_environment() -> None:
     }
     found = settings([], environ)
     assert found.token_audience == "rollout.dev/ns/pool"
-    assert found.is_in_pool
+    assert found.pool
     assert found.engine_arg == ("--max-batch-size", "4", "--attention=eager")
     assert found.weights_roots == (Path("/rollout/model"), Path("/rollout/weights"))
 

@@ -313,9 +313,9 @@ def test_a_dead_engine_is_replaced_and_copies_that_are_gone_fence_the_worker(
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"log_level": "debug"}, "log_level is no setting of an embedded worker: logging is the"),
-        ({"turn_devices": ["a"]}, "turn_devices is no setting .* rollout_client.turn"),
-        ({"rank": 1}, "rank is no setting .* one node"),
+        ({"log_level": "debug"}, "log_level is not a setting of an embedded worker: logging is the"),
+        ({"turn_devices": ["a"]}, "turn_devices is not a setting .* rollout_client.turn"),
+        ({"rank": 1}, "rank is not a setting .* one node"),
         ({"nodes": 2, "leader_address": None}, "--nodes above 1 needs"),
         ({"max_length": "x"}, "--max-length is 'x'"),
         ({"max_queue": 0}, "--max-queue is '0': must be at least 1"),

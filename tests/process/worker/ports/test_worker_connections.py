@@ -20,13 +20,15 @@ from rollout_worker.ports.port_connections import (
     MAX_CONTROL_CONNECTIONS,
     MAX_DATA_CONNECTIONS,
     OTHER_DESCRIPTORS,
+    PROBE_ALLOWANCE,
     ConnectionPool,
     ConnectionQuota,
     Listener,
+    bind_port,
     connection_quota,
     raise_descriptor_limit,
 )
-from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers, bind_port
+from rollout_worker.ports.server import HttpServers
 from tests.support.unit.loopwatch import watched
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until

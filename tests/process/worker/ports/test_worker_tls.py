@@ -19,8 +19,12 @@ from rollout_common.transfer.tls import TLS_NAME
 from rollout_common.wire.gang_models import GangState
 from rollout_worker.gang.member_client import MemberClient
 from rollout_worker.ports import port_connections
-from rollout_worker.ports.port_connections import MAX_CONTROL_CONNECTIONS, ConnectionPool, Listener
-from rollout_worker.ports.server import bind_port
+from rollout_worker.ports.port_connections import (
+    MAX_CONTROL_CONNECTIONS,
+    ConnectionPool,
+    Listener,
+    bind_port,
+)
 from rollout_worker.ports.serving_certificate import ServingCertificate
 from rollout_worker.settings import InvalidSettings
 from tests.support.unit.served import served
@@ -79,7 +83,7 @@ async def test_an_end_that_nobody_waits_for_stops_no_sweep(
     monkeypatch.setattr(port_connections, "SWEEP_INTERVAL_SECONDS", 0.01)
     certificate = ServingCertificate(*issue(tmp_path, "worker"))
     sock, room = bind_port("127.0.0.1", 0, "--control-port"), ConnectionPool(4)
-    listener = Listener(sock, Closing, room, lambda: certificate.context)
+    listener = Listener(sock, Closing, room, certificate)
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
     _, writer = await asyncio.open_connection(*sock.getsockname(), ssl=trusting)
     await until(lambda: room.connections, what="the connection")

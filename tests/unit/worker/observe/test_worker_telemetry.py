@@ -14,8 +14,8 @@ from rollout_common.wire.problems import KINDS
 from rollout_worker.observe import worker_telemetry
 from rollout_worker.observe.worker_telemetry import REFUSALS, WorkerTelemetry
 from rollout_worker.ports.data_routes import make_data_app
-from rollout_worker.ports.server import ConcurrencyLimit
-from rollout_worker.requests import body_routes
+from rollout_worker.ports.port_connections import ConcurrencyLimit
+from rollout_worker.requests import http_requests
 from rollout_worker.schemas import GenerateRequest
 from rollout_worker.service import WorkerService
 from tests.support.unit.asgi import call
@@ -100,7 +100,7 @@ async def test_what_is_refused_before_admission_is_counted(
     async with tiny_worker(tmp_path) as tiny:
         full = ConcurrencyLimit(make_data_app(tiny.worker), 0, tiny.worker.count_refusal)
         assert (await call(full, "/v1/generate", asked)).status == 429
-        monkeypatch.setattr(body_routes, "BODY_BUDGET_BYTES", 1)
+        monkeypatch.setattr(http_requests, "BODY_BUDGET_BYTES", 1)
         assert (await call(make_data_app(tiny.worker), "/v1/generate", asked)).status == 429
         assert by_problem(tiny.worker) == {"queue-full": 2}
 
