@@ -7,20 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout_common.wire import (
-    CommitRequest,
-    Lifecycle,
-    PauseRequest,
-    PushedBytes,
-    ReleaseRequest,
-    SleepRequest,
-    StagedWeights,
-    StageRequest,
-    StageSource,
-    WakeRequest,
-    WeightsId,
-    WorkerState,
-)
+from rollout_common import wire
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import EVERYTHING, WantedState
 from rollout_worker.engine import TrainerTensors
@@ -68,19 +55,19 @@ async def hand_over_weights(
 
     Raises:
         ProblemError: The order of identities, or the worker's state, forbids it.
-        HandOverFailed: They are not weights of this model, or there is no memory for them.
+        HandOverFailed: They are not weights of this model, or do not fit into memory.
     """
     in_pool = worker.settings.pool is not None
     if in_pool and asked.commit:
         raise ValueError("commit: in a pool the operator commits; move spec.weights.target instead")
     epoch = _known_epoch(worker) if asked.epoch is None else asked.epoch
-    identity = WeightsId(epoch=epoch, version=asked.version)
+    identity = wire.WeightsId(epoch=epoch, version=asked.version)
     await _wake_without_values(worker)
     staged = await _stage_tensors(worker, given, identity, asked)
     root_hash = staged.root_hash or ""
     if in_pool or asked.commit is False:
         return HandedOver(epoch, asked.version, root_hash, False)
-    commit = CommitRequest.model_validate(
+    commit = wire.CommitRequest.model_validate(
         {
             "epoch": epoch,
             "version": asked.version,
@@ -102,18 +89,20 @@ def _known_epoch(worker: WorkerService) -> int:
 async def _wake_without_values(worker: WorkerService) -> None:
     """Allocate the memory of weights that sleep has dropped; the KV cache stays asleep."""
     runtime = worker.runtime
-    asleep = runtime.lifecycle.current_state is Lifecycle.ASLEEP
+    asleep = runtime.lifecycle.current_state is wire.Lifecycle.ASLEEP
     if asleep and not runtime.engine_stats().resident.weights:
-        await worker.verbs.wake_worker(EMBEDDED_HOLDER, WakeRequest(tags=("weights",), load=False))
+        await worker.verbs.wake_worker(
+            EMBEDDED_HOLDER, wire.WakeRequest(tags=("weights",), load=False)
+        )
 
 
 async def _stage_tensors(
-    worker: WorkerService, given: TrainerTensors, identity: WeightsId, asked: HandOverOptions
-) -> StagedWeights:
-    request = StageRequest(
+    worker: WorkerService, given: TrainerTensors, identity: wire.WeightsId, asked: HandOverOptions
+) -> wire.StagedWeights:
+    request = wire.StageRequest(
         epoch=identity.epoch,
         version=identity.version,
-        source=StageSource(pushed=PushedBytes()),
+        source=wire.StageSource(pushed=wire.PushedBytes()),
         labels=asked.labels,
         deadline_seconds=asked.deadline_seconds,
     )
@@ -131,7 +120,7 @@ async def _stage_tensors(
     return view
 
 
-async def get_state(worker: WorkerService) -> WorkerState:
+async def get_state(worker: WorkerService) -> wire.WorkerState:
     """Return the worker's state."""
     return worker.worker_state(EMBEDDED_HOLDER)
 
@@ -139,7 +128,7 @@ async def get_state(worker: WorkerService) -> WorkerState:
 async def pause_worker(worker: WorkerService, mode: Mode, drain_seconds: float) -> None:
     """Hold the worker Paused."""
     await worker.verbs.pause_worker(
-        EMBEDDED_HOLDER, PauseRequest(mode=mode, deadline_seconds=drain_seconds)
+        EMBEDDED_HOLDER, wire.PauseRequest(mode=mode, deadline_seconds=drain_seconds)
     )
 
 
@@ -148,7 +137,7 @@ async def put_to_sleep(
 ) -> None:
     """Hold the worker Asleep, without memory."""
     request: dict[str, Any] = {"level": level, "mode": mode, "deadline_seconds": drain_seconds}
-    await worker.verbs.put_to_sleep(EMBEDDED_HOLDER, SleepRequest.model_validate(request))
+    await worker.verbs.put_to_sleep(EMBEDDED_HOLDER, wire.SleepRequest.model_validate(request))
 
 
 async def release_hold(worker: WorkerService) -> None:
@@ -164,10 +153,10 @@ async def release_hold(worker: WorkerService) -> None:
             # Staged weights are about to be committed: wake without the old ones.
             load = worker.updates.slot is None
             await worker.verbs.wake_worker(
-                EMBEDDED_HOLDER, WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load)
+                EMBEDDED_HOLDER, wire.WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load)
             )
         else:
-            await worker.verbs.resume_worker(EMBEDDED_HOLDER, ReleaseRequest())
+            await worker.verbs.resume_worker(EMBEDDED_HOLDER, wire.ReleaseRequest())
     except ProblemError as refusal:
         if refusal.slug in ("engine-refused", "weights-rejected"):
             _restore_hold(worker, want)

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from rollout_common.wire import Lifecycle
 from rollout_worker.engine import Engine
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import HttpServers, serve_until
+from rollout_worker.ports.server import HttpServers, make_authorizer, serve_until
 from rollout_worker.service import WorkerService, make_engine_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 

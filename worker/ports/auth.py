@@ -17,7 +17,7 @@ from typing import Literal
 from typing_extensions import override
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.threads import SharedCall
 
 from .settings import TOKEN_FILE_SECONDS
@@ -124,20 +124,3 @@ class SharedToken(Authorizer):
 def token_digest(token: bytes) -> bytes:
     """A token's SHA-256: what may be compared and kept in memory."""
     return hashlib.sha256(token).digest()
-
-
-def make_authorizer(settings: WorkerSettings) -> Authorizer:
-    """The authorizer for `--auth`: of the head's control port, or of a member's, which only its head may use.
-
-    Raises:
-        InvalidSettings: The token file can't be used.
-    """
-    if settings.auth == "none":
-        return AllowAnyone()
-    if settings.auth == "token":
-        assert settings.auth_token_file is not None
-        return SharedToken(settings.auth_token_file)
-    # Imported late: it brings an HTTP client that only clusters need.
-    from .kubernetes_auth import HeadTokenReview, KubernetesReview
-
-    return HeadTokenReview(settings) if settings.rank else KubernetesReview(settings)

@@ -10,27 +10,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from rollout_common.wire import (
-    AbortRequest,
-    AbortResponse,
-    CommitRequest,
-    Committed,
-    DiscardRequest,
-    DiscardResponse,
-    OfferRequest,
-    OfferResponse,
-    PauseRequest,
-    ReleaseRequest,
-    RequireRequest,
-    ResetRequest,
-    SleepRequest,
-    StagedWeights,
-    StageRequest,
-    WakeRequest,
-    WeightsDtypes,
-    WeightsState,
-    WorkerState,
-)
+from rollout_common import wire
 from rollout_worker.requests.http_requests import CONTROL_LIMITS
 from rollout_worker.service import WorkerService
 
@@ -46,11 +26,11 @@ LESSER_RIGHTS: Final[Mapping[str, AccessRight]] = {
 }
 """Paths that need a lesser right than `CONTROL_WORKER`, which all others need."""
 
-_RELEASE = ReleaseRequest()
-_PAUSE = PauseRequest()
-_SLEEP = SleepRequest()
-_WAKE = WakeRequest()
-_RESET = ResetRequest()
+_RELEASE = wire.ReleaseRequest()
+_PAUSE = wire.PauseRequest()
+_SLEEP = wire.SleepRequest()
+_WAKE = wire.WakeRequest()
+_RESET = wire.ResetRequest()
 
 
 def make_control_app(worker: WorkerService, authorizer: Authorizer) -> FastAPI:
@@ -88,30 +68,30 @@ def _add_hold_routes(app: FastAPI, worker: WorkerService) -> None:
     verbs = worker.verbs
 
     @app.get("/v1/state")
-    async def state(caller: Caller) -> WorkerState:
+    async def state(caller: Caller) -> wire.WorkerState:
         """Return the full state of this worker."""
         return worker.worker_state(caller)
 
     @app.post("/v1/pause")
-    async def pause(caller: Caller, body: PauseRequest = _PAUSE) -> WorkerState:
+    async def pause(caller: Caller, body: wire.PauseRequest = _PAUSE) -> wire.WorkerState:
         """Hold the worker Paused; answers once it is paused."""
         await verbs.pause_worker(caller, body)
         return worker.worker_state(caller)
 
     @app.post("/v1/resume")
-    async def resume(caller: Caller, body: ReleaseRequest = _RELEASE) -> WorkerState:
+    async def resume(caller: Caller, body: wire.ReleaseRequest = _RELEASE) -> wire.WorkerState:
         """Release the caller's pause; 409 `held` if others still hold the worker."""
         await verbs.resume_worker(caller, body)
         return worker.worker_state(caller)
 
     @app.post("/v1/sleep")
-    async def sleep(caller: Caller, body: SleepRequest = _SLEEP) -> WorkerState:
+    async def sleep(caller: Caller, body: wire.SleepRequest = _SLEEP) -> wire.WorkerState:
         """Hold the worker Asleep; answers once its memory is released."""
         await verbs.put_to_sleep(caller, body)
         return worker.worker_state(caller)
 
     @app.post("/v1/wake")
-    async def wake(caller: Caller, body: WakeRequest = _WAKE) -> WorkerState:
+    async def wake(caller: Caller, body: wire.WakeRequest = _WAKE) -> wire.WorkerState:
         """Release the caller's sleep for these tags; answers once their memory is restored."""
         await verbs.wake_worker(caller, body)
         return worker.worker_state(caller)
@@ -119,12 +99,12 @@ def _add_hold_routes(app: FastAPI, worker: WorkerService) -> None:
 
 def _add_request_routes(app: FastAPI, worker: WorkerService) -> None:
     @app.post("/v1/abort")
-    async def abort(caller: Caller, body: AbortRequest) -> AbortResponse:
+    async def abort(caller: Caller, body: wire.AbortRequest) -> wire.AbortResponse:
         """End requests with partial output; answers once they have ended."""
         return await worker.verbs.abort_requests(caller, body)
 
     @app.post("/v1/cache/reset")
-    async def reset_cache(caller: Caller, body: ResetRequest = _RESET) -> WorkerState:
+    async def reset_cache(caller: Caller, body: wire.ResetRequest = _RESET) -> wire.WorkerState:
         """Clear the prefix cache; running requests are unaffected."""
         await worker.verbs.reset_prefix_cache(caller)
         return worker.worker_state(caller)
@@ -132,32 +112,32 @@ def _add_request_routes(app: FastAPI, worker: WorkerService) -> None:
 
 def _add_weight_routes(app: FastAPI, worker: WorkerService) -> None:
     @app.post("/v1/weights/stage", status_code=202)
-    async def stage(caller: Caller, body: StageRequest) -> StagedWeights:
+    async def stage(caller: Caller, body: wire.StageRequest) -> wire.StagedWeights:
         """Start staging weights next to the serving ones; GET /v1/weights shows progress."""
         return await worker.updates.stage_weights(caller, body)
 
     @app.post("/v1/weights/commit")
-    async def commit(caller: Caller, body: CommitRequest) -> Committed:
+    async def commit(caller: Caller, body: wire.CommitRequest) -> wire.Committed:
         """Switch to the staged weights in one critical section."""
         done = await worker.commits.commit_weights(caller, body)
-        return Committed(**dict(done), state=worker.worker_state(caller))
+        return wire.Committed(**dict(done), state=worker.worker_state(caller))
 
     @app.get("/v1/weights/dtypes")
-    async def dtypes(caller: Caller) -> WeightsDtypes:
+    async def dtypes(caller: Caller) -> wire.WeightsDtypes:
         """Return the dtypes that every version of the weights has to have."""
         return worker.updates.checkpoint_dtypes()
 
     @app.post("/v1/weights/discard")
-    async def discard(caller: Caller, body: DiscardRequest) -> DiscardResponse:
+    async def discard(caller: Caller, body: wire.DiscardRequest) -> wire.DiscardResponse:
         """Discard this identity from the staging slot."""
         return await worker.updates.discard_staged(caller, body)
 
     @app.post("/v1/weights/offer")
-    async def offer(caller: Caller, body: OfferRequest) -> OfferResponse:
+    async def offer(caller: Caller, body: wire.OfferRequest) -> wire.OfferResponse:
         """Offer the pushed weights that this worker keeps to another one: a ticket to fetch them."""
         return worker.updates.offer_weights(caller, body)
 
     @app.post("/v1/require")
-    async def require(caller: Caller, body: RequireRequest) -> WeightsState:
+    async def require(caller: Caller, body: wire.RequireRequest) -> wire.WeightsState:
         """Lift the fence and set the admission floor."""
         return worker.updates.raise_fence(caller, body)

@@ -21,10 +21,10 @@ from rollout_worker.gang.member_worker import MemberWorker
 from rollout_worker.requests.http_requests import CONTROL_LIMITS
 from rollout_worker.settings import WorkerSettings
 
-from .auth import CONTROL_WORKER, Authorizer, make_authorizer
+from .auth import CONTROL_WORKER, Authorizer
 from .port_app import PortGuard, new_app, note_caller, refuse_browser
 from .port_connections import ConnectionPool, bind_port, connection_quota
-from .server import UvicornServer, failure_cause, report_failure, stop_on_signals
+from .server import UvicornServer, failure_cause, make_authorizer, report_failure, stop_on_signals
 from .serving_certificate import serving_certificate
 from .settings import ANSWER_FLUSH_SECONDS
 

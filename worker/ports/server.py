@@ -22,7 +22,7 @@ from rollout_worker.service import WorkerService, make_member_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 
 from . import port_connections, serving_certificate
-from .auth import Authorizer, make_authorizer
+from .auth import AllowAnyone, Authorizer, SharedToken
 from .control_routes import make_control_app
 from .data_routes import make_data_app
 from .port_connections import (
@@ -150,6 +150,23 @@ class HttpServers:
         """Let `serve_both_ports` accept nothing more, finish the answers under way and return."""
         for server in self._servers:
             server.should_exit = True
+
+
+def make_authorizer(settings: WorkerSettings) -> Authorizer:
+    """The authorizer for `--auth`: of the head's control port, or of a member's, which only its head may use.
+
+    Raises:
+        InvalidSettings: The token file can't be used.
+    """
+    if settings.auth == "none":
+        return AllowAnyone()
+    if settings.auth == "token":
+        assert settings.auth_token_file is not None
+        return SharedToken(settings.auth_token_file)
+    # Imported late: it brings an HTTP client that only clusters need.
+    from .kubernetes_auth import HeadTokenReview, KubernetesReview
+
+    return HeadTokenReview(settings) if settings.rank else KubernetesReview(settings)
 
 
 async def serve_worker(

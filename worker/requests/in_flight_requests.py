@@ -15,22 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rollout_common.wire import (
-    NOT_FINITE,
-    AbortReason,
-    DoneOutput,
-    GenerateOutput,
-    GenerateResponse,
-    LogprobsOf,
-    StopMatch,
-    StopReason,
-    StreamDelta,
-    StreamDone,
-    Timing,
-    Usage,
-    WeightsId,
-    WeightsSpan,
-)
+from rollout_common import wire
+from rollout_common.wire import AbortReason, StopReason, WeightsId, WeightsSpan
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 
@@ -50,7 +36,7 @@ class RunningOutput:
     logprobs: list[float] = field(default_factory=list)
     spans: list[WeightsSpan] = field(default_factory=list)
     stop_reason: StopReason | None = None
-    stop_match: StopMatch | None = None
+    stop_match: wire.StopMatch | None = None
     abort_reason: AbortReason | None = None
     not_finite: WeightsId | None = None
     """The weights that gave it logits that are not finite, and so aborted it."""
@@ -86,12 +72,12 @@ class RunningOutput:
         else:
             self.spans.append(span)
 
-    def delta_since(self, start: int) -> StreamDelta | None:
+    def delta_since(self, start: int) -> wire.StreamDelta | None:
         """Return what there is from token `start` on, or None."""
         end = len(self.token_ids)
         if start == end:
             return None
-        return StreamDelta(
+        return wire.StreamDelta(
             index=self.index,
             token_ids=tuple(self.token_ids[start:]),
             logprobs=None if self.request.logprobs is None else tuple(self.logprobs[start:]),
@@ -124,21 +110,21 @@ class RunningOutput:
                 f"weights {self.not_finite} give logits that are not finite (NaN or infinite): publish"
                 " sound weights under a higher version"
             )
-            found |= {"abort_slug": NOT_FINITE, "abort_detail": detail}
+            found |= {"abort_slug": wire.NOT_FINITE, "abort_detail": detail}
         return found
 
-    def to_result(self) -> GenerateOutput:
+    def to_result(self) -> wire.GenerateOutput:
         """The finished output, as the client receives it."""
-        return GenerateOutput(
+        return wire.GenerateOutput(
             **self._end_fields(),
             token_ids=tuple(self.token_ids),
             logprobs=None if self.request.logprobs is None else tuple(self.logprobs),
             weights=tuple(self.spans),
         )
 
-    def to_done(self) -> DoneOutput:
+    def to_done(self) -> wire.DoneOutput:
         """The finished output without its arrays, which the stream had."""
-        return DoneOutput(**self._end_fields())
+        return wire.DoneOutput(**self._end_fields())
 
 
 def _span_kind(span: WeightsSpan) -> tuple[int, int, bool]:
@@ -167,7 +153,7 @@ class InFlightRequest:
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
-    def logprobs_kind(self) -> LogprobsOf | None:
+    def logprobs_kind(self) -> wire.LogprobsOf | None:
         """Kind of its logprobs; None if it has none."""
         return self.outputs[0].request.logprobs
 
@@ -186,7 +172,7 @@ class InFlightRequest:
             await self.done.wait()
         self.check_answered()
 
-    async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
+    async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[wire.StreamDelta]:
         """Yield its tokens as they come, to one reader, until it ends; raises as `check_answered` does."""
         until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_TIMEOUT_SECONDS
         read, ended = [0] * len(self.outputs), False
@@ -202,9 +188,9 @@ class InFlightRequest:
                     yield delta
         self.check_answered()
 
-    def to_response(self) -> GenerateResponse:
+    def to_response(self) -> wire.GenerateResponse:
         """The answer of a finished flight."""
-        return GenerateResponse(
+        return wire.GenerateResponse(
             request_id=self.request_id,
             logprobs_of=self.logprobs_kind,
             outputs=tuple(output.to_result() for output in self.outputs),
@@ -212,9 +198,9 @@ class InFlightRequest:
             timing=self._measured_timing(),
         )
 
-    def final_event(self) -> StreamDone:
+    def final_event(self) -> wire.StreamDone:
         """The closing event of a finished flight."""
-        return StreamDone(
+        return wire.StreamDone(
             request_id=self.request_id,
             logprobs_of=self.logprobs_kind,
             outputs=tuple(output.to_done() for output in self.outputs),
@@ -222,17 +208,17 @@ class InFlightRequest:
             timing=self._measured_timing(),
         )
 
-    def _token_usage(self) -> Usage:
-        return Usage(
+    def _token_usage(self) -> wire.Usage:
+        return wire.Usage(
             prompt_tokens=len(self.outputs[0].request.token_ids),
             completion_tokens=sum(len(output.token_ids) for output in self.outputs),
             cached_tokens=sum(output.cached_tokens for output in self.outputs),
         )
 
-    def _measured_timing(self) -> Timing:
+    def _measured_timing(self) -> wire.Timing:
         assert self.ended is not None, "only a finished flight is answered"
         first = None if self.first_token is None else self.first_token - self.created
-        return Timing(
+        return wire.Timing(
             queued_seconds=min(output.queued_seconds for output in self.outputs),
             first_token_seconds=first,
             total_seconds=self.ended - self.created,

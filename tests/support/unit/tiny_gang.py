@@ -26,10 +26,9 @@ from rollout_worker.gang import member_worker as members
 from rollout_worker.gang import silence_timer
 from rollout_worker.gang.gang_addresses import GangBroken, make_gang
 from rollout_worker.gang.member_worker import MemberWorker
-from rollout_worker.ports.auth import make_authorizer
 from rollout_worker.ports.member_port import make_member_app
 from rollout_worker.ports.port_connections import ConnectionPool, bind_port
-from rollout_worker.ports.server import UvicornServer
+from rollout_worker.ports.server import UvicornServer, make_authorizer
 from rollout_worker.schemas import Progress
 from rollout_worker.settings import WorkerSettings
 from tests.support.unit.tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights

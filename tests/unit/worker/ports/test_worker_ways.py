@@ -5,7 +5,6 @@ A trace notes every module of the product that is entered between a call and its
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 import threading
@@ -19,9 +18,7 @@ import httpx
 import pytest
 
 from rollout_client import AsyncRolloutPool
-from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.server import HttpServers
-from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from tests.support.unit.served import Served, served
 
 ROOT = Path(__file__).resolve().parents[4]
 PRODUCT = ("worker", "client", "common")
@@ -70,29 +67,20 @@ def trace() -> Iterator[Trace]:
 
 
 @pytest.fixture
-async def tiny(tmp_path: Path, trace: Trace) -> AsyncIterator[TinyWorker]:
+async def worker(tmp_path: Path, trace: Trace) -> AsyncIterator[Served]:
     (tmp_path / "token").write_text("secret")
-    ports = ("--data-host", "127.0.0.1", "--data-port", "0", "--control-port", "0")
     auth = ("--auth", "token", "--auth-token-file", str(tmp_path / "token"))
-    async with tiny_worker(tmp_path, *ports, *auth) as worker:
+    async with served(tmp_path, *auth) as worker:
         yield worker
 
 
-@pytest.fixture
-async def urls(tiny: TinyWorker) -> AsyncIterator[list[str]]:
-    """The URLs of the data and the control port."""
-    servers = HttpServers(tiny.worker, AllowAnyone())
-    serving = asyncio.create_task(servers.serve_both_ports())
-    yield [f"http://127.0.0.1:{port}" for port in servers.bound_ports]
-    servers.stop()
-    await asyncio.wait_for(serving, 20)
-
-
 async def test_a_generate_request_passes_exactly_the_files_of_its_table(
-    tiny: TinyWorker, urls: list[str], trace: Trace
+    worker: Served, trace: Trace
 ) -> None:
-    tiny.engine.free = True
-    async with httpx.AsyncClient(base_url=urls[0], trust_env=False) as data:
+    worker.tiny.engine.free = True
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{worker.data}", trust_env=False
+    ) as data:
         assert (await data.get("/health")).status_code == 200
         trace.modules.clear()
         body = {"token_ids": [5, 6], "sampling": {"max_tokens": 3}}
@@ -104,11 +92,13 @@ async def test_a_generate_request_passes_exactly_the_files_of_its_table(
 
 
 async def test_a_publish_of_files_passes_the_files_of_its_table_and_few_more(
-    tiny: TinyWorker, urls: list[str], trace: Trace
+    worker: Served, trace: Trace
 ) -> None:
     """On both sides: the trainer's client and the worker."""
+    tiny = worker.tiny
     folder = str(tiny.weights(7))
-    async with AsyncRolloutPool.from_urls(urls[:1], control_urls=urls[1:]) as pool:
+    data, control = (f"http://127.0.0.1:{port}" for port in (worker.data, worker.control))
+    async with AsyncRolloutPool.from_urls([data], control_urls=[control]) as pool:
         await pool.acquire()
         trace.modules.clear()
         await pool.publish_weights(1, folder)
