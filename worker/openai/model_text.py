@@ -104,15 +104,7 @@ class ModelText:
             ProblemError: 422 if the model has no template, or the template rejects these messages,
                 tools or variables.
         """
-        template = await self.chat_template()
-        if not template:
-            raise _unsupported_problem(
-                "messages", "the model has no chat template: use /v1/completions"
-            )
-        if tools and "tools" not in template:
-            raise _unsupported_problem(
-                "tools", "the model's chat template supports no tools: leave them out"
-            )
+        _check_template(await self.chat_template(), tools)
 
         def render(tokenizer: Any) -> list[int]:
             from jinja2 import TemplateError
@@ -169,6 +161,17 @@ def _load_tokenizer(folder: Path) -> Any:
     if tokenizer is None:
         raise missing
     return tokenizer
+
+
+def _check_template(template: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    if not template:
+        raise _unsupported_problem(
+            "messages", "the model has no chat template: use /v1/completions"
+        )
+    if tools and "tools" not in template:
+        raise _unsupported_problem(
+            "tools", "the model's chat template supports no tools: leave them out"
+        )
 
 
 def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) -> None:

@@ -92,7 +92,12 @@ def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> 
     """Add the routes."""
     router = APIRouter(route_class=OpenAIRoute)
     _add_models_route(router, worker)
+    _add_completions_route(router, worker, texts)
+    _add_chat_route(router, worker, texts)
+    app.include_router(router)
 
+
+def _add_completions_route(router: APIRouter, worker: WorkerService, texts: ModelText) -> None:
     @router.post("/v1/completions")
     async def completions(
         body: CompletionRequest, request: Request, min_version: MinVersion = None
@@ -112,6 +117,8 @@ def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> 
         call = _OpenAICall(worker, texts, request, body, min_version)
         return await call.answer_request("cmpl", prompts, limit, logprobs=body.logprobs is not None)
 
+
+def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) -> None:
     @router.post(CHAT_PATH)
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
         """Continue a conversation; tool calls are parsed if the chat template defines them."""
@@ -130,8 +137,6 @@ def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> 
         return await call.answer_request(
             "chatcmpl", [ids], body.token_limit, logprobs=bool(body.logprobs)
         )
-
-    app.include_router(router)
 
 
 def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
