@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from rollout_common.wire.gang_models import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.core.device_turn import DeviceTurn
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import EngineMember, GangMembership
 from rollout_worker.gang.member_slots import Claim
 from rollout_worker.gang.member_worker import MemberWorker
@@ -100,13 +100,13 @@ def _add_gang_routes(app: FastAPI, worker: MemberWorker) -> None:
     async def look(slot: SlotPath, leader: Leader) -> GangSlot:
         """The progress of a slot; Filled is this node's vote."""
         worker.note_head(leader)
-        return worker.slot_view(slot)
+        return worker.slots.slot_view(slot)
 
     @app.delete("/v1/gang/slots/{slot}")
     async def close_slot(slot: SlotPath, leader: Leader) -> GangState:
         """Give a slot back, if there is one."""
         worker.note_head(leader)
-        await worker.close_slot(slot)
+        await worker.slots.close(slot)
         return worker.gang_state()
 
 
@@ -138,7 +138,7 @@ async def serve_member(
     Raises:
         InvalidSettings: The port or the credentials can't be used.
     """
-    locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
+    locks = DeviceTurn(settings, None) if settings.turn_devices else None
     worker = MemberWorker(settings, gang, create, claim, locks)
     authorizer, certificate = make_authorizer(settings), serving_certificate(settings)
     sock = bind_port(settings.control_host, settings.control_port, "--control-port")

@@ -55,6 +55,16 @@ class Client:
             trust_env=False,
         )
 
+    @property
+    def url(self) -> str:
+        """Of the data port."""
+        return str(self.data.base_url).rstrip("/")
+
+    @property
+    def control_url(self) -> str:
+        """Of the control port."""
+        return str(self.control.base_url).rstrip("/")
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.data.close()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from rollout_worker.core.device_turn import DeviceTurn
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import (
     Engine,
     EngineError,
@@ -155,7 +155,7 @@ class Node:
         assert gang is not None
         self.member = TinyMember(gang, info)
         claim = StagingBudget(settings.staging_memory).claim_memory
-        self.locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
+        self.locks = DeviceTurn(settings, None) if settings.turn_devices else None
         self.worker = MemberWorker(settings, gang, lambda: self.member, claim, self.locks)
         self._authorizer = make_authorizer(settings)
         self._socket = bind_port("127.0.0.1", settings.control_port, "--control-port")

@@ -82,6 +82,11 @@ class TinyWorker:
         """Wait for a state."""
         await until(lambda: self.state is state, what=f"{state.value}, it is {self.state.value}")
 
+    async def is_replaced(self) -> None:
+        """Wait until the next engine serves in the place of the first."""
+        await until(lambda: self.runtime.restarts == 1, what="the restart")
+        await self.reaches(Lifecycle.ACTIVE)
+
     # Weights.
 
     def weights(self, number: int) -> Path:
