@@ -515,3 +515,8 @@ class Engine(Protocol):
 
     def metrics(self) -> str:
         """Return the engine's own metrics in the Prometheus text format, under its own names."""
+
+
+def can_wake_empty(engine: Engine) -> bool:
+    """Whether its weights may wake without values: it can take others in their place."""
+    return 2 in engine.capabilities.sleep_levels

@@ -24,18 +24,13 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import Engine, EngineCrashed, EngineError
+from rollout_worker.engine import Engine, EngineCrashed, EngineError, can_wake_empty
 from rollout_worker.requests.in_flight_requests import InFlightRequests
 
 from .governor import LifecycleGovernor, Mode
 from .settings import QUICK_CALL_SECONDS, TRANSITION_SLACK_SECONDS
 
 logger = logging.getLogger(__name__)
-
-
-def can_wake_empty(engine: Engine) -> bool:
-    """Return whether the engine's weights may wake without values, because it can take others instead."""
-    return 2 in engine.capabilities.sleep_levels
 
 
 class ControlVerbs:

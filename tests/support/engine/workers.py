@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import HttpServers
+from rollout_worker.ports.server import HttpServers, make_authorizer
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings
 from tests.support.waiting import until_sync
