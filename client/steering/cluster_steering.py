@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
+from rollout_client.cluster_client import ClusterClient, ReportTrouble
 from rollout_client.errors import (
     ClusterError,
     EpochLost,
@@ -23,8 +24,8 @@ from rollout_client.errors import (
     RolloutError,
     SteeringFailed,
 )
-from rollout_client.kube.cluster_access import Obj
-from rollout_client.kube.cluster_client import ClusterClient, ReportTrouble, retry_pause
+from rollout_common.kube.access import Obj
+from rollout_common.kube.reflector import retry_pause
 from rollout_common.wire import WeightsId, WeightsSource
 
 from .control_ports import ControlPorts

@@ -13,7 +13,7 @@ import kopf
 
 from rollout_operator.api.names import GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import ResourceName
-from rollout_operator.kube.credentials import load_connection_info
+from rollout_operator.kube.credentials import load_kopf_login
 
 from .resync import MANAGED_SELECTOR, OUR_SLICES_SELECTOR
 from .settings import STREAM_BACKOFF_SECONDS, STREAM_CALM_SECONDS
@@ -111,7 +111,7 @@ def register_handlers(sink: EventSink, registry: kopf.OperatorRegistry | None = 
 
     @kopf.on.login(registry=registry, id="rollout")
     async def _login(**_: Any) -> kopf.ConnectionInfo:
-        return await load_connection_info()
+        return await load_kopf_login()
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="pools")
     async def _pools(event: kopf.RawEvent, **_: Any) -> None:

@@ -19,9 +19,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from rollout_common.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from rollout_operator.api.objects import Obj
 
-from .errors import AlreadyExists, Conflict, KubeError, NotFound
 from .kube_client import KubeClient
 from .settings import (
     LEASE_DURATION_SECONDS,

@@ -6,6 +6,7 @@ import logging
 import math
 from contextlib import suppress
 
+from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
@@ -15,7 +16,6 @@ from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.status_changes import is_same_decision, owned_fields, without_progress
 from rollout_operator.core.unreadable_objects import document_for_unreadable_status
-from rollout_operator.kube.errors import Conflict, FencedError, KubeError, NotFound
 
 from .pass_context import PassContext
 from .pass_input import PassInput, poll_heads, update_phase

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+from rollout_common.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.core.endpoint_slices import is_controlled_by
 from rollout_operator.core.pass_plan import DeletePod, SetGate
 from rollout_operator.core.pod_reader import BOOT_PREFIX, foreign_pod_reason, is_leftover
 from rollout_operator.core.services import pool_services, service_difference, service_patch
-from rollout_operator.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 
 from .pass_context import PassContext
 from .settings import REFUSED_RETRY_SECONDS

@@ -20,10 +20,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_common.kube.errors import KubeError
 from rollout_common.wire import WorkerState
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
-from rollout_operator.kube.errors import KubeError
 
 from .poll_rate_limit import PollRateLimit
 from .settings import (

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_common.kube.errors import KubeError
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.kube.errors import KubeError
 
 from .settings import CALL_BACKOFF_BASE_SECONDS, CALL_BACKOFF_MAX_SECONDS, CALL_CANCEL_SECONDS
 

@@ -1,0 +1,4 @@
+"""The API server as operator and client reach it: credentials, requests, errors, list and watch.
+
+Nothing here knows a resource of ours: callers give paths. httpx alone; the kubernetes package is never imported.
+"""
