@@ -204,7 +204,7 @@ class ApiClient:
         async with self._login_lock:
             if self._login is None:
                 try:
-                    access = self._access or await asyncio.to_thread(self._load)
+                    access: ClusterAccess = self._access or await asyncio.to_thread(self._load)
                 except LoginFailed as error:
                     raise LoginFailed(f"{what}: {error.message}") from error
                 self._access = None

@@ -8,7 +8,7 @@ KubeError(status, reason, message)
 ├── Invalid         422, 400: the object itself is wrong; a plain retry can't help
 ├── Forbidden       403: a permission is missing
 ├── Unauthorized    401: the credentials are not, or no longer, accepted
-│   └── LoginFailed     not sent: there are no usable credentials
+│   └── LoginFailed     not sent: no credentials can be used
 ├── Unavailable     429, 5xx, no connection, no answer in time: try again later
 └── FencedError     not sent: this process does not hold the Lease
 """
@@ -22,7 +22,7 @@ class KubeError(Exception):
     """A request that failed.
 
     Attributes:
-        status: HTTP status; 0 where there was no answer.
+        status: HTTP status; 0 if nothing answered.
         reason: The API server's CamelCase reason, or ours.
         message: The request and what happened to it, in one sentence.
         retry_after: Seconds that the server asked to wait, if it did.
@@ -80,7 +80,7 @@ class Unauthorized(KubeError):
 
 
 class LoginFailed(Unauthorized):
-    """There are no usable credentials; the message says what to provide."""
+    """No credentials can be used; the message says what to provide."""
 
     def __init__(self, message: str) -> None:
         super().__init__(0, "LoginFailed", message)

@@ -1,7 +1,7 @@
 """Credentials from the program that a kubeconfig names, as kubectl gets them (`users[].user.exec`).
 
-Clouds hand out short-lived tokens this way. The program runs when there is no token yet, or the last one
-was refused or is about to expire; it has no terminal, so it can't ask anything.
+Clouds hand out short-lived tokens this way. The program runs before the first request, and when the last
+token was refused or is about to expire; it has no terminal, so it can't ask anything.
 """
 
 from __future__ import annotations

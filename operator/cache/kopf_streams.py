@@ -150,7 +150,7 @@ def configure_kopf(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     settings.networking.error_backoffs = [0.5, 1, 2, 4]
     settings.persistence.finalizer = f"{GROUP}/{MANAGER_NAME}"
     settings.persistence.diffbase_storage = _NoDiffStorage()
-    # Embedded, the end of kopf is no reason to kill the process: our own exit is bounded.
+    # Embedded, the process does not end with kopf, and our own exit is bounded.
     settings.process.ultimate_exiting_timeout = None if embedded else 25
 
 

@@ -39,7 +39,7 @@ UNMANAGED_SELECTOR = f"{LABEL_MANAGED_BY}!={MANAGER_NAME}"
 NeighbourResource = Literal["pods", "resourceclaims", "resourceslices", "members"]
 """Members are pods as well; more is read of them."""
 ReadObject = Callable[[Obj], object | None]
-"""Makes a value of an object; None: it does not count. Equal values are the same to every pass."""
+"""Makes a value of an object; None: it does not count. A pass sees no difference between equal values."""
 Labels = Mapping[str, str]
 
 
@@ -84,7 +84,7 @@ class _NeighbourWatch:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourObjects:
-    """What a pool has beside it; `unknown` says why it is not known yet."""
+    """What a pool has next to it; `unknown` says why it is not known yet."""
 
     pods: tuple[object, ...] = ()
     claims: tuple[object, ...] = ()
@@ -93,12 +93,12 @@ class NeighbourObjects:
 
 
 class NeighbourInformer:
-    """See the module.
+    """Watches what pools subscribe to.
 
     Args:
         kube: The client.
         read: Makes values of pods and of claims.
-        wake: Told which pool to look at.
+        wake: Takes the pool to look at.
         seconds: How long a watch follows events before it lists again.
     """
 
@@ -116,13 +116,13 @@ class NeighbourInformer:
         self._seconds = seconds
         self._watches: dict[WatchScope, _NeighbourWatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """Of all watches, and of those that nobody needs any more until they have ended."""
+        """Of all watches, including those that are ending."""
         self._stale = asyncio.Event()
 
     def subscribe_beside(
         self, key: PoolKey, selector: TrainerSelector, *, slices: bool = False
     ) -> NeighbourObjects:
-        """Return what is beside a pool, and have it woken when that changes, until `forget`.
+        """Return what is next to a pool, and wake the pool when that changes, until `unsubscribe_pool`.
 
         Args:
             key: the pool.
@@ -171,7 +171,7 @@ class NeighbourInformer:
                 await asyncio.wait(self._tasks)
 
     def _note_ended_watch(self, task: asyncio.Task[None]) -> None:
-        """Begin a watch again that ended by an object which nobody expected."""
+        """Start a watch again that ended by an object which nobody expected."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("the %s ended", task.get_name(), exc_info=task.exception())
@@ -191,7 +191,7 @@ class NeighbourInformer:
     def _make_watch(self, scope: WatchScope) -> _NeighbourWatch:
         def read(obj: Obj) -> tuple[Labels, object] | None:
             value = self._read[scope.resource](obj)
-            # Other labels are no change to pools for which the API server selects.
+            # Where the API server selects, other labels change nothing for a pool.
             labels = (obj["metadata"].get("labels") or {}) if scope.is_shared else {}
             return None if value is None else (labels, value)
 
@@ -212,7 +212,7 @@ class NeighbourInformer:
     def _watch_scope(
         self, key: PoolKey, resource: NeighbourResource, selector: TrainerSelector | None
     ) -> WatchScope:
-        """Of the watch that shows these objects: their own, or that of the whole namespace."""
+        """Return the watch that shows these objects: their own, or that of the whole namespace."""
         namespace = None if resource == "resourceslices" else key.namespace
         whole = WatchScope(resource, namespace, None)
         if selector is None:
@@ -230,7 +230,7 @@ class NeighbourInformer:
         return own if apart < MAX_SELECTOR_WATCHES else whole
 
     def _leave_watches(self, key: PoolKey, kept: Collection[_NeighbourWatch]) -> None:
-        """Take a pool from all other watches; one that nobody asks for ends, and is not joined again."""
+        """Take a pool from all other watches; one without subscribers ends, and none joins it again."""
         for scope, watch in list(self._watches.items()):
             if key not in watch.pools or any(watch is each for each in kept):
                 continue

@@ -50,7 +50,7 @@ RESYNC_WAKE_SPREAD = 0.5
 
 
 class Resync:
-    """See the module.
+    """Lists everything at an interval, or sooner if asked.
 
     Args:
         kube: The client.

@@ -58,12 +58,12 @@ def _resource_path(resource: str, namespace: str | None) -> str:
 
 
 class KubeClient(ApiClient):
-    """See the module.
+    """The API server, and tokens of the operator's own account.
 
     Args:
-        on_request: See `ApiClient`.
-        write_seconds: See `ApiClient`.
-        service_account: (namespace, name) of the account that `token` mints for.
+        on_request: As `ApiClient` calls it.
+        write_seconds: As `ApiClient` calls it.
+        service_account: (namespace, name) of the account that `get_token` mints for.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ and every five seconds elsewhere. A head that fails to answer is asked less and 
 answer stays, marked stale once it is too old to be trusted. Of pools with hundreds of heads under way,
 or thousands in all or that fail, these intervals stretch (`pace`): pools that are starting must not take
 the time that their passes need. After a call of ours its worker is asked at once (`refresh_state`).
-Silent heads delay no others' polls: they have a pace of their own, and a poll that waits for its answer
-soon leaves its place to the next one.
+Silent heads do not delay the polls of others: they have a pace of their own, and a poll that waits for its
+answer soon leaves its place to the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rollout_common.wire import WorkerState
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 
-from .poll_rate_limit import PollRateLimit
 from .settings import (
     EARLY_POLL_SECONDS,
     FAST_POLL_SECONDS,
@@ -42,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_POLLS = 64
 """Polls that begin at once."""
+
+MAX_POLLS_PER_SECOND = 200.0
+"""Polls of one pace in a second: of all pools that keep to their share, and of all others."""
 
 POLL_JITTER = 0.1
 
@@ -87,7 +89,7 @@ class _PolledHead:
     """Seconds of silence that it had when it last answered: its next poll was put off accordingly."""
     failures: int = 0
     silent_since: float = 0.0
-    """Wall clock, taken once for each silence: what is told of it must not change by the second."""
+    """Wall clock, taken once for each silence: what a status says of it must not change by the second."""
     was_stale: bool = False
     slot: object = None
     """Version and phase of its staging slot, and since when they were seen."""
@@ -97,8 +99,35 @@ class _PolledHead:
     """When it is to be asked next; 0: at once."""
 
 
+class PollRateLimit:
+    """Heads that are asked equally often; `seconds` is the interval while they are few.
+
+    Each pool has a share of the polls, so that large pools do not slow the others. At most
+    `MAX_POLLS_PER_SECOND` are asked in a second, or twice as many while small pools keep to their share.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._pools: dict[PoolKey, set[str]] = {}
+        self._count = 0
+
+    def put(self, key: PoolKey, uid: str, *, inside: bool) -> None:
+        """Count a head, or stop counting it."""
+        heads = self._pools.setdefault(key, set())
+        self._count -= len(heads)
+        (heads.add if inside else heads.discard)(uid)
+        self._count += len(heads)
+        if not heads:
+            del self._pools[key]
+
+    def poll_interval(self, key: PoolKey) -> float:
+        """Return the seconds between two polls of each of a pool's heads."""
+        mine = len(self._pools.get(key, ()))
+        return max(self._seconds, min(mine * len(self._pools), self._count) / MAX_POLLS_PER_SECOND)
+
+
 class HeadPoller:
-    """See the module. `run` must be running for anything to happen.
+    """Polls heads while `run` is running.
 
     Args:
         ask: How a head is asked; it must have a deadline of its own.
@@ -247,7 +276,7 @@ class HeadPoller:
         for waiter in waiters:
             waiter.set()
         interval = self._poll_interval(uid, head)
-        if head.due_at == math.inf:  # else somebody has asked for the next one meanwhile
+        if head.due_at == math.inf:  # else somebody asked for the next one during this poll
             head.due_at = self._clock() + interval
         self._queue.add(uid, interval)
         if changed:

@@ -1,4 +1,4 @@
-"""Slow calls to workers, run beside the passes.
+"""Slow calls to workers, run while passes go on.
 
 A pass never waits for a worker: it starts a call and ends; the end of the call wakes the pool. One
 call at a time runs in each lane; a pod has two, one for staging and one for all other calls. What a
@@ -50,11 +50,11 @@ class WorkerCalls:
     Args:
         wake: Called with the key after each end.
         after: Awaited before that with the lane and what the call returned (None: it failed), to
-            look at the worker again (bounded by the callee); the lane stays taken meanwhile, so that
+            look at the worker again (bounded by the callee); the lane stays taken until then, so that
             the next pass sees what the call did.
         clock: Monotonic seconds.
         may_start: Asked before each start; False refuses it (fenced).
-        failed: Told the key and the name of each call that failed.
+        failed: Takes the key and the name of each call that failed.
     """
 
     def __init__(

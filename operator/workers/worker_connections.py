@@ -109,7 +109,7 @@ def _tls_context(ca: Path) -> ssl.SSLContext:
 
 def _error_reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientSSLError):
-        return str(error)  # its number is no errno
+        return str(error)  # its number is not an errno
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

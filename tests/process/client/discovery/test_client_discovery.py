@@ -276,13 +276,6 @@ def test_a_kubeconfig_that_cannot_be_used_says_why(
         load_access(path)
 
 
-@pytest.mark.parametrize("text", ["a: [", "{'current-context': c, contexts: [c]}", "none"])
-def test_nor_one_that_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
-    (tmp_path / "kubeconfig").write_text(text)
-    with pytest.raises(ClusterError, match=f"{tmp_path}/kubeconfig can't be used"):
-        load_access(tmp_path / "kubeconfig")
-
-
 def test_a_service_account_that_lacks_a_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

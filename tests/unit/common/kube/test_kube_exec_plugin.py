@@ -115,16 +115,6 @@ def test_a_program_that_is_not_there_is_named_with_its_hint(tmp_path: Path) -> N
         load_access(path).token()
 
 
-async def test_requests_carry_the_token(tmp_path: Path) -> None:
-    async with loopback() as server:
-        server.answer("GET", "/version", {"major": "1"})
-        path = configured(tmp_path, server.url)
-        answers(tmp_path, status={"token": "t"})
-        async with ApiClient(partial(load_access, path), HttpxConnections) as kube:
-            assert await kube.send_request(VERSION) == {"major": "1"}
-        assert server.headers[0]["Authorization"] == "Bearer t-0"
-
-
 async def test_a_token_that_is_refused_is_replaced_at_once(tmp_path: Path) -> None:
     """As for kubectl: it may be withdrawn before its end, and one without an end has none of ours."""
     async with loopback() as server:

@@ -138,7 +138,9 @@ async def test_credentials_that_stay_refused_are_an_error(api: Loopback) -> None
     assert len(api.requests) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{a: [", "current-context: none"])
+@pytest.mark.parametrize(
+    "content", ["", "{a: [", "none", "current-context: none", "{current-context: c, contexts: [c]}"]
+)
 async def test_a_kubeconfig_that_is_no_use_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
