@@ -23,6 +23,13 @@ logger = logging.getLogger(__name__)
 EventSink = Callable[[ResourceName, str | None, Any], None]
 """Takes resource, type of event (None: from a list) and raw object."""
 
+_STREAMS: dict[ResourceName, tuple[str, str, str]] = {
+    "pools": (GROUP, VERSION, PLURAL),
+    "pods": ("", "v1", "pods"),
+    "services": ("", "v1", "services"),
+    "endpointslices": ("discovery.k8s.io", "v1", "endpointslices"),
+}
+
 
 class KopfStreams:
     """Runs kopf with our handlers.
@@ -113,23 +120,11 @@ def register_handlers(sink: EventSink, registry: kopf.OperatorRegistry | None = 
     async def _login(**_: Any) -> kopf.ConnectionInfo:
         return await load_kopf_login()
 
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="pools")
-    async def _pools(event: kopf.RawEvent, **_: Any) -> None:
-        sink("pools", event["type"], event["object"])
+    async def _feed(event: kopf.RawEvent, param: Any, **_: Any) -> None:
+        sink(param, event["type"], event["object"])
 
-    @kopf.on.event("", "v1", "pods", registry=registry, id="pods")
-    async def _pods(event: kopf.RawEvent, **_: Any) -> None:
-        sink("pods", event["type"], event["object"])
-
-    @kopf.on.event("", "v1", "services", registry=registry, id="services")
-    async def _services(event: kopf.RawEvent, **_: Any) -> None:
-        sink("services", event["type"], event["object"])
-
-    @kopf.on.event(
-        "discovery.k8s.io", "v1", "endpointslices", registry=registry, id="endpointslices"
-    )
-    async def _slices(event: kopf.RawEvent, **_: Any) -> None:
-        sink("endpointslices", event["type"], event["object"])
+    for resource, where in _STREAMS.items():
+        kopf.on.event(*where, registry=registry, id=resource, param=resource)(_feed)
 
 
 def configure_kopf(settings: kopf.OperatorSettings, *, embedded: bool) -> None:

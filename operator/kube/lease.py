@@ -80,11 +80,6 @@ class Leadership:
         """When the Lease that had been there was first seen to be gone."""
         self._tried_at = clock()
 
-    @property
-    def identity(self) -> str:
-        """Holder identity in the Lease while we hold it."""
-        return self._identity
-
     def has_lease(self) -> bool:
         """Return whether the Lease is ours as far as we know (we may be fenced right now)."""
         return self._held
@@ -249,8 +244,6 @@ class Leadership:
 
 class SoleLeader:
     """Stands in for `Leadership` under `--no-leader-elect`: this process always may write."""
-
-    identity = "sole"
 
     def has_lease(self) -> bool:
         """Return True."""
