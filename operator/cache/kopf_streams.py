@@ -1,4 +1,4 @@
-"""The watch streams, which kopf runs: inside this process, or around it under `kopf run`."""
+"""The watch streams, which kopf runs: inside our process, or around it under `kopf run`."""
 
 from __future__ import annotations
 
