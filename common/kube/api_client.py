@@ -203,11 +203,12 @@ class ApiClient:
     async def _log_in(self, what: str) -> _Login:
         async with self._login_lock:
             if self._login is None:
+                access, self._access = self._access, None
                 try:
-                    access: ClusterAccess = self._access or await asyncio.to_thread(self._load)
+                    if access is None:
+                        access = await asyncio.to_thread(self._load)
                 except LoginFailed as error:
                     raise LoginFailed(f"{what}: {error.message}") from error
-                self._access = None
                 self._login = _Login(access, self._connect(access))
             return self._login
 

@@ -120,7 +120,7 @@ def register_handlers(sink: EventSink, registry: kopf.OperatorRegistry | None = 
     async def _login(**_: Any) -> kopf.ConnectionInfo:
         return await load_kopf_login()
 
-    async def _feed(event: kopf.RawEvent, param: Any, **_: Any) -> None:
+    async def _feed(*, event: kopf.RawEvent, param: Any = None, **_: Any) -> None:
         sink(param, event["type"], event["object"])
 
     for resource, where in _STREAMS.items():
