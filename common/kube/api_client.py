@@ -162,12 +162,14 @@ class ApiClient:
         self, request: ApiRequest, *, stream: bool = False
     ) -> AsyncIterator[Answer]:
         """Send a request and yield the answer, unless it is an error; a stream may last."""
-        login, code = await self._log_in(request.what), 0
+        login = await self._log_in(request.what)
+        code: int | None = None
         login.users += 1
         try:
             headers = await self._request_headers(login, request)
+            seconds, code = self._request_deadline(request), 0
             async with (
-                asyncio.timeout(self._request_deadline(request)) as deadline,
+                asyncio.timeout(seconds) as deadline,
                 login.connections.open_response(request, headers) as answer,
             ):
                 code = answer.status
@@ -187,7 +189,8 @@ class ApiClient:
             text = f"{request.what}: {reason}"
             raise Unavailable(0, "NoAnswer", text, said=reason) from error
         finally:
-            self._on_request(request.verb, request.resource, code)
+            if code is not None:
+                self._on_request(request.verb, request.resource, code)
             login.users -= 1
             if login.retired and not login.users:
                 await login.connections.close()

@@ -20,6 +20,7 @@ from rollout_common.kube.access import load_access
 from rollout_common.kube.errors import (
     AlreadyExists,
     Conflict,
+    FencedError,
     Forbidden,
     Gone,
     Invalid,
@@ -95,6 +96,17 @@ async def test_a_dead_server_is_unavailable(
     async with KubeClient() as kube:
         with pytest.raises(Unavailable, match=r"get pods rl/a: .*127"):
             await kube.get("pods", "rl", "a")
+
+
+async def test_what_was_not_sent_is_not_counted(api: Loopback) -> None:
+    counted: list[tuple[str, str, int]] = []
+    body = {"metadata": {"namespace": "rl", "name": "a"}}
+    async with KubeClient(
+        on_request=lambda *request: counted.append(request), write_seconds=lambda: 0.0
+    ) as kube:
+        with pytest.raises(FencedError):
+            await kube.create("pods", body)
+    assert (counted, api.requests) == ([], [])
 
 
 async def test_a_write_that_hangs_ends_before_the_lease_does(api: Loopback) -> None:
