@@ -9,7 +9,12 @@ its weights must not serve.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import math
+import mmap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,29 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollout_worker.engines.shared_memory import rank_mappings
+from rollout_worker.engines.shared_memory.copy_plan import (
+    CopyRecorder,
+    NotRecordable,
+    RecordedCopy,
+    SourceIndex,
+    TensorMemory,
+    TensorRows,
+    open_tensor_memory,
+    repeat_copies,
+    source_names,
+)
 from rollout_worker.engines.shared_memory.tensor_views import TensorPlace
 from rollout_worker.sources.checkpoint_files import open_source
+
+logger = logging.getLogger(__name__)
+
+
+UNQUANTISED_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+"""SGLang's methods of a layer whose loaders only copy."""
+
+TensorReader = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -30,16 +56,123 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         return
     if "ticket" in where:  # memory that was given: no file, but places
         ticket = Path(where["ticket"]).read_text()
-        model.load_weights(rank_mappings.read_tensors(ticket))
         where = json.loads(ticket)
+        rows = [row[:3] for row in where["tensors"]]
+        memory = open_tensor_memory(where, rows)
+        _load_recorded(model, rows, memory, partial(rank_mappings.read_tensors, ticket))
     else:
-        ours = rank_mappings.find_mapping(where)
-        model.load_weights(
-            _read_file(rank_mappings.sink_path(where)) if ours is None else _read_mapped(ours)
-        )
+        rows, memory = _open_file(where)
+        _load_recorded(model, rows, memory, partial(_read_version, where))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still read locked memory
     rank_mappings.check_unchanged(where)
+
+
+class RecordedLoad:
+    """How one model was loaded, to be repeated.
+
+    Attributes:
+        rows: The tensors of the version.
+        copies: None: its load does more than copy.
+        parameters: What is written, and where it was.
+    """
+
+    def __init__(self, model: Any, rows: TensorRows) -> None:
+        self.rows = rows
+        self.copies: list[RecordedCopy] | None = None
+        self.parameters = _tensors_of(model)
+        self._places = {name: _place_of(tensor) for name, tensor in self.parameters.items()}
+
+    def is_of(self, model: Any, rows: TensorRows) -> bool:
+        """Whether this model is loaded so with these tensors: all that is written is where it was."""
+        now = _tensors_of(model)
+        places = {name: _place_of(tensor) for name, tensor in now.items()}
+        return rows == self.rows and places == self._places
+
+    def record(self, model: Any, read: TensorReader) -> None:
+        """Load the model by its own loaders, and record how.
+
+        Raises:
+            NotRecordable: They do more than copy; the model is to be loaded again.
+        """
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and type(method).__name__ not in UNQUANTISED_METHODS:
+                raise NotRecordable(f"{type(method).__name__} may do more than copy")
+        sources = SourceIndex()
+        plain = {name: tensor.data for name, tensor in self.parameters.items()}
+        with CopyRecorder(sources, plain) as recorder:
+            model.load_weights(sources.track_tensors(read()))
+        recorder.check_copies()
+        # Loaders of some models copy in threads of their own, which nobody has watched.
+        seen: Counter[str] = Counter()
+        for copy in recorder.copies:
+            seen[copy.parameter] += math.prod(copy.target.size)
+        for name, parameter in model.named_parameters():
+            if seen[name] < parameter.numel():
+                raise NotRecordable(f"nobody saw all of {name} being loaded")
+        self.copies = recorder.copies
+
+
+_last_load: RecordedLoad | None = None
+
+
+def _load_recorded(model: Any, rows: TensorRows, memory: TensorMemory, read: TensorReader) -> None:
+    """Load a version as the last one was, or by the model's own loaders."""
+    global _last_load
+    known = _last_load if _last_load is not None and _last_load.is_of(model, rows) else None
+    if known is None:
+        known = _last_load = RecordedLoad(model, rows)
+        try:
+            return known.record(model, read)
+        except NotRecordable as error:
+            logger.info("commits load the weights as SGLang does, tensor by tensor: %s", error)
+    if known.copies is None or not memory.has_tensors(source_names(known.copies)):
+        model.load_weights(read())
+        return None
+    with torch.no_grad():
+        repeat_copies(known.copies, known.parameters, memory)
+    return None
+
+
+def _tensors_of(model: Any) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _open_file(where: dict[str, Any]) -> tuple[TensorRows, TensorMemory]:
+    """Return the tensors and the bytes of a file of safetensors."""
+    mapping = rank_mappings.find_mapping(where)
+    if mapping is None:
+        with open(rank_mappings.sink_path(where), "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        whole, locked = torch.frombuffer(memory, dtype=torch.uint8), False
+    else:
+        whole, locked = mapping.whole, mapping.is_locked
+    places = _read_header(whole)
+    rows: TensorRows = [[name, dtype, list(shape)] for name, dtype, shape, _ in places]
+    starts = {name: start for name, _, _, start in places}
+    return rows, TensorMemory(whole, starts, rows, locked=locked)
+
+
+def _read_header(whole: Tensor) -> list[TensorPlace]:
+    first = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
+    header = json.loads(whole[8:first].numpy().tobytes())
+    return [
+        (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
+        for name, field in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _read_version(where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    mapping = rank_mappings.find_mapping(where)
+    if mapping is None:
+        return _read_file(rank_mappings.sink_path(where))
+    return mapping.read_views(_read_header(mapping.whole))
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -52,16 +185,6 @@ def _read_file(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as source:
         for name in source.keys():  # noqa: SIM118 - no mapping
             yield name, source.get_tensor(name)
-
-
-def _read_mapped(ours: rank_mappings.RankMapping) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a file of safetensors has, from memory that is mapped already."""
-    first = 8 + int.from_bytes(ours.first_bytes(8), "little")
-    places: list[TensorPlace] = [
-        (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
-        for name, field in json.loads(ours.first_bytes(first)[8:]).items()
-    ]
-    return ours.read_views(places)
 
 
 def check_updatable(scheduler: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import mmap
 import os
 import random
@@ -25,14 +26,18 @@ import torch
 
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
+from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tensor_memory
 from rollout_worker.engines.shared_memory.read_watch import ReadWatch
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.unread import note_unread
 from rollout_worker.observe.processes import find_process
 
 from . import backups
+from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
@@ -97,6 +102,10 @@ class Extension:
     device: Any
     model_runner: Any
     vllm_config: Any
+    _rollout_plan: LoadPlan | None = None
+    """How a version of this model is loaded, once that was recorded."""
+    _rollout_unrecordable: TensorRows | None = None
+    """The tensors of a version whose load can't be recorded."""
 
     def rollout_prepare(self) -> None:
         """Make what a later pipeline stage receives into.
@@ -127,12 +136,41 @@ class Extension:
         """Make the weights of a sink the model's; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
+        # Requests stand still meanwhile, and nothing of what is made here is garbage before the end.
+        with _without_collection(), set_current_vllm_config(self.vllm_config):
+            sink = json.loads(ticket)
+            if not self._replay(sink):
+                self._load(ticket, [row[:3] for row in sink["tensors"]])
+            _finish_load(self)
+        rank_mappings.check_unchanged(sink)
+
+    def _load(self, ticket: str, rows: TensorRows) -> None:
+        """Load a version by vLLM, and record how, unless that is known to be in vain."""
         # Which experts are here changes between loads where vLLM balances them.
         settled = not self.vllm_config.parallel_config.enable_eplb
-        with set_current_vllm_config(self.vllm_config), _read_watched(ticket, settled) as tensors:
-            self.model_runner.reload_weights(weights_iterator=tensors)
-            _finish_load(self)
-        rank_mappings.check_unchanged(json.loads(ticket))
+        with _read_watched(ticket, settled) as (tensors, watched):
+            if watched or not settled or rows == self._rollout_unrecordable:
+                self.model_runner.reload_weights(weights_iterator=tensors)
+                return
+            recorder = LoadRecorder(rows)
+            with recorder.record_load(tensors) as tracked:
+                self.model_runner.reload_weights(weights_iterator=tracked)
+        self._rollout_plan = recorder.plan
+        if recorder.plan is None:
+            self._rollout_unrecordable = rows
+            why = recorder.refusal or "no layer was loaded"
+            logger.info("commits load the weights as vLLM does, tensor by tensor: %s", why)
+
+    def _replay(self, sink: dict[str, Any]) -> bool:
+        """Load a version as the last one was, if it has the same tensors; returns whether it did."""
+        plan = self._rollout_plan
+        if plan is None or [row[:3] for row in sink["tensors"]] != plan.rows:
+            return False
+        memory = open_tensor_memory(sink, plan.rows)
+        if not memory.has_tensors(plan.tensor_names):
+            return False
+        replay_load(plan, self.model_runner, memory)
+        return True
 
     def rollout_reload(self) -> None:
         """Load the model's own checkpoint as `rollout_load` loads a version."""
@@ -204,8 +242,10 @@ class Extension:
 
 
 @contextlib.contextmanager
-def _read_watched(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Give what a sink has; a member's rank tells its worker what of it the load left alone.
+def _read_watched(
+    ticket: str, settled: bool
+) -> Iterator[tuple[Iterator[tuple[str, torch.Tensor]], bool]]:
+    """Give what a sink has, and whether its reader is watched: a member's rank reports what the load left alone.
 
     Args:
         ticket: Of the sink.
@@ -213,12 +253,24 @@ def _read_watched(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, to
     """
     tensors = rank_mappings.read_tensors(ticket)
     if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(ticket):
-        yield tensors
+        yield tensors, False
         return
     with ReadWatch(tensors) as watching:
-        yield iter(watching)
+        yield iter(watching), True
     told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
     note_unread(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched_names)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Let Python look for no garbage inside of the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _allocator_entries() -> dict[int, Any]:
