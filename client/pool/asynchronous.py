@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.discovery.dns import DnsDiscovery
 from rollout_client.discovery.endpoint_discovery import EndpointDiscovery
 from rollout_client.discovery.pool_members import (
@@ -27,8 +28,6 @@ from rollout_client.generating.attempts import PoolContext
 from rollout_client.generating.generating_verbs import GeneratingVerbs
 from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS
 from rollout_client.hooks import Hook
-from rollout_client.kube.cluster_access import load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.option_names import check_option_names
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker

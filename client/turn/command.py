@@ -22,10 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.errors import RolloutError, SteeringFailed, TurnFailed
 from rollout_client.hooks import Hook
-from rollout_client.kube.cluster_access import load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.steering_verbs import SteeringVerbs
 from rollout_common.turn import TurnError

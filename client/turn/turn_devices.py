@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.errors import ClusterError, TurnFailed
-from rollout_client.kube.cluster_access import Obj, load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_common.device_claims import (
     device_lock_name,
     device_uuids,
     natural_sort_key,
     pod_claims,
 )
+from rollout_common.kube.access import Obj
 
 from .plan import ENV_DEVICES, ENV_POD
 from .settings import DEVICE_LOOKUP_SECONDS

@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from rollout_common.kube.errors import Conflict, FencedError, KubeError, Unavailable
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
-from rollout_operator.kube.errors import Conflict, FencedError, KubeError, Unavailable
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .pass_context import ReconcileFunction

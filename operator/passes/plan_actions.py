@@ -6,6 +6,7 @@ import logging
 import math
 from contextlib import suppress
 
+from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
@@ -19,7 +20,6 @@ from rollout_operator.core.status_report import (
     owned_fields,
     without_progress,
 )
-from rollout_operator.kube.errors import Conflict, FencedError, KubeError, NotFound
 
 from .pass_context import PassContext
 from .pass_input import PassInput, poll_heads, update_phase

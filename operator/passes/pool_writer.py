@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+from rollout_common.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey, ResourceName
 from rollout_operator.core.observed_pool import Pod
@@ -27,7 +28,6 @@ from rollout_operator.core.services import (
     slice_difference,
     slice_patch,
 )
-from rollout_operator.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 
 from .pass_context import PassContext
 from .settings import REFUSED_RETRY_SECONDS

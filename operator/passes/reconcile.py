@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 from dataclasses import replace
 
+from rollout_common.kube.errors import Conflict, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import InvalidSpec, PoolMode
@@ -15,7 +16,6 @@ from rollout_operator.core.pass_plan import PassPlan, RequeueAfter
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_operator.core.pod_planning import plan_forced_deletion
 from rollout_operator.core.status_report import status_for_invalid_spec
-from rollout_operator.kube.errors import Conflict, NotFound
 
 from .pass_context import PassContext
 from .pass_input import PassInput, observe_pool, stop_polling, wait_for_first_polls

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from rollout_common.kube.errors import Conflict, KubeError, NotFound, Unauthorized, Unavailable
 from rollout_operator.core.observed_pool import RECALLED_KEY
-from rollout_operator.kube.errors import Conflict, KubeError, NotFound, Unauthorized, Unavailable
 
 from .settings import (
     BUSY_RETRY_SECONDS,

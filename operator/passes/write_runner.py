@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
+from rollout_common.kube.errors import FencedError, KubeError, Unavailable
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.kube.errors import FencedError, KubeError, Unavailable
 
 from .pass_context import PassContext
 from .write_obstacles import WriteObstacle, WriteObstacles

@@ -1,13 +1,14 @@
-"""What can go wrong between the operator and the API server.
+"""What can go wrong between us and the API server.
 
 KubeError(status, reason, message)
 ├── NotFound        404: gone, or the CRD is not installed
 ├── Conflict        409: somebody else changed the object, or it has another uid
 ├── AlreadyExists   409 with that reason: the name is taken
-├── Gone            410: a list's continuation ran out; begin it again
+├── Gone            410: the version of a list or a watch is too old; list again
 ├── Invalid         422, 400: the object itself is wrong; a plain retry can't help
-├── Forbidden       403: a permission is missing (see the chart's roles)
+├── Forbidden       403: a permission is missing
 ├── Unauthorized    401: the credentials are not, or no longer, accepted
+│   └── LoginFailed     not sent: no credentials can be used
 ├── Unavailable     429, 5xx, no connection, no answer in time: try again later
 └── FencedError     not sent: this process does not hold the Lease
 """
@@ -15,16 +16,15 @@ KubeError(status, reason, message)
 from __future__ import annotations
 
 import json
-from typing import Any
 
 
 class KubeError(Exception):
     """A request that failed.
 
     Attributes:
-        status: HTTP status; 0 where there was no answer.
+        status: HTTP status; 0 if nothing answered.
         reason: The API server's CamelCase reason, or ours.
-        message: One sentence of what happened.
+        message: The request and what happened to it, in one sentence.
         retry_after: Seconds that the server asked to wait, if it did.
         said: The message without the request: what the server itself said.
     """
@@ -55,7 +55,7 @@ class Conflict(KubeError):
 
     @classmethod
     def from_error(cls, error: KubeError) -> Conflict:
-        """Return the conflict that another error tells of: some patches of another object are refused as invalid."""
+        """Return another error as a conflict: the API server calls some patches of a replaced object invalid."""
         return cls(error.status, error.reason, error.message, said=error.said)
 
 
@@ -77,6 +77,13 @@ class Forbidden(KubeError):
 
 class Unauthorized(KubeError):
     """401."""
+
+
+class LoginFailed(Unauthorized):
+    """No credentials can be used; the message says what to provide."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(0, "LoginFailed", message)
 
 
 class Unavailable(KubeError):
@@ -103,7 +110,7 @@ _ERROR_BY_STATUS: dict[int, type[KubeError]] = {
 
 
 def from_answer(status: int, body: bytes, what: str, retry_after: str | None) -> KubeError:
-    """Return the error that an answer of 4xx or 5xx stands for.
+    """Return the error for an answer of 4xx or 5xx.
 
     Args:
         status: HTTP status.
@@ -111,21 +118,17 @@ def from_answer(status: int, body: bytes, what: str, retry_after: str | None) ->
         what: The request in words, for the message.
         retry_after: The header, if there was one.
     """
-    answer = _status_object(body)
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = {}
+    answer = answer if isinstance(answer, dict) else {}
     reason = str(answer.get("reason") or "")
     message = str(answer.get("message") or body[:256].decode(errors="replace").strip())
-    message = message or "no message"
+    message = message or f"HTTP {status}"
     kind = _ERROR_BY_STATUS.get(status, Unavailable if status >= 500 else KubeError)
     if status == 409 and reason == "AlreadyExists":
         kind = AlreadyExists
     seconds = float(retry_after) if retry_after and retry_after.isdecimal() else None
     text = f"{what}: {message}"
     return kind(status, reason or f"HTTP{status}", text, retry_after=seconds, said=message)
-
-
-def _status_object(body: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(body)
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}

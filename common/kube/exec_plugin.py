@@ -1,7 +1,7 @@
 """Credentials from the program that a kubeconfig names, as kubectl gets them (`users[].user.exec`).
 
-Clouds hand out short-lived tokens this way. The program is run when there is no token yet, or the last
-one is about to expire or was refused; it gets no terminal, so it can't ask anything.
+Clouds hand out short-lived tokens this way. The program runs before the first request, and when the last
+token was refused or is about to expire; it has no terminal, so it can't ask anything.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from rollout_client.errors import ClusterError
-
+from .errors import LoginFailed
 from .settings import EXPIRY_MARGIN_SECONDS, PLUGIN_TIMEOUT_SECONDS, UNDATED_LIFETIME_SECONDS
 
 MAX_STDERR_CHARACTERS = 300
@@ -26,13 +24,7 @@ MAX_STDERR_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ExecCredential:
-    """What the program answered.
-
-    Attributes:
-        token: Bearer token; None: the certificate is all.
-        certificate: With its key, as PEM; None: the token is all.
-        until: When to ask again, in wall-clock seconds.
-    """
+    """A token or a certificate with its key (PEM), to be used until a wall-clock time."""
 
     token: str | None
     certificate: str | None
@@ -40,13 +32,12 @@ class ExecCredential:
 
 
 class ExecPlugin:
-    """Runs the program, and keeps its answer as long as that is good.
+    """Runs the program, and keeps its answer until shortly before it expires.
 
     Args:
         spec: The section `exec` of the user.
         cluster: The section of the cluster, for programs that want it.
-        beside: The kubeconfig: a relative path of a program starts at its folder.
-        use_certificate: Told each new certificate with its key, as PEM.
+        use_certificate: Takes each new certificate with its key, as PEM.
 
     Raises:
         ValueError: The section names no program, or one that must ask somebody.
@@ -56,16 +47,13 @@ class ExecPlugin:
         self,
         spec: Mapping[str, Any],
         cluster: Mapping[str, Any],
-        beside: Path,
         use_certificate: Callable[[str], None],
     ) -> None:
         if not spec.get("command") or not spec.get("apiVersion"):
             raise ValueError("exec must name a command and its apiVersion")
         if spec.get("interactiveMode") == "Always":
             raise ValueError("exec with interactiveMode Always needs a terminal: use another user")
-        command = str(spec["command"])
-        relative = os.sep in command and not os.path.isabs(command)
-        self._command = str(beside.parent.absolute() / command) if relative else command
+        self._command = str(spec["command"])
         self._spec = spec
         self._cluster = cluster
         self._use_certificate = use_certificate
@@ -76,7 +64,7 @@ class ExecPlugin:
         """Return the token for a request; blocks while the program runs.
 
         Raises:
-            ClusterError: It can't be run, failed, or answered something else.
+            LoginFailed: It can't be run, failed, or gave another answer.
         """
         with self._lock:
             if self._kept is None or time.time() >= self._kept.until:
@@ -87,7 +75,7 @@ class ExecPlugin:
             return self._kept.token
 
     def forget_token(self, refused: str | None) -> bool:
-        """Note that the API server refused a token: the program is run before the next request."""
+        """Drop a token that the API server refused: the program runs before the next request."""
         kept = self._kept
         if kept is not None and kept.token == refused:
             self._kept = None
@@ -137,7 +125,7 @@ class ExecPlugin:
                 until = datetime.fromisoformat(end).timestamp() - EXPIRY_MARGIN_SECONDS
             return ExecCredential(status.get("token"), certificate, until)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._program_error(f"its answer is no ExecCredential: {error!r}") from error
+            raise self._program_error(f"its answer is not an ExecCredential: {error!r}") from error
 
-    def _program_error(self, why: str) -> ClusterError:
-        return ClusterError(f"the kubeconfig's program {self._command}: {why}")
+    def _program_error(self, why: str) -> LoginFailed:
+        return LoginFailed(f"the kubeconfig's program {self._command}: {why}")

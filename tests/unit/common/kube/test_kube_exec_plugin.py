@@ -6,17 +6,20 @@ import json
 import ssl
 import sys
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from rollout_client import ClusterError
-from rollout_client.kube.cluster_access import load_access
-from rollout_client.kube.cluster_client import ClusterClient
+from rollout_common.kube.access import load_access
+from rollout_common.kube.api_client import ApiClient, ApiRequest
+from rollout_common.kube.errors import LoginFailed, Unauthorized
+from rollout_common.kube.httpx_connections import HttpxConnections
 from tests.support.loopback import kubeconfig, loopback
 
+VERSION = ApiRequest("get", "version", "/version", "get the version")
 API = "client.authentication.k8s.io/v1"
 PROGRAM = """#!{python}
 import json, os, pathlib, sys
@@ -89,8 +92,8 @@ def test_a_token_is_used_until_shortly_before_its_end(
     [
         ({"exit": 3, "stderr": "log in first"}, "ended with 3: log in first"),
         ({"status": {}}, "neither a token nor a certificate"),
-        ({"kind": "Other"}, "no ExecCredential"),
-        ({"status": {"token": "t", "expirationTimestamp": "soon"}}, "no ExecCredential"),
+        ({"kind": "Other"}, "not an ExecCredential"),
+        ({"status": {"token": "t", "expirationTimestamp": "soon"}}, "not an ExecCredential"),
     ],
     ids=str,
 )
@@ -100,28 +103,16 @@ async def test_what_the_program_says_is_told(
     """Not only to who asks for the token: to who asks the API server."""
     path = configured(tmp_path)
     answers(tmp_path, **answer)
-    kube = ClusterClient(load_access(path))
-    with pytest.raises(ClusterError, match=said):
-        await kube.get("/version")
-    await kube.close()
+    async with ApiClient(partial(load_access, path), HttpxConnections) as kube:
+        with pytest.raises(LoginFailed, match=said):
+            await kube.send_request(VERSION)
 
 
 def test_a_program_that_is_not_there_is_named_with_its_hint(tmp_path: Path) -> None:
     path = configured(tmp_path, installHint="apt install login")
     (tmp_path / "bin" / "login").unlink()
-    with pytest.raises(ClusterError, match=r"bin/login: it does not exist: apt install login"):
+    with pytest.raises(LoginFailed, match=r"bin/login: it does not exist: apt install login"):
         load_access(path).token()
-
-
-async def test_requests_carry_the_token(tmp_path: Path) -> None:
-    async with loopback() as server:
-        server.answer("GET", "/version", {"major": "1"})
-        path = configured(tmp_path, server.url)
-        answers(tmp_path, status={"token": "t"})
-        kube = ClusterClient(load_access(path))
-        assert await kube.get("/version") == {"major": "1"}
-        await kube.close()
-        assert server.headers[0]["Authorization"] == "Bearer t-0"
 
 
 async def test_a_token_that_is_refused_is_replaced_at_once(tmp_path: Path) -> None:
@@ -135,15 +126,14 @@ async def test_a_token_that_is_refused_is_replaced_at_once(tmp_path: Path) -> No
         server.answers["GET", "/version"] = version
         path = configured(tmp_path, server.url)
         answers(tmp_path, status={"token": "t", "expirationTimestamp": in_seconds(3600)})
-        kube = ClusterClient(load_access(path))
-        for _ in range(2):
-            await kube.get("/version")
-        assert len(runs(tmp_path)) == 2
-        server.answer("GET", "/version", {"message": "nobody"}, 401)
-        with pytest.raises(ClusterError, match="nobody"):
-            await kube.get("/version")
-        assert len(runs(tmp_path)) == 3, "one more, not for ever"
-        await kube.close()
+        async with ApiClient(partial(load_access, path), HttpxConnections) as kube:
+            for _ in range(2):
+                await kube.send_request(VERSION)
+            assert len(runs(tmp_path)) == 2
+            server.answer("GET", "/version", {"message": "nobody"}, 401)
+            with pytest.raises(Unauthorized, match="nobody"):
+                await kube.send_request(VERSION)
+            assert len(runs(tmp_path)) == 3, "one more, not without end"
 
 
 def test_a_certificate_that_is_none_is_told(tmp_path: Path) -> None:
