@@ -221,17 +221,31 @@ async def test_memory_goes_and_comes_back_bit_for_bit(
     assert same(await run(engine, request(max_tokens=16)), before)
 
 
+async def paused_with_two_running(
+    engine: SglangEngine,
+) -> tuple[list[Output], list[asyncio.Task[None]]]:
+    """Pause the engine while "r" and "rr" run. If they end first, as on a loaded machine, start two more.
+
+    The state after the pause is exact: no step runs, and each token made before it has arrived.
+    """
+    while True:  # until the test's own timeout
+        outputs = [Output(), Output()]
+        tasks = [
+            asyncio.create_task(follow(engine, request(name, max_tokens=200), output))
+            for name, output in zip(("r", "rr"), outputs, strict=True)
+        ]
+        await asyncio.gather(*(reaches(output, 3) for output in outputs))
+        await engine.pause()
+        if engine.stats().running_ids == {"r", "rr"}:
+            return outputs, tasks
+        await engine.resume()
+        await asyncio.gather(*tasks)
+
+
 async def test_requests_aborted_while_paused_do_not_keep_memory_from_going(
     engine: SglangEngine,
 ) -> None:
-    running, kept = Output(), Output()
-    tasks = [
-        asyncio.create_task(follow(engine, request("r", max_tokens=200), running)),
-        asyncio.create_task(follow(engine, request("rr", max_tokens=200), kept)),
-    ]
-    await reaches(running, 3)
-    await reaches(kept, 3)
-    await engine.pause()
+    (running, kept), tasks = await paused_with_two_running(engine)
     assert await engine.abort(["r", "unknown"], AbortReason.CLIENT) == {"r"}
     await tasks[0]
     assert running.abort_reason is AbortReason.CLIENT
@@ -248,8 +262,8 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
     output = Output()
     assert engine._node._process is not None
     assert engine._node._process._folder is not None
-    folder, leader = engine._node._process._folder, engine._node._process._main_pid
-    assert leader is not None
+    assert engine._node._process._popen is not None
+    folder, leader = engine._node._process._folder, engine._node._process._popen.pid
     try:
         scheduler = max(engine._node._process.session_pids(), key=lambda pid: pid != leader)
         task = asyncio.create_task(follow(engine, request(max_tokens=240), output))

@@ -1,11 +1,11 @@
-"""What the adapters refuse at a start: versions that they were not tested with, and flags.
+"""What the adapters refuse at a start: versions with which they were not tested, and flags.
 
 Imports nothing but the standard library, for the main module of SGLang's child.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-version"
 """The flag among `engine.args` that lets another version start."""
@@ -24,6 +24,6 @@ def untested_version_refusal(engine: str, found: str) -> str | None:
     )
 
 
-def refused_flag_entries(why: str, *flags: str) -> Iterable[tuple[str, str]]:
-    """Yield an entry of a table of refused flags for each of these."""
-    return ((flag, why) for flag in flags)
+def reasons_by_flag(flags_by_reason: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of refused flags, from the flags (separated by spaces) of each reason."""
+    return {flag: why for why, flags in flags_by_reason.items() for flag in flags.split()}

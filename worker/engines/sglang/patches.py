@@ -1,7 +1,8 @@
-"""What is changed in each process of SGLang: where it lets itself be extended, or has a fault."""
+"""Our changes to each process of SGLang: extensions, and repairs of its faults."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -16,7 +17,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from rollout_common.turn.sharing import join
 
-from . import loader, sampler, spilling
+from . import loader, sampler
 from .child import die_with_parent
 from .settings import UNREAD_INTERVAL_SECONDS
 
@@ -26,7 +27,7 @@ _installed = False
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """Be a scheduler of SGLang, changed."""
+    """Run a scheduler of SGLang with our changes."""
     die_with_parent()
     join()  # before anything touches the device
     install_patches()
@@ -34,29 +35,25 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def install_patches() -> None:
-    """Change this process, before SGLang starts in it."""
+    """Patch SGLang in this process, before it starts."""
     global _installed
     if _installed:
         return
     _installed = True
     sampler.register_sampler()
-    _add_scheduler_methods()
-    _sleep_while_paused()
-    _keep_answers_in_order()
-    _batch_unread_tokens()
-    # Segments in /dev/shm outlive a killed process; our folder goes with the engine.
-    load_snapshot.shm_path_for = _snapshot_path
-
-
-def _add_scheduler_methods() -> None:
-    """Give the schedulers the methods that `serving` calls in all of them."""
-    Scheduler.rollout_keep = spilling.spill_weights
-    Scheduler.rollout_bring_back = spilling.restore_weights
-    Scheduler.rollout_forget = spilling.drop_spilled_weights
-    Scheduler.rollout_meet = spilling.wait_for_ranks
+    # The methods that `serving` calls in all schedulers.
+    Scheduler.rollout_keep = loader.spill_weights
+    Scheduler.rollout_bring_back = loader.restore_weights
+    Scheduler.rollout_forget = loader.drop_spilled_weights
+    Scheduler.rollout_meet = loader.wait_for_ranks
     Scheduler.rollout_check = loader.check_updatable
     Scheduler.rollout_map = loader.map_sink
     Scheduler.rollout_unmap = loader.unmap_sink
+    _sleep_while_paused()
+    _keep_answers_in_order()
+    _batch_unread_tokens()
+    # Segments in /dev/shm outlive a killed process; our folder is deleted with the engine.
+    load_snapshot.shm_path_for = _snapshot_path
 
 
 def _snapshot_path(ipc_name: str) -> str:
@@ -64,7 +61,7 @@ def _snapshot_path(ipc_name: str) -> str:
 
 
 def _sleep_while_paused() -> None:
-    """Wait for commands while paused: SGLang's loop would turn as fast as it can."""
+    """Wait for commands while paused: SGLang's loop would spin."""
     record = Scheduler._record_scheduler_state_for_paused_engine
 
     def record_and_rest(self: Any) -> None:
@@ -88,23 +85,16 @@ def _keep_answers_in_order() -> None:
     SchedulerIpcChannels.create = classmethod(create_ordered)
 
 
-def _requests_with_tokens(scheduler: Any) -> Iterator[Any]:
-    """Return every request that may hold tokens that nobody was sent.
-
-    A retracted one waits in the queue; where steps overlap, the pause has given it a token more.
-    """
-    for batch in (scheduler.running_batch, scheduler.last_batch):
-        if batch is not None:
-            yield from batch.reqs
-    yield from scheduler.waiting_queue
-
-
-def _has_unsent_tokens(req: Any) -> bool:
-    return not req.finished() and len(req.output_ids) > req.send_token_offset
+def _requests_with_unsent_tokens(scheduler: Any) -> Iterator[Any]:
+    batches = [b.reqs for b in (scheduler.running_batch, scheduler.last_batch) if b is not None]
+    # A retracted request waits in the queue; where steps overlap, the pause has given it one more token.
+    for req in itertools.chain(*batches, scheduler.waiting_queue):
+        if not req.finished() and len(req.output_ids) > req.send_token_offset:
+            yield req
 
 
 def _batch_unread_tokens() -> None:
-    """Pass tokens that nobody reads along on when it is time, and before the engine rests."""
+    """Send tokens that nobody reads as they come at intervals, and before a pause."""
     send, pause = SchedulerOutputStreamer._stream_output_generation, Scheduler.pause_generation
     last = 0.0
 
@@ -116,14 +106,14 @@ def _batch_unread_tokens() -> None:
             last = now
         for req in reqs:
             if (req.sampling_params.custom_params or {}).get("unread"):
-                # The first and the last tokens go at once whatever the interval.
+                # SGLang sends the first and the last tokens at once whatever the interval.
                 req.sampling_params.stream_interval = 1 if due else NEVER_INTERVAL
         send(self, reqs, *args, **kwargs)
 
     def pause_and_send(self: Any, command: Any) -> None:
         nonlocal last
         pause(self, command)
-        rest = {req.rid: req for req in _requests_with_tokens(self) if _has_unsent_tokens(req)}
+        rest = {req.rid: req for req in _requests_with_unsent_tokens(self)}
         if rest:
             last = 0.0
             logprobs = any(req.return_logprob for req in rest.values())

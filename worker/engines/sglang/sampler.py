@@ -1,7 +1,7 @@
 """Our sampler inside SGLang: registered in place of its own, fed by three of its extension points.
 
-SGLang keeps what requests ask for in one `SamplingBatchInfo` a batch, which it filters and merges
-as requests come and go; `SampledRows` goes along with it.
+SGLang keeps what requests ask for in one `SamplingBatchInfo` for each batch, which it filters and merges
+as requests come and go; `SampledRows` is filtered and merged with it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import draw_tokens
 
 REPLACED_BACKENDS = ("flashinfer", "pytorch")
-"""Which of SGLang's samplers ours replaces; it names one itself according to the platform."""
+"""SGLang's samplers that ours replaces; the platform decides which one SGLang asks for."""
 
 
 class RolloutSampler(base.Sampler):  # type: ignore[misc]
-    """Draws as `token_draw` says; requests that are not ours (warm-up, idle ranks) go SGLang's way."""
+    """Draws as `token_draw` does; SGLang's own draw serves batches that are not ours (warm-up, idle ranks)."""
 
     def forward(
         self,
@@ -33,7 +33,7 @@ class RolloutSampler(base.Sampler):  # type: ignore[misc]
         positions: torch.Tensor,
         **more: Any,
     ) -> torch.Tensor:
-        """Return the next token of each row; see the base class."""
+        """Return the next token of each row."""
         rows: SampledRows | None = getattr(sampling_info, "rollout_rows", None)
         logits = logits_output.next_token_logits
         if rows is None or len(rows) != logits.shape[0]:

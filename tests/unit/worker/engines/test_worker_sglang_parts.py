@@ -25,26 +25,28 @@ from rollout_worker.engine import (
     TensorEntry,
     TensorSpec,
     WeightsLayout,
+    WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.child import number_devices, numbers_for_uuids
 from rollout_worker.engines.sglang.child_connection import ChildConnection, encode_frame
-from rollout_worker.engines.sglang.model import SglangModel, check_request
+from rollout_worker.engines.sglang.model import SglangModel, check_request, read_model
 from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_tokens
+from rollout_worker.engines.sglang.sglang_versions import SglangVersions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
-from rollout_worker.observe.processes import find_process
+from rollout_worker.observe.processes import command_line_of, find_process
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from tests.support.broken_models import DAMAGE, damage
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until
 
 EOS = frozenset({2})
-MODEL = SglangModel(None, WeightsLayout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
+MODEL = SglangModel(None, WeightsLayout({}, {}, {}), frozenset({2}), 64, 100, "float32", {})
 
 
 def asked(temperature: float) -> EngineRequest:
@@ -52,17 +54,14 @@ def asked(temperature: float) -> EngineRequest:
     return EngineRequest("r", (5,), sampling, "sampling")
 
 
-@pytest.mark.parametrize("temperature", [9e-7, 1e-300])
-def test_what_sglang_would_draw_at_another_temperature_is_refused(temperature: float) -> None:
+def test_temperatures_that_sglang_would_replace_are_refused() -> None:
     """It sets such a temperature to 1 and `top_k`, which our sampler does not read, to 1."""
-    with pytest.raises(InvalidRequest) as refused:
+    for temperature in (9e-7, 1e-300):
+        with pytest.raises(InvalidRequest) as refused:
+            check_request(asked(temperature), MODEL)
+        assert refused.value.field == "sampling.temperature"
+    for temperature in (0, 1e-6, 100):
         check_request(asked(temperature), MODEL)
-    assert refused.value.field == "sampling.temperature"
-
-
-@pytest.mark.parametrize("temperature", [0, 1e-6, 100])
-def test_what_sglang_draws_as_asked_passes(temperature: float) -> None:
-    check_request(asked(temperature), MODEL)
 
 
 @pytest.mark.parametrize(("name", "text", "said"), DAMAGE)
@@ -140,12 +139,6 @@ async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
     assert "the grammar is broken" in str(failure)
 
 
-@pytest.mark.parametrize("flag", ["--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"])
-def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
-    with pytest.raises(EngineError, match=flag.partition("=")[0]):
-        settings.parse_flags((flag,))
-
-
 def test_other_flags_pass() -> None:
     flags = ("--tp-size", "2", "--ep-size=2")
     assert settings.parse_flags(flags).flags == flags
@@ -175,18 +168,6 @@ def test_ranks_that_sglang_could_not_update_are_refused(
     monkeypatch.setenv(f"ROLLOUT_{name.upper()}", "2")
     with pytest.raises(EngineError, match=rf"parallelism\.{name}: .* set it to 1"):
         settings.parse_flags(())
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        *("--pp-size=2", "--nnodes", "--node-rank", "--dist-init-addr=a:1"),
-        *("--enable-dp-attention", "--attn-dp-size=2"),
-    ],
-)
-def test_flags_that_the_gang_sets_or_cannot_keep_its_promises_with_are_refused(flag: str) -> None:
-    with pytest.raises(EngineError, match=flag.partition("=")[0]):
-        settings.parse_flags((flag,))
 
 
 @pytest.mark.parametrize(
@@ -232,13 +213,12 @@ def test_one_node_has_no_flags_of_a_gang() -> None:
 def test_graphs_are_given_back_with_the_weights_where_others_get_the_device(
     shared: bool, cpu: bool, own: str | None, graphs: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (
-        (SOCKET, "/turn" if shared else None),
-        (settings.SAVE_GRAPHS_VARIABLE, own),
-    ):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    monkeypatch.delenv(SOCKET, raising=False)
+    monkeypatch.delenv(settings.SAVE_GRAPHS_VARIABLE, raising=False)
+    if shared:
+        monkeypatch.setenv(SOCKET, "/turn")
+    if own is not None:
+        monkeypatch.setenv(settings.SAVE_GRAPHS_VARIABLE, own)
     found = settings.child_environment(EngineOptions(model=Path("m")), cpu=cpu)
     assert found.get(settings.SAVE_GRAPHS_VARIABLE) == graphs
     if graphs is not None:
@@ -315,3 +295,95 @@ def test_devices_keep_their_uuids_where_nobody_can_number_them(
         "PCI_BUS_ID",
         "1",
     )
+
+
+def folder(path: Path, **quantisation: object) -> EngineOptions:
+    config = {"vocab_size": 8, "quantization_config": quantisation}
+    (path / "config.json").write_text(json.dumps(config))
+    return EngineOptions(model=path)
+
+
+def quantised(path: Path) -> SglangEngine:
+    options = folder(path, quant_method="compressed-tensors", format="float-quantized")
+    write_weights(path, 1)
+    return SglangEngine(replace(options, max_length=8, args=("--python", "/nonexistent")))
+
+
+async def test_a_kind_that_sglang_would_update_wrongly_is_refused_before_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    engine = quantised(tmp_path)
+    with pytest.raises(EngineError, match=r"'compressed-tensors'.*--self-update-check=off"):
+        await engine.start(lambda _: None)
+
+
+async def test_such_a_kind_may_be_served_without_updates(tmp_path: Path) -> None:
+    off = quantised(tmp_path)._options
+    engine = SglangEngine(replace(off, args=(*off.args, "--self-update-check=off")))
+    with pytest.raises(EngineError, match="can't be started"):  # the next thing: no such Python
+        await engine.start(lambda _: None)
+
+
+async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_staged(
+    tmp_path: Path,
+) -> None:
+    """In its own words where it has some: it would say the same of every update."""
+    options = folder(tmp_path, quant_method="fp8", weight_block_size=[128, 128])
+    write_weights(tmp_path, 1)
+    found = read_model(replace(options, max_length=8))
+    facts = {"no_updates": None, "device": [9, 0], "ranks": 1}
+    for more, why in (
+        ({"no_updates": "Online weight updates are not supported"}, "Online weight updates"),
+        ({"device": [10, 0]}, r"capability 10\.0"),
+    ):
+        versions = SglangVersions(
+            options,
+            found,
+            ChildConnection(print),
+            RequestScheduler(ChildConnection(print), 1, CHECKPOINT),
+            facts | more,
+            print,
+        )
+        with pytest.raises(WeightsRejected, match=why):
+            await versions.open_slot([])
+
+
+CHILD = """#!/bin/bash
+(exec -a sglang::scheduler_TP0 sleep 300) &
+sleep 300 &
+wait
+"""
+
+
+def named(process: SglangProcess, name: str) -> list[int]:
+    return [pid for pid in process.session_pids() if command_line_of(pid).startswith(name)]
+
+
+async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path) -> None:
+    """Torch's compile workers quit after a minute without work."""
+    python = tmp_path / "python"
+    python.write_text(CHILD)
+    python.chmod(0o755)
+    ends: list[str] = []
+    process = SglangProcess(ends.append, lambda _: None)
+    process.start(str(python), (), {}).close()
+    try:
+        await until(lambda: named(process, "sglang::") and named(process, "sleep"))
+        process.watch_schedulers()
+        (helper,), (scheduler,) = named(process, "sleep"), named(process, "sglang::")
+        os.kill(helper, signal.SIGKILL)
+        await until(lambda: not named(process, "sleep"))
+        os.kill(scheduler, signal.SIGKILL)
+        await until(lambda: ends)
+        assert f"pid {scheduler})" in ends[0]
+    finally:
+        await process.stop()
+
+
+async def test_an_interpreter_that_is_not_there_is_named() -> None:
+    process = SglangProcess(lambda _: None, lambda _: None)
+    try:
+        with pytest.raises(EngineError, match="--python '/nowhere/python' can't be started"):
+            process.start("/nowhere/python", (), {})
+    finally:
+        await process.stop()

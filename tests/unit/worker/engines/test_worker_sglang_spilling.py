@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_worker.engines.sglang import spilling
+from rollout_worker.engines.sglang import loader
 from rollout_worker.engines.sglang.settings import SPILL_FOLDER_VARIABLE
 
 
@@ -23,18 +23,19 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simpl
     meeting = f"file://{tmp_path / 'store'}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    # As latent attention has it: made of a parameter, seen the other way round.
+    # As in latent attention: plain tensors made of a parameter, one of them transposed, and a tied one.
     model[0].w_kc = torch.arange(12.0).reshape(3, 4).t()
+    model[1].w_vc, model[1].tied = torch.arange(5.0), model[1].weight
     runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
     found = SimpleNamespace(tp_worker=runner, tp_cpu_group=torch.distributed.group.WORLD)
     yield found
-    spilling.drop_spilled_weights(found)
+    loader.drop_spilled_weights(found)
     torch.distributed.destroy_process_group()
 
 
 def values(scheduler: SimpleNamespace) -> list[torch.Tensor]:
     model = scheduler.tp_worker.model_runner.model
-    return [*(each.detach() for each in model.parameters()), model[0].w_kc]
+    return [*(each.detach() for each in model.parameters()), model[0].w_kc, model[1].w_vc]
 
 
 def open_files() -> int:
@@ -47,12 +48,12 @@ def test_all_that_the_model_computes_with_comes_back(
     before = [each.clone() for each in values(scheduler)]
     files = open_files()
     for _ in range(2):  # the second one takes the first one's place
-        spilling.spill_weights(scheduler)
+        loader.spill_weights(scheduler)
     assert open_files() == files + 1
     assert not list((tmp_path / "spill").iterdir()), "the file has no name"
     for each in values(scheduler):
         each.zero_()
-    spilling.restore_weights(scheduler)
+    loader.restore_weights(scheduler)
     for was, now in zip(before, values(scheduler), strict=True):
         assert torch.equal(was, now)
     assert open_files() == files
@@ -60,9 +61,9 @@ def test_all_that_the_model_computes_with_comes_back(
 
 def test_what_is_forgotten_takes_no_room(scheduler: SimpleNamespace) -> None:
     files = open_files()
-    spilling.spill_weights(scheduler)
-    spilling.drop_spilled_weights(scheduler)
-    spilling.drop_spilled_weights(scheduler)
+    loader.spill_weights(scheduler)
+    loader.drop_spilled_weights(scheduler)
+    loader.drop_spilled_weights(scheduler)
     assert open_files() == files
 
 
@@ -73,7 +74,7 @@ def test_a_folder_without_room_is_named_and_nothing_stays(
     files = open_files()
     (tmp_path / "spill").rmdir()
     with pytest.raises(OSError, match="spill': No such file or directory"):
-        spilling.spill_weights(scheduler)
+        loader.spill_weights(scheduler)
     assert open_files() == files
     for was, now in zip(before, values(scheduler), strict=True):
         assert torch.equal(was, now)
@@ -93,18 +94,18 @@ def test_a_rank_that_can_not_read_its_file_fails_the_first_one_too(
     scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang goes by what its first rank says: the other's model would serve with what is there."""
-    spilling.spill_weights(scheduler)
+    loader.spill_weights(scheduler)
     with monkeypatch.context() as other:
         fails_elsewhere(other, "'/spill': Input/output error")
         with pytest.raises(OSError, match="Input/output error"):
-            spilling.restore_weights(scheduler)
+            loader.restore_weights(scheduler)
 
 
 def test_a_file_that_ends_early_is_told(scheduler: SimpleNamespace) -> None:
-    spilling.spill_weights(scheduler)
-    os.truncate(spilling._spill_descriptors[0], 8)
+    loader.spill_weights(scheduler)
+    os.truncate(loader._spill_descriptors[0], 8)
     with pytest.raises(OSError, match="spill': the spilled weights end early"):
-        spilling.restore_weights(scheduler)
+        loader.restore_weights(scheduler)
 
 
 def test_whatever_fails_in_a_rank_is_told_to_all(
@@ -112,7 +113,7 @@ def test_whatever_fails_in_a_rank_is_told_to_all(
 ) -> None:
     """One that only raised would leave the others waiting for it."""
     files = open_files()
-    monkeypatch.setattr(spilling, "_model_bytes", lambda _: 1 / 0)
+    monkeypatch.setattr(loader, "_model_bytes", lambda _: 1 / 0)
     with pytest.raises(OSError, match="spill': division by zero"):
-        spilling.spill_weights(scheduler)
+        loader.spill_weights(scheduler)
     assert open_files() == files
