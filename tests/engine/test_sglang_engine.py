@@ -16,7 +16,6 @@ import pytest_asyncio
 from rollout_common.turn import Turn
 from rollout_common.turn.sharing import SOCKET, Sharing
 from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.process import session_processes
 from rollout_worker.engines.sglang.settings import UNREAD_INTERVAL_SECONDS
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
@@ -37,6 +36,7 @@ from tests.support.engine.engines import (
     request,
     run,
     run_all,
+    sglang_options,
     staged,
     update,
 )
@@ -59,10 +59,9 @@ pytestmark = [
 ]
 
 
-def options(model: Path) -> EngineOptions:
-    """A small engine in SGLang's own environment."""
-    flags = ("--python", str(PYTHON), "--step-deadline-seconds", str(STEP_DEADLINE))
-    return EngineOptions(model=model, device="cpu", dtype="float32", max_length=256, args=flags)
+def new_engine(model: Path) -> SglangEngine:
+    deadline = ("--step-deadline-seconds", str(STEP_DEADLINE))
+    return SglangEngine(sglang_options(model, *deadline, python=PYTHON))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_models: TinyModels, lock: Path) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(options(tiny_models.model(1)))
+    engine = new_engine(tiny_models.model(1))
     seen: list[str] = []
     try:
         await engine.start(lambda progress: seen.append(progress.message))
@@ -286,7 +285,7 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
 # A start of its own: every day tests/contract/test_contract_restarts.py stops one below requests.
 @pytest.mark.soak
 async def test_a_hung_scheduler_is_noticed_and_nothing_is_left(tiny_models: TinyModels) -> None:
-    engine = SglangEngine(options(tiny_models.model(1)))
+    engine = new_engine(tiny_models.model(1))
     try:
         await engine.start(lambda _: None)
         await dies(engine, signal.SIGSTOP)

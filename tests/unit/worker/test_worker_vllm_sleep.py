@@ -153,25 +153,25 @@ async def test_a_cache_that_went_along_comes_back_with_the_weights() -> None:
     assert sleeper.there == set(BOTH)
 
 
-@pytest.mark.parametrize("first", ["kv_cache", "weights"])
-async def test_a_cache_that_was_put_to_sleep_itself_stays(first: MemoryTag) -> None:
+@pytest.mark.parametrize(
+    ("asleep", "awake"),
+    [
+        ([["kv_cache"], ["weights"]], ["weights", "kv_cache"]),
+        ([["weights"], ["kv_cache"]], ["weights", "kv_cache"]),
+        ([["weights", "kv_cache"]], ["kv_cache", "weights"]),
+    ],
+)
+async def test_a_cache_that_was_put_to_sleep_itself_wakes_by_itself(
+    asleep: list[list[MemoryTag]], awake: list[MemoryTag]
+) -> None:
     sleeper = Sleeper()
-    await sleeper.sleep(1, first)
-    await sleeper.sleep(1, *(tag for tag in BOTH if tag != first))
-    await sleeper.wake("weights")
-    assert sleeper.there == {"weights"}
-    await sleeper.wake("kv_cache")
-    assert sleeper.there == set(BOTH)
-
-
-async def test_the_cache_wakes_first_if_it_is_asked_to() -> None:
-    sleeper = Sleeper()
-    await sleeper.sleep(2, *BOTH)
-    await sleeper.wake("kv_cache")
-    assert sleeper.there == {"kv_cache"}
-    await sleeper.wake("weights")
-    assert sleeper.there == set(BOTH)
-    assert sleeper.device.loads == 1
+    for tags in asleep:
+        await sleeper.sleep(2, *tags)
+    assert sleeper.there == set()
+    await sleeper.wake(awake[0])
+    assert sleeper.there == {awake[0]}
+    await sleeper.wake(awake[1])
+    assert (sleeper.there, sleeper.device.loads) == (set(BOTH), 1)
 
 
 async def test_a_copy_in_main_memory_without_room_is_refused_before_it_is_made() -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason, Capabilities, LogprobsOf, Progress
+from rollout_common.wire import AbortReason, Capabilities, Progress
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineInfo, EngineRequest
 from rollout_worker.engines import EngineOptions, selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
@@ -62,8 +62,16 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         self._settings = settings.parse_flags(options.args, options.gang)
         self._before = find_descendants(os.getpid())
         self._standing = StandstillDetector()
-        self.capabilities = _make_capabilities(
-            options.logprobs, seed=True, strings=True, cache=True
+        self.capabilities = Capabilities(
+            logprobs=(options.logprobs,),
+            seed=True,
+            priority=True,
+            stop_strings=True,
+            in_flight=("Drain", "Abort", "Keep", "Recompute"),
+            sleep_levels=(1, 2),
+            memory_release=True,
+            prefix_cache=True,
+            cache_salt=True,
         )
 
     @override
@@ -93,13 +101,15 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         self._parts = parts
         model = launched.model
         chunked = launched.config.scheduler_config.enable_chunked_prefill
-        self.capabilities = _make_capabilities(
-            self._options.logprobs,
+        cache = bool(launched.config.cache_config.enable_prefix_caching)
+        known = {
             # A seed and a prompt taken in parts end vLLM's core on a CPU.
-            seed=not (launched.cpu and chunked),
-            strings=model.tokenizer is not None,
-            cache=bool(launched.config.cache_config.enable_prefix_caching),
-        )
+            "seed": not (launched.cpu and chunked),
+            "stop_strings": model.tokenizer is not None,
+            "prefix_cache": cache,
+            "cache_salt": cache,
+        }
+        self.capabilities = self.capabilities.model_copy(update=known)
         logger.info("serving %s, weights %s", self._options.model, launched.root_hash)
         version = str(vllm.__version__)
         return self._engine_info("vllm", version, model, launched.root_hash, launched.layout)
@@ -212,17 +222,3 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             if any(name.startswith(METRIC_PREFIX) for name in names):
                 registry.register(collector)
         return generate_latest(registry).decode()
-
-
-def _make_capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:
-    return Capabilities(
-        logprobs=(kind,),
-        seed=seed,
-        priority=True,
-        stop_strings=strings,
-        in_flight=("Drain", "Abort", "Keep", "Recompute"),
-        sleep_levels=(1, 2),
-        memory_release=True,
-        prefix_cache=cache,
-        cache_salt=cache,
-    )

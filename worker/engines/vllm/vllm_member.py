@@ -7,7 +7,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ from rollout_worker.observe.processes import ProcessHandle, StandstillDetector, 
 from . import launch, settings, shutdown
 
 
-@dataclass(frozen=True, slots=True)
-class _MemberRanks:
-    """A member's running ranks, and the executor that owns them."""
-
-    executor: Any
-    info: MemberInfo
-    processes: set[ProcessHandle]
-
-
 class VllmMember(EngineMember):
     """Starts and watches the ranks of a node; the head's vLLM commands them."""
 
@@ -46,41 +36,37 @@ class VllmMember(EngineMember):
         self._give_up = threading.Event()
         self._before = find_descendants(os.getpid())
         self._standing = StandstillDetector()
-        self._ranks: _MemberRanks | None = None
+        self._executor: Any = None  # owns the ranks
+        self._ranks: set[ProcessHandle] = set()
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
-        self._ranks = await shutdown.start_in_thread(
+        return await shutdown.start_in_thread(
             self._launch_ranks, report, self._give_up, self._before
         )
-        return self._ranks.info
 
     def _launch_ranks(
         self, report: Callable[[Progress], None], cancelled: Callable[[], bool]
-    ) -> _MemberRanks:
+    ) -> MemberInfo:
         options = self._options
         config, layout = launch.prepare_launch(options, self._settings, report, cancelled)
         os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
         if self._gang.in_part:
             os.environ[settings.WATCH_VARIABLE] = "1"
-        executor, root_hash = start_while_hashing(
+        self._executor, root_hash = start_while_hashing(
             options.model,
             report,
             cancelled,
             lambda: _start_executor(config),
             lambda it: it.shutdown(),
         )
-        pids = {worker.proc.pid for worker in executor.workers}
-        ranks = {process for process in find_descendants(os.getpid()) if process.pid in pids}
-        return _MemberRanks(executor, MemberInfo(str(options.model), root_hash, layout), ranks)
+        pids = {worker.proc.pid for worker in self._executor.workers}
+        self._ranks = {each for each in find_descendants(os.getpid()) if each.pid in pids}
+        return MemberInfo(str(options.model), root_hash, layout)
 
     @override
     def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
-        return unread.unread_by_all(self._gang.slots, {p.pid for p in self._processes}, entries)
-
-    @property
-    def _processes(self) -> set[ProcessHandle]:
-        return set() if self._ranks is None else self._ranks.processes
+        return unread.unread_by_all(self._gang.slots, {rank.pid for rank in self._ranks}, entries)
 
     @override
     async def open_slot(
@@ -103,9 +89,9 @@ class VllmMember(EngineMember):
 
     @override
     def alive(self) -> str | None:
-        if not all(rank.is_alive() for rank in self._processes):
+        if not all(rank.is_alive() for rank in self._ranks):
             return "one of vLLM's ranks died"
-        if self._standing.find_stopped(self._processes):
+        if self._standing.find_stopped(self._ranks):
             return "one of vLLM's ranks was stopped"
         return None
 
