@@ -1,7 +1,7 @@
 # Rollout. `make help` lists the targets.
 #
 # Everything heavy (binaries, environment, images, models, clusters) is kept in $(CACHE), which git
-# ignores: move it away and the next command makes it anew.
+# ignores: move it away and the next command makes it again.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,7 +18,7 @@ export UV_CACHE_DIR := $(CACHE)/uv
 # Two threads fighting for busy cores make an engine ten times slower (docs/benchmarks.md).
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE := 1
-# A few requirements come as hundreds of megabytes: be patient with a slow network.
+# A few requirements have hundreds of megabytes: wait for a slow network.
 export UV_HTTP_TIMEOUT ?= 300
 
 PIN_ANY = $(UV) pip compile -q --generate-hashes --no-emit-index-url --no-emit-find-links \
@@ -31,9 +31,9 @@ VENV := $(CACHE)/venv/.installed
 ENV_VLLM := $(CACHE)/env-vllm
 ENV_SGLANG := $(CACHE)/env-sglang
 ENV_RAY := $(CACHE)/env-ray
-# verl lies beside the development environment, whose torch and transformers it uses.
+# verl is installed next to the development environment, whose torch and transformers it uses.
 ENV_VERL := $(CACHE)/env-verl
-# Wheels that ship chat templates of many models: only read.
+# Wheels that ship chat templates of many models; they are only read.
 ENV_TEMPLATES := $(CACHE)/env-templates
 # For `make mutants` only.
 ENV_MUTMUT := $(CACHE)/env-mutmut
@@ -43,11 +43,11 @@ help: ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: demo-prepared ## tell the whole story on a real cluster (the first run compiles Kubernetes)
+demo: demo-prepared ## show everything on a real cluster (the first run compiles Kubernetes)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo
 
-# All at once: Go computes while the environment is downloaded. A cluster of the user's own needs
-# the environment only.
+# All at once: Go compiles while the environment is downloaded. A user's own cluster needs only the
+# environment.
 .PHONY: demo-prepared demo-build
 demo-prepared:
 	@case "$${CLUSTER:-}$${KUBECONFIG:-}" in \
@@ -70,14 +70,14 @@ demo-hybrid: demo-prepared ## train a policy in the process that serves it, as t
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.hybrid
 
 .PHONY: prepared
-prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (quicker with -j)
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (faster with -j)
 
 .PHONY: test
 test: prepared ## run every test but the soak, in three lanes (PYTEST_ARGS="-k commit")
 	@$(BIN)/python hack/run_tests.py $(addprefix --beside ,$(BESIDE)) -- $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: prepared ## run what is too long for every day: long cycles, many examples of each property
+soak: prepared ## run tests that are too long for every day: long cycles, many examples of each property
 	$(BIN)/pytest --soak --timeout 3600 $(PYTEST_ARGS)
 
 .PHONY: test-fast
@@ -98,7 +98,7 @@ lint: $(VENV) ## ruff, mypy, import-linter, names, stale generated files
 	PYTHONPATH=hack $(BIN)/python -m generate --check
 
 .PHONY: format
-format: $(VENV) ## let ruff format and mend
+format: $(VENV) ## let ruff format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -142,7 +142,7 @@ bench: $(VENV) cluster-build ## run the benchmarks and print their figures
 	$(BIN)/python -m bench
 
 .PHONY: requirements
-requirements: $(UV) ## resolve the pinned requirements anew
+requirements: $(UV) ## resolve the pinned requirements again
 	$(PIN) dev -c requirements/constraints.txt --override requirements/dev-overrides.txt -o requirements/dev.txt
 	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
 	$(PIN) vllm -c requirements/gpu-constraints.txt -o requirements/vllm.txt
@@ -198,7 +198,7 @@ $(ENV_RAY)/.installed: requirements/ray.txt | $(UV)
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_RAY)/bin/python requirements/ray.txt
 	touch $@
 
-# Made anew each time: what `--target` leaves of an older set would still be found.
+# Made again each time: `--target` keeps files of an older set, which would still be found.
 $(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
 	@echo "installing verl for the test of its trainer (once; 440 MB, about a minute)"
 	rm -rf $(ENV_VERL)

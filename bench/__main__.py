@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .options import DTYPES, Options
-from .reporting import conditions, page, tables
+from .reporting import conditions, tables
 from .reporting.conditions import Conditions
 from .reporting.figures import Result, Verdict
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n{tables.text(result, under)}\n  Took {took:.0f} s.\n", flush=True)
             if arguments.write:
                 section = f"{result.name} {result.part}".strip()
-                page.write(section, tables.markdown(result, under))
+                tables.write_section(section, tables.markdown(result, under))
             measured.append((result, under))
             began, before = time.monotonic(), conditions.load()
     if arguments.json:
@@ -54,7 +54,7 @@ def _results(name: str, options: Options) -> Iterable[Result]:
 
 
 def _summary(name: str) -> str:
-    """Return the first line of a command's file, which need not be imported for it."""
+    """Return the first line of a command's file without an import of it."""
     said = ast.get_docstring(ast.parse(COMMANDS[name].read_text()))
     assert said is not None, f"{COMMANDS[name]} does not say what it is"
     return said.partition("\n")[0]

@@ -29,7 +29,7 @@ from .errors import (
 from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
 from .results import AttemptReport, GenerateResult
-from .steering.options import DirectOptions
+from .steering.control_ports import DirectOptions
 from .steering.pushing.push_tensors import whole_tensors
 from .steering.steering_protocol import Published, PublishProgress, PublishReport, PushedTo
 

@@ -1,4 +1,4 @@
-"""Buildah with a store of ours, which disappears with the cache, and the base image of all others."""
+"""Buildah with its own store in the cache, and the base image of all images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = "localhost/python:3.11"
 SUITE = "bookworm"
 # libnuma1 is what vLLM's CPU build links against.
 PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
-# Not needed in an image, and half of it.
+# Half of an image, and not needed there.
 PRUNED = ("var/cache/apt/archives", "var/lib/apt/lists", "usr/share/doc", "usr/share/man",
           "usr/share/locale", "var/log")  # fmt: skip
 _PIP_SETTINGS = (
@@ -42,21 +42,13 @@ class Store:
         return ["buildah", *places, "--storage-driver", "overlay", *arguments]
 
     def do(self, *arguments: str) -> None:
-        """Run buildah; its output goes to a log.
-
-        Raises:
-            ClusterError: it failed; the text has its last lines.
-        """
+        """Run buildah; its output goes to a log."""
         # In a mount namespace of its own, so that none of its mounts outlives it.
         command = ["unshare", "--mount", *self.command(*arguments)]
         run(command, cache() / "logs" / f"{self.folder.name}.log", self.seconds, self._temporary())
 
     def ask(self, *arguments: str) -> str:
-        """Run buildah and return its output.
-
-        Raises:
-            ClusterError: it failed.
-        """
+        """Run buildah and return its output."""
         done = subprocess.run(
             ["unshare", "--mount", *self.command(*arguments)],
             capture_output=True,
@@ -69,7 +61,6 @@ class Store:
         return done.stdout
 
     def has(self, reference: str) -> bool:
-        """Whether it holds an image."""
         listed = json.loads(self.ask("images", "--json") or "null") or []
         return any(reference in (image.get("names") or []) for image in listed)
 
@@ -90,7 +81,7 @@ class Store:
             )  # fmt: skip
 
     def _take_base(self) -> None:
-        """Have the base image of now: made once for all stores."""
+        """Pull the current base image, which all stores share."""
         archive = ensure_base()
         stamp, taken = archive.with_suffix(".stamp").read_text(), self.folder / "base.stamp"
         if taken.exists() and taken.read_text() == stamp and self.has(BASE):
@@ -100,14 +91,13 @@ class Store:
         taken.write_text(stamp)
 
     def _temporary(self) -> dict[str, str]:
-        """Keep what is large on its way beside the store: /tmp may be memory."""
+        """Keep large temporary files next to the store: /tmp may be in memory."""
         folder = self.folder / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         return {**os.environ, "TMPDIR": str(folder)}
 
 
 def ensure_base() -> Path:
-    """Make the base image once; returns its archive."""
     archive = cache() / "images-base/python.tar"
     stamp = hashlib.sha256(f"{SUITE} {PACKAGES} {PRUNED}".encode()).hexdigest()
     if is_current(archive, stamp):
@@ -128,19 +118,17 @@ def ensure_base() -> Path:
 
 
 def stamp_file(archive: Path) -> Path:
-    """Return the file that says what an archive was made of."""
     return archive.with_suffix(".stamp")
 
 
 def is_current(archive: Path, stamp: str) -> bool:
-    """Whether an archive is there and was made of this."""
     file = stamp_file(archive)
     return archive.exists() and file.exists() and file.read_text() == stamp
 
 
 @contextmanager
 def pip_secrets() -> Iterator[list[str]]:
-    """Yield the flags that give pip in the build this machine's index, proxy and authority."""
+    """Yield flags that give pip in the build this machine's index, proxy and authority."""
     settings = {name: value for name, value in _pip_settings().items() if name in _PIP_SETTINGS}
     with tempfile.TemporaryDirectory(dir=cache()) as folder:
         flags = []
@@ -154,7 +142,7 @@ def pip_secrets() -> Iterator[list[str]]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return pip's settings by option, those of the environment last, as it ranks them."""
+    """Return pip's settings by option; as in pip, the environment overrides files."""
     if shutil.which("pip") is None:
         return {}
     done = subprocess.run(
@@ -168,11 +156,7 @@ def _pip_settings() -> dict[str, str]:
 def run(
     command: Sequence[str], log: Path, seconds: float, env: Mapping[str, str] | None = None
 ) -> None:
-    """Run a command; its output goes to the log.
-
-    Raises:
-        ClusterError: it failed; the text has the log's last lines.
-    """
+    """Run a command; its output goes to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         done = subprocess.run(

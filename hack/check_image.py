@@ -25,7 +25,6 @@ from localkube.home import REPOSITORY, cache, say
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,11 +44,7 @@ def main() -> int:
 
 
 def check(store: Store, reference: str, engine: str | None = None) -> int:
-    """Check an image; returns the exit status. `engine`: which one it should hold, if that is known.
-
-    Raises:
-        ClusterError: there is no such image in the store.
-    """
+    """Check an image; returns the exit status. `engine`: which one it should hold, if that is known."""
     failed = 0
     print(f"{reference}", flush=True)
     stale = versions.stale_rows(REPOSITORY / "docs" / "engines.md", versions.table())

@@ -24,7 +24,7 @@ assert u.find_spec("torch") is None, "the extra [operator] installs torch"
 print("imports:", rollout_operator.operator_process.__file__)
 """
 
-# The operator needs no numpy, and its image none; who sends or receives weights has it.
+# Only processes that send or receive weights need numpy: neither the operator nor its image has it.
 DELTAS = """
 from rollout_common.transfer import native, vectors
 from rollout_common.transfer.delta import WAY, apply, encode

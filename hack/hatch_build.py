@@ -1,9 +1,8 @@
-"""Compile `common/transfer/delta.c` for a wheel, or beside itself for an editable install.
+"""Compile `common/transfer/delta.c` for a wheel, or next to its source for an editable install.
 
-hatchling runs it, in whatever environment builds. Nobody who installs a wheel needs a compiler, and nobody who
-builds one either: the PyPI package `ziglang` has one, and links for an old glibc. Without it, it is the
-system's `cc`; without that, or on a system that nobody tries it on, the wheel has Python only, and numpy does what
-the library would.
+hatchling runs it in the build environment. Neither the build nor the installation of a wheel needs a compiler:
+the PyPI package `ziglang` contains one, which links for an old glibc. Without it, the system's `cc` is used;
+without that, or on an untested platform, the wheel has Python only, and numpy does the work of the library.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCE = "common/transfer/delta.c"
 LIBRARY = "libdelta.so"
 GLIBC = (2, 17)
-"""What libraries of the tag `manylinux_2_17` may ask for, and so what zig links for."""
+"""The glibc that zig links for: libraries tagged `manylinux_2_17` may require nothing newer."""
 MACHINES = ("x86_64", "aarch64")
 SECONDS = 300
 _FLAGS = ("-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-s")
 
 
 class NativeHook(BuildHookInterface):  # type: ignore[misc]
-    """See the module; hatchling calls `initialize` before it builds and `finalize` after."""
+    """hatchling calls `initialize` before it builds and `finalize` after."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and say what goes into the wheel, which is then of this platform only."""
+        """Compile the library and add it to the wheel, which is then for this platform only."""
         root = Path(self.root)
         self._folder = tempfile.mkdtemp(prefix="rollout-")
         library = Path(self._folder, LIBRARY)
@@ -44,14 +43,15 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc]
             if version == "editable":
                 return place(library, root / Path(SOURCE).with_name(LIBRARY))
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"{SOURCE} is left out, numpy does it: {reason(error)}")
+            self.app.display_warning(
+                f"{SOURCE} is left out, and numpy does its work: {reason(error)}"
+            )
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{tag}"
         build_data["force_include"][str(library)] = f"rollout_common/transfer/{LIBRARY}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Leave nothing behind."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -59,11 +59,11 @@ def compiled(source: Path, library: Path) -> str:
     """Compile for this machine; returns the platform's tag of a wheel with the library.
 
     Raises:
-        OSError, subprocess.SubprocessError: There is no compiler, or it failed.
+        OSError, subprocess.SubprocessError: No compiler was found, or each failed.
     """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in MACHINES:
-        raise OSError(f"nobody has tried it on {sys.platform} {machine}")
+        raise OSError(f"it is not tested on {sys.platform} {machine}")
     errors = []
     for compiler, tag in compilers(machine):
         try:
@@ -76,12 +76,12 @@ def compiled(source: Path, library: Path) -> str:
 
 
 def compilers(machine: str) -> list[tuple[list[str], str]]:
-    """Return commands that compile, the best first, and the tag of what each links."""
+    """Return compiler commands, the best first, each with the platform tag of its output."""
     found = [(["cc"], f"linux_{machine}")]
     if importlib.util.find_spec("ziglang") is not None:
         target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target]
-        # Where it is built is where it is installed, more often than not: musl takes no manylinux.
+        # Most wheels are installed where they are built, and musl accepts no manylinux tag.
         glibc = platform.libc_ver()[0] == "glibc"
         tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}" if glibc else f"linux_{machine}"
         found.insert(0, (command, tag))
@@ -89,7 +89,6 @@ def compilers(machine: str) -> list[tuple[list[str], str]]:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Run a compiler, whose caches lie in this folder."""
     caches = {f"ZIG_{which}_CACHE_DIR": str(folder / "zig") for which in ("LOCAL", "GLOBAL")}
     subprocess.run(
         command,
@@ -102,13 +101,12 @@ def run(command: list[str], folder: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return what to tell of an error: what a compiler said, if it was one."""
     said = getattr(error, "stderr", None)
     return str(said or error).strip()[-2000:]
 
 
 def place(library: Path, to: Path) -> None:
-    """Put it there in one step: who has the former one open keeps that."""
+    """Replace a file in one step: a process that has the old one open keeps it."""
     partial = to.with_name(f".{to.name}.{os.getpid()}")
     shutil.copy2(library, partial)
     partial.replace(to)

@@ -48,12 +48,10 @@ class Image:
 
     @property
     def reference(self) -> str:
-        """What manifests call it."""
         return f"localhost/{self.name}:dev"
 
     @property
     def archive(self) -> Path:
-        """The OCI archive that nodes import."""
         return images() / f"{self.name}.tar"
 
 
@@ -71,7 +69,6 @@ IMAGES = (
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,11 +93,7 @@ def main() -> int:
 
 
 def build() -> list[Path]:
-    """Build every image whose inputs changed; returns all archives.
-
-    Raises:
-        ClusterError: the surroundings don't allow it, or a step failed.
-    """
+    """Build every image whose inputs changed; returns all archives."""
     outdated = [image for image in IMAGES if not is_current(image.archive, _inputs(image))]
     if outdated:
         preflight.root("building images")
@@ -115,11 +108,7 @@ def build() -> list[Path]:
 
 
 def build_gpu(engines: Sequence[str], *, keep: bool) -> int:
-    """Build and check the complete image of each engine; returns the greatest exit status.
-
-    Raises:
-        ClusterError: the surroundings don't allow it, or a build failed.
-    """
+    """Build and check the complete image of each engine; returns the greatest exit status."""
     preflight.root("building images")
     debian.ensure(debian.IMAGE_PACKAGES)
     preflight.writable_cache()
@@ -142,7 +131,6 @@ def build_gpu(engines: Sequence[str], *, keep: bool) -> int:
 
 
 def gpu_store() -> Store:
-    """Return the store of the complete images: nothing else is in it."""
     return Store(cache() / "buildah-gpu", GPU_SECONDS)
 
 
@@ -151,7 +139,7 @@ def gpu_reference(engine: str) -> str:
 
 
 def load(cluster: Cluster) -> None:
-    """Import the images into every living node that has not got these very bytes."""
+    """Import the images into every living node that lacks these bytes."""
     for image in IMAGES:
         with step(f"import {image.name}"):
             cluster.load_image(image.archive)
@@ -173,7 +161,6 @@ def _build(image: Image) -> None:
 
 
 def _inputs(image: Image) -> str:
-    """Hash everything the image is made of."""
     digest = hashlib.sha256(f"{BASE} {SUITE} {PACKAGES} {image}".encode())
     for name in (*_SOURCES, f"requirements/{image.requirements}.txt"):
         path = REPOSITORY / name

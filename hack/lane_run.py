@@ -1,4 +1,12 @@
-"""One lane of `make test`: pytest in a process of its own, and what is printed of it while it runs."""
+"""One lane of `make test`: pytest in a process of its own, and the lines printed about it.
+
+    python -P hack/lane_run.py DESCRIPTOR [argument of pytest]...
+
+is that process: pytest, which writes a line of JSON per event to a descriptor. Stdout and stderr stay
+pytest's. Events: `collected` (how many tests), `broken` (a file that can't be collected), `start` of a
+test, `phase` (its setup, call or teardown has ended). A process that is killed reports nothing more, so
+its last `start` names the test.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SLOW_SECONDS = 10.0
 """A test that takes longer gets a line of its own, so that no lane is silent for long."""
 STOP_SECONDS = 60.0
 TESTS_FAILED, NOTHING_COLLECTED = 1, 5
 """Exit statuses of pytest."""
-EVENTS = Path(__file__).with_name("pytest_events.py")
 _printing = threading.Lock()
 
 
@@ -64,9 +73,9 @@ class LaneRun:
         # With --last-failed a lane in which nothing failed has nothing to do.
         options = ("-o", f"cache_dir=.pytest_cache/{name}", "--last-failed-no-failures=none")
         with log.open("w") as output:
-            # -P: the files next to pytest_events.py are not modules of the tests.
+            # -P: the files next to this one are not modules of the tests.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", EVENTS, str(writing), *words, *options],
+                [sys.executable, "-P", Path(__file__), str(writing), *words, *options],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(env),
                 pass_fds=[writing], start_new_session=True,
             )  # fmt: skip
@@ -74,7 +83,7 @@ class LaneRun:
         self._events = os.fdopen(reading)
 
     def follow(self) -> None:
-        """Read events until the process has ended, and print what they report."""
+        """Read events until the process has ended, and print them."""
         with self._events:
             for line in self._events:
                 if line.endswith("\n"):  # a process that is killed may leave half a line
@@ -113,7 +122,6 @@ class LaneRun:
 
     @property
     def failed(self) -> list[Result]:
-        """Tests that failed, errors in setup and teardown included."""
         return [result for result in self.results.values() if result.outcome == "failed"]
 
     def problem(self, *, may_be_empty: bool = False) -> str | None:
@@ -139,3 +147,36 @@ class LaneRun:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
             self._process.kill()
+
+
+class EventWriter:
+    """A plugin of pytest that writes the events."""
+
+    def __init__(self, descriptor: int) -> None:
+        # A process that a test starts must not hold it open.
+        os.set_inheritable(descriptor, False)
+        self._file = os.fdopen(descriptor, "w", buffering=1)
+
+    def _write_event(self, event: str, **facts: Any) -> None:
+        self._file.write(json.dumps({"event": event, **facts}) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write_event("collected", count=len(session.items))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write_event("broken", test=report.nodeid, text=report.longreprtext)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write_event("start", test=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        text = report.longreprtext if report.failed else ""
+        facts = {"outcome": report.outcome, "seconds": report.duration, "text": text}
+        self._write_event("phase", test=report.nodeid, when=report.when, **facts)
+
+
+if __name__ == "__main__":
+    # A shell starts background processes with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(pytest.main(sys.argv[2:], plugins=[EventWriter(int(sys.argv[1]))]))

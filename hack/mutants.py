@@ -28,7 +28,6 @@ NEEDED = ("hack", "examples", "charts", "docs", "requirements", "Makefile", "REA
 
 
 def read_table() -> dict[str, list[str]]:
-    """Return the tests of each module, by its path."""
     table: dict[str, list[str]] = tomllib.loads(TABLE.read_text())["modules"]
     return table
 
@@ -74,7 +73,6 @@ def break_module(module: str, tests: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Break the modules that the command line chooses."""
     table, words = read_table(), sys.argv[1:]
     chosen = [module for module in table if any(word in module for word in words)]
     if not chosen:

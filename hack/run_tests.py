@@ -62,12 +62,10 @@ def is_path(word: str) -> bool:
 
 
 def tier_of(test: str) -> str:
-    """Return the tier of a path or node id below `tests/`."""
     return Path(test.partition("::")[0]).relative_to(TESTS).parts[0]
 
 
 def lane_of(path: str) -> str:
-    """Return the lane in which a file or a test below `tests/` runs."""
     inner = str(Path(path).relative_to(TESTS))
     return next((name for name, starts in LANES.items() if inner.startswith(starts)), [*LANES][-1])
 
@@ -116,14 +114,13 @@ class Check:
             )  # fmt: skip
 
     def follow(self) -> bool:
-        """Wait until it has ended; print a failure with everything that it printed."""
+        """Wait for the end; print a failure with the whole output."""
         passed = self._process.wait() == 0
         text = "passed" if passed else f"FAILED\n{self._log.read_text(errors='replace')}"
         print_lines(self.target, text)
         return passed
 
     def stop(self) -> None:
-        """End it."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
@@ -149,7 +146,7 @@ class Tests:
         self._checks: list[Check] = []
 
     def run(self, targets: Sequence[str]) -> None:
-        """Run the lanes and, next to them, these targets of the Makefile; then what may run again."""
+        """Run the lanes and these targets of the Makefile at the same time, then the retry."""
         options = [w for w in self.words if not is_path(w) and Path(w) != TESTS]
         lanes = choose_lanes(self.words)
         with ThreadPoolExecutor() as threads:
@@ -177,7 +174,7 @@ class Tests:
         return LaneRun(name, words, self.logs / f"tests-{name}.log", self.env)
 
     def _run_again(self) -> None:
-        """Run the few tests that failed once more; a crash, or a test that never ran, is final."""
+        """Run a few failed tests once more; a crash, or a test that never ran, is final."""
         failed = [result.test for lane in self.lanes for result in lane.failed]
         if failed and not (self.words or any(lane.problem() for lane in self.lanes)):
             if len(failed) > MAX_RETRIED:
@@ -188,7 +185,6 @@ class Tests:
 
     @property
     def results(self) -> dict[str, Result]:
-        """The last outcome of each test."""
         return {
             test: result
             for run in (*self.lanes, *self.retry)
@@ -203,7 +199,7 @@ class Tests:
 
     @property
     def problems(self) -> list[str]:
-        """Everything but failed tests that fails the run."""
+        """What fails the run apart from failed tests."""
         may_be_empty = bool(self.words) and any(lane.collected for lane in self.lanes)
         found = {
             run.name: run.problem(may_be_empty=may_be_empty) for run in (*self.lanes, *self.retry)
@@ -220,12 +216,10 @@ class Tests:
 
     @property
     def totals(self) -> str:
-        """`N passed, N failed, N skipped`."""
         counts = Counter(result.outcome for result in self.results.values())
         return f"{counts['passed']} passed, {len(self.failed)} failed, {counts['skipped']} skipped"
 
     def summarize(self) -> Iterator[str]:
-        """Yield the lines of the summary."""
         slowest = sorted(self.results.values(), key=lambda result: -result.seconds)[:SLOWEST]
         yield f"{f' the {SLOWEST} slowest tests ':=^80}"
         yield from (f"{result.seconds:7.1f} s  {result.test}" for result in slowest)
@@ -251,14 +245,12 @@ class Tests:
         yield f"{self.totals} in {seconds:.2f}s ({clock})"
 
     def remove_clusters(self) -> None:
-        """Remove the clusters that outlived their sessions."""
         for name in [] if self.env.get("ROLLOUT_KEEP_CLUSTER") else Cluster.names():
             if name.startswith("test-") and name.endswith(f"-{os.getpid()}"):
                 Cluster.remove(name)
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

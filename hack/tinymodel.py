@@ -6,8 +6,8 @@
 
 The same arguments give the same bytes. Seeds differ only in the weights, so seed 2 is what a
 trainer would publish after seed 1. Weights are drawn wide (N(0, 0.2)), else a random model's
-greedy output is one token for ever and two seeds could not be told apart. A model that is to be
-trained wants less (`--std 0.05`).
+greedy output repeats one token forever, and two seeds could not be distinguished. A model that is to be
+trained needs less (`--std 0.05`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ EXPERTS_A_TOKEN = 8
 
 
 def make_model(out: Path, seed: int, shape: Shape | None = None) -> None:
-    """Write a whole model folder."""
     shape = shape or Shape()
     make_weights(out, seed, shape)
     _tokenizer(shape.vocab).save(str(out / "tokenizer.json"))
@@ -128,7 +127,7 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def _inner_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Return those of a layer's part between attention and the next layer."""
+    """Return the sizes of a layer's part after attention."""
     one = {
         "gate_proj.weight": (shape.intermediate, shape.hidden),
         "up_proj.weight": (shape.intermediate, shape.hidden),
@@ -145,7 +144,7 @@ def _inner_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def _kind(shape: Shape) -> dict[str, object]:
-    """Return what the configuration says of the kind of model."""
+    """Return the part of the configuration that depends on the kind of model."""
     if not shape.experts:
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     return {
@@ -190,7 +189,7 @@ def _draw(name: str, size: tuple[int, ...], std: float, generator: Any) -> Any:
 
 
 def _corpus() -> list[str]:
-    """Return sentences of our own making: enough distinct words to fill a small vocabulary."""
+    """Return invented sentences with enough distinct words to fill a small vocabulary."""
     rng = random.Random(7)
     stems = STEMS.split()
     words = [a + b for a in stems for b in ENDINGS] + [a + b for a in stems for b in stems]
@@ -222,7 +221,6 @@ def _write(file: Path, value: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)

@@ -58,7 +58,6 @@ class System(Protocol):
 
 
 def timed(system: System, jobs: Sequence[Job]) -> Took:
-    """Run and time."""
     wall, cpu = time.monotonic(), time.process_time()
     system.generate(jobs)
     return Took(time.monotonic() - wall, time.process_time() - cpu, sum(job.length for job in jobs))
@@ -100,7 +99,7 @@ class Ours(System):
 
 
 def engine_request(name: str, job: Job) -> EngineRequest:
-    """Return the job as the engine takes it: sampled at temperature 1, never ending early."""
+    """Return the job as an engine request, sampled at temperature 1, that never ends early."""
     sampling = SamplingParams(max_tokens=job.length, temperature=1, ignore_eos=True)
     return EngineRequest(name, job.prompt, sampling, "sampling")
 

@@ -34,13 +34,11 @@ class Group:
         )
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
-        """Give every member what member `src` has."""
         options = BroadcastOptions()
         options.rootRank = src
         self._group.broadcast([tensor], options).wait()
 
     def destroy(self) -> None:
-        """Leave the group."""
         self._group.shutdown()
 
 

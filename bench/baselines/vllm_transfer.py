@@ -35,7 +35,6 @@ class Tensors:
         self._tensors = tensors
 
     def metadata(self) -> list[ParamMeta]:
-        """Say what comes."""
         return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -43,7 +42,7 @@ class Tensors:
 
 
 def _source(backend: str, file: str) -> Tensors:
-    """Load a file; for `ipc` to where another process can map it, as it can a GPU's memory."""
+    """Load a file; for `ipc` into memory that another process can map, as it can a GPU's."""
     tensors = load_file(file)
     if backend == "ipc":
         sharing: Any = torch.multiprocessing
@@ -59,7 +58,6 @@ def _told(backend: str) -> Any:
 
 
 def main(backend: str, url: str, file: str) -> None:
-    """Send as often as asked."""
     torch.set_num_threads(1)
     trainer = WeightTransferTrainerFactory.trainer_init(
         _told(backend),

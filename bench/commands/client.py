@@ -53,7 +53,6 @@ class Crowds:
 
 
 def run(options: Options) -> Result:
-    """Measure."""
     amount = QUICK if options.quick else WHOLE
     if options.runs is not None:
         amount = replace(amount, rounds=options.runs)
@@ -99,7 +98,7 @@ async def _calls(urls: Sequence[str], in_flight: int) -> AsyncIterator[tuple[Cal
 
 
 async def _read(client: httpx.AsyncClient) -> None:
-    """Send, read and parse, as anybody would write it."""
+    """Send, read and parse, as a user would write it."""
     tokens: list[int] = []
     async with client.stream("POST", "/v1/generate", content=BODY) as answer:
         async for line in answer.aiter_lines():

@@ -46,12 +46,11 @@ class Files:
     other: Path
 
     def of(self, version: int) -> Path:
-        """Return the folder of a version: the other one each time."""
+        """Return the folder of a version: the two alternate."""
         return self.other if version % 2 else self.model
 
 
 def run(options: Options) -> Iterator[Result]:
-    """Measure one engine after the other."""
     torch.set_num_threads(1)
     if options.quick:
         files = Files("tiny model", TINY.model(1), TINY.weights(2))
@@ -159,7 +158,7 @@ class _Measured:
         return self._worker.stage_seconds(self._version, self._files.of(self._version))
 
     def _commit(self, policy: str) -> tuple[float, float]:
-        """Return the seconds that it took, and the pause that its answer says."""
+        """Return the seconds of a commit, and the pause that its answer reports."""
         seconds, answer = self._worker.timed(
             "weights/commit", epoch=1, version=self._version, in_flight=policy, deadline_seconds=120
         )

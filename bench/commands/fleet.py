@@ -4,8 +4,8 @@ The operator and the API server are real; workers are real processes over an eng
 two bytes, so that what is left of an update is steering: from the call of `publish_weights` over the
 calls that open the replicas' slots, the trainer's patch of the target and the operator's barrier until
 the trainer has seen in status that all have committed. The baseline is the bare PATCH
-of an annotation until a watch shows it: less than that no controller can take three times over, which
-is what the barrier needs (staging, committing and committed are each written before the next step).
+of an annotation until a watch shows it. The barrier needs at least three of these, since staging,
+committing and committed are each written before the next step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ GOAL = Goal(median=0.5, tail=0.5)
 
 
 class Marks(dict[str, float]):
-    """When each phase of a publish was first heard of."""
+    """When each phase of a publish was first reported."""
 
     def saw(self, progress: PublishProgress) -> None:
-        """Note it."""
         self.setdefault(progress.phase, time.monotonic())
 
 
 def run(options: Options) -> Result:
-    """Measure."""
     rounds = options.count(100, 8)
     with control_plane(NAMESPACE) as cluster:
         cluster.kubectl("apply", "--server-side", "-f", REPOSITORY / "operator" / "crd.yaml")

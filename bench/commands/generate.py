@@ -20,7 +20,6 @@ SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
 
 
 def run(options: Options) -> Iterator[Result]:
-    """Measure one engine after the other."""
     if left_out(KINDS["hf"]) is None:
         yield transformers_ways.measure(options)
     for server, name in SERVERS:

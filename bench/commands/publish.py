@@ -59,7 +59,7 @@ class Took:
         return [each.seconds for each in self.pushed[transport]]
 
     def stopped(self) -> list[float]:
-        """Return how long the engine stood still at each commit of shared memory."""
+        """Return how long the engine stopped at each commit of shared memory."""
         return [each.pause_seconds or 0.0 for each in self.pushed["shm"]]
 
 
@@ -121,7 +121,7 @@ def _push(
     against: list[float],
     plain: Callable[[], float],
 ) -> None:
-    """Publish in one way, in turn with what it is compared with."""
+    """Publish one way, in turns with its baseline."""
     for _ in range(WARM_UP):
         one.push(transport)
     for _ in range(rounds):
@@ -130,50 +130,30 @@ def _push(
 
 
 def _figures(took: Took) -> list[Figure]:
-    return [*_pushed(took), *_of_files(took)]
-
-
-def _pushed(took: Took) -> list[Figure]:
-    copy, loopback = took.copy, took.loopback
-    shared = _way(took, "shm", "shared memory", copy, "copy_ in one process", SHARE_OF_A_COPY)
-    stop = figure("… the engine's stop", took.stopped(), goal=Goal(STOP_SECONDS))
-    return [*shared, stop, *_way(took, "tcp", "TCP", loopback, "plain loopback", SHARE_OF_TCP)]
+    copy, loopback, shared = took.copy, took.loopback, took.whole("shm")
+    return [
+        *_way(took, "shm", "shared memory", copy, "copy_ in one process", SHARE_OF_A_COPY),
+        figure("… the engine's stop", took.stopped(), goal=Goal(STOP_SECONDS)),
+        *_way(took, "tcp", "TCP", loopback, "plain loopback", SHARE_OF_TCP),
+        figure(
+            "files: until staged and verified, from the page cache", took.files_staged,
+            baseline=took.loading, against="load and copy",
+            goal=Goal(median(took.loading) / SHARE_OF_LOADING),
+        ),
+        figure("… until it serves", took.files, baseline=shared, against="shared memory"),
+    ]  # fmt: skip
 
 
 def _way(
     took: Took, way: str, name: str, baseline: list[float], against: str, share: float
 ) -> list[Figure]:
-    """One transport: until staged against its own limit, and until it serves."""
+    """Return the figures of one transport: until staged, against its own limit, and until it serves."""
+    goal = Goal(median(baseline) / share)
+    staged, whole = took.staged(way), took.whole(way)
+    label = f"{name}: until staged and verified"
     return [
-        figure(
-            f"{name}: until staged and verified",
-            took.staged(way),
-            baseline=baseline,
-            against=against,
-            goal=Goal(median(baseline) / share),
-        ),
-        figure(
-            "… until it serves",
-            took.whole(way),
-            baseline=baseline,
-            against=against,
-        ),
-    ]
-
-
-def _of_files(took: Took) -> list[Figure]:
-    goal = Goal(median(took.loading) / SHARE_OF_LOADING)
-    return [
-        figure(
-            "files: until staged and verified, from the page cache",
-            took.files_staged,
-            baseline=took.loading,
-            against="load and copy",
-            goal=goal,
-        ),
-        figure(
-            "… until it serves", took.files, baseline=took.whole("shm"), against="shared memory"
-        ),
+        figure(label, staged, baseline=baseline, against=against, goal=goal),
+        figure("… until it serves", whole, baseline=baseline, against=against),
     ]
 
 

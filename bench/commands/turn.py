@@ -22,7 +22,6 @@ KILLED = Goal(median=0.1, tail=0.1)
 
 
 def run(options: Options) -> Result:
-    """Hand over again and again, then kill the holder again and again."""
     turns, kills = options.count(300, 4), options.count(100, 2)
     given: dict[str, list[float]] = {"ours": [], "bare": []}
     killed: dict[str, list[float]] = {"ours": [], "bare": []}

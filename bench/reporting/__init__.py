@@ -1,1 +1,1 @@
-"""Figures, tables and the page; nothing here knows how anything is measured."""
+"""Figures, tables and the page; no measurement."""

@@ -1,4 +1,4 @@
-"""What a table was measured by and on: the exact command, the machine, how busy it was."""
+"""How and where a table was measured: the exact command, the machine, its load."""
 
 from __future__ import annotations
 
@@ -16,30 +16,27 @@ QUIET = 2.0
 
 
 def load() -> float:
-    """Return the machine's load average over the last minute."""
     return os.getloadavg()[0]
 
 
 def machine() -> str:
-    """Say what was measured on, in words that name no machine."""
+    """Describe the machine in words that do not name it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release().split('-')[0]}"
 
 
 def command(result: Result, options: Options) -> str:
-    """Return the command that makes this table, with its arguments."""
     part = f"ROLLOUT_ENGINES={result.part} " if result.part else ""
     return f"{part}python -m bench {result.name} {options.words()}".rstrip()
 
 
 def today() -> str:
-    """Return the date in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Under what a table was measured; made at the end, with the load seen at the beginning."""
+    """The conditions of a measurement; made at its end, with the load at its beginning."""
 
     command: str
     load_before: float
@@ -49,11 +46,9 @@ class Conditions:
 
     @property
     def noisy(self) -> bool:
-        """Whether the machine was too busy for the figures to be taken at their word."""
         return max(self.load_before, self.load_after) > QUIET
 
     def sentences(self) -> list[str]:
-        """Say when, where, and how busy the machine was."""
         loads = f"load average {self.load_before:.1f} before and {self.load_after:.1f} after"
         said = [f"Measured {self.date} on {self.machine}; {loads}."]
         if self.noisy:

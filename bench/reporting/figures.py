@@ -1,7 +1,7 @@
-"""What a benchmark hands back: medians with their spread, a baseline, a goal, and a verdict.
+"""The result of a benchmark: medians with their spread, a baseline, a goal, and a verdict.
 
-Few samples say little, so they are never dressed up: no verdict on fewer than five rounds, no 99th
-percentile of fewer than a hundred samples.
+Few samples prove little: fewer than five rounds get no verdict, fewer than a hundred samples no 99th
+percentile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seen:
 
     @property
     def tail(self) -> float | None:
-        """The 99th percentile, or the greatest of too few samples for one."""
+        """The 99th percentile, or the maximum of samples that are too few for one."""
         return self.most if self.p99 is None else self.p99
 
 
@@ -71,13 +71,12 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Times the baseline."""
         base = self.baseline.median if isinstance(self.baseline, Seen) else self.baseline
         return self.seen.median / base if base else None
 
     @property
     def rounds(self) -> int:
-        """How many rounds stand behind the comparison: of two sides, the fewer."""
+        """How many rounds the comparison has: the fewer of both sides."""
         if isinstance(self.baseline, Seen):
             return min(self.seen.count, self.baseline.count)
         return self.seen.count
@@ -109,7 +108,6 @@ class Result:
 
 
 def seen(samples: Samples) -> Seen:
-    """Sum up samples, or a single one."""
     some = [samples] if isinstance(samples, float | int) else list(samples)
     tail = p99(some) if len(some) >= SAMPLES_FOR_P99 else None
     return Seen(len(some), statistics.median(some), min(some), max(some), tail)

@@ -1,21 +1,24 @@
-"""A result as a table: for a terminal, for docs/benchmarks.md, and as JSON."""
+"""A result as a table: for a terminal, for its section of docs/benchmarks.md, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from bench import ROOT
 
 from .conditions import Conditions
 from .figures import ROUNDS_FOR_A_VERDICT, Figure, Result, Seen, Verdict
 
+PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = ("", "median", "min to max", "p99", "n", "unit", "baseline", "ratio", "goal")
 LEFT = ("", "unit", "baseline", "goal")
 """Columns of words; the others hold numbers."""
 
 
 def text(result: Result, conditions: Conditions) -> str:
-    """Return the table for a terminal."""
     head, rows = _table(result)
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [result.title, f"  {conditions.command}", ""]
@@ -29,7 +32,6 @@ def text(result: Result, conditions: Conditions) -> str:
 
 
 def markdown(result: Result, conditions: Conditions) -> str:
-    """Return a section of docs/benchmarks.md."""
     head, rows = _table(result)
     rules = ["---" if name in LEFT else "---:" for name in head]
     lines = [f"## {result.title}", "", f"`{conditions.command}`", ""]
@@ -41,7 +43,6 @@ def markdown(result: Result, conditions: Conditions) -> str:
 
 
 def document(result: Result, conditions: Conditions) -> dict[str, Any]:
-    """Return the same as JSON, with verdicts and ratios."""
     made = dataclasses.asdict(result)
     for each, shown in zip(result.figures, made["figures"], strict=True):
         shown |= {"ratio": each.ratio, "verdict": each.verdict}
@@ -56,7 +57,7 @@ def _table(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _notes(result: Result) -> Sequence[str]:
-    """Return the notes, and say so where rounds were too few for a verdict."""
+    """Return the notes, with a remark if rounds were too few for a verdict."""
     fewest = [f.rounds for f in result.figures if f.verdict is Verdict.OPEN]
     if not fewest:
         return result.notes
@@ -106,9 +107,37 @@ def _rounds(count: int) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits that count, or whole."""
+    """Return a number with three significant digits, or whole."""
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     if abs(value) < 0.01:
         return f"{value:.2g}"
     return f"{value:.3f}" if abs(value) < 1 else f"{value:.{2 if abs(value) < 100 else 0}f}"
+
+
+def write_section(name: str, section: str, path: Path = PAGE) -> None:
+    path.write_text(merged(path.read_text() if path.exists() else "", name, section))
+
+
+def merged(page: str, name: str, section: str) -> str:
+    """Return the page with the section of this name replaced, or appended if it has none.
+
+    Only what stands between the section's two comments is replaced: notes before and after stay.
+
+    Raises:
+        ValueError: one of the two comments is missing or doubled, so it is unclear what is
+            generated and what was written by hand.
+    """
+    begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
+    block = f"{begin}{section.strip()}\n{end}"
+    counts = page.count(begin), page.count(end)
+    if counts == (0, 0):
+        return f"{page.rstrip()}\n\n{block}" if page.strip() else block
+    head, _, rest = page.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if counts != (1, 1) or not closed:
+        raise ValueError(
+            f"the page needs exactly one {begin.strip()!r} and one {end.strip()!r} after it: "
+            "mend it by hand, else a note could be lost"
+        )
+    return head + block + tail

@@ -1,4 +1,4 @@
-"""A program: a data port that answers every generate request at once, with nothing behind it.
+"""A program: a data port that answers every generate request at once, without an engine.
 
 `python answers.py TOKENS` takes a free port, prints its number, and serves until it is ended.
 """
@@ -14,7 +14,6 @@ PER_EVENT = 8
 
 
 def stream(tokens: int) -> bytes:
-    """Return the whole answer except its head."""
     events: list[tuple[str, dict[str, object]]] = []
     for start in range(0, tokens, PER_EVENT):
         end = min(tokens, start + PER_EVENT)
@@ -40,7 +39,6 @@ def stream(tokens: int) -> bytes:
 
 
 async def main(tokens: int) -> None:
-    """Serve until ended."""
     answer = HEAD + stream(tokens)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -17,7 +17,7 @@ Call = Callable[[], Awaitable[None]]
 
 @contextmanager
 def instant_workers(count: int, tokens: int) -> Iterator[list[str]]:
-    """Start so many servers, whose answers have `tokens` tokens; yield their URLs."""
+    """Start servers whose answers have `tokens` tokens; yield their URLs."""
     command = [sys.executable, str(SERVER), str(tokens)]
     servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     try:
@@ -38,7 +38,7 @@ def _port(server: subprocess.Popen[str]) -> int:
 
 
 async def in_turns(one: Call, other: Call, count: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each call of both, which take turns: the machine's load meets both."""
+    """Return the seconds of each call of both, in turns, so that both meet the same load."""
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(count):
         for call, seconds in zip((one, other), found, strict=True):
@@ -49,7 +49,7 @@ async def in_turns(one: Call, other: Call, count: int) -> tuple[list[float], lis
 
 
 async def crowd(call: Call, count: int, in_flight: int) -> tuple[float, float]:
-    """Make many calls, so many in flight; return CPU seconds per call and calls per second."""
+    """Make `count` calls, `in_flight` at once; return CPU seconds per call and calls per second."""
     limit = asyncio.Semaphore(in_flight)
     began, cpu = time.perf_counter(), time.process_time()
 

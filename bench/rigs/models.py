@@ -12,5 +12,5 @@ TINY = TinyModels(CACHE / "models")
 
 
 def half_billion(seed: int, dtype: str) -> Path:
-    """Return a complete model folder; it is made once, which takes some tens of seconds."""
+    """Return a complete model folder, which takes some tens of seconds to make the first time."""
     return tinymodels.half_billion(CACHE / "models", seed, dtype)

@@ -26,15 +26,13 @@ class Phase:
 
     @property
     def writes(self) -> list[Call]:
-        """Requests that change objects."""
         return [call for call in self.calls if call.is_write]
 
     def quantile(self, name: str, q: float) -> float:
-        """Return a quantile of a histogram's samples in this phase, as exact as its buckets."""
+        """Return a quantile of a cumulative histogram's gain, linear within a bucket."""
         return quantile(self.before.get(f"{name}_bucket", {}), self.after[f"{name}_bucket"], q)
 
     def count(self, name: str) -> int:
-        """Return how many samples a histogram took in this phase."""
         key = f"{name}_count"
         return round(sum(self.after[key].values()) - sum(self.before.get(key, {}).values()))
 
@@ -47,14 +45,13 @@ def phase(lab: Lab, act: Callable[[], object]) -> Phase:
 
 
 def ended(lab: Lab, took: float, used: Usage, before: Histogram) -> Phase:
-    """Return the phase that ends now, from the usage and the metrics at its beginning."""
+    """Return the phase that ends now, from usage and metrics at its beginning."""
     now = lab.usage()
     calls = lab.calls()
     return Phase(took, now.cpu - used.cpu, now.resident, calls, before, lab.metrics())
 
 
 def kinds(calls: Sequence[Call]) -> str:
-    """Return how many requests of each kind there were, in words."""
     counted = Counter(f"{call.verb} {call.resource}" for call in calls if call.resource)
     return ", ".join(f"{count} {kind}" for kind, count in counted.most_common()) or "none"
 
@@ -62,7 +59,7 @@ def kinds(calls: Sequence[Call]) -> str:
 def quantile(
     before: Mapping[tuple[str, ...], float], after: Mapping[tuple[str, ...], float], q: float
 ) -> float:
-    """Return a quantile of what a cumulative histogram gained, linear within a bucket."""
+    """Return a quantile of a cumulative histogram's gain, linear within a bucket."""
     gained = sorted((float(le[0]), n - before.get(le, 0.0)) for le, n in after.items())
     wanted = q * gained[-1][1]
     low, below = 0.0, 0.0

@@ -33,24 +33,21 @@ class Trainer:
         self._versions = itertools.count(1)
 
     def push(self, transport: Transport) -> Published:
-        """Publish from memory: all bytes, which of the same tensors would else be no change at all."""
+        """Publish from memory without a base: with one, unchanged tensors would send nothing."""
         return self._pool.publish_weights(
             next(self._versions), tensors=self._tensors, transport=transport, base=None
         )
 
     def save(self, folder: Path) -> Published:
-        """Publish by files."""
         return self._pool.save_and_publish(self._tensors, next(self._versions), folder)
 
     def answer(self, body: Mapping[str, object]) -> list[int]:
-        """Return the tokens that the worker answers a request with."""
         answer = self._worker.data.post("/v1/generate", json=body)
         assert answer.status_code == 200, answer.text
         tokens: list[int] = answer.json()["outputs"][0]["token_ids"]
         return tokens
 
     def stage(self, folder: Path) -> float:
-        """Have files staged and return the seconds that took."""
         return self._worker.stage_seconds(next(self._versions), folder)
 
 
@@ -62,7 +59,7 @@ def trainer(
     kind: EngineKind = KINDS["hf"],
     more: Sequence[str] = (),
 ) -> Iterator[Trainer]:
-    """Start a worker on a model, and a pool of it; files are exchanged in `folder`; `more` flags."""
+    """Start a worker on a model and a pool of it; both exchange files in `folder`."""
     flags = ["--weights-port", "0", "--weights-socket", str(folder / "weights.sock")]
     flags += ["--dtype", "bfloat16", "--weights-roots", str(folder), *more]
     with ExitStack() as stack:
@@ -75,7 +72,7 @@ def trainer(
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], float]:
-    """Return what copies all tensors into others of this process, and says how long that took."""
+    """Return a function that copies all tensors into others of this process and returns the seconds."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
     def copy() -> float:
@@ -88,7 +85,7 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], float]:
 
 
 def loaded(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], float]:
-    """Return what loads a folder's files and copies them into tensors of this process, hashing nothing."""
+    """Return a function that loads a folder's files, copies them into tensors, and returns the seconds."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
     def load(folder: Path) -> float:
@@ -102,12 +99,11 @@ def loaded(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], float]:
 
 
 def newest(folder: Path) -> Path:
-    """Return the version that was written last."""
     return max(folder.iterdir(), key=lambda each: each.stat().st_mtime)
 
 
 def over_loopback(nbytes: int) -> float:
-    """Return the seconds that so many bytes take from one thread to memory of another by plain TCP."""
+    """Return the seconds that this many bytes take from one thread to another by plain TCP."""
     source, target = memoryview(bytearray(nbytes)), bytearray(nbytes)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname()[1], source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from rollout_worker.observe.processes import find_descendants, kill_processes
 from tests.support.engine.engine_kinds import KINDS, ROOT
-
-from .ports import answers, free_port
 
 START_SECONDS = 600.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -46,7 +47,6 @@ class Live:
     pid: int
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all its processes so far."""
         pids = (self.pid, *(process.pid for process in find_descendants(self.pid)))
         return sum(map(_cpu_seconds, pids))
 
@@ -60,7 +60,7 @@ def _cpu_seconds(pid: int) -> float:
 def started(
     engine: str, side: Side, environ: Mapping[str, str], model: Path, dtype: str, folder: Path
 ) -> Iterator[Live]:
-    """Run a server, ready when the block begins; none of its processes outlives the block."""
+    """Run a server, ready when the block begins; all its processes end with the block."""
     port, log = free_port(), folder / f"{side.name}.log"
     words = [*_cores(), str(KINDS[engine].python), *side.words(model, dtype, port)]
     shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -81,7 +81,7 @@ def started(
 
 
 def _cores() -> Sequence[str]:
-    """Return the command that keeps a server off one core, the client's, if there are three."""
+    """Return a command that keeps the server off one core, for the client, if there are three."""
     cores = sorted(os.sched_getaffinity(0))
     kept = cores[:-1] if len(cores) > 2 else cores
     return ["taskset", "-c", ",".join(map(str, kept))]
@@ -96,3 +96,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait(10)
     kill_processes(family, 10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

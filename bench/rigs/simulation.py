@@ -48,7 +48,6 @@ class Replica:
     cached: dict[int, int] = field(default_factory=dict)
 
     def seconds(self, turn: Turn) -> float:
-        """Return how long a turn takes here."""
         whole = turn.context + turn.kept
         fresh = whole - min(whole, self.cached.get(turn.conversation, 0))
         return self.factor * (fresh / PREFILL_RATE + (turn.tokens - turn.kept) * TOKEN_SECONDS)

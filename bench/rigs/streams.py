@@ -1,4 +1,4 @@
-"""When the tokens of concurrent requests arrived, and how long none did."""
+"""Arrival times of the tokens of concurrent requests, and the longest gap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL_SECONDS = 300.0
 
 @dataclass(slots=True)
 class Streams:
-    """Requests that are always under way: one that ends is replaced by another at once.
+    """Requests that are always running: another one replaces a request that ends.
 
     `arrivals`: when the deltas of each request arrived, requests in the order in which they began;
     guarded by `lock`.
@@ -24,7 +24,6 @@ class Streams:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self) -> list[float]:
-        """Return the list for a new request's arrivals."""
         with self.lock:
             self.arrivals.append([])
             return self.arrivals[-1]
@@ -41,7 +40,7 @@ class Streams:
         return [late - early for some in each for early, late in itertools.pairwise(some)]
 
     def await_running(self, count: int, since: float) -> None:
-        """Wait until so many requests have had a token since then."""
+        """Wait until `count` requests have had a token since then."""
         until_sync(
             lambda: len(self.seen(since)) >= count, CALL_SECONDS, what="all requests to run again"
         )

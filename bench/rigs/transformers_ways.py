@@ -54,7 +54,6 @@ Runs = dict[tuple[str, str], list[Took]]
 
 
 def measure(options: Options) -> Result:
-    """Measure with the tiny model, and with the 0.5B shape unless it has to be quick."""
     torch.set_num_threads(1)
     loads = [(TINY_LOAD, TINY.model(1))]
     if not options.quick:

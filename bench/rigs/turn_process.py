@@ -28,7 +28,6 @@ class TurnProcess:
         self.read_time()
 
     def send_order(self, order: str) -> None:
-        """Order it to `take` or to `give` the turn."""
         assert self._process.stdin is not None
         self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
@@ -39,13 +38,11 @@ class TurnProcess:
         return float(self._process.stdout.readline())
 
     def kill(self) -> float:
-        """Kill it and return when."""
         when = time.monotonic()
         self._process.kill()
         return when
 
     def close(self) -> None:
-        """End it, and wait for that."""
         self._process.kill()
         self._process.communicate()
 

@@ -1,8 +1,8 @@
-"""Two servers side by side under the same loads, taking turns; and the figures that makes.
+"""Two servers that run at once and take turns under the same loads, and the figures of both.
 
-Both live at once on the same cores with the same flags, take and give token ids with the logprobs of
-the sampled tokens, and take turns: whatever else the machine does meets both alike. Beside rate and
-latency stands the CPU time of all processes of a server, which other programs blur least.
+Both run on the same cores with the same flags, and exchange token ids with the logprobs of the sampled
+tokens. They take turns, so that other load on the machine affects both equally. In addition to rate and
+latency, the CPU time of all processes of a server is measured, which other programs disturb least.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,14 +24,67 @@ import aiohttp
 from bench.options import Options
 from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, figure
 
-from . import loads
-from .loads import Load
-from .models import TINY as TINY_MODELS
-from .models import half_billion
+from .models import TINY, half_billion
 from .servers import Live, Side, started
 
+PROMPT, ANSWER = 64, 64
+GROUP = 8
+VOCAB = (3, 4000)
+
+Shape = Callable[[random.Random, int], tuple[list[int], int]]
 RATE_GOAL, ADDED_MS = 0.97, 2.0
 ANSWER_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`total` requests, `in_flight` at once; `shape(draw, index)` is a prompt and a length.
+
+    Rounds of it go on until there are enough of them and `seconds` are over.
+    """
+
+    label: str
+    total: int
+    in_flight: int
+    shape: Shape
+    seconds: float
+
+
+def _short(draw: random.Random, _: int) -> tuple[list[int], int]:
+    return _ids(draw, 8), 8
+
+
+def _ids(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(*VOCAB) for _ in range(count)]
+
+
+def _alike(draw: random.Random, _: int) -> tuple[list[int], int]:
+    return _ids(draw, PROMPT), ANSWER
+
+
+def _long_tailed(draw: random.Random, _: int) -> tuple[list[int], int]:
+    return _ids(draw, PROMPT), min(256, max(16, int(draw.lognormvariate(4, 0.8))))
+
+
+def _grouped(draw: random.Random, index: int) -> tuple[list[int], int]:
+    if index % GROUP == 0:
+        draw.group = _ids(draw, 4 * PROMPT)  # type: ignore[attr-defined]
+    return draw.group, ANSWER  # type: ignore[attr-defined]
+
+
+TINY_LOADS = (
+    Load("tiny, one by one", 30, 1, _alike, 20),
+    Load("tiny, 8 at once", 64, 8, _alike, 20),
+    Load("tiny, 32 at once", 128, 32, _alike, 20),
+    Load("tiny, 32 at once, long-tailed", 96, 32, _long_tailed, 20),
+    Load("tiny, 32 at once, groups of 8", 96, 32, _grouped, 20),
+    Load("tiny, 1,000 short, 64 at once", 1000, 64, _short, 40),
+)
+BIG_LOADS = (
+    Load("0.5B, one by one", 1, 1, _alike, 20),
+    Load("0.5B, 8 at once", 8, 8, _alike, 40),
+    Load("0.5B, 32 at once", 32, 32, _alike, 90),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +106,9 @@ class Contenders(Protocol):
 
 
 def compare(contenders: Contenders, options: Options) -> list[Figure]:
-    """Put both sides through all loads."""
-    suites: list[tuple[Path, str, Sequence[Load]]] = [(TINY_MODELS.model(1), "float32", loads.TINY)]
+    suites: list[tuple[Path, str, Sequence[Load]]] = [(TINY.model(1), "float32", TINY_LOADS)]
     if not options.quick:
-        suites.append((half_billion(1, options.dtype), options.dtype, loads.BIG))
+        suites.append((half_billion(1, options.dtype), options.dtype, BIG_LOADS))
     figures: list[Figure] = []
     for model, dtype, suite in suites:
         with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -72,9 +124,9 @@ def compare(contenders: Contenders, options: Options) -> list[Figure]:
 
 
 def _alternate(load: Load, both: Sequence[Live], options: Options) -> list[list[Took]]:
-    """Let both take turns; the second of a round goes first in the next. Short answers warm up."""
+    """Measure both in turns; the second of a round goes first in the next. Short answers warm up."""
     found: dict[str, list[Took]] = {live.side.name: [] for live in both}
-    warm = replace(load, total=min(load.total, load.in_flight), shape=loads.short)
+    warm = replace(load, total=min(load.total, load.in_flight), shape=_short)
     for live in both:
         asyncio.run(_round(live, warm, 0))
     rounds = options.count(ROUNDS_FOR_A_VERDICT, 1)

@@ -1,6 +1,6 @@
-"""Weights to our worker over vLLM, in turn with vLLM's own ways to its own server, and the figures that makes.
+"""Weights to our worker over vLLM, in turns with vLLM's own ways to its own server, and the figures of both.
 
-Both live at once with the same model and flags, idle, and have to give the same answer afterwards.
+Both run at once with the same model and flags, idle, and must give the same answer afterwards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Took:
 
 
 def compare(models: tuple[Path, Path], tensors: Mapping[str, torch.Tensor], rounds: int) -> Took:
-    """Start both sides on the first model, and bring them the second one's tensors as often as asked."""
+    """Start both sides on the first model, and publish the second one's tensors `rounds` times each way."""
     took = Took()
     kind = replace(KINDS["vllm"], env=vllm_server.ENVIRON)
     with tempfile.TemporaryDirectory() as name:
@@ -114,7 +114,6 @@ def _rounds(
 
 
 def figures(took: Took) -> list[Figure]:
-    """Compare each way with vLLM's own, and the stop with a plain copy."""
     stop = figure(
         "… the same stop",
         _stops(took.shm),
@@ -157,14 +156,13 @@ def side(backend: str) -> Side:
 
 @contextmanager
 def _server(backend: str, model: Path, folder: Path) -> Iterator[Live]:
-    """Run that server."""
     with started(vllm_server.ENGINE, side(backend), ENVIRON, model, DTYPE, folder) as live:
         yield live
 
 
 @contextmanager
 def _pusher(backend: str, live: Live, model: Path) -> Iterator[Callable[[], float]]:
-    """Run a trainer of vLLM's; what it yields pushes once and returns the seconds that took."""
+    """Run a trainer of vLLM's; yield a function that pushes once and returns the seconds."""
     file = model / "model.safetensors"
     words = [*("-m", "bench.baselines.vllm_transfer", backend, live.url), str(file)]
     with subprocess.Popen(
@@ -196,7 +194,7 @@ def _pusher(backend: str, live: Live, model: Path) -> Iterator[Callable[[], floa
 def _reloader(
     live: Live, tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> Callable[[], tuple[float, float]]:
-    """Return what writes files and lets vLLM reload them; it returns the seconds of all, and of the pause."""
+    """Return a function that writes files for vLLM to reload, and returns the seconds in total and of the pause."""
     versions = [folder / "theirs-0", folder / "theirs-1"]
     for version in versions:
         version.mkdir()

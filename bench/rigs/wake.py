@@ -43,7 +43,6 @@ def measure_wake(model: Path, other: Path, rounds: int) -> list[Figure]:
 
 
 def describe_wake() -> str:
-    """Return the note that belongs to these figures."""
     return (
         "Turn given back: the worker slept at level 2 and waited for the turn. It reads the new weights from a file"
         " and verifies each byte; the one process has them in memory, as a trainer has."
@@ -51,7 +50,7 @@ def describe_wake() -> str:
 
 
 def _measure_worker(folder: Path, model: Path, other: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, as a trainer next to a real worker sees them."""
+    """Return the seconds of each step, measured by a trainer next to a real worker."""
     took: dict[str, list[float]] = {step: [] for step in ("all", *STEPS)}
     locks = folder / "turn"
     locks.mkdir()
@@ -80,7 +79,7 @@ def _measure_worker(folder: Path, model: Path, other: Path, rounds: int) -> dict
 
 
 def _measure_round(worker: Observed, turn: Turn, version: int, source: Path) -> list[float]:
-    """Return when the trainer gave its turn back, and when each step had ended."""
+    """Return when the trainer gave its turn back, and when each step ended."""
     worker.timed("sleep", level=2)
     turn.take(60)
     waking = worker.in_background(lambda: worker.timed("wake", tags=["weights"], load=False))
@@ -100,7 +99,7 @@ def _measure_round(worker: Observed, turn: Turn, version: int, source: Path) -> 
 
 
 def _measure_plain(model: Path, new: dict[str, torch.Tensor], rounds: int) -> list[float]:
-    """Return the seconds in which one process that has the new weights in memory comes to a token."""
+    """Return the seconds until one process that has the new weights in memory makes a token."""
     engine = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     parameters = dict(engine.named_parameters())
     prompt = torch.tensor([PROMPT])

@@ -66,7 +66,6 @@ class Observed(Command):
         return resident_bytes(self.process.pid) / 2**20
 
     def stage_seconds(self, version: int, path: Path) -> float:
-        """Stage a version, wait until it is staged, and return the seconds that took."""
         began = time.monotonic()
         body = {"epoch": 1, "version": version, "source": {"path": str(path)}}
         answer = self.post("weights/stage", **body)
@@ -80,7 +79,7 @@ class Observed(Command):
             time.sleep(POLL_SECONDS)
 
     def timed(self, verb: str, **body: Any) -> tuple[float, dict[str, Any]]:
-        """Return the seconds that a verb of the control port takes, and its answer, a success."""
+        """Return the seconds of a successful call of the control port, and its answer."""
         began = time.monotonic()
         answer = self.post(verb, **body)
         assert answer.status_code == 200, answer.text
@@ -119,7 +118,6 @@ class Observed(Command):
                         mine.append(time.monotonic())
 
     def finish(self) -> None:
-        """End the worker and all its processes."""
         family = find_descendants(self.process.pid)
         if self.process.poll() is None:
             self.terminate()

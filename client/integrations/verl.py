@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from rollout_client.generating.generate_options import GenerateOptions
 from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS
 from rollout_client.pool import AsyncRolloutPool
-from rollout_client.steering.options import DirectOptions
+from rollout_client.steering.control_ports import DirectOptions
 from rollout_client.steering.pushing.routes import TRANSPORTS, Transport
 from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS
 from rollout_common.wire import GenerateOutput, SamplingParams, StopReason, WorkerInfo

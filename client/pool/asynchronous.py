@@ -36,9 +36,13 @@ from rollout_client.routing.member_clients import DataToken, MemberClients
 from rollout_client.routing.router import RequestRouter
 from rollout_client.routing.settings import SILENCE_LIMIT_SECONDS
 from rollout_client.steering.cluster_steering import ClusterSteering
-from rollout_client.steering.control_ports import ControlPorts, Token, read_mounted_token
+from rollout_client.steering.control_ports import (
+    ControlPorts,
+    DirectOptions,
+    Token,
+    read_mounted_token,
+)
 from rollout_client.steering.direct_steering import DirectSteering
-from rollout_client.steering.options import DirectOptions
 from rollout_client.steering.steering_protocol import Steering
 from rollout_client.turn.turn_devices import query_pod_devices
 from rollout_client.turn.verbs import TurnVerbs

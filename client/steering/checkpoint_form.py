@@ -1,8 +1,8 @@
 """The state of a model under the names and in the shapes of its checkpoint.
 
-Models of transformers 5 hold some tensors otherwise than their checkpoints do: the experts of a layer are fused into
-one. `save_pretrained` reverts that for the whole state at once; here it is done layer by layer, so that no
-more than one layer's experts are there twice.
+Models of transformers 5 fuse the experts of a layer into one tensor; their checkpoints do not.
+`save_pretrained` reverts that for the whole state at once. This module does it layer by layer, so that
+at most one layer's experts are in memory twice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ State = Mapping[str, Any]
 Revert = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 _FUSED = re.compile(r"\.experts\.[a-z]")
-"""In a name of the experts of one layer, all in one tensor."""
+"""Found in the name of a tensor that fuses the experts of one layer."""
 
 
 def state_of(tensors: Any) -> Any:
-    """Return the state of a model in the form of its checkpoint; what is no model, as it is.
+    """Return the state of a model in the form of its checkpoint; anything else unchanged.
 
     Raises:
         LayoutError: Its experts are fused, and this release of transformers can't revert that.
@@ -38,7 +38,7 @@ def state_of(tensors: Any) -> Any:
     if modeling is None or not isinstance(tensors, modeling.PreTrainedModel):
         return state
     try:
-        # No public name: what `save_pretrained` uses.
+        # Private, but `save_pretrained` uses it, and nothing public does the same.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return _unfused_already(state)
@@ -46,22 +46,22 @@ def state_of(tensors: Any) -> Any:
 
 
 def whole(tensor: Any) -> Any:
-    """Return a tensor that all ranks have parts of as one: a collective operation of all of them."""
+    """Gather a tensor of which each rank has a part: a collective operation of all ranks."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether other ranks have parts of it, as of a DTensor (FSDP, tensor parallel)."""
+    """Whether other ranks have parts of it, as with a DTensor (FSDP, tensor parallel)."""
     return hasattr(tensor, "full_tensor")
 
 
 def described(state: State) -> Mapping[str, torch.Tensor]:
-    """Return tensors of the dtypes and (whole) shapes of a state, in its order; making them costs nothing."""
+    """Return tensors with the dtypes and whole shapes of a state, in its order, without gathering any."""
     return state.described if isinstance(state, Unfused) else state
 
 
 def held(state: State) -> State:
-    """Return the tensors of which a state is made."""
+    """Return the tensors from which a state is made."""
     return state.held if isinstance(state, Unfused) else state
 
 
@@ -97,7 +97,7 @@ def _reverted(model: Any, state: State, revert: Revert) -> State:
         part = revert(model, {name: meta[name] for name in names})
         made.update(dict.fromkeys(part, layer))
     changed = {name for name, tensor in reverted.items() if meta.get(name) is not tensor}
-    if made.keys() != changed:  # what is converted together lies in several layers
+    if made.keys() != changed:  # one conversion needs tensors of several layers
         layers = {"": [name for names in layers.values() for name in names]}
         made = dict.fromkeys(changed, "")
     return Unfused(model, state, revert, reverted, made, layers)
@@ -106,17 +106,16 @@ def _reverted(model: Any, state: State, revert: Revert) -> State:
 class Unfused(Mapping[str, Any]):
     """The state as a mapping from names of the checkpoint to tensors.
 
-    What its checkpoint has as well is given as it is held; the rest is made when it is asked for, whole.
-
-    Ranks that have parts of the tensors take all of them in the same order.
+    Tensors that the model holds in the checkpoint's form are returned as they are; the others are made on
+    access, whole. Ranks that have parts of the tensors must take all of them in the same order.
 
     Args:
-        model: Whose state it is.
+        model: The model.
         state: The tensors that it holds.
-        revert: Of transformers.
-        reverted: What it comes to, without memory.
-        made: By name of what is not held: the layer of which it is made.
-        layers: By layer: the tensors that it holds instead.
+        revert: `revert_weight_conversion` of transformers.
+        reverted: Its result for the whole state, on the meta device.
+        made: The layer from which each tensor that the model does not hold is made, by name.
+        layers: The tensors that the model holds instead, by layer.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class Unfused(Mapping[str, Any]):
         if layer is None:
             return self.held[name]
         if self._last is None or self._last[0] != layer:
-            self._last = None  # first: two layers would be there at once
+            self._last = None  # before the next layer is made, or two would be in memory
             parts = {part: whole(self.held[part]) for part in self._layers[layer]}
             self._last = layer, self._revert(self._model, parts)
         return self._last[1][name]

@@ -1,11 +1,11 @@
-"""Epochs, weights and state of a pool with an operator: the RolloutReplica is patched and followed; whole.
+"""Epochs, weights and state of a pool with an operator: the client patches and follows the RolloutReplica.
 
-The client only says what shall be; the operator does it, even when this process is gone. What is
-returned or raised is what the status says, in the operator's own words.
+The client only declares what it wants; the operator carries it out, even when this process is gone.
+Results and errors come from the status, in the operator's own words.
 
-Which trainer has the pool is written in an annotation, `rollout.dev/trainer-epoch`, which only rises
-and is only changed by compare-and-swap. The epoch of `spec.weights.target` would not do: it can't
-rise without another weights update.
+The annotation `rollout.dev/trainer-epoch` records which trainer has the pool; it only rises and is
+only changed by compare-and-swap. The epoch of `spec.weights.target` could not serve: it can't rise
+without another weights update.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+
+from typing_extensions import override
 
 from rollout_client.errors import (
     ClusterError,
@@ -28,11 +30,9 @@ from rollout_client.kube.cluster_client import ClusterClient, ReportTrouble, ret
 from rollout_common.wire import WeightsId, WeightsSource
 
 from .control_ports import ControlPorts
-from .head_staging import head_ports, stage_on_heads
 from .pushing.push import Push
 from .replica_status import (
     ANNOTATION_EPOCH,
-    UpdateUnderway,
     check_epoch,
     has_reached,
     has_target,
@@ -41,13 +41,20 @@ from .replica_status import (
     wanted_replicas,
     wanted_state,
 )
-from .settings import QUICK_SECONDS, RETRY_SECONDS, STATUS_POLL_SECONDS, STRAGGLER_SECONDS
-from .staging_barrier import Version
+from .settings import (
+    QUICK_SECONDS,
+    RETRY_SECONDS,
+    SLOW_HEAD_SECONDS,
+    STATUS_POLL_SECONDS,
+    STRAGGLER_SECONDS,
+)
+from .staging_barrier import Barrier, Version
 from .steering_protocol import (
     OnProgress,
     PoolState,
     Published,
     PublishProgress,
+    Steering,
     content_mismatch_error,
 )
 
@@ -56,14 +63,14 @@ logger = logging.getLogger(__name__)
 CONFLICT, OVERLOADED, INVALID = 409, 429, 422
 
 
-class ClusterSteering:
+class ClusterSteering(Steering):
     """Steers a pool through its RolloutReplica.
 
     Args:
         kube: The API server.
         name: Of the RolloutReplica.
         namespace: Its namespace.
-        heads: Control ports of the members, for weights that are pushed; None: none can be.
+        heads: Control ports of the members; None: weights can't be pushed.
     """
 
     lowest_identity: WeightsId | None = None
@@ -78,31 +85,24 @@ class ClusterSteering:
         self._path = f"{self._collection}/{name}"
         self._epoch = 0
 
+    @override
     async def close(self) -> None:
-        """Close all connections."""
         if self._heads is not None:
             await self._heads.close()
         await self._kube.close()
 
+    @override
     async def wanted_state(self) -> PoolState | None:
-        """Return what `spec.state` asks for."""
         return wanted_state(await self._kube.get(self._path, seconds=QUICK_SECONDS))
 
-    # Epoch.
-
+    @override
     async def acquire_epoch(self, seconds: float) -> int:
-        """Take the next epoch by compare-and-swap.
-
-        Raises:
-            EpochLost: Another trainer took it at the same time.
-            ClusterError: Not allowed, or no answer.
-        """
         first: int | None = None
 
         def change(pool: Obj, unsure: bool) -> Obj:
             nonlocal first
             held = highest_epoch(pool)
-            # An epoch that may be of a write of ours without an answer: the next one shuts out both.
+            # The epoch may come from a write of ours whose answer was lost: the next one shuts out both.
             if first is not None and held != first and not unsure:
                 raise EpochLost(f"another trainer took epoch {held} at the same time")
             first = held
@@ -112,13 +112,11 @@ class ClusterSteering:
         return self._epoch
 
     async def _swap(self, change: Callable[[Obj, bool], Obj | None], seconds: float) -> Obj:
-        """Change the object as it is now; try again if somebody else wrote meanwhile.
-
-        Passing failures of the API server are tried again, too.
+        """Change the current object; retry conflicts and transient failures of the API server.
 
         Args:
-            change: Gets the object, and whether a write before this one may have taken effect
-                although it failed. Returns what to merge, None for nothing, or raises.
+            change: Gets the object, and whether an earlier write may have taken effect although it
+                failed. Returns what to merge, None for nothing, or raises.
             seconds: Deadline.
         """
         until, attempt, unsure = time.monotonic() + seconds, 0, False
@@ -141,8 +139,7 @@ class ClusterSteering:
             await asyncio.sleep(pause)
             attempt += 1
 
-    # Weights.
-
+    @override
     async def publish_identity(
         self,
         identity: WeightsId,
@@ -152,24 +149,17 @@ class ClusterSteering:
         push: Push | None = None,
         root_hash: str | None = None,
     ) -> Published:
-        """Move the target and follow the status until it serves; `push` brings the bytes first.
-
-        Raises:
-            PublishFailed: In the operator's or the API server's words, a replica can't use the bytes that
-                were pushed, or other content has this identity.
-            Superseded: Newer weights took their place.
-            EpochLost: Another trainer has the pool.
-        """
+        """Push the bytes if there are any, move the target, and follow the status until it serves."""
         began = time.monotonic()
         barrier = None
         if push is not None:
             check_epoch(await self._kube.get(self._path, seconds=seconds), identity.epoch)
             version = Version(identity, source, root_hash)
-            barrier = await stage_on_heads(self._heads, version, push, began + seconds, tell)
+            barrier = await self._stage_on_heads(version, push, began + seconds, tell)
         try:
             pool = await self._move(identity, source, seconds - (time.monotonic() - began))
         except RolloutError as error:
-            # Where nobody knows whether it was moved, the operator decides what becomes of the bytes.
+            # If nobody knows whether the target moved, the operator decides about the bytes.
             if barrier is not None and not (isinstance(error, ClusterError) and error.is_transient):
                 await barrier.discard()
             raise
@@ -177,7 +167,7 @@ class ClusterSteering:
         if barrier is not None:
             root_hash = barrier.version.root_hash
 
-        def judge(pool: Obj) -> Published | UpdateUnderway:
+        def judge(pool: Obj) -> Published | PublishProgress:
             found = publish_progress(pool, identity, generation, time.monotonic() - began)
             has = found.root_hash if isinstance(found, Published) else None
             if root_hash is not None and has not in (None, root_hash):
@@ -187,19 +177,31 @@ class ClusterSteering:
         done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
         return done if push is None else push.reported(done)
 
+    @override
     async def tensor_dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes that tensors must have, by name.
+        return await self._head_ports().get_dtypes()
 
-        Raises:
-            PublishFailed: No control ports are known.
-            SteeringFailed: No head tells.
-        """
-        return await head_ports(self._heads).get_dtypes()
+    async def _stage_on_heads(
+        self, version: Version, push: Push, until: float, tell: OnProgress
+    ) -> Barrier:
+        """Bring the bytes to every head that has loaded; they also mend heads that don't serve yet."""
+        heads = self._head_ports()
+        states = await heads.get_states(min(SLOW_HEAD_SECONDS, until - time.monotonic()))
+        loaded = [name for name, state in states.items() if state.resident.weights]
+        waiting = [name for name in loaded if not states[name].serving]
+        barrier = Barrier(heads, version, loaded, push=push, spared=waiting)
+        await barrier.stage(until, tell)
+        return barrier
+
+    def _head_ports(self) -> ControlPorts:
+        if self._heads is None:
+            raise PublishFailed("this pool knows no control ports: make it with from_cluster")
+        return self._heads
 
     async def _move(self, identity: WeightsId, source: WeightsSource, seconds: float) -> Obj:
         """Move the target, and return the object that has it."""
         wanted = {"epoch": identity.epoch, "version": identity.version}
-        # A merge patch keeps what it does not name: the other kinds of source must go.
+        # A merge patch keeps what it does not name, so the other kinds of source are set to null.
         where: Obj = {"path": None, "checkpoint": None, "pushed": None}
         where |= source.model_dump(exclude_none=True)
 
@@ -218,35 +220,34 @@ class ClusterSteering:
 
     async def _follow(
         self,
-        judge: Callable[[Obj], Published | UpdateUnderway],
+        judge: Callable[[Obj], Published | PublishProgress],
         seconds: float,
         tell: OnProgress,
         identity: WeightsId,
     ) -> Published:
         message, trouble = "nothing was seen of the pool", ""
 
-        def heed(error: ClusterError | None) -> None:
+        def note_trouble(error: ClusterError | None) -> None:
             nonlocal trouble
             if error is not None and not error.is_transient:
                 raise error
             trouble = "" if error is None else f"; the API server: {error}"
 
         try:
-            async with asyncio.timeout(seconds), aclosing(self._objects(heed)) as objects:
+            async with asyncio.timeout(seconds), aclosing(self._objects(note_trouble)) as objects:
                 async for pool in objects:
                     found = judge(pool)
-                    total = wanted_replicas(pool)
                     message = found.message
-                    if isinstance(found, Published):
-                        tell(PublishProgress("Complete", total, total, message))
-                        return found
-                    weights = (pool.get("status") or {}).get("weights") or {}
-                    staged = weights.get("stagedReplicas", 0)
-                    tell(PublishProgress(found.phase, staged, total, message))
+                    if isinstance(found, PublishProgress):
+                        tell(found)
+                        continue
+                    total = wanted_replicas(pool)
+                    tell(PublishProgress("Complete", total, total, message))
+                    return found
         except TimeoutError:
             why = f"weights {identity} were not committed within {seconds:.0f} s: {message}"
             raise PublishFailed(f"{why}{trouble}; the operator goes on trying") from None
-        raise PublishFailed(message)  # pragma: no cover - the objects come for ever
+        raise PublishFailed(message)  # pragma: no cover - the stream of objects has no end
 
     async def _objects(self, trouble: ReportTrouble) -> AsyncGenerator[Obj]:
         """Yield the object now and after each change.
@@ -261,15 +262,9 @@ class ClusterSteering:
                     raise SteeringFailed(f"the RolloutReplica {self._name} does not exist any more")
                 yield objects[self._name]
 
-    # State.
-
+    @override
     async def change_state(self, state: PoolState, seconds: float) -> int:
-        """Ask for a state in spec, then wait for what the workers say; return how many serve.
-
-        Raises:
-            SteeringFailed: Somebody else changed the state meanwhile, or it took too long.
-            ClusterError: Not allowed, or no answer.
-        """
+        """Ask for a state in spec, then wait until the status reports it."""
         began = time.monotonic()
         pool = await self._ask(state, seconds)
         generation, message = pool["metadata"]["generation"], ""
@@ -277,12 +272,17 @@ class ClusterSteering:
         try:
             async with asyncio.timeout(seconds - (time.monotonic() - began)):
                 while True:
-                    seen = await self._seen()
-                    status = {} if isinstance(seen, str) else seen.get("status") or {}
-                    message = seen if isinstance(seen, str) else str(status.get("message", ""))
-                    ready = int(status.get("readyReplicas", 0))
-                    if not isinstance(seen, str) and has_reached(seen, state, generation):
-                        return ready
+                    try:
+                        pool = await self._kube.get(self._path)
+                        status = pool.get("status") or {}
+                        message = str(status.get("message", ""))
+                        ready = int(status.get("readyReplicas", 0))
+                        if has_reached(pool, state, generation):
+                            return ready
+                    except ClusterError as error:
+                        if not error.is_transient:
+                            raise
+                        message, ready = f"the API server: {error}", 0
                     if state == "Active" and ready:
                         first_at = first_at or time.monotonic()
                         if time.monotonic() - first_at > STRAGGLER_SECONDS:
@@ -292,13 +292,8 @@ class ClusterSteering:
         except TimeoutError:
             raise SteeringFailed(f"not {state} within {seconds:g} s: {message}") from None
 
+    @override
     async def ask_state(self, state: PoolState, seconds: float) -> None:
-        """Ask for a state in spec; the operator does the rest.
-
-        Raises:
-            EpochLost: Another trainer has the pool.
-            ClusterError: Not allowed, or no answer within these seconds.
-        """
         await self._ask(state, seconds)
 
     async def _ask(self, state: PoolState, seconds: float) -> Obj:
@@ -308,12 +303,3 @@ class ClusterSteering:
             return None if wanted_state(pool) == state else {"spec": {"state": state}}
 
         return await self._swap(change, seconds)
-
-    async def _seen(self) -> Obj | str:
-        """Return the object, or why the API server does not show it at the moment."""
-        try:
-            return await self._kube.get(self._path)
-        except ClusterError as error:
-            if not error.is_transient:
-                raise
-            return f"the API server: {error}"

@@ -1,11 +1,12 @@
-"""The control ports of all members of a pool, asked at the same time."""
+"""The control ports of all members of a pool, asked at the same time, and the options of their orders."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -22,20 +23,74 @@ from rollout_client.worker_control import (
     send_over_httpx,
 )
 from rollout_common.transfer.tls import Trust
-from rollout_common.wire import WeightsDtypes, WorkerState
+from rollout_common.wire import (
+    CommitRequest,
+    InFlightPolicy,
+    OnDeadline,
+    SleepRequest,
+    WeightsDtypes,
+    WeightsId,
+    WorkerState,
+)
 
 from .settings import ASK_AGAIN_SECONDS, BUSY_RETRY_SECONDS
 
 T = TypeVar("T")
 Token = str | Callable[[], str | None] | None
 
-
 MOUNTED_TOKEN = Path("/var/run/secrets/rollout.dev/token")
-"""Where a trainer's pod has its token for control ports, unless it says otherwise."""
+"""Where a trainer's pod has its token for control ports by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectOptions:
+    """How to steer a pool without an operator.
+
+    Attributes:
+        token: Bearer token of the control ports, or a function that returns it.
+        control_ca: File with the authorities that certificates of the control ports are checked against,
+            if their URLs are https; default: the public ones.
+        in_flight: What a commit does to running requests.
+        drain_seconds: How long running requests may continue before a commit, a sleep or a pause.
+        on_deadline: What happens to requests that still run then.
+        sleep_level: 1 keeps a copy of the weights, 2 drops them.
+    """
+
+    token: Token = None
+    control_ca: str | Path | None = None
+    in_flight: InFlightPolicy = "Drain"
+    drain_seconds: float = 30.0
+    on_deadline: OnDeadline = "Abort"
+    sleep_level: int = 1
+
+    def __post_init__(self) -> None:
+        # Validate now: once weights are staged it is too late to learn that no worker accepts these.
+        self.commit_request(WeightsId(epoch=0, version=0))
+        self.sleep_request()
+
+    def commit_request(
+        self, identity: WeightsId, seconds: float | None = None, root_hash: str | None = None
+    ) -> CommitRequest:
+        """Return the order to flip to staged weights of this content after a drain of at most `seconds`."""
+        drain = self.drain_seconds if seconds is None else min(self.drain_seconds, seconds)
+        return CommitRequest(
+            epoch=identity.epoch,
+            version=identity.version,
+            root_hash=root_hash,
+            in_flight=self.in_flight,
+            deadline_seconds=drain,
+            on_deadline=self.on_deadline,
+        )
+
+    def sleep_request(self) -> SleepRequest:
+        """Return the order to fall asleep."""
+        return SleepRequest.model_validate(
+            {"level": self.sleep_level, "deadline_seconds": self.drain_seconds}
+        )
 
 
 def read_mounted_token(audience: str, path: Path = MOUNTED_TOKEN) -> Callable[[], str]:
-    """Return what reads the token that the kubelet renews; it is for this audience."""
+    """Return a function that reads the mounted token, which the kubelet renews; `audience` is for its error."""
 
     def read() -> str:
         try:
@@ -53,10 +108,10 @@ class ControlPorts:
     """Asks the control ports of all members.
 
     Args:
-        members: Returns who is there now.
+        members: Returns the members of this moment.
         token: Bearer token, or a function that returns it.
-        ca: File with the certificates that those of https ports are checked against.
-        tls_name: What they must be for; None: the host of each URL.
+        ca: File with the authorities that certificates of https ports are checked against.
+        tls_name: The name that certificates must have; None: the host of each URL.
     """
 
     def __init__(
@@ -70,11 +125,9 @@ class ControlPorts:
         self._bearer = token
         context = trusted_authorities(environment=False) if ca is None else _tls_context(ca)
         self.trust = Trust(context, "give the file with its CA as control_ca")
-        """Whom the ports for weights are checked against; always for the name of all workers."""
+        """What the ports for weights are checked against; always for the name of all workers."""
         self._http = httpx.AsyncClient(
-            verify=context,
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
+            verify=context, limits=httpx.Limits(max_connections=None), trust_env=False
         )
         self._send = send_over_httpx(self._http, tls_name)
 
@@ -87,16 +140,8 @@ class ControlPorts:
         """Close all connections."""
         await self._http.aclose()
 
-    def member_names(self) -> list[str]:
-        """Return the names of the members that are there now.
-
-        Raises:
-            SteeringFailed: It is not known where a member's control port is.
-        """
-        return list(self._member_controls())
-
     def host_of(self, name: str) -> str | None:
-        """Return the address of a member: its ports are all there. None: it is gone."""
+        """Return the address of a member, where all its ports are; None: it is gone."""
         urls = {member.name: member.control_url for member in self._members()}
         return urlsplit(urls.get(name) or "").hostname
 
@@ -104,16 +149,19 @@ class ControlPorts:
         """Return the states of the members that answer, by name.
 
         Args:
-            patience: Seconds for which those are asked again that are there, it seems, but too slow.
+            patience: For this many seconds, members that accept calls but answer too late are asked again.
 
         Raises:
-            SteeringFailed: None answers, or one refuses to.
+            SteeringFailed: No member answers, or one refuses.
         """
         until = time.monotonic() + patience
-        answers = await self.ask_members(self.member_names(), lambda control: control.state())
-        while (slow := _slow_members(answers)) and time.monotonic() < until:
+        answers = await self.ask_members(lambda control: control.state())
+        while time.monotonic() < until:
+            slow = [n for n, a in answers.items() if isinstance(a, ControlUnreachable) and a.slow]
+            if not slow:
+                break
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-            answers |= await self.ask_members(slow, lambda control: control.state())
+            answers |= await self.ask_members(lambda control: control.state(), slow)
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
                 raise SteeringFailed(answer.detail, replica=name) from answer
@@ -124,12 +172,12 @@ class ControlPorts:
         return found
 
     async def get_dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes of the model's checkpoint, as a member tells them.
+        """Return the dtypes of the model's checkpoint from the first member that reports them.
 
         Raises:
-            SteeringFailed: None does.
+            SteeringFailed: No member does.
         """
-        answers = await self.ask_members(self.member_names(), lambda control: control.dtypes())
+        answers = await self.ask_members(lambda control: control.dtypes())
         for answer in answers.values():
             if isinstance(answer, WeightsDtypes):
                 return answer.dtypes
@@ -138,13 +186,19 @@ class ControlPorts:
         raise SteeringFailed(f"cast: no worker tells the dtypes of its model ({why})")
 
     async def ask_members(
-        self, names: Sequence[str], question: Callable[[WorkerControl], Awaitable[T]]
+        self,
+        question: Callable[[WorkerControl], Awaitable[T]],
+        names: Iterable[str] | None = None,
     ) -> dict[str, T | ControlError | ControlUnreachable]:
-        """Ask all of these at the same time; refusals and silence are answers, too.
+        """Ask these members, by default all, at the same time; refusals and silence are answers, too.
 
-        Who was too busy to look at the question is asked again, for `BUSY_RETRY_SECONDS`.
+        A member that was too busy to look at the question is asked again, for `BUSY_RETRY_SECONDS`.
+
+        Raises:
+            SteeringFailed: The URL of a member's control port is not known.
         """
         controls = self._member_controls()
+        asked = list(controls if names is None else names)
 
         async def one(name: str) -> T | ControlError | ControlUnreachable:
             if name not in controls:
@@ -160,7 +214,7 @@ class ControlPorts:
                         return error
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
 
-        return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+        return dict(zip(asked, await asyncio.gather(*map(one, asked)), strict=True))
 
     def _member_controls(self) -> dict[str, WorkerControl]:
         found = {}
@@ -175,18 +229,13 @@ class ControlPorts:
         try:
             return self._bearer() if callable(self._bearer) else self._bearer
         except (OSError, ValueError) as error:
-            # A file that is renewed this moment: in passing, like a worker that does not answer.
+            # The kubelet may be replacing the file at this moment: transient, like a silent worker.
             why = f"the token of the control ports can't be read: {error}"
             raise ControlUnreachable(why) from error
 
 
-def _slow_members(answers: Mapping[str, object]) -> list[str]:
-    """Return who has not answered in time, and may be merely busy."""
-    return [n for n, a in answers.items() if isinstance(a, ControlUnreachable) and a.slow]
-
-
 def _is_busy(error: ControlError) -> bool:
-    """Whether nobody has looked at the question: too many calls, or the gateway's own answer."""
+    # Too many calls, or a gateway that answered for a worker that never saw the question.
     if error.status == 429 or error.slug == "auth-unavailable":
         return True
     return error.slug == "" and error.status in (502, 503, 504)

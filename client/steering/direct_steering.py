@@ -1,8 +1,8 @@
-"""Weights and state of a pool without an operator: the control ports are called one by one.
+"""Weights and state of a pool without an operator: the client calls each control port.
 
-It comes to what the operator does. All live replicas stage; when all have, all commit. A replica
-that died meanwhile, sleeps or fails to commit is fenced and gets the weights before it serves again,
-and one that was restarted returns to the pool's state (`keeper`). Until the first commit any
+The result is what the operator would do. All live replicas stage; when all have, all commit. A replica
+that died in between, sleeps or fails to commit is fenced and gets the weights before it serves again,
+and one that was restarted returns to the pool's state (`pool_keeper`). Until the first commit, a
 failure leaves the old weights serving everywhere.
 """
 
@@ -13,6 +13,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+
+from typing_extensions import override
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import EpochLost, PublishFailed, SteeringFailed
@@ -26,24 +28,23 @@ from rollout_common.wire import (
     WorkerState,
 )
 
-from .control_ports import ControlPorts
-from .options import DirectOptions
+from .control_ports import ControlPorts, DirectOptions
 from .pool_keeper import PoolKeeper
 from .pushing.push import Push
 from .settings import PROGRESS_INTERVAL_SECONDS, RETRY_INTERVAL_SECONDS, STATE_ASK_SECONDS
 from .staging_barrier import Barrier, Version, refused
-from .steering_protocol import OnProgress, PoolState, Published, PublishProgress
+from .steering_protocol import OnProgress, PoolState, Published, PublishProgress, Steering
 
 logger = logging.getLogger(__name__)
 
 
-class DirectSteering:
+class DirectSteering(Steering):
     """Steers a pool at the control ports of its members.
 
     Args:
-        members: Returns who is there now.
+        members: Returns the members of this moment.
         options: Token, in-flight policy, sleep level.
-        on_weights: Told that a member (by URL) serves an identity.
+        on_weights: Called when a member (by URL) serves an identity.
     """
 
     def __init__(
@@ -58,39 +59,35 @@ class DirectSteering:
         self._ports = ControlPorts(members, options.token, options.control_ca)
         self._keeper = PoolKeeper(self._ports, options, self._note_serving)
 
+    @override
     async def close(self) -> None:
-        """Close all connections."""
         await self._keeper.stop()
         await self._ports.close()
 
     @property
+    @override
     def lowest_identity(self) -> WeightsId | None:
-        """What was published last: a replica that came back with older weights gets nothing."""
+        # What was published last: a replica that came back with older weights gets no requests.
         target = self._keeper.target
         return None if target is None else target.identity
 
+    @override
     async def wanted_state(self) -> PoolState | None:
-        """Return the state that was asked for last through this pool."""
         return self._keeper.state
 
-    # Epoch.
-
+    @override
     async def acquire_epoch(self, seconds: float) -> int:
         """Take the epoch above all that the workers have seen, and fence the lower ones.
 
         Without an API server there is nothing to compare and swap on: two trainers that do this at
         the same moment may both win, so a pool without an operator must have only one trainer.
-
-        Raises:
-            EpochLost: A worker saw a higher epoch meanwhile.
-            SteeringFailed: No worker answers.
         """
         try:
             async with asyncio.timeout(seconds):
                 states = await self._ports.get_states()
                 epoch = 1 + max(_highest_epoch(state) for state in states.values())
                 request = RequireRequest(epoch=epoch)
-                answers = await self._ports.ask_members(list(states), lambda c: c.require(request))
+                answers = await self._ports.ask_members(lambda c: c.require(request), states)
         except TimeoutError:
             raise SteeringFailed(f"the workers did not confirm an epoch in {seconds:g} s") from None
         for name, answer in answers.items():
@@ -98,8 +95,7 @@ class DirectSteering:
                 raise EpochLost(answer.detail, replica=name)
         return epoch
 
-    # Weights.
-
+    @override
     async def publish_identity(
         self,
         identity: WeightsId,
@@ -109,12 +105,11 @@ class DirectSteering:
         push: Push | None = None,
         root_hash: str | None = None,
     ) -> Published:
-        """Stage on all live replicas, then commit on all; `push` brings the bytes, if there is one.
+        """Stage on all live replicas, then commit on all.
 
         Raises:
-            PublishFailed: Nothing changed: a replica can't use the weights, has other content under their
-                identity, or time ran out. Or no replica answered to the commit in time: each gets the weights once it answers.
-            EpochLost: A newer trainer owns a worker.
+            PublishFailed: Either nothing changed, or no replica answered the commit in time; each then gets
+                the weights once it answers.
         """
         if push is None and source.pushed is not None:
             raise PublishFailed(
@@ -133,49 +128,23 @@ class DirectSteering:
                 done = await self._commit_staged(barrier, len(states), began, until, tell)
                 return done if push is None else push.reported(done)
         finally:
-            # After a failure, too: who comes back needs the weights of before.
+            # After a failure, too: a replica that comes back needs the earlier weights.
             self._keeper.start()
 
+    @override
     async def tensor_dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes that tensors must have, by name.
-
-        Raises:
-            SteeringFailed: No worker tells.
-        """
         return await self._ports.get_dtypes()
 
     async def _commit_staged(
         self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress
     ) -> Published:
         """Commit on all that staged: from here it only goes forward."""
-        version, count = barrier.version, len(barrier.staged)
-        identity = version.identity
+        identity, count = barrier.version.identity, len(barrier.staged)
         message = f"committing weights {identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
-        left = max(0.0, until - time.monotonic())
-        root_hash = next(iter(barrier.staged.values()), version.root_hash)
-        order = self._options.commit_request(identity, left, root_hash)
-        try:
-            answers = await self._ports.ask_members(
-                list(barrier.staged), lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS)
-            )
-        except BaseException:
-            # Cancelled: some may have flipped, so the others must.
-            self._keeper.target = version
-            raise
-        done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
-        errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
-        if errors and len(errors) == len(answers):
-            await barrier.discard()
-            name, error = next(iter(errors.items()))
-            raise refused(name, identity, error)
-        self._keeper.target = version = replace(version, root_hash=root_hash)
-        await self._fence_version(version)
-        if answers and not done:
-            why = f"no replica answered to the commit of {identity} in time"
-            raise PublishFailed(
-                f"{why}; each gets it once it answers, as long as this pool is open"
-            )
+        root_hash = next(iter(barrier.staged.values()), barrier.version.root_hash)
+        version = replace(barrier.version, root_hash=root_hash)
+        done = await self._order_commit(barrier, version, max(0.0, until - time.monotonic()))
         self._note_serving(done, version)
         message = f"{len(done)} of {total} replicas serve weights {identity}"
         if late := total - len(done):
@@ -190,29 +159,50 @@ class DirectSteering:
             message=message,
         )
 
+    async def _order_commit(
+        self, barrier: Barrier, version: Version, left: float
+    ) -> Mapping[str, CommitResponse]:
+        """Order the commit and fence what missed it; return the answers of those that serve the version."""
+        order = self._options.commit_request(version.identity, left, version.root_hash)
+        try:
+            answers = await self._ports.ask_members(
+                lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS), barrier.staged
+            )
+        except BaseException:
+            # Cancelled: some replicas may have flipped, so the others must, too.
+            self._keeper.target = barrier.version
+            raise
+        errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
+        if errors and len(errors) == len(answers):
+            await barrier.discard()
+            name, error = next(iter(errors.items()))
+            raise refused(name, version.identity, error)
+        self._keeper.target = version
+        await self._fence_version(version)
+        done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
+        if answers and not done:
+            why = f"no replica answered to the commit of {version.identity} in time"
+            raise PublishFailed(
+                f"{why}; each gets it once it answers, as long as this pool is open"
+            )
+        return done
+
     async def _fence_version(self, version: Version) -> None:
-        """Let no replica serve older weights: neither who missed the commit nor who sleeps."""
+        """Let no replica serve older weights, be it one that missed the commit or one that sleeps."""
         floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
-        await self._ports.ask_members(
-            self._ports.member_names(), lambda control: control.require(floor)
-        )
+        await self._ports.ask_members(lambda control: control.require(floor))
 
     def _note_serving(self, names: Iterable[str], version: Version) -> None:
-        """Note that these replicas serve a version."""
         known = set(names)
         for member in self._members():
             if member.name in known:
                 self._on_weights(member.url, version.identity)
 
-    # State.
-
+    @override
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas that answer to a state; return how many serve then.
 
-        What passes is waited for: that no replica answers, or one loads, or another trainer has put one to sleep.
-
-        Raises:
-            SteeringFailed: A replica refused, or others hold it, or time ran out.
+        Waits for what passes: no replica answers, one loads, or another trainer has put one to sleep.
         """
         why = ""
         with self._keeper.ordering_state(state):
@@ -238,17 +228,15 @@ class DirectSteering:
 
         Raises:
             SteeringFailed: A replica refused.
-            _Passing: None answers, or one can't obey yet.
+            _Transient: No replica answers, or one can't obey yet.
         """
-        told = await self._ports.ask_members(
-            self._ports.member_names(), lambda control: control.state()
-        )
-        there = [name for name, answer in told.items() if isinstance(answer, WorkerState)]
-        moved = await self._ports.ask_members(there, lambda c: self._keeper.change_state(c, state))
-        answers = {**told, **moved}
+        before = await self._ports.ask_members(lambda control: control.state())
+        there = [name for name, answer in before.items() if isinstance(answer, WorkerState)]
+        moved = await self._ports.ask_members(lambda c: self._keeper.change_state(c, state), there)
+        answers = {**before, **moved}
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
-                turn = state == "Active" and _is_other_trainers_turn(answer, told[name])
+                turn = state == "Active" and _is_other_trainers_turn(answer, before[name])
                 if turn or answer.slug in TRANSIENT_SLUGS:
                     raise _Transient(f"{name}: {answer.detail}", turn=turn)
                 raise SteeringFailed(answer.detail, replica=name) from answer
@@ -261,21 +249,20 @@ class DirectSteering:
         return len(answers) - len(away) if state == "Active" else 0
 
     async def _wait_for_other_turns(self) -> None:
-        """Wait for other trainers' turns: to wake a replica meanwhile would end their sleep."""
+        """Wait until no trainer's turn keeps a replica asleep: a wake would end that sleep too early."""
         while True:
-            told = await self._ports.ask_members(
-                self._ports.member_names(), lambda control: control.state()
-            )
-            states = [each for each in told.values() if isinstance(each, WorkerState)]
+            answers = await self._ports.ask_members(lambda control: control.state())
+            states = [each for each in answers.values() if isinstance(each, WorkerState)]
             if not any(hold.state == "Asleep" for each in states for hold in each.holds):
                 return
             await asyncio.sleep(RETRY_INTERVAL_SECONDS)
 
+    @override
     async def ask_state(self, state: PoolState, seconds: float) -> None:
-        """Ask for a state, and wait a moment for it; who doesn't have it then comes to it as soon as it can.
+        """Ask for a state and wait a moment; the keeper moves replicas that do not have it by then.
 
         Raises:
-            SteeringFailed: A replica refused; or none answers, which can't be told to wake.
+            SteeringFailed: A replica refused, or none answers that could note a wake.
         """
         try:
             await self.change_state(state, min(seconds, STATE_ASK_SECONDS))
@@ -283,18 +270,17 @@ class DirectSteering:
             if isinstance(error.__cause__, ControlError):
                 raise
             if state != "Active":
-                return  # the keeper sees to it
-            # It may wait for devices that this very process keeps, so it has to go on without us.
-            names = self._ports.member_names()
+                return  # the keeper moves them
+            # A wake may wait for devices that this process holds, so this process must go on.
             answers = await self._ports.ask_members(
-                names, lambda c: c.wake(timeout=PROGRESS_INTERVAL_SECONDS)
+                lambda c: c.wake(timeout=PROGRESS_INTERVAL_SECONDS)
             )
             if all(isinstance(a, ControlUnreachable) and not a.slow for a in answers.values()):
                 raise
 
 
 class _Transient(Exception):
-    """Not now, but it may be in a moment; `turn`: once another trainer's turn is over."""
+    """Impossible now, but perhaps not for long; `turn`: not before another trainer's turn is over."""
 
     def __init__(self, why: str, *, turn: bool = False) -> None:
         super().__init__(why)
@@ -310,16 +296,16 @@ TRANSIENT_SLUGS = {
     "shutting-down",
     "changed-meanwhile",
 }
-"""Refusals of a worker that can't obey yet; the last one: another trainer of this name has woken it meanwhile."""
+"""Refusals of a worker that can't obey yet; the last one: another trainer of this name woke it during the call."""
 
 
 def _is_other_trainers_turn(
-    error: ControlError, told: WorkerState | ControlError | ControlUnreachable
+    error: ControlError, before: WorkerState | ControlError | ControlUnreachable
 ) -> bool:
     """Whether it can't wake because another trainer, of this name or another one, wants it asleep."""
-    if error.slug != "held" or not isinstance(told, WorkerState):
+    if error.slug != "held" or not isinstance(before, WorkerState):
         return error.slug == "asleep"
-    return any(hold.state == "Asleep" for hold in told.holds if hold.holder != told.caller)
+    return any(hold.state == "Asleep" for hold in before.holds if hold.holder != before.caller)
 
 
 def _highest_epoch(state: WorkerState) -> int:

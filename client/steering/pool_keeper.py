@@ -1,7 +1,7 @@
 """Keeps the replicas of a pool without an operator at the pool's weights and state.
 
-A replica that was restarted, or that was away while weights were published, comes back without
-them. The keeper looks at all replicas every second and gives each what it lacks.
+A replica that was restarted, or was away during a publish, comes back without the weights. The keeper
+looks at all replicas every second and gives each what it lacks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from rollout_client.worker_control import ControlError, WorkerControl
 from rollout_common.wire import (
-    MemoryTag,
     OfferRequest,
     OfferResponse,
     PauseRequest,
@@ -28,8 +27,7 @@ from rollout_common.wire import (
     WorkerState,
 )
 
-from .control_ports import ControlPorts
-from .options import DirectOptions
+from .control_ports import ControlPorts, DirectOptions
 from .settings import KEEP_INTERVAL_SECONDS, POLL_SECONDS, SEED_TIMEOUT_SECONDS
 from .staging_barrier import Lost, Staged, Unusable, Version, progress_of
 from .steering_protocol import PoolState
@@ -37,7 +35,7 @@ from .steering_protocol import PoolState
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 3
-"""How many members a replica fetches pushed weights from."""
+"""How many members a replica fetches pushed weights from: more only wait for its link."""
 
 
 class PoolKeeper:
@@ -46,7 +44,7 @@ class PoolKeeper:
     Args:
         ports: Control ports of all members.
         options: How the pool is steered.
-        on_weights: Told names of members and the version that they serve now.
+        on_weights: Called with names of members and the version that they serve now.
     """
 
     def __init__(
@@ -56,26 +54,26 @@ class PoolKeeper:
         on_weights: Callable[[Iterable[str], Version], None],
     ) -> None:
         self.target: Version | None = None
-        """What every replica must come to serve."""
+        """What every replica must serve in the end."""
         self.state: PoolState | None = None
-        """The state that every replica must come to; None: nobody asked for one."""
+        """The state that every replica must reach; None: nobody asked for one."""
         self.lock = asyncio.Lock()
-        """Held while weights are published or given to who lacks them: never both at once."""
+        """Held during a publish and while the keeper gives weights, so that they exclude each other."""
         self._orders, self._ordering = 0, 0
-        """How often the pool itself has ordered a state so far, and how many of these are under way."""
+        """How often the pool itself has ordered a state, and how many of these orders are under way."""
         self._ports = ports
         self._options = options
         self._on_weights = on_weights
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look after the replicas from now on, if there is anything to give them."""
+        """Start the loop, if there is anything to give to the replicas."""
         needed = self.target is not None or self.state is not None
         if self._task is None and needed and not self._ports.is_closed:
             self._task = asyncio.create_task(self._run_loop(), name="keeper of the pool")
 
     async def stop(self) -> None:
-        """Stop, and wait for the end of what is under way."""
+        """Stop the loop and wait for its end."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -90,9 +88,8 @@ class PoolKeeper:
                 logger.exception("the keeper of the pool failed and goes on")
 
     async def _check_replicas(self) -> None:
-        """Give every replica that answers what it lacks."""
         async with self.lock:
-            answers = await self._ports.ask_members(self._ports.member_names(), self._mend_replica)
+            answers = await self._ports.ask_members(self._mend_replica)
             seeded = [name for name, answer in answers.items() if answer is True]
             if self.target is not None:
                 self._on_weights(seeded, self.target)
@@ -101,26 +98,26 @@ class PoolKeeper:
                 logger.warning("%s lacks the pool's weights or state: %s", name, answer)
 
     async def _mend_replica(self, control: WorkerControl) -> bool:
-        """Give one replica what it lacks; whether it was given weights."""
+        """Give one replica what it lacks; return whether it was given weights."""
         seeded = self.target is not None and await self._seed_weights(self.target, control)
         orders = self._orders
         state = await control.state()
         if self._ordering or self._orders != orders:
-            return seeded  # what it seems to lack may be on its way: the next look tells
+            return seeded  # the state that it lacks may be on its way: look again in the next round
         held = {hold.state for hold in state.holds if hold.holder == state.caller}
         wanted = self.state
         while wanted in ("Asleep", "Paused") and wanted not in held:
             await self.change_state(control, wanted)
             if wanted == self.state:
                 break
-            # Somebody changed it meanwhile, and this order may have come after theirs.
+            # Another task changed it during the call, and this order may have arrived after theirs.
             wanted, held = self.state, set()
             if wanted == "Active":
                 await self.change_state(control, wanted)
         return seeded
 
     async def _seed_weights(self, version: Version, control: WorkerControl) -> bool:
-        """Give one replica the target if it has older weights; whether it was given."""
+        """Give one replica the target if it has older weights; return whether it was given."""
         state = await control.state()
         if not state.resident.weights or not _is_behind(state, version):
             return False
@@ -142,30 +139,26 @@ class PoolKeeper:
         return True
 
     async def _find_peers(self, identity: WeightsId) -> tuple[Peer, ...]:
-        """Return who gives the bytes of a pushed version, each with a ticket for one fetch.
+        """Return members that offer the bytes of a pushed version, each with a ticket for one fetch.
 
         Raises:
-            ControlError: Nobody keeps them.
+            ControlError: No member keeps them.
         """
         request = OfferRequest(epoch=identity.epoch, version=identity.version)
-        answers = await self._ports.ask_members(
-            self._ports.member_names(), lambda c: c.offer(request)
-        )
+        answers = await self._ports.ask_members(lambda control: control.offer(request))
         found = [
             Peer(host=host, port=offer.port, ticket=offer.ticket)
             for name, offer in answers.items()
             if isinstance(offer, OfferResponse) and (host := self._ports.host_of(name))
         ]
         if not found:
-            why = (
-                f"no replica keeps the pushed weights {identity}: the next publish brings new ones"
-            )
-            raise ControlError(409, "no-copy", why)
+            why = f"no replica keeps the pushed weights {identity}"
+            raise ControlError(409, "no-copy", f"{why}: the next publish brings new ones")
         return tuple(found[:MAX_PEERS])
 
     @contextlib.contextmanager
     def ordering_state(self, state: PoolState) -> Iterator[None]:
-        """Note what every replica must come to, while the pool itself orders that."""
+        """Note the state that every replica must reach, while the pool itself orders it."""
         self.state = state
         self._orders += 1
         self._ordering += 1
@@ -189,24 +182,23 @@ class PoolKeeper:
                 await control.resume()
 
     async def _wake_replica(self, control: WorkerControl) -> None:
-        """Weights, then the newest version of them, then the KV cache: the order that fits.
+        """Wake its weights, stage the newest version, then wake the KV cache.
 
-        Weights that it is to have no longer are not read for that.
+        In this order both versions fit into memory. Outdated weights are not read for it.
         """
         state = await control.state()
         there = state.resident.weights
         if there and state.weights.active is not None:
-            return await _wake_unless_held(control.wake())
-        tags: tuple[tuple[MemoryTag, ...], ...] = (("weights",), ("kv_cache",))
+            await _wake_unless_held(control.wake())
+            return
         behind = self.target is not None and _is_behind(state, self.target)
         empty = behind and state.wakes_empty and not state.held_by_others
         if not (empty and there):
-            first = WakeRequest(tags=tags[0], load=False if empty else None)
+            first = WakeRequest(tags=("weights",), load=False if empty else None)
             await _wake_unless_held(control.wake(first))
         if self.target is not None:
             await self._seed_weights(self.target, control)
-        await _wake_unless_held(control.wake(WakeRequest(tags=tags[1])))
-        return None
+        await _wake_unless_held(control.wake(WakeRequest(tags=("kv_cache",))))
 
 
 def _is_behind(state: WorkerState, version: Version) -> bool:
@@ -219,7 +211,7 @@ async def _wait_staged(identity: WeightsId, control: WorkerControl) -> None:
     """Wait until a replica has staged a version.
 
     Raises:
-        ControlError: It can't, or took too long, or has lost it: the next look begins anew.
+        ControlError: It can't, or took too long, or has lost it: the keeper's next round starts again.
     """
     until = time.monotonic() + SEED_TIMEOUT_SECONDS
     while time.monotonic() < until:
@@ -235,7 +227,7 @@ async def _wait_staged(identity: WeightsId, control: WorkerControl) -> None:
 
 
 async def _wake_unless_held(wake: Awaitable[object]) -> None:
-    """Wake; if others still hold it, that is for the caller's last call to say."""
+    """Wake; if others still hold the replica, the caller's last call reports it."""
     try:
         await wake
     except ControlError as error:

@@ -1,55 +1,43 @@
-"""What a RolloutReplica says of its epoch, its weights and its state. Pure."""
+"""What a RolloutReplica reports about its epoch, its weights and its state. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rollout_client.errors import EpochLost, PublishFailed, StateTaken, SteeringFailed, Superseded
 from rollout_client.kube.cluster_access import Obj
 from rollout_common.wire import WeightsId, WeightsSource
 
-from .steering_protocol import PoolState, Published
+from .steering_protocol import PoolState, Published, PublishProgress
 
 ANNOTATION_EPOCH = "rollout.dev/trainer-epoch"
 
 MAX_FAILED_ATTEMPTS = 7
-"""Attempts to stage, half a minute of them with the operator's back-off, after which the trainer is
-told: bytes at a path never change, and what a network volume shows late is there by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateUnderway:
-    """Weights that are not committed yet.
-
-    Attributes:
-        phase: `Staging` or `Committing`.
-        message: The operator's own.
-    """
-
-    phase: str
-    message: str
+"""Attempts to stage after which the trainer gets an error. With the operator's back-off they take half a
+minute: by then a network volume shows every file, and the bytes at a path never change."""
 
 
 def publish_progress(
     pool: Obj, identity: WeightsId, generation: int, seconds: float
-) -> Published | UpdateUnderway:
-    """Say how far an update is.
+) -> Published | PublishProgress:
+    """Return the progress of an update, or its result.
 
     Args:
         pool: The RolloutReplica.
         identity: Of the update.
-        generation: Of the spec that asks for it: an older status tells nothing of it.
+        generation: Of the spec that asks for it: an older status does not describe it.
         seconds: Since the update was asked for.
 
     Raises:
-        PublishFailed: The operator says so, or a worker refused the bytes again and again.
-        Superseded: Other weights were committed, or are on their way.
+        PublishFailed: The operator reports it, or a worker refused the bytes repeatedly.
+        Superseded: Newer weights were committed, or are on their way.
     """
     status = pool.get("status") or {}
-    if _observed_generation(status) < generation:
-        return UpdateUnderway("Staging", "waiting for the operator to see the new target")
     weights = status.get("weights") or {}
+    counts = int(weights.get("stagedReplicas") or 0), wanted_replicas(pool)
+    if _observed_generation(status) < generation:
+        why = "waiting for the operator to see the new target"
+        return PublishProgress("Staging", *counts, why)
     last, committed = weights.get("lastUpdate") or {}, weights.get("committed") or {}
     phase, message = str(last.get("phase", "")), str(last.get("message", ""))
     ours = bool(last) and _parse_identity(last) == identity
@@ -75,8 +63,9 @@ def publish_progress(
             "until then the operator goes on trying"
         )
     if not ours:
-        return UpdateUnderway("Staging", f"waiting for the update before it: {message}")
-    return UpdateUnderway(phase, message or str(status.get("message", "")))
+        why = f"waiting for the update before it: {message}"
+        return PublishProgress("Staging", *counts, why)
+    return PublishProgress(phase, *counts, message or str(status.get("message", "")))
 
 
 def highest_epoch(pool: Obj) -> int:
@@ -93,7 +82,7 @@ def highest_epoch(pool: Obj) -> int:
 
 
 def check_epoch(pool: Obj, epoch: int) -> None:
-    """Refuse to go on for a trainer that was shut out.
+    """Stop a trainer that was shut out.
 
     Raises:
         EpochLost: Another trainer has the pool.
@@ -108,14 +97,12 @@ def has_target(pool: Obj, identity: WeightsId, source: WeightsSource) -> bool:
     target = (pool["spec"].get("weights") or {}).get("target")
     if not target or _parse_identity(target) != identity:
         return False
-    found = {
-        kind: value for kind, value in (target.get("source") or {}).items() if value is not None
-    }
+    found = {k: v for k, v in (target.get("source") or {}).items() if v is not None}
     return found == source.model_dump(exclude_none=True)
 
 
 def wanted_replicas(pool: Obj) -> int:
-    """Return how many replicas should run; in mode Hybrid only status knows."""
+    """Return how many replicas should run; in mode Hybrid only the status has the number."""
     if pool["spec"].get("mode") == "Hybrid":
         return int((pool.get("status") or {}).get("desiredReplicas", 1))
     return int(pool["spec"].get("replicas", 1))
@@ -128,7 +115,7 @@ def wanted_state(pool: Obj) -> PoolState:
 
 
 def has_reached(pool: Obj, state: PoolState, generation: int) -> bool:
-    """Whether every worker has come to a state, as the operator noted it.
+    """Whether every worker has reached a state, by the operator's report.
 
     Raises:
         StateTaken: Somebody else changed the state.

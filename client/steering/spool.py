@@ -1,7 +1,7 @@
 """Writes the tensors that a trainer has, or streams, as a folder of safetensors that a pool can load.
 
-The folder is written beside its final place, flushed to the disk with its manifest, and renamed at
-the end: if it exists, it is complete and stays so, whatever happens to this machine.
+The folder is written under a temporary name next to its final path, flushed to the disk with its
+manifest, and renamed at the end: if it exists, it is complete, even after a crash of this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 SHARD_BYTES = 4 * 2**30
 INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
 READABLE, LISTABLE = 0o644, 0o755
-"""Workers run as other users, whatever the umask of the trainer."""
+"""Workers run as other users, so the umask of the trainer must not apply."""
 
 
 def named_tensors(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
@@ -52,7 +52,6 @@ def named_tensors(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _check_pair(item: Any) -> tuple[str, Any]:
-    """Return what a stream brought, which must be a name and a tensor."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise TypeError(
             f"weights are pairs of a name and a tensor, and a {type(item).__name__} came: give a model, its"
@@ -62,7 +61,7 @@ def _check_pair(item: Any) -> tuple[str, Any]:
 
 
 async def iterate_tensors(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) from whatever the trainer has."""
+    """Yield (name, tensor) from a model, a state dict or a stream."""
     if isinstance(tensors, AsyncIterable):
         async for item in tensors:
             name, tensor = _check_pair(item)
@@ -76,7 +75,7 @@ async def drain_tensors(tensors: Tensors) -> int:
     """Take every tensor and keep none; return how many came.
 
     Making a tensor is a collective operation of all ranks (FSDP gathers it): ranks that write nothing
-    must take the tensors all the same, or the one that writes waits for ever.
+    must take the tensors, too, or the rank that writes waits forever.
     """
     if calling_thread() is not None:
         return await run_to_end(drain_blocking, tensors)
@@ -87,15 +86,15 @@ async def drain_tensors(tensors: Tensors) -> int:
 
 
 def drain_blocking(tensors: Tensors) -> int:
-    """Do what `drain_tensors` does, in this thread."""
+    """Do what `drain_tensors` does in this thread."""
     return sum(1 for _ in named_tensors(tensors))
 
 
 async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
     """Write named tensors and return their root hash.
 
-    At most one shard is held in memory. If writing fails, a stream is still taken to its end before
-    the error is raised: the other ranks are waiting in it.
+    At most one shard is held in memory. If writing fails, a stream is still read to its end before
+    the error is raised: the other ranks wait in it.
 
     Raises:
         ValueError: A name came twice, or no tensor came at all.
@@ -107,7 +106,7 @@ async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD
     source = iterate_tensors(tensors)
     writer = _ShardWriter(folder, shard_bytes)
     try:
-        # In a thread: gigabytes are written while generations run in this loop.
+        # In a thread: writing gigabytes would stop the generations that run in this loop.
         await run_to_end(writer.make_folder)
         async for name, tensor in source:
             await run_to_end(writer.add_tensor, name, tensor)
@@ -122,10 +121,10 @@ async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD
 
 
 async def run_to_end(work: Callable[..., T], *args: Any) -> T:
-    """Work in a thread, and leave it only once it has ended: what it still writes can't be removed.
+    """Run work in a thread and wait for its end even if cancelled: a folder can't be removed while it is written.
 
-    Were a folder removed while its thread renames it, half of it would stay under its final name. It is the
-    thread that called, where one waits for the current task.
+    The thread is the caller's if one waits for the current task. If a folder were removed while its thread
+    renames it, half of it would stay under its final name.
     """
     running: asyncio.Future[T]
     if (caller := calling_thread()) is None:
@@ -140,7 +139,7 @@ async def run_to_end(work: Callable[..., T], *args: Any) -> T:
 
 
 def spool_blocking(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:
-    """Do what `spool_tensors` does, in this thread, which may be the only one with the right device."""
+    """Do what `spool_tensors` does in this thread, which may be the only one with the right device."""
     source = iter(named_tensors(tensors))
     writer = _ShardWriter(folder, shard_bytes)
     try:
@@ -173,7 +172,7 @@ class _ShardWriter:
 
     def make_folder(self) -> None:
         """Make the folder."""
-        import xxhash  # noqa: F401 - what is missing is told before anything is written
+        import xxhash  # noqa: F401 - if it is missing, fail before anything is written
 
         self.remove_written()
         made = [self._folder, *(each for each in self._final.parents if not each.exists())]
@@ -187,7 +186,7 @@ class _ShardWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor; it is copied, since its storage may be used again at once."""
+        """Add a copy of a tensor, whose storage may be used again at once."""
         import torch
 
         if name in self._places:
@@ -214,7 +213,7 @@ class _ShardWriter:
         file = self._folder / f"{len(self._shards)}.safetensors"
         try:
             save_file(self._shard, file, metadata={"format": "pt"})
-        except SafetensorError as error:  # its way to say that the disk is full
+        except SafetensorError as error:  # it raises this, not OSError, when the disk is full
             raise OSError(f"version {self._final} can't be written: {error}") from error
         for name, fields in _read_header(file).items():
             shape, digest = tuple(fields["shape"]), _tensor_digest(self._shard[name])
@@ -224,10 +223,10 @@ class _ShardWriter:
         self._shard, self._bytes = {}, 0
 
     def finish_folder(self) -> str:
-        """Write the last shard, the index and the manifest; the folder gets its name.
+        """Write the last shard, the index and the manifest, then rename the folder.
 
         Raises:
-            FileExistsError: There is another one of that name; one with the same content stays, and this one goes.
+            FileExistsError: The final name exists with other content; with the same content, it stays.
         """
         if not self._places:
             raise ValueError("no tensors were given")
@@ -252,7 +251,7 @@ class _ShardWriter:
                 raise FileExistsError(
                     f"{self._final} exists with other content: publish under a new version"
                 )
-            self.remove_written()  # the first attempt to publish it failed once it was written
+            self.remove_written()  # an earlier attempt to publish it failed after writing
             return root
         self._folder.rename(self._final)
         _flush_path(self._final.parent)
@@ -260,7 +259,7 @@ class _ShardWriter:
 
 
 def _manifest_root(folder: Path) -> object:
-    """Return what a folder's manifest says of its content; None: nothing."""
+    """Return the root hash in a folder's manifest, None without one."""
     try:
         return json.loads((folder / MANIFEST).read_text()).get("root_hash")
     except (OSError, ValueError, AttributeError):
@@ -268,7 +267,7 @@ def _manifest_root(folder: Path) -> object:
 
 
 def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Return what a safetensors file says of its tensors, in the words that workers read."""
+    """Return the tensors' entries of a safetensors header, whose dtype names the workers read."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     header.pop("__metadata__", None)
@@ -285,13 +284,13 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _publish_file(file: Path) -> None:
-    """Let others read the file (safetensors makes it private), and put its bytes on the disk."""
+    """Let other users read the file, which safetensors makes private, and flush it to the disk."""
     file.chmod(READABLE)
     _flush_path(file)
 
 
 def _flush_path(path: Path) -> None:
-    """Put a file's bytes, or a folder's names, on the disk."""
+    """Flush a file's bytes, or a folder's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""A version on its way to replicas without an operator: all stage it before any commits it; whole, as they share one view."""
+"""The barrier of a publish by the client: every replica stages a version before any commits it."""
 
 from __future__ import annotations
 
@@ -32,21 +32,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Weights as they are staged."""
+    """Weights to stage; `root_hash` None: not known before replicas have read them."""
 
     identity: WeightsId
     source: WeightsSource
     root_hash: str | None = None
-    """Of their content; None: not known before replicas have read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The replica has the version, staged or already active.
-
-    Attributes:
-        root_hash: Of the bytes that it read.
-    """
+    """The replica has the version, staged or already active; with the root hash of the bytes that it read."""
 
     root_hash: str | None
 
@@ -60,11 +55,11 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The replica knows nothing of the version: it was restarted meanwhile."""
+    """The replica does not know the version: it was restarted in between."""
 
 
 def progress_of(state: WorkerState, identity: WeightsId) -> Staged | Unusable | Lost | None:
-    """Say how far a worker is with a version; None: it is still staging."""
+    """Return a worker's progress with a version; None: it is still staging."""
     slot, active = state.weights.staged, state.weights.active
     if active is not None and active.identity == identity:
         return Staged(active.root_hash)
@@ -76,15 +71,15 @@ def progress_of(state: WorkerState, identity: WeightsId) -> Staged | Unusable | 
 
 
 class Barrier:
-    """Replicas that stage a version, and who has left.
+    """Replicas that stage a version; some may leave before the end.
 
     Args:
         ports: Control ports of all members.
         version: What to stage.
         names: Members that take part.
         push: Brings the bytes; None: the replicas read them.
-        spared: Members that leave where others would end it: they don't serve.
-        dead_seconds: Who does not answer for so long leaves.
+        spared: Members whose failure does not end the publish, since they don't serve: they leave.
+        dead_seconds: A member that does not answer for this long leaves.
     """
 
     def __init__(
@@ -99,26 +94,26 @@ class Barrier:
     ) -> None:
         self.version = version
         self.staged: dict[str, str | None] = {}
-        """By name of who has staged: the root hash of what it read."""
+        """Root hash of what each replica read, by name; only those that have staged."""
         self._ports, self._push, self._spared = ports, push, frozenset(spared)
         self._news = asyncio.Event()
         self._looked_at = 0.0
         self._dead_seconds = dead_seconds
         self._heard_at = dict.fromkeys(names, time.monotonic())
-        """By name of who is still staging: when it answered last."""
+        """When each replica answered last, by name; only those that are still staging."""
         self._all = list(self._heard_at)
         self._pushed_to: frozenset[str] = frozenset()
         self._foreign: frozenset[str] = frozenset()
-        """Who has other content under this identity, which is not ours to discard."""
+        """Replicas with other content under this identity, which is not ours to discard."""
         self._based: frozenset[str] = frozenset()
-        """Who takes what differs from what it serves."""
+        """Replicas that take a delta."""
 
     async def stage(self, until: float, tell: OnProgress) -> None:
         """Return when all live replicas have staged; if that fails, none keeps what it staged.
 
         Args:
             until: Deadline on the monotonic clock.
-            tell: Called with how far it is.
+            tell: Called with the progress.
 
         Raises:
             PublishFailed: A replica can't use the weights, has other content under their identity, or it
@@ -167,7 +162,7 @@ class Barrier:
                     await self._news.wait()
             await self._look()
         if push is not None:
-            # A folder is loaded by who wakes; memory alone has to be somewhere.
+            # A replica that wakes loads a folder; pushed bytes without one need a replica that has them.
             if not self.staged and push.spool is None:
                 raise PublishFailed(
                     "no replica takes the weights, so their bytes would be nowhere: wake the pool, or"
@@ -179,7 +174,7 @@ class Barrier:
             raise PublishFailed(f"the bytes at {self.version.source.path} differ between replicas")
 
     def _compare(self, sent: str) -> None:
-        """Leave out, or end it for, who has other content than what was sent under this identity."""
+        """Compare content: a replica with other bytes than were sent ends the publish, a spared one leaves."""
         found = {name: has for name, has in self.staged.items() if has != sent}
         self._foreign = frozenset(found)
         for name, has in sorted(found.items()):
@@ -193,14 +188,17 @@ class Barrier:
     async def _begin(
         self, request: StageRequest, based: StageSource | None
     ) -> dict[str, StagedWeights | ControlError | ControlUnreachable]:
-        """Ask all to stage: with a base, if there is one; who does not serve that gets all bytes."""
+        """Ask all to stage, first with a base if there is one; a replica that serves another gets all bytes."""
         if based is None:
-            return await self._ports.ask_members(self._all, lambda control: control.stage(request))
+            return await self._ports.ask_members(lambda control: control.stage(request), self._all)
         first = request.model_copy(update={"source": based})
-        answers = await self._ports.ask_members(self._all, lambda control: control.stage(first))
-        whole = [name for name, answer in answers.items() if _takes_no_delta(answer)]
+        answers = await self._ports.ask_members(lambda control: control.stage(first), self._all)
+        # It serves other weights, or does not know bases.
+        refusals = ("wrong-base", "invalid-request")
+        errors = {name: a for name, a in answers.items() if isinstance(a, ControlError)}
+        whole = [name for name, error in errors.items() if error.slug in refusals]
         self._based = frozenset(answers) - frozenset(whole)
-        again = await self._ports.ask_members(whole, lambda control: control.stage(request))
+        again = await self._ports.ask_members(lambda control: control.stage(request), whole)
         return {**answers, **again}
 
     def _carry(
@@ -208,7 +206,7 @@ class Barrier:
         push: Push,
         answers: Mapping[str, StagedWeights | ControlError | ControlUnreachable],
     ) -> None:
-        """Bring the bytes to all that wait for them; who gave no ticket has left."""
+        """Bring the bytes to every replica that gave a ticket."""
         receivers = []
         for name in sorted(self._heard_at):
             answer = answers[name]
@@ -221,7 +219,7 @@ class Barrier:
         loop = asyncio.get_running_loop()
 
         def news() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it who waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 loop.call_soon_threadsafe(self._news.set)
 
         push.start(receivers, news, self._ports.trust)
@@ -237,12 +235,12 @@ class Barrier:
         return PublishProgress("Staging", done, total, message, has, all_of_it)
 
     async def _look(self) -> None:
-        """See how far those are that are still staging; ask those of whom nothing else tells."""
+        """Update the progress of those that are still staging; ask those whose connection is silent."""
         now = time.monotonic()
-        names = [name for name in list(self._heard_at) if not self._told(name)]
+        names = [name for name in list(self._heard_at) if not self._has_reported(name)]
         if self._push is not None:
             names = self._unheard(self._push, names, now)
-        answers = await self._ports.ask_members(names, lambda control: control.state())
+        answers = await self._ports.ask_members(lambda control: control.state(), names)
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
                 self._give_up(name, refused(name, self.version.identity, answer))
@@ -254,7 +252,7 @@ class Barrier:
                 self._judge(name, answer)
 
     def _unheard(self, push: Push, names: Iterable[str], now: float) -> list[str]:
-        """Return who must be asked: the way there is broken, or nothing has been heard for a while."""
+        """Return the replicas to ask: their connection is broken, or silent for a while."""
         broken, silent = [], []
         for name in names:
             if self._broken(name):
@@ -268,8 +266,8 @@ class Barrier:
         self._looked_at = now
         return broken + silent
 
-    def _told(self, name: str) -> bool:
-        """Whether the connection that brought the bytes said that the replica has staged them."""
+    def _has_reported(self, name: str) -> bool:
+        """Whether the replica reported over the connection of its bytes that it has staged them."""
         if self._push is None or name not in self._pushed_to:
             return False
         root_hash = self._push.board.of(name).root_hash
@@ -280,7 +278,7 @@ class Barrier:
         return True
 
     def _broken(self, name: str) -> str | None:
-        """Return why the bytes don't get to a replica; None: they do."""
+        """Return why the bytes can't reach a replica; None: they can."""
         if self._push is None or name not in self._pushed_to:
             return None
         return self._push.board.of(name).why
@@ -301,7 +299,7 @@ class Barrier:
                 self._give_up(name, PublishFailed(why, replica=name))
 
     def _give_up(self, name: str, error: PublishFailed | EpochLost) -> None:
-        """End all of it for one that can't, unless that one does not count."""
+        """End the publish for one replica that can't go on, unless it is spared: then it leaves."""
         if name not in self._spared or isinstance(error, EpochLost):
             raise error
         self._leave(name, error.cause)
@@ -311,17 +309,12 @@ class Barrier:
         del self._heard_at[name]
 
     async def discard(self) -> None:
-        """Let all drop what they have staged of this version."""
+        """Let all replicas drop what they have staged of this version."""
         if self._push is not None:
             self._push.stop()
         request = DiscardRequest(**self.version.identity.model_dump())
         ours = [name for name in self._all if name not in self._foreign]
-        await self._ports.ask_members(ours, lambda control: control.discard(request))
-
-
-def _takes_no_delta(answer: StagedWeights | ControlError | ControlUnreachable) -> bool:
-    """Whether a worker refused a base: it serves other weights, or knows of no bases."""
-    return isinstance(answer, ControlError) and answer.slug in ("wrong-base", "invalid-request")
+        await self._ports.ask_members(lambda control: control.discard(request), ours)
 
 
 def refused(name: str, identity: WeightsId, error: ControlError) -> PublishFailed | EpochLost:

@@ -1,6 +1,7 @@
-"""What a trainer can do to a pool besides generating, whoever carries it out.
+"""What a trainer can do to a pool besides generating.
 
-`direct` speaks to the workers of a pool without an operator, `cluster` to the RolloutReplica.
+`direct_steering` calls the workers of a pool without an operator, `cluster_steering` writes the
+RolloutReplica.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ MISMATCH = "content-mismatch"
 
 @dataclass(frozen=True, slots=True)
 class PublishProgress:
-    """How far a publish has come.
+    """The progress of a publish.
 
     Attributes:
         phase: `Staging`, `Committing` or `Complete`.
         done: Replicas that have staged, or committed.
         total: Replicas that it waits for.
         message: The same in one sentence.
-        bytes_done: Of pushed weights: what all replicas have; 0 for files.
-        bytes_total: What they will have.
+        bytes_done: Pushed bytes that the replicas have, in total; 0 for files.
+        bytes_total: Pushed bytes that they will have.
     """
 
     phase: str
@@ -47,13 +48,13 @@ OnProgress = Callable[[PublishProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class PushedTo:
-    """How pushed weights came to one replica.
+    """How pushed weights reached one replica.
 
     Attributes:
         transport: `shm` or `tcp`.
         seconds: From its ticket to the moment when it had staged them.
-        error: Why it has not; None: it has.
-        delta: Whether what differs from the version before came, in part at least, and not all bytes.
+        error: Why it has not staged them; None: it has.
+        delta: Whether at least a part came as a difference to the version before.
     """
 
     transport: str
@@ -64,11 +65,11 @@ class PushedTo:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What became of pushed tensors.
+    """The outcome of pushed tensors.
 
     Attributes:
-        bytes: Of one copy, gaps included.
-        seconds: By phase, one after the other: `plan` (the tensors' layout is known and replicas
+        bytes: Size of one copy, gaps included.
+        seconds: By phase, in this order: `plan` (the tensors' layout is known and replicas
             wait), `copy` (all tensors are in shared memory, hashed), `transfer` (every replica has
             every byte), `stage` (every replica has verified them), `commit`.
         replicas: By name.
@@ -81,8 +82,8 @@ class PublishReport:
     bytes_sent: int = 0
 
     @property
-    def delta_count(self) -> int:
-        """How many replicas got what differs from the version before."""
+    def deltas(self) -> int:
+        """How many replicas received differences to the version before."""
         return sum(each.delta for each in self.replicas.values())
 
 
@@ -94,10 +95,10 @@ class Published:
         identity: (epoch, version).
         root_hash: Hash of their content; None: not known.
         replicas: How many replicas have them; those that join later load them first.
-        seconds: From the call to the end.
+        seconds: Duration of the call.
         pause_seconds: The longest time that a replica made no token; None: not known.
         message: The same in one sentence, with the replicas that do not have them yet.
-        report: Of pushed tensors; None: they were published by their path.
+        report: On pushed tensors; None: the weights were published by their path.
     """
 
     identity: WeightsId
@@ -114,36 +115,21 @@ class HandedOverVersion(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The trainer's, under which they were handed over."""
+        """The trainer's epoch under which they were handed over."""
 
     @property
     def version(self) -> int:
-        """Theirs."""
+        """The weights version."""
 
     @property
     def root_hash(self) -> str:
-        """Of their content."""
-
-
-def handed_over_identity(handed: HandedOverVersion, epoch: int | None) -> WeightsId:
-    """Return the identity to move the target to.
-
-    Raises:
-        ValueError: They were not handed over under the epoch that this trainer holds.
-    """
-    if handed.epoch != epoch:
-        holds = "has none" if epoch is None else f"holds epoch {epoch}"
-        raise ValueError(
-            f"version {handed.version} was handed over under epoch {handed.epoch}, and this trainer {holds}: call "
-            "pool.acquire() once, and give each hand_over epoch=pool.epoch"
-        )
-    return WeightsId(epoch=handed.epoch, version=handed.version)
+        """Hash of their content."""
 
 
 def content_mismatch_error(
     identity: WeightsId, sent: str, found: str | None, replica: str | None = None
 ) -> PublishFailed:
-    """Return the error for an identity that is bound to other content than what was sent."""
+    """Return the error for an identity that already has content other than what was sent."""
     return PublishFailed(
         f"{MISMATCH}: weights {identity} have root_hash {found}, and what was published has {sent}:"
         " publish new content under a higher version",
@@ -152,11 +138,15 @@ def content_mismatch_error(
 
 
 class Steering(Protocol):
-    """The verbs; each waits until it is done, up to a deadline."""
+    """The verbs; each waits until it is done, up to a deadline.
+
+    All raise SteeringFailed when a worker refuses or nobody answers, EpochLost when another trainer has
+    the pool, and ClusterError when the API server fails or does not allow it.
+    """
 
     @property
     def lowest_identity(self) -> WeightsId | None:
-        """Lowest weights that this pool may be served by; None: the workers see to it."""
+        """The oldest weights that may serve this pool; None: the workers check it."""
 
     async def acquire_epoch(self, seconds: float) -> int:
         """Take the next epoch; from then on earlier trainers are refused."""
@@ -172,8 +162,19 @@ class Steering(Protocol):
     ) -> Published:
         """Publish weights to all replicas; with `push` its bytes go to them first.
 
-        `root_hash`: of their content, where it is known already; replicas with other content under
-        this identity fail it.
+        Args:
+            identity: Of the weights.
+            source: Where replicas find them.
+            seconds: Deadline for the whole call.
+            tell: Called with the progress.
+            push: Brings the bytes; None: the replicas read them.
+            root_hash: Of their content, if it is known already; a replica with other content under this
+                identity ends the publish.
+
+        Raises:
+            PublishFailed: A replica can't use the weights, has other content under their identity, or
+                time ran out.
+            Superseded: Newer weights replaced these.
         """
 
     async def tensor_dtypes(self) -> Mapping[str, str]:
@@ -183,7 +184,7 @@ class Steering(Protocol):
         """Move all replicas to a state; return how many of them serve then."""
 
     async def ask_state(self, state: PoolState, seconds: float) -> None:
-        """Ask for a state; whoever keeps the replicas at it does the rest."""
+        """Ask for a state; the operator, or the keeper of the pool, moves the replicas to it."""
 
     async def wanted_state(self) -> PoolState | None:
         """Return the state that was asked for last; None: not known."""

@@ -1,4 +1,4 @@
-"""The verbs that a pool is steered with: epochs, weights, sleep; whole, as `AsyncRolloutPool` has them all."""
+"""The verbs that steer a pool: epochs, weights, sleep. One class, since `AsyncRolloutPool` has them all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from .steering_protocol import (
     PoolState,
     Published,
     Steering,
-    handed_over_identity,
     source_from_path,
 )
 from .version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
@@ -41,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 class SteeringVerbs:
-    """What only those may do who have the right to steer the pool; RBAC and the workers decide.
+    """What needs the right to steer the pool, which RBAC and the workers check.
 
     Args:
         steering: Carries the verbs out; None: this pool can only generate.
-        hook: Is told how publishing ended.
-        max_staleness: Requests without bounds of their own are served by weights at most so many
+        hook: Learns how each publish ended.
+        max_staleness: Requests without bounds of their own are served by weights at most this many
             versions older than the last one published here; None: by any.
     """
 
@@ -61,8 +60,7 @@ class SteeringVerbs:
         self._steering_hook = hook
         self._max_staleness = max_staleness
         self._dtypes: Mapping[str, str] | None = None
-        self._last: WeightsId | None = None
-        """What was published here last."""
+        self._last: WeightsId | None = None  # published here
         self._pusher = Pusher()
         self._together = Together(self._pusher)
 
@@ -77,7 +75,7 @@ class SteeringVerbs:
         """Take the pool: the next epoch, by compare-and-swap, which shuts out earlier trainers.
 
         Raises:
-            EpochLost: Another trainer was faster.
+            EpochLost: Another trainer took it first.
         """
         self.epoch = await (await self._get_steering()).acquire_epoch(seconds)
         logger.info("this trainer holds epoch %d", self.epoch)
@@ -95,27 +93,29 @@ class SteeringVerbs:
     ) -> Published:
         """Publish a version to all replicas and return once it serves.
 
-        It is what lies at a path, or tensors of this process, which go straight to the replicas'
-        memory. If this trainer dies meanwhile, the pool ends up consistent: all old, or all new.
+        The version is a folder that the workers can read, or tensors of this process, which go straight
+        to the replicas' memory. If this trainer dies during the call, the pool ends up consistent: every
+        replica serves the old weights, or every replica the new ones.
 
         Args:
-            version: Must be higher than the last one of this epoch; the last one again succeeds if it has
-                the same content. A trainer without an epoch takes the next one first.
+            version: Must be higher than the last one of this epoch; publishing the last one again succeeds
+                if it has the same content. A trainer without an epoch takes the next one first.
             path: Folder of safetensors as the workers see it, which must not change any more;
                 None: the model's own checkpoint.
             tensors: Instead of a path: a model, its state dict, or a plain or asynchronous generator
                 of (name, tensor), with the names and shapes of the model's checkpoint, and its dtypes
-                unless `cast` is given. A generator is always taken to its end, also if this fails: other ranks wait in it.
-            seconds: Deadline for all of it.
-            progress: Called with how far it is.
-            **options: Of tensors alone, see `PushOptions`.
+                unless `cast` is given. A generator is always read to its end, even if the call fails: other
+                ranks wait in it.
+            seconds: Deadline for the whole call.
+            progress: Called with the progress.
+            **options: Only for tensors, see `PushOptions`.
 
         Raises:
-            PublishFailed: The operator, or a worker that can't use the weights, says why; or this version
-                has other content already (`content-mismatch`), or is below the last one.
-            Superseded: Newer weights took their place.
+            PublishFailed: The operator, or a worker that can't use the weights, gives the reason; or this
+                version already has other content (`content-mismatch`), or is below the last one.
+            Superseded: Newer weights replaced these.
             EpochLost: Another trainer has the pool now.
-            ValueError: A tensor can't be published; names it. Or there is no memory for them.
+            ValueError: A tensor, which the message names, can't be published. Or memory is short.
             OSError: The folder of `spool` can't be written; nothing was committed.
         """
         if tensors is None:
@@ -145,7 +145,6 @@ class SteeringVerbs:
         seconds: float,
         progress: OnProgress,
     ) -> Published:
-        """Publish what this process has, or rank 0 with the others."""
         try:
             push = begin(dtypes=await self._cast_dtypes(plan, seconds))
         except BaseException:
@@ -169,10 +168,9 @@ class SteeringVerbs:
             push.close()
 
     async def _cast_dtypes(self, plan: PushPlan, seconds: float) -> Mapping[str, str] | None:
-        """Return what floating-point tensors are cast to; a pool is of one model, so it is asked for once.
+        """Return the dtypes that floating-point tensors are cast to.
 
-        Raises:
-            SteeringFailed: No worker tells.
+        A pool has one model, so its workers are asked only once.
         """
         if not plan.cast:
             return None
@@ -195,34 +193,34 @@ class SteeringVerbs:
     ) -> Published:
         """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do.
 
-        Of several ranks each hands over to its own worker, and one of them calls this with what it got; who was
-        handed nothing fetches it from the others. Raises what `publish_weights` raises.
+        Each of several ranks hands over to its own worker, and one rank makes this call with what
+        `hand_over` returned; replicas that were handed nothing fetch the weights from the others. Raises
+        what `publish_weights` raises.
         """
-        version = handed_over_identity(handed, self.epoch).version
+        if handed.epoch != self.epoch:
+            holds = "has none" if self.epoch is None else f"holds epoch {self.epoch}"
+            raise ValueError(
+                f"version {handed.version} was handed over under epoch {handed.epoch}, and this trainer"
+                f" {holds}: call pool.acquire() once, and give each hand_over epoch=pool.epoch"
+            )
         source = WeightsSource(pushed=Pushed())
         return await self._publish_source(
-            version, source, seconds, progress, root_hash=handed.root_hash
+            handed.version, source, seconds, progress, root_hash=handed.root_hash
         )
 
     async def _send_push(
-        self,
-        version: int,
-        push: Push,
-        plan: PushPlan,
-        seconds: float,
-        progress: OnProgress,
+        self, version: int, push: Push, plan: PushPlan, seconds: float, progress: OnProgress
     ) -> Published:
-        """Publish what somebody fills meanwhile, and the folder beside it if one is wanted."""
-        if plan.versions is None:
-            source = WeightsSource(pushed=Pushed())
-            return await self._publish_source(version, source, seconds, progress, push)
-        identity = await self._next_identity(version)
-        await asyncio.to_thread(plan.versions.check_folder, identity)
-        push.spool = plan.versions.local_path(identity)
-        source = source_from_path(plan.versions.mounted_path(identity))
-        done = await self._publish_source(version, source, seconds, progress, push)
-        await asyncio.to_thread(plan.versions.prune_versions, done.identity)
-        return done
+        """Publish tensors that another task fills in, and write them to a folder too if one is wanted."""
+        source = WeightsSource(pushed=Pushed())
+        if plan.versions is not None:
+            identity = await self._next_identity(version)
+            await asyncio.to_thread(plan.versions.check_folder, identity)
+            push.spool = plan.versions.local_path(identity)
+            source = source_from_path(plan.versions.mounted_path(identity))
+        return await self._publish_source(
+            version, source, seconds, progress, push=push, versions=plan.versions
+        )
 
     async def _publish_source(
         self,
@@ -230,9 +228,12 @@ class SteeringVerbs:
         source: WeightsSource,
         seconds: float,
         progress: OnProgress,
+        *,
         push: Push | None = None,
         root_hash: str | None = None,
+        versions: VersionFolder | None = None,
     ) -> Published:
+        """Publish a source, then delete those of `versions` that nobody needs any more."""
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._get_steering()
         tell = guard_progress(progress)
@@ -249,6 +250,8 @@ class SteeringVerbs:
         if self._max_staleness is not None:
             oldest = max(0, version - self._max_staleness)
             self.floor = WeightsId(epoch=identity.epoch, version=oldest)
+        if versions is not None:
+            await asyncio.to_thread(versions.prune_versions, identity)
         return done
 
     async def save_and_publish(
@@ -265,44 +268,42 @@ class SteeringVerbs:
     ) -> Published:
         """Write a version to a shared volume, publish it, and delete versions that nobody needs.
 
-        The version becomes a folder `epoch-E-version-V` with a manifest; it is there whole or not at
-        all, also after a crash. Needs torch, safetensors and xxhash. A stream of tensors is always
-        taken to its end, also if this fails: other ranks wait in it.
+        The version becomes a folder `epoch-E-version-V` with a manifest; the folder is complete or absent,
+        even after a crash. Needs torch, safetensors and xxhash. A stream of tensors is always read to its
+        end, even if the call fails: other ranks wait in it.
 
         Args:
             weights: A model, its state dict, or a plain or asynchronous generator of (name, tensor),
                 with the names, shapes and dtypes of the model's checkpoint.
-            version: As of `publish_weights`.
-            folder: Where this process writes versions, of this pool alone.
+            version: As for `publish_weights`.
+            folder: Where this process writes the versions of this pool, and of no other.
             mounted_at: The same folder as the workers see it: absolute, or relative to the weights'
-                claim; None: as here.
+                claim; None: under the path that it has here.
             keep: How many committed versions stay, at least the one that serves.
             shard_bytes: Size of the files, and of what is held in memory.
-            seconds: Deadline for publishing; writing takes as long as it takes.
-            progress: Called with how far publishing is.
+            seconds: Deadline for publishing; writing has none.
+            progress: Called with the progress of publishing.
 
         Raises:
             OSError: It can't be written; FileExistsError: it, or a later one, was written before.
-            ValueError: A name came twice, or there was no tensor.
+            ValueError: A name came twice, or no tensor came.
             PublishError, EpochLost: See `publish_weights`.
         """
         try:
-            versions = VersionFolder.in_folder(folder, mounted_at, keep)
+            versions = VersionFolder(folder, mounted_at, keep)
             identity = await self._next_identity(version)
             await asyncio.to_thread(versions.check_folder, identity)
         except BaseException:
             await drain_tensors(weights)
             raise
         root_hash = await spool_tensors(weights, versions.local_path(identity), shard_bytes)
-        return await self._publish_saved(versions, identity, root_hash, seconds, progress)
+        source = source_from_path(versions.mounted_path(identity))
+        return await self._publish_source(
+            version, source, seconds, progress, root_hash=root_hash, versions=versions
+        )
 
     async def _next_identity(self, version: int) -> WeightsId:
-        """Return the identity of a version of this trainer, which takes an epoch if it has none.
-
-        Raises:
-            PublishFailed: A higher one was published here.
-            ValueError: It is no whole number, or out of range.
-        """
+        """Return the identity of a version of this trainer, which takes an epoch if it has none."""
         if isinstance(version, bool) or not hasattr(version, "__index__"):
             raise ValueError(f"version must be a whole number, not {version!r}")
         version = version.__index__()  # numpy's, too
@@ -319,27 +320,11 @@ class SteeringVerbs:
             )
         return identity
 
-    async def _publish_saved(
-        self,
-        versions: VersionFolder,
-        identity: WeightsId,
-        root_hash: str,
-        seconds: float,
-        progress: OnProgress,
-    ) -> Published:
-        """Publish what was written, then delete what nobody needs any more."""
-        source = source_from_path(versions.mounted_path(identity))
-        done = await self._publish_source(
-            identity.version, source, seconds, progress, root_hash=root_hash
-        )
-        await asyncio.to_thread(versions.prune_versions, done.identity)
-        return done
-
     async def sleep(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Free the engines' memory; running generations are cut off and continue after waking.
 
         Raises:
-            SteeringFailed: A replica refused, somebody else changed the state meanwhile, or it
+            SteeringFailed: A replica refused, somebody else changed the state during the call, or it
                 took too long.
         """
         await self._change_state("Asleep", seconds)
@@ -347,8 +332,8 @@ class SteeringVerbs:
     async def wake(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> None:
         """Undo `sleep` or `pause` and return once the replicas serve requests of this pool.
 
-        A replica that comes back more than a minute after the first one is left to the operator.
-        Raises what `sleep` raises.
+        The call leaves a replica that wakes more than a minute after the first one to the operator. Raises
+        what `sleep` raises.
         """
         began = time.monotonic()
         count = await self._change_state("Active", seconds)
@@ -364,14 +349,14 @@ class SteeringVerbs:
         return count
 
     async def _expect_serving(self, count: int, seconds: float) -> None:
-        """Return once so many replicas, which woke, get requests of this pool."""
+        """Return once this many replicas, which woke, get requests of this pool."""
         raise NotImplementedError
 
     @asynccontextmanager
     async def generating(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> AsyncIterator[Self]:
         """Wake the pool for a block and put it to sleep at the end: for a shared accelerator.
 
-        If somebody else changed the state meanwhile, it stays as they want it.
+        If somebody else changed the state in between, their state stays.
         """
         await self.wake(seconds=seconds)
         try:

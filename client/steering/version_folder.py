@@ -1,11 +1,10 @@
-"""The folder that a trainer writes its versions to: where each lies, and which may go."""
+"""The folder that a trainer writes its versions to: where each lies, and which may be deleted."""
 
 from __future__ import annotations
 
 import logging
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from rollout_common.wire import WeightsId
@@ -13,39 +12,31 @@ from rollout_common.wire import WeightsId
 logger = logging.getLogger(__name__)
 
 DEFAULT_KEPT_VERSIONS = 2
-"""Versions kept unless said otherwise: the committed one, and the one before it."""
+"""The committed version, and the one before it."""
 
 _FOLDER_NAME = re.compile(r"(?:\.)?epoch-(\d+)-version-(\d+)(?:\.partial)?")
 
 
-@dataclass(frozen=True, slots=True)
 class VersionFolder:
     """Versions in one folder on a volume that the workers mount, each in a folder of its own.
 
-    Attributes:
+    Args:
         folder: As this process sees it.
         mounted_at: As the workers see it: absolute, or relative to the weights' claim; None: as here.
-        keep: How many committed versions stay, the newest first; the committed one always does.
+        keep: How many committed versions stay, the newest first; the one that serves always does.
     """
 
-    folder: Path
-    mounted_at: PurePath | None = None
-    keep: int = DEFAULT_KEPT_VERSIONS
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError("keep must be 1 or more: who joins loads the committed version")
-
-    @classmethod
-    def in_folder(
-        cls,
+    def __init__(
+        self,
         folder: str | PurePath,
         mounted_at: str | PurePath | None = None,
         keep: int = DEFAULT_KEPT_VERSIONS,
-    ) -> VersionFolder:
-        """Return the versions in a folder, whose paths may be text."""
-        mount = None if mounted_at is None else PurePosixPath(mounted_at)
-        return cls(Path(folder), mount, keep)
+    ) -> None:
+        if keep < 1:
+            raise ValueError(
+                "keep must be 1 or more: a replica that joins loads the committed version"
+            )
+        self.folder, self.mounted_at, self.keep = Path(folder), mounted_at, keep
 
     def local_path(self, identity: WeightsId) -> Path:
         """Return where this process writes a version."""
@@ -57,14 +48,14 @@ class VersionFolder:
         return str(PurePosixPath(base) / self.local_path(identity).name)
 
     def check_folder(self, identity: WeightsId) -> None:
-        """Refuse to write among the versions of another pool, or of one that is gone.
+        """Refuse to write among the versions of another pool, or of a deleted one.
 
-        Epochs begin anew with a pool. Without this, the version that both have would be met in the
-        middle of a run.
+        A new pool starts at epoch 1. Without this check, a run would collide with a version of both pools
+        in its middle.
 
         Raises:
-            FileExistsError: The folder has a later version of this epoch. Whether this very one has the same
-                content is seen once it is written.
+            FileExistsError: The folder has a later version of this epoch. If it has this very version, the
+                contents are compared once it is written.
         """
         if not self.folder.exists():
             return
@@ -79,8 +70,8 @@ class VersionFolder:
     def prune_versions(self, committed: WeightsId) -> None:
         """Delete what nobody loads any more: versions before the committed one, except the newest.
 
-        What is left half-written by a trainer that died goes as well. Nothing else in the folder is
-        touched, and a failure is only logged: one folder that stays keeps no other.
+        Half-written versions of a trainer that died are deleted, too. Nothing else in the folder is
+        touched. A failure is only logged, and the other folders are still deleted.
         """
         failures: list[str] = []
         try:
@@ -100,6 +91,6 @@ class VersionFolder:
             logger.warning("old versions in %s were not all deleted: %s", self.folder, said)
 
     def _find_versions(self) -> list[tuple[tuple[int, int], Path]]:
-        """Return which versions there are, whole or not, and where they lie."""
+        """Return the versions, complete or not, and their paths."""
         matches = [(_FOLDER_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return [((int(match[1]), int(match[2])), path) for match, path in matches if match]

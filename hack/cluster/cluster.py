@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _with_separator(words: list[str]) -> list[str]:
-    """Put `--` before what belongs to kubectl or helm, whose flags are none of ours."""
+    """Put `--` before the arguments of kubectl or helm, whose flags are not ours."""
     if not words or words[0] not in ("kubectl", "helm"):
         return words
     ours = 1

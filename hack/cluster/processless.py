@@ -3,11 +3,10 @@
 
     python hack/cluster/processless.py [--port 8001]
 
-kwok runs pods as objects only, and the operator believes nothing but a worker's own answer. So that
-hundreds of pools can come to Ready, this server speaks the wire models of the control port: the
-address that a request was sent to tells the pod, and each keeps its own fence, holds and weights.
-Engines are what is missing: a model loads, stages and commits at once. `GET /counts` on 127.0.0.1
-shows how often each route was asked.
+kwok runs pods as objects only, and the operator trusts only the answers of workers. To let hundreds
+of pools become Ready, this server implements the wire models of the control port: the address that a
+request was sent to identifies the pod, and each pod has its own fence, holds and weights. There are no
+engines: models load, stage and commit at once. `GET /counts` on 127.0.0.1 shows the calls of each route.
 """
 
 from __future__ import annotations
@@ -79,11 +78,9 @@ class PodState:
 
     @property
     def serving(self) -> bool:
-        """Whether it would answer requests."""
         return self.hold is None and self.weights.required is not None
 
     def state(self) -> bytes:
-        """Return the answer of `/v1/state`."""
         if self.page is None:
             self.page = self._state().model_dump_json().encode()
         return self.page
@@ -104,12 +101,10 @@ class PodState:
         )
 
     def change(self, **weights: Any) -> None:
-        """Change parts of the weights' state."""
         self.weights = self.weights.model_copy(update=weights)
         self.page = None
 
     def held(self, state: str | None, generation: int | None) -> None:
-        """Put the operator's hold, or drop it."""
         self.hold = Hold(holder=CALLER, state=state) if state else None
         self.generation = generation if generation is not None else self.generation
         self.page = None
@@ -186,7 +181,7 @@ def discard(pod: PodState, body: DiscardRequest) -> bytes:
 
 
 class Server:
-    """The routes of all pods; see the module."""
+    """The routes of all pods."""
 
     def __init__(self) -> None:
         self.pods: dict[str, PodState] = {}
@@ -194,7 +189,6 @@ class Server:
         self._counts: Counter[str] = Counter()
 
     def app(self) -> web.Application:
-        """The application."""
         app = web.Application()
         app.router.add_get("/v1/state", self._state)
         app.router.add_get("/counts", self._show_counts)
@@ -258,7 +252,7 @@ def _problem(status: int, slug: str, detail: str) -> web.Response:
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that hears every address of this machine, but only from this machine."""
+    """Return a socket on every address of this machine that only this machine reaches."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")

@@ -56,7 +56,6 @@ LOCAL_VALUES: dict[str, Any] = {
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the maps of `over` merged in."""
     out = dict(base)
     for key, value in over.items():
         inner = out.get(key)
@@ -76,7 +75,6 @@ def colocation(*namespaces: str) -> dict[str, Any]:
 
 
 def namespace(cluster: Cluster, name: str, level: str) -> None:
-    """Make a namespace that enforces a Pod Security level."""
     body = {
         "apiVersion": "v1",
         "kind": "Namespace",
@@ -116,13 +114,12 @@ def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:
 
 
 def _stamp(image: str) -> str:
-    """Hash of the inputs that a local image was built from."""
     file = cache() / "images" / f"{image}.stamp"
     return file.read_text().strip()[:16] if file.exists() else "none"
 
 
 def _values(cluster: Cluster) -> dict[str, Any]:
-    """What an installed release was given, nothing if there is no release."""
+    """Return the values of the installed release, nothing if there is none."""
     text = cluster.helm("get", "values", RELEASE, "-n", SYSTEM, "-o", "json", check=False)
     try:
         values: dict[str, Any] = json.loads(text) or {}

@@ -16,35 +16,25 @@ from pathlib import Path
 
 from demo import monitoring
 from demo.pool import NAME, DemoPool
-from demo.scene import Scene, existing_scene, local_scene
+from demo.scene import Scene, existing_scene, local_scene, run_story
 from demo.stage import DemoError
-from localkube import ClusterError
 from localkube.home import clusters
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "hf.yaml"
 
 
-def main() -> int:
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
-    try:
-        tell(existing_scene() if _is_users_cluster() else local_scene())
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def _is_users_cluster() -> bool:
-    """A kubeconfig of the user's own, not the one that `cluster.py env` exports for ours."""
+    """Whether KUBECONFIG is the user's own, not the one that `cluster.py env` exports."""
     config = os.environ.get("KUBECONFIG", "")
     ours = config.startswith(f"{clusters()}{os.sep}")
     return os.environ.get("CLUSTER") == "existing" or (bool(config) and not ours)
 
 
+def choose_scene() -> Scene:
+    return existing_scene() if _is_users_cluster() else local_scene()
+
+
 def tell(scene: Scene) -> None:
-    """Tell the story on a cluster that has the operator."""
     pool = DemoPool(scene.stage)
     _create(pool)
     _update(pool)
@@ -149,4 +139,4 @@ def _goodbye(scene: Scene) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_story(__doc__, lambda: tell(choose_scene())))

@@ -4,24 +4,20 @@
     STEPS=3 make demo-colocated        fewer
 
 The devices exist on paper; claims, driver, kubelet, locks and engine are real. The judge looks each
-millisecond who has memory, and has the last word. The cluster stays up, `make clean` removes it.
+millisecond which pod has memory, and decides the outcome. The cluster stays up, `make clean` removes it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import sys
 from typing import Any
 
 import yaml
 
 from demo.judge import Judge, Report
-from demo.scene import SHAPE, Scene, local_scene
+from demo.scene import SHAPE, Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError, Stage
-from demo.train import follow, localized
-from localkube import ClusterError
+from demo.train import follow, localized, make_empty
 from localkube.home import REPOSITORY
 
 NAMESPACE = "colocated"
@@ -31,26 +27,8 @@ EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = ("colocated/turns.py", "grpo/grpo.py", "grpo/publishing.py", "grpo/train.py")
 
 
-def main() -> int:
-    """Command line."""
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
-    try:
-        scene = local_scene(NAMESPACE, SHAPE, devices=DEVICES)
-        tell(scene, int(os.environ.get("STEPS", STEPS)))
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def tell(scene: Scene, steps: int) -> Report:
-    """Tell the story and return what the judge saw.
-
-    Raises:
-        DemoError: the story went wrong, or two had memory of a device at the same time.
-    """
+    """Tell the story and return what the judge saw."""
     stage = scene.stage
     assert scene.state is not None
     _clear(scene)
@@ -71,55 +49,27 @@ def tell(scene: Scene, steps: int) -> Report:
 
 
 def _clear(scene: Scene) -> None:
-    """Remove what an earlier run left."""
     assert scene.models is not None
-    for kind, name in (("job", JOB), ("rr", POOL), ("resourceclaim", CLAIM)):
-        scene.stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
-    folder = scene.models / "weights" / JOB
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    folder.chmod(0o777)  # the trainer is nobody of this machine
+    scene.stage.delete(("job", JOB), ("rr", POOL), ("resourceclaim", CLAIM))
+    make_empty(scene.models / "weights" / JOB)
 
 
 def _wait_for_a_trainer(stage: Stage) -> None:
     with stage.step("A pool that is to share a trainer's devices waits for the trainer"):
-        text = (EXAMPLES / JOB / "pool.yaml").read_text()
-        stage.say(text[text.index("apiVersion") :])
-        stage.kubectl("apply", "-f", "-", text=text, show=True)
-        message = stage.until("the pool says for whom it waits", lambda: _message(stage), 30)
-        stage.say(f"· {message}")
-
-
-def _message(stage: Stage) -> str:
-    pool = stage.get("rr", POOL)
-    return str((pool.get("status") or {}).get("message", ""))
+        stage.apply_shown(EXAMPLES / JOB / "pool.yaml")
+        stage.watch_pool(POOL, "a message", lambda: stage.pool_status(POOL).get("message"), 30)
 
 
 def _meet(stage: Stage, steps: int) -> None:
     with stage.step(
         "The trainer comes with a ResourceClaim of two devices; the worker joins it there"
     ):
-        files = [f"--from-file={EXAMPLES / name}" for name in SCRIPTS]
-        script = stage.kubectl("create", "configmap", JOB, *files, "--dry-run=client", "-o", "json")
-        stage.kubectl("apply", "-f", "-", text=script)
-        items = manifests(steps)
-        stage.kubectl(
-            "apply",
-            "-f",
-            "-",
-            text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}),
+        stage.apply_files(JOB, *(EXAMPLES / name for name in SCRIPTS))
+        stage.apply(*manifests(steps))
+        words = ("get", "pods", "-l", f"rollout.dev/pool={POOL}", "-o", "name")
+        stage.watch_pool(
+            POOL, "the worker's pod next to the trainer's", lambda: stage.kubectl(*words), 120
         )
-        told: list[str] = []
-
-        def served() -> bool:
-            message = _message(stage)
-            if message and message not in told:
-                told.append(message)
-                stage.say(f"· {message}")
-            words = ("get", "pods", "-l", f"rollout.dev/pool={POOL}", "-o", "name")
-            return bool(stage.kubectl(*words))
-
-        stage.until("the worker's pod beside the trainer's", served, 120)
         stage.kubectl("get", "resourceclaims", show=True)
         stage.kubectl("get", "pods", "-o", "wide", show=True)
 
@@ -139,4 +89,9 @@ def _check(report: Report, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_story(
+            __doc__,
+            lambda: tell(local_scene(NAMESPACE, SHAPE, devices=DEVICES), wanted_steps(STEPS)),
+        )
+    )

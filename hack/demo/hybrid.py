@@ -9,19 +9,14 @@ The operator makes no pod: it takes the trainer's own for the pool's replica. Th
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import threading
 from typing import Any
 
 import yaml
 
-from demo.scene import Scene, local_scene
+from demo.scene import Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError, Stage
 from demo.train import SHAPE, localized
-from localkube import ClusterError
 from localkube.home import REPOSITORY
 
 NAMESPACE = "hybrid"
@@ -31,37 +26,16 @@ STEPS, LEARN_SECONDS = 12, 600.0
 EXAMPLE = REPOSITORY / "examples" / "hybrid"
 
 
-def main() -> int:
-    """Command line."""
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
-    try:
-        tell(local_scene(NAMESPACE, SHAPE), int(os.environ.get("STEPS", STEPS)))
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def tell(scene: Scene, steps: int) -> list[float]:
-    """Tell the story and return the rewards.
-
-    Raises:
-        DemoError: the story went wrong, or nothing was learned.
-    """
+    """Tell the story and return the rewards."""
     stage = scene.stage
     with stage.step("A pool whose replicas are the pods of a trainer that is not there yet"):
-        for kind, name in (("statefulset", TRAINER), ("rr", POOL)):
-            stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
-        text = (EXAMPLE / "pool.yaml").read_text()
-        stage.say(text[text.index("apiVersion") :])
-        stage.kubectl("apply", "-f", "-", text=text, show=True)
-        stage.say(
-            f"· {stage.until('the pool says for whom it waits', lambda: _message(stage), 30)}"
-        )
+        stage.delete(("statefulset", TRAINER), ("rr", POOL))
+        stage.apply_shown(EXAMPLE / "pool.yaml")
+        stage.watch_pool(POOL, "a message", lambda: stage.pool_status(POOL).get("message"), 30)
     with stage.step("The trainer comes, a StatefulSet of its own, and the pool has a replica"):
-        _apply_trainer(stage)
+        stage.apply_files(TRAINER, EXAMPLE / "train.py")
+        stage.apply(*manifests())
         stage.kubectl("wait", "rr", POOL, "--for=condition=Ready", "--timeout=240s")
         stage.kubectl("get", "rr,pods,endpointslices", "-o", "wide", show=True)
     with stage.step(f"GRPO for {steps} steps: it samples from itself, learns, publishes"):
@@ -70,20 +44,6 @@ def tell(scene: Scene, steps: int) -> list[float]:
         _check(stage, rewards, steps)
     stage.say(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")
     return rewards
-
-
-def _message(stage: Stage) -> str:
-    return str((stage.get("rr", POOL).get("status") or {}).get("message", ""))
-
-
-def _apply_trainer(stage: Stage) -> None:
-    script = stage.kubectl(
-        *("create", "configmap", TRAINER, f"--from-file={EXAMPLE / 'train.py'}"),
-        *("--dry-run=client", "-o", "json"),
-    )
-    stage.kubectl("apply", "-f", "-", text=script)
-    listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests()})
-    stage.kubectl("apply", "-f", "-", text=listed)
 
 
 def manifests() -> list[dict[str, Any]]:
@@ -97,25 +57,12 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def _follow(stage: Stage, steps: int) -> list[float]:
-    """Print the trainer's lines until it has done so many steps; return their rewards."""
-    words = ["kubectl", "-n", stage.namespace, "logs", "-f", POD]
+    """Follow the trainer for this many steps; return their rewards."""
     rewards: list[float] = []
-    with subprocess.Popen(
-        words, env=stage.environment, stdout=subprocess.PIPE, text=True
-    ) as reader:
-        late = threading.Timer(LEARN_SECONDS, reader.kill)
-        late.start()
-        try:
-            for line in reader.stdout or ():
-                if not line.startswith("step"):
-                    continue
-                print(line, end="", flush=True)
-                rewards.append(float(line.split()[3]))
-                if len(rewards) == steps:
-                    break
-        finally:
-            late.cancel()
-            reader.kill()
+    for line in stage.log_lines(POD, LEARN_SECONDS, "step"):
+        rewards.append(float(line.split()[3]))
+        if len(rewards) == steps:
+            break
     return rewards
 
 
@@ -133,4 +80,4 @@ def _check(stage: Stage, rewards: list[float], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_story(__doc__, lambda: tell(local_scene(NAMESPACE, SHAPE), wanted_steps(STEPS))))

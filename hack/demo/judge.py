@@ -3,7 +3,7 @@
     with Judge(cluster.state) as judge: …
     report = judge.report(judge.asleep_mib())
 
-It runs on the machine below the nodes and asks nobody; what looks is a program of its own (`looks.py`). The
+It runs on the machine below the nodes and asks no pod; a separate program looks (`looks.py`). The
 trainer has memory of a device while it holds a flock on the device's file, a worker while its own memory is well
 above what it has asleep.
 """
@@ -44,7 +44,6 @@ class Report:
     pods: frozenset[str]
 
     def lines(self) -> Iterator[str]:
-        """Yield it for people."""
         rate = self.looks / self.seconds if self.seconds else 0.0
         yield (
             f"looked {self.looks} times in {self.seconds:.1f} s, {rate:.0f} times a second (longest gap "
@@ -85,7 +84,7 @@ class Judge:
         self._process.communicate(timeout=30)
 
     def asleep_mib(self) -> float:
-        """Return a sleeping worker's memory: the least that one had after it had most; 0: none slept."""
+        """Return the least memory of a worker after it had most, thus asleep; 0: none slept."""
         series: dict[str, list[float]] = {}
         for line in self._read():
             if line.get("mib"):
@@ -120,7 +119,7 @@ class Judge:
         )
 
     def _verdict(self, idle_mib: float) -> _Verdict:
-        """Add what has been written since it was asked for last."""
+        """Add the lines written since the last call."""
         lines = self._read()
         verdict = self._verdicts.setdefault(idle_mib, _Verdict(idle_mib))
         for line in lines[verdict.seen :]:
@@ -128,7 +127,7 @@ class Judge:
         return verdict
 
     def _read(self) -> list[dict[str, Any]]:
-        """Return all lines; only the new ones are read, and one that is being written waits for its end."""
+        """Return all lines; reads only new ones, and leaves a line that is being written for the next call."""
         with self._file.open("rb") as file:
             file.seek(self._read_bytes)
             whole, newline, _ = file.read().rpartition(b"\n")
@@ -146,17 +145,17 @@ class _Verdict:
     turns: dict[str, int] = field(default_factory=dict)
     pods: set[str] = field(default_factory=set)
     seen: int = 0
-    """So many lines."""
+    """Count of lines."""
     began: float = 0.0
     last_end: Mapping[str, Any] = field(default_factory=lambda: {"looks": 0, "gap": 0.0, "t": 0.0})
-    """The last line that told how often the judge had looked."""
+    """The last line with the number of looks."""
     _marks: set[tuple[str, str]] = field(default_factory=set)
     _memory: dict[tuple[str, str], float] = field(default_factory=dict)
     _last: dict[str, str] = field(default_factory=dict)
     _since: float = 0.0
 
     def see(self, line: Mapping[str, Any]) -> None:
-        """Take one line in; they come in the order of time."""
+        """Add one line; lines come in the order of time."""
         if not self.seen:
             self.began = line["t"]
         self.seen += 1

@@ -1,13 +1,13 @@
-"""What the judge of turns sees: each millisecond, who has memory of which of the local cluster's fake devices.
+"""What the judge of turns sees: each millisecond, which pods have memory of the local cluster's fake devices.
 
     python -I looks.py STATE
 
 Writes one JSON line for each change, until its input ends. Standard library only. Pods with a device are those whose
 processes see its file; of several workers on one claim each has its share.
 
-A look is one read of /proc/locks and one of each worker's statm, by files that stay open. What finds new
-processes is done in pieces between the looks, and all of it before other processes' work, where this user may:
-else a busy machine lets it look 500 to 900 times a second.
+A look reads /proc/locks and each worker's statm once, from files that stay open. The search for new processes
+is done in pieces between the looks. The program takes precedence over other processes, if this user may:
+otherwise a busy machine lets it look only 500 to 900 times a second.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Looks:
         self._mount = re.compile(rf"/{cluster}/nodes/(\S+)/run/devices/(\S+) /dev/")
 
     def list(self) -> None:
-        """Forget processes that ended, and note those that are to be examined."""
+        """Forget processes that ended, and queue those to examine."""
         pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         for pid in self._known.keys() - pids:
             self._forget(pid)
@@ -82,7 +82,7 @@ class _Looks:
             os.close(seen.statm)
 
     def examine(self) -> None:
-        """Examine a few of the processes that were noted."""
+        """Examine a few of the queued processes."""
         for pid in self._sought[:SEARCHED_AT_ONCE]:
             with suppress(OSError):
                 self._known[pid] = self._process(pid)
@@ -134,7 +134,7 @@ class _Looks:
         for line in locks.splitlines():
             words = line.split()
             device = self._inodes.get(words[-3].rpartition(":")[2])
-            # "->" stands before who waits.
+            # "->" precedes a process that waits.
             if device is None or words[1] != "FLOCK":
                 continue
             seen = self._known.get(int(words[4]))
@@ -142,7 +142,7 @@ class _Looks:
 
 
 def _whole(file: int) -> bytes:
-    """Read a file of /proc, which comes a page at a time."""
+    """Read a file of /proc, which returns a page at a time."""
     found = b""
     while piece := os.pread(file, 1 << 16, len(found)):
         found += piece
@@ -150,7 +150,7 @@ def _whole(file: int) -> bytes:
 
 
 def _mib(statm: int) -> float:
-    """Memory of a process that is no file's."""
+    """Return the memory of a process that is not backed by files."""
     try:
         _, resident, shared, *_ = os.pread(statm, 200, 0).split()
     except (OSError, ValueError):  # it has ended
@@ -159,7 +159,7 @@ def _mib(statm: int) -> float:
 
 
 def _go_first() -> None:
-    """Look on time however busy the machine is, as far as this user may."""
+    """Take precedence over other processes, as far as this user may."""
     gc.disable()  # nothing here makes circles
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

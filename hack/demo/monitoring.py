@@ -1,7 +1,7 @@
-"""A real Prometheus that follows the pods of the API server, for as long as the story needs.
+"""A real Prometheus that follows the pods of the API server, for the duration of a block.
 
-Debian builds Prometheus without its Kubernetes discovery, so it asks a discovery of ours over its
-HTTP discovery protocol: the annotated pods, as the API server lists them at that moment. In a
+Debian builds Prometheus without its Kubernetes discovery, so it uses ours over its HTTP
+discovery protocol: the annotated pods, as the API server lists them at that moment. In a
 cluster of your own use the chart's PodMonitors or Prometheus' own `kubernetes_sd_configs`.
 """
 
@@ -43,7 +43,7 @@ def prometheus(stage: Stage, program: Path) -> Iterator[str]:
 
 @contextmanager
 def run_prometheus(program: Path, home: Path, settings: dict[str, Any]) -> Iterator[str]:
-    """Run Prometheus on loopback with these settings, its files in `home`; yields its address."""
+    """Run Prometheus on loopback with these settings and its files in `home`; yield its address."""
     config = home / "prometheus.yml"
     config.write_text(json.dumps(settings))  # JSON is YAML
     port = _free_port()
@@ -79,7 +79,6 @@ def _config(targets: str) -> dict[str, Any]:
 
 @contextmanager
 def _discovery(stage: Stage) -> Iterator[str]:
-    """Serve the pods that want to be scraped; yields the URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -88,7 +87,7 @@ def _discovery(stage: Stage) -> Iterator[str]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(ConnectionError):  # Prometheus has ended meanwhile
+            with suppress(ConnectionError):  # Prometheus may have ended
                 self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
@@ -133,11 +132,7 @@ def query(address: str, expression: str) -> list[dict[str, Any]]:
 
 
 def show(stage: Stage, address: str, expressions: dict[str, int]) -> None:
-    """Ask each query until it has so many series, then print them.
-
-    Raises:
-        DemoError: they did not come within a minute.
-    """
+    """Ask each query until it has so many series, then print them."""
     for expression, wanted in expressions.items():
 
         def look(expression: str = expression, wanted: int = wanted) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the demo does with its pool, each as a user would."""
+"""The demo's actions on its pool, done as a user would."""
 
 from __future__ import annotations
 
@@ -19,47 +19,26 @@ class DemoPool:
         self.stage = stage
 
     def show(self) -> None:
-        """Print the line that people look at."""
         self.stage.kubectl("get", "rr", NAME, "-o", "wide", show=True)
 
     def exists(self) -> bool:
-        """Tell whether an earlier demo has left it."""
         return bool(self.stage.kubectl("get", "rr", NAME, "--ignore-not-found", "-o", "name"))
 
     def remove(self) -> None:
-        """Delete it and wait until its pods are gone, too."""
         self.stage.kubectl("delete", "rr", NAME, "--wait=false", show=True)
         words = ("get", "pods,services", "-l", f"rollout.dev/pool={NAME}", "-o", "name")
         self.stage.until("the pool is gone", lambda: not self.stage.kubectl(*words).strip(), 120)
 
-    def status(self) -> dict[str, Any]:
-        """Return the status for the newest spec, empty while it is about an older one."""
-        pool = self.stage.get("rr", NAME)
-        status: dict[str, Any] = pool.get("status") or {}
-        current = status.get("observedGeneration") == pool["metadata"]["generation"]
-        return status if current else {}
-
     def condition(self, kind: str) -> bool:
-        """Tell whether a condition is True."""
-        return any(
-            c["type"] == kind and c["status"] == "True" for c in self.status().get("conditions", ())
-        )
+        conditions = self.stage.pool_status(NAME).get("conditions", ())
+        return any(c["type"] == kind and c["status"] == "True" for c in conditions)
 
     def wait(self, what: str, look: Callable[[], Any], seconds: float = 120.0) -> None:
-        """Wait and print each new sentence of the status."""
-        told: list[str] = []
-
-        def watch() -> Any:
-            message = self.status().get("message", "")
-            if message and message not in told:
-                told.append(message)
-                self.stage.say(f"· {message}")
-            return look()
-
-        self.stage.until(what, watch, seconds)
+        """Wait, and print each new sentence of the status."""
+        self.stage.watch_pool(NAME, what, look, seconds)
 
     def generate(self) -> dict[str, Any]:
-        """Ask the Service for eight greedy tokens and print what matters of the answer."""
+        """Ask the Service for eight greedy tokens and print the main parts of the answer."""
         path = f"/api/v1/namespaces/{self.stage.namespace}/services/{NAME}:8000/proxy/v1/generate"
         sampling = {"temperature": 0, "max_tokens": 8}
         body = json.dumps({"token_ids": PROMPT, "sampling": sampling})
@@ -74,12 +53,10 @@ class DemoPool:
         return answer
 
     def patch(self, **spec: Any) -> None:
-        """Change the spec, showing the command."""
         body = json.dumps({"spec": spec})
         self.stage.kubectl("patch", "rr", NAME, "--type=merge", "-p", body, show=True)
 
     def endpoints(self) -> list[str]:
-        """Ready addresses behind the Service."""
         found = json.loads(
             self.stage.kubectl(
                 "get", "endpointslices", "-l", f"kubernetes.io/service-name={NAME}", "-o", "json"
@@ -94,7 +71,7 @@ class DemoPool:
         ]
 
     def memory(self) -> float:
-        """Resident memory of the first worker, MiB, by its own metric."""
+        """Return the resident MiB of the first worker by its own metric."""
         path = f"/api/v1/namespaces/{self.stage.namespace}/pods/{NAME}-0-0:8000/proxy/metrics"
         page = self.stage.kubectl("get", "--raw", path)
         lines = [x for x in page.splitlines() if x.startswith("rollout_worker_memory_resident")]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import images
 import rollout_local
-from localkube import Cluster, build, debian, preflight
+from localkube import Cluster, ClusterError, build, debian, preflight
 from localkube.home import DEFAULT_NAME, cache
 
 from .stage import DemoError, Stage
@@ -34,6 +37,23 @@ class Scene:
 
     prometheus: Path | None = None
     hints: tuple[str, ...] = ()
+
+
+def run_story(text: str | None, tell: Callable[[], object]) -> int:
+    """Print `text` if the command line asks for help, else tell a story; return the exit status."""
+    if "-h" in sys.argv or "--help" in sys.argv:
+        print(text)
+        return 0
+    try:
+        tell()
+    except (DemoError, ClusterError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def wanted_steps(default: int) -> int:
+    return int(os.environ.get("STEPS", default))
 
 
 def local_scene(
@@ -78,11 +98,7 @@ def local_scene(
 
 
 def existing_scene() -> Scene:
-    """Install onto the cluster that kubectl reaches; a Job makes the models on claims there.
-
-    Raises:
-        DemoError: an image is not named, or a program is missing.
-    """
+    """Install onto the cluster that kubectl reaches; a Job makes the models on claims there."""
     for program in ("kubectl", "helm"):
         if shutil.which(program) is None:
             raise DemoError(f"{program} is not on the PATH: install it, or unset KUBECONFIG")
@@ -120,7 +136,7 @@ def _namespace() -> str:
 
 
 def _model_job(image: str) -> str:
-    """Claims of the default storage class, and a Job that writes the models onto them."""
+    """Return claims of the default storage class, and a Job that writes the models onto them."""
     claims = [
         {
             "apiVersion": "v1",
@@ -133,43 +149,44 @@ def _model_job(image: str) -> str:
         }
         for name in ("models", "weights")
     ]
-    make = "python3 /script/tinymodel.py"
-    commands = " && ".join(
-        (
-            f"{make} /models/tiny --seed 1",
-            f"{make} /weights/1 --seed 2 --weights-only",
-            f"{make} /weights/2 --seed 3 --weights-only",
-        )
-    )
     script = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": "make-models"},
         "data": {"tinymodel.py": MODEL_SCRIPT.read_text()},
     }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "make-models"},
+        "spec": {"backoffLimit": 2, "template": {"spec": _model_pod(image)}},
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [*claims, script, job]})
+
+
+def _model_pod(image: str) -> dict[str, Any]:
+    make = "python3 /script/tinymodel.py"
+    commands = (
+        f"{make} /models/tiny --seed 1",
+        f"{make} /weights/1 --seed 2 --weights-only",
+        f"{make} /weights/2 --seed 3 --weights-only",
+    )
     mounts = {"models": "/models", "weights": "/weights", "script": "/script"}
     sources = {
         "models": {"persistentVolumeClaim": {"claimName": "models"}},
         "weights": {"persistentVolumeClaim": {"claimName": "weights"}},
         "script": {"configMap": {"name": "make-models"}},
     }
-    pod = {
+    return {
         "restartPolicy": "Never",
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532},
         "containers": [
             {
                 "name": "make",
                 "image": image,
-                "command": ["sh", "-c", commands],
+                "command": ["sh", "-c", " && ".join(commands)],
                 "volumeMounts": [{"name": n, "mountPath": p} for n, p in mounts.items()],
             }
         ],
         "volumes": [{"name": n, **source} for n, source in sources.items()],
     }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "make-models"},
-        "spec": {"backoffLimit": 2, "template": {"spec": pod}},
-    }
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [*claims, script, job]})

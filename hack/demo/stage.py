@@ -1,4 +1,4 @@
-"""Where the demo plays: a cluster, a way to run kubectl and helm, and a voice with a clock."""
+"""The demo's stage: runs kubectl and helm against a cluster, and prints each step with its time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ BOLD, DIM, GREEN, OFF = (
 
 
 class DemoError(Exception):
-    """The story can't go on; the text says why and what to do."""
+    """The demo can't continue; the text gives the reason and the fix."""
 
 
 class Stage:
@@ -47,16 +48,11 @@ class Stage:
         print(f"  {GREEN}done in {took:.1f} s{OFF}{DIM}   ({total:.0f} s since the start){OFF}")
 
     def say(self, text: str) -> None:
-        """Print an indented line."""
         for line in text.rstrip().splitlines():
             print(f"  {line}", flush=True)
 
     def run(self, *words: str | Path, text: str | None = None, show: bool = False) -> str:
-        """Run a command and return its output.
-
-        Raises:
-            DemoError: it failed; the text is what it printed.
-        """
+        """Run a command and return its output."""
         if show:
             self.say(f"{DIM}$ {' '.join(str(w) for w in words)}{OFF}")
         done = subprocess.run(
@@ -75,20 +71,72 @@ class Stage:
         return done.stdout
 
     def kubectl(self, *words: str, text: str | None = None, show: bool = False) -> str:
-        """Run kubectl in the pool's namespace."""
         return self.run("kubectl", "-n", self.namespace, *words, text=text, show=show)
 
+    def apply(self, *items: Mapping[str, Any]) -> None:
+        body = {"apiVersion": "v1", "kind": "List", "items": items}
+        self.kubectl("apply", "-f", "-", text=json.dumps(body))
+
+    def apply_files(self, name: str, *paths: Path) -> None:
+        """Apply a ConfigMap of files, or of a folder's files."""
+        files = [f"--from-file={path}" for path in paths]
+        text = self.kubectl("create", "configmap", name, *files, "--dry-run=client", "-o", "json")
+        self.kubectl("apply", "-f", "-", text=text)
+
+    def apply_shown(self, manifest: Path) -> None:
+        """Apply a manifest and print it without the comments at its top."""
+        text = manifest.read_text()
+        self.say(text[text.index("apiVersion") :])
+        self.kubectl("apply", "-f", "-", text=text, show=True)
+
+    def delete(self, *objects: tuple[str, str]) -> None:
+        """Delete objects, (kind, name), if they exist."""
+        for kind, name in objects:
+            self.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
+
+    def pool_status(self, name: str) -> dict[str, Any]:
+        """Return a pool's status for its newest spec, empty while it is about an older one."""
+        pool = self.get("rr", name)
+        status: dict[str, Any] = pool.get("status") or {}
+        current = status.get("observedGeneration") == pool["metadata"]["generation"]
+        return status if current else {}
+
+    def watch_pool(self, name: str, what: str, look: Callable[[], T], seconds: float) -> T:
+        """Wait as `until` does, and print each new sentence of the pool's status."""
+        printed: set[str] = set()
+
+        def watch() -> T:
+            message = self.pool_status(name).get("message", "")
+            if message and message not in printed:
+                printed.add(message)
+                self.say(f"· {message}")
+            return look()
+
+        return self.until(what, watch, seconds)
+
+    def log_lines(self, name: str, seconds: float, prefix: str = "") -> Iterator[str]:
+        """Print and yield lines of a pod's or Job's log, those with `prefix`, until it ends or time is over."""
+        words = ["kubectl", "-n", self.namespace, "logs", "-f", name]
+        with subprocess.Popen(
+            words, env=self.environment, stdout=subprocess.PIPE, text=True
+        ) as reader:
+            late = threading.Timer(seconds, reader.kill)
+            late.start()
+            try:
+                for line in reader.stdout or ():
+                    if line.startswith(prefix):
+                        print(line, end="", flush=True)
+                        yield line
+            finally:
+                late.cancel()
+                reader.kill()
+
     def get(self, kind: str, name: str) -> dict[str, Any]:
-        """Return an object."""
         answer: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return answer
 
     def until(self, what: str, look: Callable[[], T], seconds: float) -> T:
-        """Return the first truthy answer of `look`.
-
-        Raises:
-            DemoError: none came in time.
-        """
+        """Return the first truthy answer of `look`."""
         end = time.monotonic() + seconds
         while not (answer := look()):
             if time.monotonic() > end:

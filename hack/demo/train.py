@@ -1,10 +1,10 @@
-"""Train a policy on a real cluster: examples/grpo beside a pool of workers, until it can do it.
+"""Train a policy on a real cluster: examples/grpo next to a pool of workers, until it reaches its goal.
 
     make demo-train                    40 steps, about two minutes after the first run: weights go into
                                        the workers' memory, each fourth time as files, to compare
     STEPS=10 make demo-train           fewer
-    TASK=tools make demo-train         until it asks a calculator, in conversations; meanwhile the
-                                       pool grows, and a worker is killed
+    TASK=tools make demo-train         until it asks a calculator, in conversations, while the pool
+                                       grows and a worker is killed
 
 Leaves the table and the learning curve in the cache; the cluster stays up, `make clean` removes it.
 """
@@ -12,25 +12,25 @@ Leaves the table and the learning curve in the cache; the cluster stays up, `mak
 from __future__ import annotations
 
 import csv
-import json
 import os
+import re
 import shutil
-import subprocess
+import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 import rollout_local
-from demo.scene import Scene, local_scene
-from demo.stage import DemoError
-from demo.trouble import Trouble
-from localkube import ClusterError, volumes
+from demo.scene import Scene, local_scene, run_story, wanted_steps
+from demo.stage import DemoError, Stage
+from localkube import volumes
 from localkube.home import REPOSITORY
+from localkube.processes import process_in
 
 NAMESPACE = "train"
 POOL = "policy"
@@ -40,9 +40,10 @@ SHAPE = (
     *("--kv-heads", "1", "--max-length", "256", "--std", "0.05"),
 )
 EXAMPLE = REPOSITORY / "examples" / "grpo"
+IN_FLIGHT = re.compile(r"^rollout_worker_requests_in_flight(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 JOB_SECONDS, HEAL_SECONDS = 900.0, 180.0
 GOAL = 0.8
-"""Chance is 0.1. Now and then a policy stays at 0.86 for long, sure of one wrong number in ten: it has learned."""
+"""Chance is 0.1. Some policies stay at 0.86 for long, with one wrong number in ten: they have learned, too."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Task:
         folder: that it writes into, below `weights`; also the name of the Job.
         steps: unless said otherwise.
         enough: steps that reach the goal.
-        trouble: whether something happens to the pool meanwhile.
-        arguments: of the trainer, beside those of its Job.
+        trouble: whether the pool grows and loses a worker during the training.
+        arguments: of the trainer, in addition to those of its Job.
     """
 
     manifest: str
@@ -72,45 +73,27 @@ TASKS = {
 }
 
 
-def main() -> int:
-    """Command line."""
-    if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)
-        return 0
+def run_task() -> None:
     name = os.environ.get("TASK", "counting")
-    try:
-        if name not in TASKS:
-            raise DemoError(f"TASK={name!r} is none of {sorted(TASKS)}")
-        task = TASKS[name]
-        scene = local_scene(NAMESPACE, SHAPE)
-        tell(scene, task, int(os.environ.get("STEPS", task.steps)))
-    except (DemoError, ClusterError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    return 0
+    if name not in TASKS:
+        raise DemoError(f"TASK={name!r} is none of {sorted(TASKS)}")
+    tell(local_scene(NAMESPACE, SHAPE), TASKS[name], wanted_steps(TASKS[name].steps))
 
 
 def tell(scene: Scene, task: Task, steps: int) -> Path:
-    """Apply pool and Job, follow the trainer, and show what came of it; returns its folder."""
+    """Apply pool and Job, follow the trainer and print its result; return its folder."""
     stage = scene.stage
     assert scene.models is not None
     folder = scene.models / "weights" / task.folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    folder.chmod(0o777)  # the trainer is nobody of this machine
+    make_empty(folder)
     with stage.step("A pool of two workers and the account of its trainer"):
-        for kind, name in (("job", task.folder), ("rr", POOL)):
-            stage.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=120s")
+        stage.delete(("job", task.folder), ("rr", POOL))
         stage.kubectl("apply", "-f", str(EXAMPLE / "pool.yaml"), show=True)
         stage.kubectl("wait", "rr", POOL, "--for=condition=Ready", "--timeout=240s")
         stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
     with stage.step(f"GRPO for {steps} steps, as a Job"):
-        script = stage.kubectl(
-            "create", "configmap", "grpo", f"--from-file={EXAMPLE}", "--dry-run=client",
-            "-o", "json",
-        )  # fmt: skip
-        stage.kubectl("apply", "-f", "-", text=script)
-        stage.kubectl("apply", "-f", "-", text=json.dumps(job(task, steps)))
+        stage.apply_files("grpo", EXAMPLE)
+        stage.apply(job(task, steps))
         trouble = Trouble(stage, POOL)
         follow(scene, task.folder, trouble.saw if task.trouble else lambda line: None)
         if task.trouble:
@@ -127,15 +110,21 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
     return folder / "result"
 
 
+def make_empty(folder: Path) -> None:
+    """Make an empty folder that the trainer, a user unknown to this machine, can write."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
 def job(task: Task, steps: int) -> dict[str, Any]:
-    """The Job of the example, with the local image and the environment that is mounted into it."""
     body: dict[str, Any] = yaml.safe_load((EXAMPLE / task.manifest).read_text())
     body["spec"]["template"]["spec"]["containers"][0]["args"] += task.arguments
     return localized(body, steps)
 
 
 def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return an example's Job with the local image and the environment that is mounted into it."""
+    """Return an example's Job with the local image and the mounted environment."""
     local = rollout_local.LOCAL_VALUES["engines"]["hf"]
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -143,33 +132,18 @@ def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
     container["args"].append(f"--steps={steps}")
     container["volumeMounts"] += local["podTemplate"]["volumeMounts"]
     pod["volumes"] += local["podTemplate"]["volumes"]
-    assert pod["volumes"][-1]["persistentVolumeClaim"]["claimName"] == volumes.environment_claim(
-        "hf"
-    )
+    claim = pod["volumes"][-1]["persistentVolumeClaim"]["claimName"]
+    assert claim == volumes.environment_claim("hf")
     return job
 
 
 def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:
-    """Print the trainer's lines until it has ended, and hand them to `saw`.
-
-    Raises:
-        DemoError: it failed, or did not end in time.
-    """
+    """Print the trainer's lines until it has ended, and hand them to `saw`."""
     stage = scene.stage
-    words = ["kubectl", "-n", stage.namespace]
-    started = [*words, "wait", "pod", "-l", f"job-name={name}", "--for=condition=Ready"]
-    stage.run(*started, "--timeout=120s")
-    logs = [*words, "logs", "-f", f"job/{name}"]
-    with subprocess.Popen(logs, env=stage.environment, stdout=subprocess.PIPE, text=True) as reader:
-        late = threading.Timer(JOB_SECONDS, reader.kill)
-        late.start()
-        try:
-            for line in reader.stdout or ():
-                print(line, end="", flush=True)
-                saw(line)
-        finally:
-            late.cancel()
-            reader.kill()
+    labels = ("-l", f"job-name={name}")
+    stage.kubectl("wait", "pod", *labels, "--for=condition=Ready", "--timeout=120s")
+    for line in stage.log_lines(f"job/{name}", JOB_SECONDS):
+        saw(line)
 
     def ended() -> str:
         kinds = stage.get("job", name).get("status", {}).get("conditions", ())
@@ -179,5 +153,59 @@ def follow(scene: Scene, name: str, saw: Callable[[str], None]) -> None:
         raise DemoError("the trainer failed: its last lines above say why")
 
 
+class Trouble:
+    """Reads the trainer's lines and acts after some of its steps.
+
+    Args:
+        stage: with the cluster.
+        pool: name of a pool with two replicas.
+    """
+
+    GROWS_AFTER, DIES_AFTER = 1, 4
+    BUSY = 4
+    """Requests in flight of a worker that is killed: some are still running when the signal arrives."""
+
+    def __init__(self, stage: Stage, pool: str) -> None:
+        self.stage, self.pool = stage, pool
+        self.waiting: dict[int, Callable[[], None]] = {
+            self.GROWS_AFTER: self.grow,
+            self.DIES_AFTER: self.kill,
+        }
+
+    def saw(self, line: str) -> None:
+        """Act on a line of the trainer's log."""
+        step = re.match(r"step +([0-9]+) ", line)
+        if step and (act := self.waiting.pop(int(step[1]), None)):
+            act()
+
+    def grow(self) -> None:
+        self.stage.kubectl("scale", "rr", self.pool, "--replicas=3", show=True)
+
+    def kill(self) -> None:
+        """Kill -9 the first worker while it answers requests."""
+        pod = self.stage.get("pod", f"{self.pool}-0-0")
+        pid = process_in(pod["metadata"]["uid"], "rollout-worker")
+        url = f"http://{pod['status']['podIP']}:8000/metrics"
+        with httpx.Client(trust_env=False, timeout=30) as client:
+
+            def busy() -> int:
+                found = in_flight(client.get(url).raise_for_status().text)
+                return found if found >= self.BUSY else 0
+
+            running = self.stage.until(f"{self.BUSY} requests in flight", busy, 60)
+            os.kill(pid, signal.SIGKILL)
+        self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")
+
+    def over(self, seconds: float) -> None:
+        self.stage.kubectl(
+            "wait", "rr", self.pool, "--for=condition=Ready", f"--timeout={seconds:.0f}s"
+        )
+        self.stage.kubectl("get", "rr", self.pool, "-o", "wide", show=True)
+
+
+def in_flight(page: str) -> int:
+    return int(sum(float(number) for number in IN_FLIGHT.findall(page)))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_story(__doc__, run_task))

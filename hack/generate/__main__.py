@@ -1,6 +1,6 @@
 """Writes what is generated from the code: the CRD, chart files, docs.
 
-`python -m generate`, with `hack/` on the path, writes; `--check` tells what is stale and ends with 1.
+`python -m generate`, with `hack/` on the path, writes; `--check` lists what is stale and exits with 1.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ def crd_template() -> str:
 
 
 def outputs() -> dict[Path, str]:
-    """Return every generated file and what must stand in it."""
+    """Return every generated file and its content."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
     return {
         ROOT / "operator" / "crd.yaml": NOTICE + crd_yaml(),
         CHART / "templates" / "crd.yaml": NOTICE + crd_template(),
         ROOT / "docs" / "api.md": reference(),
-        CHART / "values.schema.json": schema_text(),
-        CHART / "README.md": readme(yaml.safe_load((CHART / "values.yaml").read_text())),
+        CHART / "values.schema.json": schema_text(values),
+        CHART / "README.md": readme(values),
     }
 
 

@@ -33,7 +33,7 @@ LABELS = {
 ANNOTATIONS = {
     "ANNOTATION_PAUSED": '`"true"` on a RolloutReplica: the operator leaves it alone',
     "ANNOTATION_RETRY": "Any new value on a RolloutReplica: failed replicas are retried.",
-    "ANNOTATION_TRAINER": "On a colocated pod: the trainer's pod beside which it was made.",
+    "ANNOTATION_TRAINER": "On a colocated pod: the trainer's pod for which it was made.",
     "ANNOTATION_CLAIM": "On a colocated pod: uid of the ResourceClaim that it was made for.",
     "ANNOTATION_DEVICES": "On a colocated pod: its share of the claim's devices.",
 }
@@ -51,7 +51,6 @@ Trainers set `spec.weights.target`: keep it out of GitOps manifests.
 
 
 def reference() -> str:
-    """Return the whole page."""
     version = custom_resource_definition()["spec"]["versions"][0]
     schema = version["schema"]["openAPIV3Schema"]["properties"]
     parts = [HEADER]
@@ -96,7 +95,6 @@ def constants(prefix: str, texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def table(head: tuple[str, ...], lines: Iterator[tuple[str, ...]]) -> str:
-    """Return a Markdown table."""
     out = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     out += ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join(out) + "\n"

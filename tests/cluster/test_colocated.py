@@ -21,8 +21,7 @@ from demo.scene import SHAPE
 from localkube import Cluster, fakedevices
 from localkube.home import cache
 from tests.support.api.apiclient import ApiError
-from tests.support.cluster.operators import operator_pids
-from tests.support.cluster.pools import Pool
+from tests.support.cluster.pools import Pool, operator_pids
 from tests.support.cluster.sharing import (
     CLAIMS,
     DEVICES,

@@ -18,7 +18,7 @@ import rollout_local
 from demo.judge import Judge
 from localkube import Cluster
 from localkube.home import cache
-from localkube.pods import process_in
+from localkube.processes import process_in
 from tests.support.api.apiclient import ApiError
 from tests.support.cluster.pools import PROMPT, Pool
 from tests.support.cluster.sharing import DONE, Sharing, claim_template, surroundings, trainer

@@ -13,7 +13,7 @@ import pytest
 
 import rollout_local
 from localkube import Cluster
-from localkube.pods import process_in
+from localkube.processes import process_in
 from tests.support.api.apiclient import PODS, Obj
 from tests.support.cluster.fleets import Fleet
 from tests.support.cluster.pools import PROMPT

@@ -18,8 +18,7 @@ import pytest
 import rollout_local
 from localkube import Cluster
 from tests.support.cluster.fleets import Fleet
-from tests.support.cluster.operators import operator_pids
-from tests.support.cluster.pools import START_SECONDS, Pool, manifest
+from tests.support.cluster.pools import START_SECONDS, Pool, manifest, operator_pids
 from tests.support.waiting import eventually
 
 MakePool = Callable[..., Pool]

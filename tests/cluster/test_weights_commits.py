@@ -13,7 +13,7 @@ import pytest
 from localkube import Cluster
 from tests.support.api.leaders import kill_leader, taken_over
 from tests.support.cluster.fleets import Fleet
-from tests.support.cluster.replies import Identity, Reply
+from tests.support.cluster.versions import Identity, Reply
 
 LONG = 500
 """Tokens of a request that is to end by itself, while a commit waits for it."""

@@ -10,7 +10,7 @@ from localkube import Cluster
 from rollout_client import RolloutPool
 from tests.support.cluster.fleets import Fleet
 from tests.support.cluster.pools import START_SECONDS
-from tests.support.cluster.steering import steering_token
+from tests.support.cluster.versions import steering_token
 
 ACCOUNT = "push-trainer"
 

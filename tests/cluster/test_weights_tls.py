@@ -15,7 +15,7 @@ from localkube.pki import Authority
 from rollout_client import RolloutPool, SteeringFailed
 from rollout_common.transfer.tls import TLS_NAME
 from tests.support.cluster.pools import START_SECONDS, Pool
-from tests.support.cluster.steering import steering_token
+from tests.support.cluster.versions import steering_token
 from tests.support.clusters import nodes_cluster
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

@@ -135,7 +135,7 @@ def test_tensors_of_another_dtype_are_cast_if_that_is_asked_for(
     done = pool.publish_weights(3, tensors=few, transport=transport, cast=True)
     assert done.report is not None
     if transport == "tcp":
-        assert (done.report.delta_count, done.report.bytes_sent < done.report.bytes / 10) == (
+        assert (done.report.deltas, done.report.bytes_sent < done.report.bytes / 10) == (
             2,
             True,
         )

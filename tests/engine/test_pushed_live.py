@@ -92,7 +92,7 @@ async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
     tensors = load_file(Path(tiny_models.weights(2)) / "model.safetensors")
     first = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
     assert first.report is not None
-    assert first.report.delta_count == 0
+    assert first.report.deltas == 0
     assert first.report.bytes_sent == first.report.bytes
     before = [tokens(each) for each in workers]
     for step in range(3):
@@ -101,19 +101,19 @@ async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
         published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
         report = published.report
         assert report is not None
-        assert (report.delta_count, report.bytes) == (2, first.report.bytes)
+        assert (report.deltas, report.bytes) == (2, first.report.bytes)
         assert 0 < report.bytes_sent < report.bytes / 10
         made = [tokens(each) for each in workers]
         whole = await pool.publish_weights(
             next(VERSIONS), tensors=tensors, transport="tcp", base=None
         )
         assert whole.report is not None
-        assert (whole.report.delta_count, whole.root_hash) == (0, published.root_hash)
+        assert (whole.report.deltas, whole.root_hash) == (0, published.root_hash)
         assert [tokens(each) for each in workers] == made, "as the whole bytes make them"
         # Of a publish with base=None nothing is kept: the next one is whole, and a base again.
         again = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
         assert again.report is not None
-        assert again.report.delta_count == 0
+        assert again.report.deltas == 0
     assert made != before
 
 
@@ -164,5 +164,5 @@ async def test_a_replica_that_serves_something_else_gets_all_bytes(
     assert answer.status_code == 200, answer.text
     published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
     assert published.report is not None
-    assert published.report.delta_count == 1
+    assert published.report.deltas == 1
     assert len({str(tokens(each)) for each in workers}) == 1

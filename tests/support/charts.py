@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from localkube import tools
+from localkube import processes
 from localkube.home import binaries
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ Document = dict[str, Any]
 def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run helm without a cluster and return what it said, also when it failed."""
     command = [str(binaries() / "helm"), *map(str, arguments)]
-    env = {**os.environ, **tools.SHORT_LIVED}
+    env = {**os.environ, **processes.SHORT_LIVED}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 

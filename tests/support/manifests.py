@@ -184,3 +184,21 @@ FULL: Document = {
     },
 }
 """A change of spec that sets every field; of alternatives, one."""
+
+
+def stateful_set(
+    name: str, labels: Mapping[str, str], pods: int, spec: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A trainer's pods, all started at once, each with a name below the set's."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name},
+        "spec": {
+            "replicas": pods,
+            "podManagementPolicy": "Parallel",
+            "serviceName": name,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }

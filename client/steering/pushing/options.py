@@ -116,7 +116,7 @@ class PushPlan:
                 )
             return cls(transport, None, ranks, rate, base is not None, reach, cast)
         mounted_at, keep = options.get("mounted_at"), options.get("keep", DEFAULT_KEPT_VERSIONS)
-        versions = VersionFolder.in_folder(spool, mounted_at, keep)
+        versions = VersionFolder(spool, mounted_at, keep)
         return cls(transport, versions, ranks, rate, base is not None, reach, cast)
 
 

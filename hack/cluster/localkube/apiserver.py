@@ -1,4 +1,4 @@
-"""A minimal client of the API server, for what must be known before kubectl's answer would come."""
+"""A minimal client of the API server, quicker than a kubectl process."""
 
 from __future__ import annotations
 
@@ -39,5 +39,10 @@ class ApiServer:
         return response.status, json.loads(text) if is_json else text.decode()
 
     def ok(self, path: str) -> bool:
-        """Whether a GET of this path answers 200 now."""
         return self.request(path)[0] == 200
+
+    def is_node_ready(self, name: str) -> bool:
+        """Whether the API server calls a node ready."""
+        status, node = self.request(f"/api/v1/nodes/{name}")
+        conditions = node["status"].get("conditions", []) if status == 200 else []
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

@@ -1,9 +1,9 @@
 """Every binary of a cluster, compiled once from Go modules into the cache.
 
-Most are packages of one module, so that what they share is compiled once: half of each is Kubernetes' client.
+Most are packages of one module, so that shared code is compiled once: half of each is Kubernetes' client.
 
-A binary is compiled again only when what it is made of changed: a stamp beside it holds a hash of
-its version, flags and sources. An interrupted build goes on where it was, as Go caches packages.
+A binary is compiled again only if its inputs changed: a stamp next to it holds a hash of its version,
+flags and sources. An interrupted build continues where it stopped, since Go caches packages.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class Component:
 
     @property
     def command(self) -> list[str]:
-        """The Go command that makes it."""
-        # The linker drops what debuggers want, so the compiler need not make it: 6 % less to do.
+        # The linker drops debug information, so the compiler need not make it: 6 % less work.
         flags = ["-v", "-gcflags=all=-dwarf=false", "-ldflags", f"-s -w {self.link_flags}".strip()]
         if self.tags:
             flags += ["-tags", self.tags]
@@ -57,7 +56,6 @@ class Component:
         return ["go", "build", *flags, "-o", str(binaries() / self.name), self.package]
 
     def stamp(self) -> str:
-        """Hash of everything it is made of."""
         made_of = (self.package, self.link_flags, self.tags, preflight.GO_RELEASE)
         digest = hashlib.sha256(" ".join(made_of).encode())
         for path in self._sources():
@@ -72,11 +70,9 @@ class Component:
 
     @property
     def stamp_file(self) -> Path:
-        """Where the stamp of the binary that is there is kept."""
         return binaries() / f".{self.name}.stamp"
 
     def is_current(self) -> bool:
-        """Whether the binary that is there is made of what is there now."""
         binary, stamp = binaries() / self.name, self.stamp_file
         return binary.exists() and stamp.exists() and stamp.read_text() == self.stamp()
 
@@ -95,7 +91,7 @@ COMPONENTS = (
     Component("fakedevices", "./fakedevices"),
     Component("helm", "helm.sh/helm/v4/cmd/helm"),
     Component("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
-    # By itself: it needs a newer interface of container runtimes than this Kubernetes has.
+    # Separate modules: containerd needs a newer interface of container runtimes than this Kubernetes has.
     *(
         Component(name, _CONTAINERD.format(name), tags="no_btrfs,no_devmapper,no_zfs")
         for name in ("containerd", "containerd-shim-runc-v2", "ctr")
@@ -104,11 +100,7 @@ COMPONENTS = (
 
 
 def build(names: Sequence[str] = (), *, without: Collection[str] = ()) -> None:
-    """Build what is missing or outdated, of all components or of those named, `without` some.
-
-    Raises:
-        ClusterError: the surroundings don't allow it, or a build failed.
-    """
+    """Build what is missing or outdated, of all components or of those named, `without` some."""
     known = {component.name: component for component in COMPONENTS}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -137,7 +129,7 @@ def _build(known: Mapping[str, Component], names: Sequence[str], without: Collec
 
 
 def module_folder(module: str) -> Path:
-    """Return where Go keeps the sources of a module that ours requires."""
+    """Return Go's folder with the sources of a module that ours requires."""
     required = (line.split() for line in (SOURCES / "go.mod").read_text().splitlines())
     version = next(words[1] for words in required if words[:1] == [module])
     return cache() / "go/pkg/mod" / f"{module}@{version}"
@@ -193,7 +185,7 @@ def _await(process: subprocess.Popen[str], name: str, tail: deque[str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    # Readable module cache: `rm -rf` of the cache must need no root.
+    # Writable module cache: `rm -rf` of the cache must work without root.
     flags = f"{os.environ.get('GOFLAGS', '')} -trimpath -buildvcs=false -modcacherw"
     return {
         **os.environ,
@@ -201,7 +193,7 @@ def _environment() -> dict[str, str]:
         "GOPATH": str(cache() / "go"),
         "GOCACHE": str(cache() / "go-build"),
         "GOFLAGS": flags.strip(),
-        # Memory for time: compilers that look for garbage less often need a fifth less of it.
+        # Compilers that collect garbage less often need a fifth less time, and more memory.
         "GOGC": os.environ.get("GOGC", "400"),
         "GOMEMLIMIT": os.environ.get("GOMEMLIMIT", "2GiB"),
         "GOTOOLCHAIN": "local",

@@ -1,4 +1,4 @@
-"""A node's own place in every cgroup v1 hierarchy, below that of whoever starts it."""
+"""A node's own cgroup in every cgroup v1 hierarchy, below that of the process that starts the node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Hierarchy:
 
 
 def hierarchies() -> list[Hierarchy]:
-    """Return the mounted hierarchies of cgroup v1."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -61,16 +60,12 @@ def make(name: str) -> dict[str, list[str]]:
 
 
 def named(pattern: str) -> list[str]:
-    """Return the cgroups of all hierarchies whose name matches, outermost only."""
+    """Return the outermost cgroups of all hierarchies whose name matches."""
     return [str(path) for each in hierarchies() for path in each.mount_point.rglob(pattern)]
 
 
 def remove(folders: list[str], seconds: float = 10) -> None:
-    """Remove these cgroups and those below them, once their processes have ended.
-
-    Raises:
-        ClusterError: some process still is in one of them.
-    """
+    """Remove these cgroups and those below them, once their processes have ended."""
     deadline = time.monotonic() + seconds
     for folder in map(Path, folders):
         while folder.exists() and not _remove_tree(folder):

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import (
-    cgroups,
-    controlplane,
-    debian,
-    fakedevices,
-    kwok,
-    network,
-    preflight,
-    processes,
-    tools,
-)
-from .home import DEFAULT_NAME, ClusterError, clusters, images, say, step
+from . import cgroups, controlplane, debian, fakedevices, kwok, network, pki, preflight, processes
+from .home import DEFAULT_NAME, ClusterError, binaries, clusters, images, say, step
 from .node import Node, nodes, now, remove_mount_point
 from .settings import Settings, state_folder
+
+COMMAND_SECONDS = 120
 
 
 class Cluster:
@@ -55,9 +49,6 @@ class Cluster:
             node_grace_seconds: silence after which a node is declared not ready.
             archives: OCI archives that every node imports before it is ready.
             devices: fake devices of every node, for ResourceClaims (DeviceClass `gpu.example.com`).
-
-        Raises:
-            ClusterError: the surroundings don't allow it; the text says what to change.
         """
         preflight.control_plane()
         if nodes:
@@ -72,11 +63,7 @@ class Cluster:
 
     @classmethod
     def attach(cls, name: str = DEFAULT_NAME) -> Cluster:
-        """Return a running cluster.
-
-        Raises:
-            ClusterError: there is none of this name.
-        """
+        """Return a running cluster."""
         settings = Settings.load(name)
         if settings is None or not controlplane.is_running(settings):
             raise ClusterError(
@@ -86,7 +73,7 @@ class Cluster:
 
     @classmethod
     def remove(cls, name: str = DEFAULT_NAME) -> bool:
-        """Remove every trace of a cluster, also of one that is broken; False: nothing was there."""
+        """Remove every trace of a cluster, even of a broken one; return whether there was any."""
         state = state_folder(name)
         settings = Settings.load(name)
         for node in nodes(settings) if settings else ():
@@ -112,38 +99,73 @@ class Cluster:
         return sorted({state.relative_to(clusters()).parts[0] for state in states})
 
     def stop(self) -> None:
-        """Remove the cluster and every trace of it."""
         self.remove(self.name)
 
     def environment(self) -> dict[str, str]:
-        """Variables with which tools reach this cluster."""
-        return tools.environment(self.settings)
+        settings = self.settings
+        # A machine's proxy must not be asked for the API server, a pod or a Service.
+        inside = ("localhost", settings.address, settings.network.cidr, settings.network.services)
+        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), *inside]))
+        return {
+            "KUBECONFIG": str(settings.kubeconfig),
+            "PATH": f"{binaries()}:{os.environ.get('PATH', os.defpath)}",
+            "NO_PROXY": no_proxy,
+            "no_proxy": no_proxy,
+        }
 
     def kubectl(
         self,
         *arguments: str | Path,
         input: str | None = None,  # noqa: A002 - the name that subprocess gives it
         check: bool = True,
-        timeout: float = tools.COMMAND_SECONDS,
+        timeout: float = COMMAND_SECONDS,
     ) -> str:
-        """Run kubectl and return its stdout; without `check`, stdout and stderr of a failure too.
-
-        Raises:
-            ClusterError: it failed (with `check`) or took too long; the text is its stderr.
-        """
-        return tools.run(self.settings, ["kubectl", *arguments], input, check, timeout)
+        """Run kubectl and return its stdout; without `check`, stdout and stderr of a failure too."""
+        return self._run("kubectl", arguments, input, check, timeout)
 
     def helm(
-        self, *arguments: str | Path, check: bool = True, timeout: float = tools.COMMAND_SECONDS
+        self, *arguments: str | Path, check: bool = True, timeout: float = COMMAND_SECONDS
     ) -> str:
-        """Run helm, like `kubectl`."""
-        return tools.run(self.settings, ["helm", *arguments], None, check, timeout)
+        return self._run("helm", arguments, None, check, timeout)
+
+    def _run(
+        self,
+        program: str,
+        arguments: Sequence[str | Path],
+        text: str | None,
+        check: bool,
+        timeout: float,
+    ) -> str:
+        words = [str(argument) for argument in arguments]
+        shown = f"{program} {' '.join(words[:4])}"
+        try:
+            done = subprocess.run(
+                [str(binaries() / program), *words],
+                input=text,
+                stdin=subprocess.DEVNULL if text is None else None,
+                env={**os.environ, **processes.SHORT_LIVED, **self.environment()},
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(f"{shown}: no end after {timeout:.0f} s") from error
+        if done.returncode and check:
+            raise ClusterError(f"{shown}: {done.stderr.strip()}")
+        return done.stdout + done.stderr if done.returncode else done.stdout
 
     def service_account_kubeconfig(
         self, namespace: str, account: str, *, seconds: int = 86400
     ) -> Path:
         """Write a kubeconfig with a token of this existing account; return its path."""
-        return tools.account_kubeconfig(self.settings, namespace, account, seconds)
+        request = ["create", "token", account, "--namespace", namespace, f"--duration={seconds}s"]
+        token = self.kubectl(*request).strip()
+        path = self.state / "accounts" / f"{namespace}.{account}.kubeconfig"
+        path.parent.mkdir(exist_ok=True)
+        authority = self.settings.pki / "ca.crt"
+        text = pki.kubeconfig(self.settings.server, authority, {"token": token})
+        return pki.write_private(path, text)
 
     @property
     def nodes(self) -> list[Node]:
@@ -157,11 +179,11 @@ class Cluster:
         return Node(self.settings, index)
 
     def node_crash(self, index: int) -> None:
-        """Kill every process of a node at once; the API server is not told."""
+        """Kill every process of a node at once, without a word to the API server."""
         Node(self.settings, index).crash()
 
     def node_remove(self, index: int) -> None:
-        """Take a node away with its Node object."""
+        """Remove a node and its Node object."""
         Node(self.settings, index).remove()
 
     def load_image(self, archive: Path, index: int | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -35,30 +34,29 @@ _AUDIT_POLICY = {
 
 
 def start(settings: Settings) -> None:
-    """Start everything and return when pods could be created.
-
-    Raises:
-        ClusterError: a component ended, or one was not ready in time.
-    """
+    """Start everything and return when pods could be created."""
     pki.make_control_plane(settings.pki, settings.address, settings.network.service_api)
     _write_kubeconfigs(settings)
     _start_etcd(settings)
     _start_api_server(settings)
     api = ApiServer(settings.address, settings.api_port, settings.pki)
-    running = ["etcd", "kube-apiserver"]
-    _wait(settings, "the API server is not ready", lambda: api.ok("/readyz"), running)
+
+    def wait(problem: str, ready: Callable[[], bool], alive: Sequence[str] = COMPONENTS) -> None:
+        processes.await_true(settings.state, alive, ready, problem, START_SECONDS)
+
+    wait("the API server is not ready", lambda: api.ok("/readyz"), COMPONENTS[:2])
     start_controller_manager(settings)
     _start_scheduler(settings)
     for port in (settings.controller_manager_port, settings.scheduler_port):
-        _wait(settings, "a controller is not healthy", partial(_healthy, port), COMPONENTS)
+        wait("a controller is not healthy", partial(_healthy, port))
     _grant_dns(api)
     # Without its default service account a namespace admits no pod.
     account = "/api/v1/namespaces/default/serviceaccounts/default"
-    _wait(settings, "there is no default service account", lambda: api.ok(account), COMPONENTS)
+    wait("the default service account is missing", lambda: api.ok(account))
 
 
 def _grant_dns(api: ApiServer) -> None:
-    """Let the nodes' CoreDNS look names up; Kubernetes' own roles have none for it."""
+    """Let the nodes' CoreDNS look names up: no role of Kubernetes does."""
     group = "rbac.authorization.k8s.io"
     name = "system:coredns"
     listed = {"core": ["services", "pods", "namespaces"], "discovery.k8s.io": ["endpointslices"]}
@@ -81,7 +79,6 @@ def _grant_dns(api: ApiServer) -> None:
 
 
 def is_running(settings: Settings) -> bool:
-    """Whether all four components live."""
     return all(processes.recorded(settings.state, component) for component in COMPONENTS)
 
 
@@ -208,17 +205,6 @@ def _client_flags(settings: Settings, component: str) -> dict[str, object]:
 def _spawn(settings: Settings, component: str, flags: dict[str, object]) -> None:
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     processes.spawn(settings.state, component, [binaries() / component, *arguments])
-
-
-def _wait(
-    settings: Settings, problem: str, ready: Callable[[], bool], alive: Sequence[str]
-) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not ready():
-        processes.require_alive(settings.state, *alive)
-        if time.monotonic() > deadline:
-            raise ClusterError(f"{problem} after {START_SECONDS} s: see {settings.state / 'logs'}")
-        time.sleep(0.05)
 
 
 def _healthy(port: int) -> bool:

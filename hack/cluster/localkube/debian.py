@@ -27,11 +27,7 @@ IMAGE_PACKAGES = {"debootstrap": "/usr/sbin/debootstrap", "buildah": "/usr/bin/b
 
 
 def ensure(packages: dict[str, str]) -> None:
-    """Install those of the packages whose file is missing.
-
-    Raises:
-        ClusterError: they are missing and can't be installed; the text gives the command.
-    """
+    """Install those of the packages whose file is missing."""
     if not (missing := _missing(packages)):
         return
     command = f"apt-get install --no-install-recommends {' '.join(missing)}"
@@ -50,7 +46,7 @@ def _missing(packages: dict[str, str]) -> list[str]:
 
 
 def unpack_prometheus() -> Path:
-    """Return `prometheus/usr/bin` of the cache; unpacked, so that no daemon is started."""
+    """Return `prometheus/usr/bin` of the cache; the package is unpacked, since installing would start a daemon."""
     target = cache() / "prometheus"
     programs = target / "usr/bin"
     if (programs / "promtool").exists():

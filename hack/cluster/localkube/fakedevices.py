@@ -27,7 +27,6 @@ _API = "/apis/resource.k8s.io/v1"
 
 
 def device_class() -> dict[str, object]:
-    """Return the DeviceClass that claims name."""
     selector = {"cel": {"expression": f"device.driver == '{DRIVER}'"}}
     return {
         "apiVersion": "resource.k8s.io/v1",
@@ -38,11 +37,7 @@ def device_class() -> dict[str, object]:
 
 
 def declare(settings: Settings) -> None:
-    """Make the DeviceClass, if the cluster's nodes have devices.
-
-    Raises:
-        ClusterError: the API server refused it.
-    """
+    """Make the DeviceClass, if the cluster's nodes have devices."""
     if not settings.devices:
         return
     api = ApiServer(settings.address, settings.api_port, settings.pki)
@@ -67,7 +62,7 @@ def service(settings: Settings, node: str) -> dict[str, list[str]]:
 
 
 def published(settings: Settings, api: ApiServer, node: str) -> bool:
-    """Whether the scheduler can see all devices that the node is to have."""
+    """Whether the scheduler can see all devices of the node."""
     if not settings.devices:
         return True
     status, slices = api.request(f"{_API}/resourceslices?fieldSelector=spec.nodeName%3D{node}")

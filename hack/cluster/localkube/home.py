@@ -55,7 +55,7 @@ def step(name: str) -> Iterator[None]:
 
 @contextmanager
 def exclusive(name: str) -> Iterator[None]:
-    """Let one process at a time make this part of the cache; others wait for its result."""
+    """Let one process at a time make this part of the cache, while others wait for its result."""
     with (cache() / f"{name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,11 +22,7 @@ _LEASE_SECONDS = 40
 def start(
     settings: Settings, stages: Sequence[Path] | None, nodes: int, gpus: int, *, local: bool = False
 ) -> None:
-    """Start kwok and add `nodes` ready nodes; see `Cluster.start_kwok`.
-
-    Raises:
-        ClusterError: kwok did not stay up, or a node was not ready in time.
-    """
+    """Start kwok and add `nodes` ready nodes; see `Cluster.start_kwok`."""
     # What asks for a fake pod's address must not leave the machine.
     network.keep_inside(settings.network)
     if local:
@@ -46,13 +42,13 @@ def start(
     names = [f"fake-{index}" for index in range(1, nodes + 1)]
     for name in names:
         _add_node(api, name, gpus)
-    deadline = time.monotonic() + READY_SECONDS
-    for name in names:
-        while not _is_ready(api, name):
-            processes.require_alive(settings.state, "kwok")
-            if time.monotonic() > deadline:
-                raise ClusterError(f"{name} is not Ready after {READY_SECONDS} s")
-            time.sleep(0.05)
+    processes.await_true(
+        settings.state,
+        ["kwok"],
+        lambda: all(api.is_node_ready(name) for name in names),
+        f"{', '.join(names)} are not all Ready",
+        READY_SECONDS,
+    )
 
 
 def _start_program(settings: Settings, configs: Sequence[Path]) -> None:
@@ -90,9 +86,3 @@ def _add_node(api: ApiServer, name: str, gpus: int) -> None:
     code, answer = api.request("/api/v1/nodes", "POST", node)
     if code not in (201, 409):
         raise ClusterError(f"{name} was refused: {answer}")
-
-
-def _is_ready(api: ApiServer, name: str) -> bool:
-    status, node = api.request(f"/api/v1/nodes/{name}")
-    conditions = node["status"].get("conditions", []) if status == 200 else []
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

@@ -1,6 +1,6 @@
 """The host's side of the nodes' network: a bridge per cluster, routes to pods and services.
 
-The bridge's alias is the cluster's state folder: the link itself says whom it belongs to.
+The bridge's alias is the cluster's state folder, so the link itself names its owner.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from typing import Any
 from .home import ClusterError
 from .settings import Network
 
-# Marks our unreachable routes, so that nobody else's are removed (rt_protos leaves it free).
+# Marks our unreachable routes, so that no others are removed (rt_protos leaves this number free).
 _PROTOCOL = "177"
 _METRIC = "4096"
 
-# iproute2 6.1 prints garbage now and then while somebody else changes links.
+# iproute2 6.1 sometimes prints garbage while another process changes links.
 _TRIES = 5
 
 
 def reserve(state: Path) -> Network:
-    """Make a bridge for the cluster of this state, with the first network that nobody uses.
-
-    Raises:
-        ClusterError: every network is in use.
-    """
+    """Make a bridge for the cluster of this state, with the first unused network."""
     taken = _addresses()
     for slot in Network.SLOTS:
         network = Network(slot)
@@ -50,18 +46,14 @@ def reserve(state: Path) -> Network:
 
 
 def keep_inside(network: Network) -> None:
-    """Keep cluster addresses off the machine's default route, whatever asks for them."""
+    """Keep cluster addresses off the machine's default route."""
     if os.geteuid() == 0:
         for cidr in (network.cidr, network.services):
             _ip("route", "add", *_unreachable(cidr), check=False)
 
 
 def deliver_here(network: Network) -> None:
-    """Let this machine answer at every address of kwok's pods, until `tidy` or `deliver_nowhere`.
-
-    Raises:
-        ClusterError: not root.
-    """
+    """Let this machine answer at every address of kwok's pods, until `tidy` or `deliver_nowhere`."""
     _ip("route", "replace", *_local(network))
 
 
@@ -101,7 +93,6 @@ def bridges() -> set[str]:
 
 
 def release(below: Path) -> bool:
-    """Remove the bridges of these clusters, and with them their routes."""
     owned = owned_bridges(below)
     for bridge in owned:
         _ip("link", "delete", bridge)
@@ -153,7 +144,7 @@ def _json(*arguments: str) -> list[dict[str, Any]]:
         with suppress(ValueError):
             # It shows nothing, or `{}`, for a link that is not meant.
             return [entry for entry in json.loads(done.stdout.strip() or b"[]") if entry]
-    raise ClusterError(f"ip {' '.join(arguments)} prints what is no JSON: {done.stdout!r}")
+    raise ClusterError(f"ip {' '.join(arguments)} prints invalid JSON: {done.stdout!r}")
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:

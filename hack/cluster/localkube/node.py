@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ class Node:
 
     @property
     def exists(self) -> bool:
-        """Whether it was started and not removed; it may be dead."""
+        """Whether it was started and not removed, even if it is dead."""
         return (self.folder / "spec.json").exists()
 
     def init_pid(self) -> int | None:
@@ -55,7 +55,7 @@ class Node:
         return None
 
     def launch(self, images: list[Path]) -> None:
-        """Start the node, also one that crashed, which keeps its disk; `await_ready` waits."""
+        """Start the node, or start it again with its disk after a crash; `await_ready` waits."""
         if self.init_pid() is not None:
             raise ClusterError(f"{self.name} is running already")
         self._clean_up()
@@ -66,26 +66,18 @@ class Node:
         network.add_routes(settings.network, self.index)
 
     def await_ready(self, began: datetime) -> None:
-        """Wait until the API server calls it ready, by a heartbeat after `began`, with its devices.
-
-        Raises:
-            ClusterError: the node died or took too long.
-        """
-        deadline = time.monotonic() + READY_SECONDS
-        while not self._is_ready(began):
-            processes.require_alive(self._settings.state, self.name)
-            if time.monotonic() > deadline:
-                logs = processes.log_file(self._settings.state, f"{self.name}*")
-                raise ClusterError(f"{self.name} is not Ready after {READY_SECONDS} s: see {logs}")
-            time.sleep(0.05)
+        """Wait until the API server calls it ready, by a heartbeat after `began`, with its devices."""
+        self._await(lambda: self._is_ready(began), "is not Ready")
         if self._settings.gpus:
             self._claim_gpus()
-        while not fakedevices.published(self._settings, self._api, self.name):
-            processes.require_alive(self._settings.state, self.name)
-            if time.monotonic() > deadline:
-                log = processes.log_file(self._settings.state, f"{self.name}-fakedevices")
-                raise ClusterError(f"{self.name} did not publish its devices: see {log}")
-            time.sleep(0.05)
+        self._await(
+            lambda: fakedevices.published(self._settings, self._api, self.name),
+            "did not publish its devices",
+        )
+
+    def _await(self, ready: Callable[[], bool], problem: str) -> None:
+        state = self._settings.state
+        processes.await_true(state, [self.name], ready, f"{self.name} {problem}", READY_SECONDS)
 
     def crash(self) -> None:
         """Kill pid 1 and with it every process of the node, as a power cut would."""
@@ -107,11 +99,7 @@ class Node:
             self._api.request(f"/api/v1/nodes/{self.name}", "DELETE")
 
     def run(self, *command: str | Path, capture: bool = False) -> str:
-        """Run a command in the node's namespaces; returns stdout if captured.
-
-        Raises:
-            ClusterError: the node is not running or the command failed.
-        """
+        """Run a command in the node's namespaces; returns stdout if captured."""
         pid = self.init_pid()
         if pid is None:
             raise ClusterError(f"{self.name} is not running")
@@ -129,7 +117,7 @@ class Node:
         return done.stdout or ""
 
     def load_image(self, archive: Path) -> None:
-        """Import an OCI archive, unless the node has these very bytes."""
+        """Import an OCI archive, unless the node has the same bytes."""
         # The same mark that node_init.py makes.
         mark = self.folder / "run/imported" / f"{archive.name}-{archive.stat().st_mtime_ns}"
         if not mark.exists():
@@ -204,24 +192,20 @@ class Node:
         }
 
     def _await_init(self) -> int:
-        deadline = time.monotonic() + 30
-        while (pid := self.init_pid()) is None:
-            processes.require_alive(self._settings.state, self.name)
-            if time.monotonic() > deadline:
-                raise ClusterError(f"{self.name}: its namespaces did not come up")
-            time.sleep(0.01)
+        self._await(lambda: self.init_pid() is not None, "has no namespaces")
+        pid = self.init_pid()
+        if pid is None:
+            raise ClusterError(f"{self.name} ended while its namespaces came up")
         return pid
 
     def _is_ready(self, began: datetime) -> bool:
-        # A node that starts again may still be called ready from before: the lease tells.
+        # A node that starts again may still be called ready from before, so look at its lease.
         leases = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
         status, lease = self._api.request(f"{leases}/{self.name}")
         renewed = lease["spec"].get("renewTime") if status == 200 else None
         if renewed is None or datetime.fromisoformat(renewed) < began:
             return False
-        status, node = self._api.request(f"/api/v1/nodes/{self.name}")
-        conditions = node["status"].get("conditions", []) if status == 200 else []
-        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+        return self._api.is_node_ready(self.name)
 
     def _claim_gpus(self) -> None:
         count = dict.fromkeys(("nvidia.com/gpu", "example.org/gpu"), str(self._settings.gpus))
@@ -234,7 +218,6 @@ class Node:
             raise ClusterError(f"{self.name}: the API server refused GPUs: {answer}")
 
     def _clean_up(self) -> None:
-        """Remove what a dead node left outside its folder."""
         processes.stop(self._settings.state, self.name)
         network.remove_routes(self._settings.network, self.index)
         if self.exists:
@@ -250,12 +233,12 @@ def nodes(settings: Settings) -> list[Node]:
 
 
 def now() -> datetime:
-    """Return the time that `Node.await_ready` compares heartbeats with."""
+    """Return the time with which `Node.await_ready` compares heartbeats."""
     return datetime.now(UTC)
 
 
 def remove_mount_point() -> None:
-    """Remove the kubelet's folder once no node of any cluster covers it, if nobody uses it."""
+    """Remove the kubelet's folder, if it is empty, once no node of any cluster covers it."""
     # While a node lives this would take its mount away: the caller asks when all are gone.
     with suppress(OSError):
         KUBELET_FOLDER.rmdir()

@@ -43,6 +43,8 @@ state = "/run/containerd"
     conf_dir = "{ETC}/cni"
 """
 
+_DISK = ("nodefs.available", "imagefs.available", "nodefs.inodesFree")
+
 # A TTL of 1 s: tests look at names that come and go.
 # hack/cluster/coredns holds these plugins and no others.
 _COREFILE = """\
@@ -120,12 +122,7 @@ def _kubelet(address: str, dns: str) -> dict[str, object]:
         "volumeStatsAggPeriod": "60s",
         # Images can't be pulled again here: none may be collected, nothing evicted for disk.
         "imageGCHighThresholdPercent": 100,
-        "evictionHard": {
-            "memory.available": "100Mi",
-            "nodefs.available": "1%",
-            "imagefs.available": "1%",
-            "nodefs.inodesFree": "1%",
-        },
+        "evictionHard": {"memory.available": "100Mi", **dict.fromkeys(_DISK, "1%")},
         "maxPods": 200,
         "shutdownGracePeriod": "0s",
         "containerLogMaxSize": "10Mi",

@@ -43,7 +43,6 @@ class Authority:
 
 
 def make_control_plane(folder: Path, address: str, service_address: str) -> Authority:
-    """Make everything that a control plane on `address` needs; returns the cluster's authority."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     authority = Authority(folder, "ca")
@@ -80,7 +79,6 @@ def kubeconfig(server: str, authority: Path, user: dict[str, str]) -> str:
 
 
 def certificate_user(folder: Path, name: str) -> dict[str, str]:
-    """Return the user entry of a kubeconfig for the certificate `name`."""
     return {
         "client-certificate-data": _encoded(folder / f"{name}.crt"),
         "client-key-data": _encoded(folder / f"{name}.key"),
@@ -88,7 +86,7 @@ def certificate_user(folder: Path, name: str) -> dict[str, str]:
 
 
 def write_private(path: Path, text: str) -> Path:
-    """Write a file that only its owner reads."""
+    """Write a file that only its owner can read."""
     path.touch(mode=0o600)
     path.write_text(text)
     return path

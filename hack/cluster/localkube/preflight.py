@@ -26,7 +26,6 @@ CONTROL_PLANE_BINARIES = ("kube", "kubectl", "etcd", "kube-apiserver")
 
 
 def control_plane() -> None:
-    """Check what a control plane needs."""
     program("openssl")
     disk(RUN_GIB)
     missing = [name for name in CONTROL_PLANE_BINARIES if not (binaries() / name).exists()]
@@ -84,7 +83,6 @@ def go() -> None:
 
 
 def disk(gib: int) -> None:
-    """Check for free space below the cache folder."""
     folder = cache()
     while not folder.exists():
         folder = folder.parent
@@ -97,14 +95,12 @@ def disk(gib: int) -> None:
 
 
 def program(name: str, package: str = "") -> None:
-    """Check that a program is on PATH (or where root's programs are)."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     if shutil.which(name, path=path) is None:
         raise ClusterError(f"{name} is missing: apt-get install {package or name}")
 
 
 def root(purpose: str) -> None:
-    """Check for root."""
     if os.geteuid() != 0:
         raise ClusterError(
             f"{purpose} needs root: run it with sudo, or use `--nodes 0` (control plane only)"
@@ -112,7 +108,6 @@ def root(purpose: str) -> None:
 
 
 def writable_cache() -> None:
-    """Make the cache folder."""
     try:
         cache().mkdir(parents=True, exist_ok=True)
     except OSError as error:

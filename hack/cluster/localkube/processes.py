@@ -1,7 +1,7 @@
 """Background processes of a cluster, found again by a record or by a mark in their environment.
 
-A record (`run/<component>.json`) holds the pid and its start time, so a pid that the kernel has
-given to somebody else is never signalled. The mark `ROLLOUT_CLUSTER=<state>` finds what lost its
+A record (`run/<component>.json`) holds the pid and its start time, so a pid that the kernel
+has reused is never signalled. The mark `ROLLOUT_CLUSTER=<state>` finds processes that lost their
 record, for example after the state folder was deleted by hand.
 """
 
@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ MARK = "ROLLOUT_CLUSTER"
 
 ROOMY = {"GOGC": "400", "GOMEMLIMIT": "1GiB"}
 """For programs in Go: they may hold more garbage, and spend less of the processor on collecting it."""
+
+SHORT_LIVED = {"GOGC": "off"}
+"""For programs in Go that end at once: without garbage collection they take half the processor time."""
 
 LOG_TAIL_LINES = 5
 
@@ -36,7 +39,7 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process | None:
         """Return the living process `pid`, or None (zombies are dead)."""
-        # Our own children stay zombies until somebody waits for them.
+        # Our own children stay zombies until we wait for them.
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
         try:
@@ -47,22 +50,16 @@ class Process:
         return None if fields[0] in "ZX" else cls(pid, fields[19])
 
     def alive(self) -> bool:
-        """Whether it has not ended."""
         return Process.of(self.pid) == self
 
     def kill(self) -> None:
-        """Send SIGKILL if it still lives."""
         if self.alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def await_end(processes: Iterable[Process], seconds: float = 10) -> None:
-    """Wait until all have ended.
-
-    Raises:
-        ClusterError: one still lives after `seconds`.
-    """
+    """Wait until all have ended."""
     waiting = list(processes)
     deadline = time.monotonic() + seconds
     while waiting := [process for process in waiting if process.alive()]:
@@ -106,7 +103,6 @@ def record_file(state: Path, component: str) -> Path:
 
 
 def recorded(state: Path, component: str) -> Process | None:
-    """Return the component's process if it lives."""
     try:
         process = Process(**json.loads(record_file(state, component).read_text()))
     except FileNotFoundError:
@@ -123,8 +119,19 @@ def require_alive(state: Path, *components: str) -> None:
             raise ClusterError(f"{component} ended; the last lines of {log}:\n{tail}")
 
 
+def await_true(
+    state: Path, alive: Sequence[str], ready: Callable[[], bool], problem: str, seconds: float
+) -> None:
+    """Wait until `ready`, while these components live; `problem` is the start of the error after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        require_alive(state, *alive)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{problem} after {seconds} s: see {state / 'logs'}")
+        time.sleep(0.05)
+
+
 def stop(state: Path, component: str) -> None:
-    """Kill the component and wait for its end; nothing happens if it does not live."""
     if process := recorded(state, component):
         process.kill()
         await_end([process])
@@ -158,3 +165,23 @@ def sweep(below: Path) -> int:
             process.kill()
         await_end(processes)
     return len(found)
+
+
+def process_in(uid: str, word: str) -> int:
+    """Return the pid of the process of a pod, by its uid, that has a word in its command line."""
+    if pids := processes_in(uid, word):
+        return pids[0]
+    raise ClusterError(f"no process {word!r} in the pod {uid}")
+
+
+def processes_in(uid: str, word: str) -> list[int]:
+    """Return the pids of all of them."""
+    wanted, found = uid.replace("-", ""), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes()
+                group = (entry / "cgroup").read_text().replace("-", "").replace("_", "")
+                if word.encode() in words and wanted in group:
+                    found.append(int(entry.name))
+    return found

@@ -1,4 +1,4 @@
-"""What is fixed about one cluster for its life: addresses, ports, sizes. Kept in its state."""
+"""The fixed properties of one cluster: addresses, ports, sizes. Kept in its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import re
 import socket
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .home import ClusterError, clusters, exclusive
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 
 NODE_GRACE_SECONDS = 10
 FAKE_NODE_GRACE_SECONDS = 200
-"""Without real nodes: kwok renews its leases slowly when there are many."""
+"""Without real nodes: kwok renews the leases of many nodes slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Network:
 
     @property
     def bridge(self) -> str:
-        """Link that joins the nodes and the host."""
         return f"rollout{self.slot}"
 
     @property
@@ -66,7 +65,6 @@ class Network:
 
     @property
     def services(self) -> str:
-        """Range of ClusterIPs."""
         return f"10.{96 + self.slot}.0.0/16"
 
     @property
@@ -75,11 +73,9 @@ class Network:
         return f"10.{96 + self.slot}.0.1"
 
     def node(self, index: int) -> str:
-        """Address of the node with this index (1 and up)."""
         return f"{self._prefix}.0.{10 + index}"
 
     def node_pods(self, index: int) -> str:
-        """Range of this node's pods."""
         return f"{self._prefix}.{64 + index}.0/24"
 
     @property
@@ -98,57 +94,50 @@ class Settings:
     name: str
     slot: int | None
     gpus: int
+    devices: int
     node_grace_seconds: int
     api_port: int
     etcd_port: int
     etcd_peer_port: int
     controller_manager_port: int
     scheduler_port: int
-    devices: int = 0
 
     @property
     def network(self) -> Network:
-        """Its addresses; without real nodes they exist on paper only."""
+        """Its addresses, which no interface has without real nodes."""
         return Network(self.slot or 0)
 
     @property
     def state(self) -> Path:
-        """Folder of everything this cluster writes."""
         return state_folder(self.name)
 
     @property
     def pki(self) -> Path:
-        """Folder of keys and certificates."""
         return self.state / "pki"
 
     @property
     def kubeconfig(self) -> Path:
-        """The cluster-admin's kubeconfig."""
         return self.state / "admin.kubeconfig"
 
     @property
     def audit_log(self) -> Path:
-        """One JSON event a line: every request of a service account."""
+        """One JSON event per line for each request of a service account."""
         return self.state / "audit.log"
 
     @property
     def address(self) -> str:
-        """Where the API server listens."""
         return LOOPBACK if self.slot is None else self.network.host
 
     @property
     def server(self) -> str:
-        """URL of the API server."""
         return f"https://{self.address}:{self.api_port}"
 
     def save(self) -> None:
-        """Write them to the state folder, which is made."""
         self.state.mkdir(parents=True, exist_ok=True)
         (self.state / "cluster.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, name: str) -> Settings | None:
-        """Return the settings of an existing cluster."""
         try:
             return cls(**json.loads((state_folder(name) / "cluster.json").read_text()))
         except FileNotFoundError:
@@ -165,36 +154,22 @@ class Settings:
         node_grace: int | None,
         port: int | None,
     ) -> Settings:
-        """Choose ports and write everything to the state folder.
-
-        Raises:
-            ClusterError: the wanted port can't be used.
-        """
+        """Choose ports and write everything to the state folder."""
         # Another cluster that starts at this moment does not listen on its ports yet.
         with exclusive("ports"):
-            chosen = replace(cls._choose(name, slot, gpus, node_grace, port), devices=devices)
+            ports = free_ports(5)
+            if port is not None:
+                if not _is_free(port):
+                    raise ClusterError(f"port {port} is taken: leave --port out to get a free one")
+                ports[0] = port
+            grace = FAKE_NODE_GRACE_SECONDS if slot is None else NODE_GRACE_SECONDS
+            chosen = cls(name, slot, gpus, devices, node_grace or grace, *ports)
             chosen.save()
         return chosen
 
-    @classmethod
-    def _choose(
-        cls, name: str, slot: int | None, gpus: int, node_grace: int | None, port: int | None
-    ) -> Settings:
-        ports = free_ports(5)
-        if port is not None:
-            if not _is_free(port):
-                raise ClusterError(f"port {port} is taken: leave --port out to get a free one")
-            ports[0] = port
-        default_grace = FAKE_NODE_GRACE_SECONDS if slot is None else NODE_GRACE_SECONDS
-        return cls(name, slot, gpus, node_grace or default_grace, *ports)
-
 
 def state_folder(name: str) -> Path:
-    """Return the folder of this cluster's state.
-
-    Raises:
-        ClusterError: no cluster can have that name.
-    """
+    """Return the folder of this cluster's state."""
     if not _NAME.fullmatch(name):
         raise ClusterError(
             f"cluster name {name!r}: use at most 40 small letters, digits and inner dashes"
@@ -203,7 +178,7 @@ def state_folder(name: str) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct ports that nobody listens on and no cluster of this cache has chosen."""
+    """Return distinct free ports that no cluster of this cache has chosen."""
     found: list[int] = []
     chosen = _chosen_ports()
     for port in random.sample(_PORTS, len(_PORTS)):
@@ -215,19 +190,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def _chosen_ports() -> set[int]:
-    """Return the ports in the settings of every cluster."""
     every = (Settings.load(folder.name) for folder in clusters().glob("*") if folder.is_dir())
     return {
-        port
+        value
         for each in every
         if each
-        for port in (
-            each.api_port,
-            each.etcd_port,
-            each.etcd_peer_port,
-            each.controller_manager_port,
-            each.scheduler_port,
-        )
+        for name, value in asdict(each).items()
+        if name.endswith("_port")
     }
 
 

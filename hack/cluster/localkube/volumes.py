@@ -15,16 +15,11 @@ ENVIRONMENT_MOUNT = "/opt/rollout-env"
 
 
 def environment_claim(engine: str) -> str:
-    """Return the name of the claim of an engine's environment."""
     return f"rollout-env-{engine}"
 
 
 def claim_manifest(namespace: str, claim: str, folder: Path, *, writable: bool = False) -> str:
-    """Return a PersistentVolume of a host folder and the claim bound to it, for `kubectl apply`.
-
-    Raises:
-        ClusterError: the folder does not exist.
-    """
+    """Return a PersistentVolume of a host folder and the claim bound to it, for `kubectl apply`."""
     folder = folder.absolute()
     if not folder.is_dir():
         raise ClusterError(f"{folder} is not a folder on this machine")
@@ -62,11 +57,7 @@ def claim_manifest(namespace: str, claim: str, folder: Path, *, writable: bool =
 
 
 def environment_manifest(namespace: str, engine: str = "hf") -> str:
-    """Return the volume and claim of an engine's environment.
-
-    Raises:
-        ClusterError: there is no such environment yet.
-    """
+    """Return the volume and claim of an engine's environment."""
     folder = cache() / ENVIRONMENTS[engine]
     if not folder.is_dir():
         raise ClusterError(f"{folder} does not exist: make the environment of {engine} first")

@@ -57,10 +57,14 @@ class FlakyApi:
     @property
     def epoch(self) -> str | None:
         """What the annotation says."""
-        found: str | None = (
-            self.pool["metadata"].get("annotations", {}).get("rollout.dev/trainer-epoch")
-        )
-        return found
+        notes: dict[str, str] = self.pool["metadata"].get("annotations", {})
+        return notes.get("rollout.dev/trainer-epoch")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The source that the target names."""
+        named = self.pool["spec"]["weights"]["target"]["source"]
+        return {kind: value for kind, value in named.items() if value is not None}
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         return self._failed(request, self.reads) or web.json_response(self.pool)
@@ -262,10 +266,7 @@ async def test_pushed_weights_are_on_every_head_before_the_target_moves(
         async with pushing(api, tmp_path, controls) as (receivers, sending):
             api.commits(1, 1, PUSHED_HASH)
             done = await sending
-            target = api.pool["spec"]["weights"]["target"]
-            assert {kind: v for kind, v in target["source"].items() if v is not None} == {
-                "pushed": {}
-            }
+            assert api.source == {"pushed": {}}
             assert [bool(each.content) for each in receivers] == [True, True, False]
             assert [each.verbs for each in controls] == [["stage"], ["stage"], []]
             assert done.report is not None
@@ -286,8 +287,7 @@ async def test_weights_that_were_handed_over_need_the_pointer_alone(
     api.commits(1, 1)
     done = await pool.publish_handed_over(HandedOver(1, 1, "h", committed=False))
     assert (done.identity, done.root_hash) == (WeightsId(epoch=1, version=1), "h")
-    target = api.pool["spec"]["weights"]["target"]
-    assert {kind: v for kind, v in target["source"].items() if v is not None} == {"pushed": {}}
+    assert api.source == {"pushed": {}}
 
 
 @pytest.mark.parametrize("serving", [True, False])

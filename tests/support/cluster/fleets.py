@@ -21,9 +21,7 @@ import httpx
 from localkube import Cluster, ClusterError
 from tests.support.api.apiclient import POOLS, ApiError, Obj
 from tests.support.cluster.pools import PROMPT, Pool
-from tests.support.cluster.replies import Identity, Reply, Traffic
-from tests.support.cluster.steering import steering_token
-from tests.support.cluster.versions import Volume
+from tests.support.cluster.versions import Identity, Reply, Traffic, Volume, steering_token
 
 GATE = "rollout.dev/serving"
 WEIGHTS = {"volume": {"claim": {"name": "weights"}}}

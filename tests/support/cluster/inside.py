@@ -9,6 +9,7 @@ import rollout_local
 from localkube import Cluster
 from tests.support.api.apiclient import PODS, ApiError, Obj
 from tests.support.cluster.pools import Pool
+from tests.support.manifests import stateful_set
 
 LABELS = {"app": "hybrid-trainer"}
 REPLICAS = 2
@@ -54,18 +55,7 @@ def trainer(name: str, pool: str, namespace: str) -> Obj:
             *local["podTemplate"]["volumes"],
         ],
     }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": {"name": name},
-        "spec": {
-            "replicas": REPLICAS,
-            "serviceName": name,
-            "podManagementPolicy": "Parallel",
-            "selector": {"matchLabels": LABELS},
-            "template": {"metadata": {"labels": LABELS}, "spec": spec},
-        },
-    }
+    return stateful_set(name, LABELS, REPLICAS, spec)
 
 
 class Inside(Pool):

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import httpx
 
+import rollout_local
 from localkube import Cluster
-from localkube.pods import process_in
+from localkube.processes import process_in, processes_in
 from tests.support.api.apiclient import PODS, POOLS, SERVICES, SLICES, Obj, api_of
 from tests.support.waiting import eventually
 
@@ -211,3 +212,10 @@ class Pool:
             for kind, path in (("pod", PODS), ("service", SERVICES))
             for child in self.api.items(path.format(self.namespace), self.selector, fresh=True)
         ]
+
+
+def operator_pids(cluster: Cluster) -> list[int]:
+    """Processes of the operator's pods, as this machine numbers them."""
+    pods = api_of(cluster).items(PODS.format(rollout_local.SYSTEM), fresh=True)
+    uids = [pod["metadata"]["uid"] for pod in pods]
+    return [pid for uid in uids for pid in processes_in(uid, "rollout-operator")]

@@ -13,9 +13,9 @@ from typing import Any
 import rollout_local
 from demo.judge import Judge, Report
 from localkube import Cluster, fakedevices
-from localkube.pods import process_in
-from localkube.processes import recorded
+from localkube.processes import process_in, recorded
 from tests.support.api.apiclient import PODS, Obj, api_of
+from tests.support.manifests import stateful_set
 from tests.support.waiting import eventually
 
 SCRIPT = Path(__file__).with_name("turn_trainer.py")
@@ -116,18 +116,7 @@ def trainer(
             *local["podTemplate"]["volumes"],
         ],
     }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": {"name": name},
-        "spec": {
-            "replicas": pods,
-            "podManagementPolicy": "Parallel",
-            "serviceName": name,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": spec},
-        },
-    }
+    return stateful_set(name, labels, pods, spec)
 
 
 def _apart(labels: dict[str, str]) -> Obj:

@@ -1,12 +1,20 @@
-"""Versions of weights on the volume that the workers of a cluster test see."""
+"""What tests of weights share: versions on a volume, answers of the data port, an account that steers workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import rollout_local
+from rollout_operator.api import names
+from tests.support.cluster.pools import Pool
+
+Identity = tuple[int, int]
+ACCOUNT = "w-trainer"
 
 
 class Volume:
@@ -49,3 +57,73 @@ class Volume:
             *self._root.glob(f".{self._prefix}-*"),
         ):
             shutil.rmtree(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of the data port."""
+
+    status: int
+    body: dict[str, Any]
+    ended: float
+
+    @property
+    def identities(self) -> list[Identity]:
+        """Identities of the first output, in order."""
+        return [(s["epoch"], s["version"]) for s in self.body["outputs"][0]["weights"]]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Short requests without a pause, while the block runs."""
+
+    replies: list[Reply] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def served(self) -> list[Identity]:
+        """Identities in the order of their first answer."""
+        ok = sorted((r for r in self.replies if r.status == 200), key=lambda r: r.ended)
+        return list(dict.fromkeys(identity for r in ok for identity in r.identities))
+
+    @property
+    def refused(self) -> list[Reply]:
+        """Answers other than 200."""
+        return [r for r in self.replies if r.status != 200]
+
+
+def steering_token(pool: Pool) -> str:
+    """Make the account `trainer`, which may steer workers itself; the chart's trainer may not."""
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": ACCOUNT},
+    }
+    group = "rbac.authorization.k8s.io"
+    rules = [
+        {"apiGroups": [names.GROUP], "resources": [f"{names.PLURAL}/weights"], "verbs": ["create"]},
+        {
+            "apiGroups": [names.GROUP],
+            "resources": [f"{names.PLURAL}/control"],
+            "verbs": ["get", "update"],
+        },
+    ]
+    role = {
+        "apiVersion": f"{group}/v1",
+        "kind": "Role",
+        "metadata": {"name": ACCOUNT},
+        "rules": rules,
+    }
+    binding = {
+        "apiVersion": f"{group}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": ACCOUNT},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": ACCOUNT},
+        "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": pool.namespace}],
+    }
+    documents = {"apiVersion": "v1", "kind": "List", "items": [account, role, binding]}
+    pool.kubectl("apply", "-f", "-", input=json.dumps(documents))
+    audience = names.token_audience(pool.namespace, pool.name)
+    return pool.kubectl(
+        "create", "token", ACCOUNT, "--audience", audience, "--duration", "1h"
+    ).strip()

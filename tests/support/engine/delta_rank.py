@@ -32,7 +32,7 @@ def main(rank: int, ranks: int, folder: Path, story: str) -> None:
             )
             assert done.report is not None
             reports.append(
-                {**asdict(done.report), "deltas": done.report.delta_count, "root": done.root_hash}
+                {**asdict(done.report), "deltas": done.report.deltas, "root": done.root_hash}
             )
             for tensor in tensors.values():
                 tensor.view(-1)[::500] *= -1

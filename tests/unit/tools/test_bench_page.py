@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from bench.__main__ import COMMANDS
 from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, SAMPLES_FOR_P99
-from bench.reporting.page import PAGE, merged, write
+from bench.reporting.tables import PAGE, merged, write_section
 
 PAGE_BY_HAND = """# Page
 
@@ -70,9 +70,9 @@ def test_broken_comments_are_refused_rather_than_losing_a_note(broken: str) -> N
 
 def test_a_page_is_written_in_place(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
-    write("hf", "## first", path)
+    write_section("hf", "## first", path)
     path.write_text(path.read_text() + "\nA note.\n")
-    write("hf", "## second", path)
+    write_section("hf", "## second", path)
     expected = "<!-- begin: hf -->\n## second\n<!-- end: hf -->\n\nA note.\n"
     assert path.read_text() == expected
 

@@ -70,7 +70,7 @@ def test_an_editable_install_of_what_nobody_can_write_goes_without(hook: Any) ->
     Path(hook.root, "common").write_text("a file, since root may write in any folder")
     assert build(hook, "editable") == {"force_include": {}}
     (warned,) = hook.warned
-    assert warned.startswith("common/transfer/delta.c is left out, numpy does it: ")
+    assert warned.startswith("common/transfer/delta.c is left out, and numpy does its work: ")
 
 
 def test_a_wheel_has_the_library_and_is_of_this_platform(hook: Any) -> None:

@@ -1,18 +1,20 @@
-"""The weights of each of SGLang's schedulers: into the model, into a file while it sleeps, and back.
+"""Weights into the model, inside each of SGLang's schedulers.
 
-SGLang calls `load` with what `serving` put into an update: one tensor whose bytes are a command. `patches`
-makes the functions with a `scheduler` methods of the schedulers, which the child calls in all of them, on
-every node. The weights come from a file that the worker of the node holds open (memory without a name), so
-that no byte of them passes a socket. A load that fails ends the scheduler: a model with half of its weights
-must not serve. A sleeping rank keeps its weights in a file without a name, deleted when the process ends.
+SGLang calls `load` with what `serving` put into an update: one tensor whose bytes are a command.
+The weights themselves come from a file that the worker of this node holds open (memory without a
+name), so that no byte of them passes a socket. A failure ends the scheduler: a model with half of
+its weights must not serve.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
+import math
+import mmap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,29 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollout_worker.engines.shared_memory import rank_mappings
-from rollout_worker.engines.shared_memory.sinks import open_unnamed_file
+from rollout_worker.engines.shared_memory.copy_plan import (
+    CopyRecorder,
+    NotRecordable,
+    RecordedCopy,
+    SourceIndex,
+    TensorMemory,
+    TensorRows,
+    open_tensor_memory,
+    repeat_copies,
+    source_names,
+)
 from rollout_worker.engines.shared_memory.tensor_views import TensorPlace
 from rollout_worker.sources.checkpoint_files import open_source
 
-from .settings import SPILL_FOLDER_VARIABLE
-
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 << 20
 
-_spill_descriptors: list[int] = []  # descriptor of this rank's file, while it has one
+UNQUANTISED_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+"""SGLang's methods of a layer whose loaders only copy."""
+
+TensorReader = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -44,16 +58,117 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         "ticket" in where
     ):  # a trainer's memory, which is not a file: the ticket says where each tensor is
         ticket = Path(where["ticket"]).read_text()
-        model.load_weights(rank_mappings.read_tensors(ticket))
         where = json.loads(ticket)
+        rows = [row[:3] for row in where["tensors"]]
+        memory = open_tensor_memory(where, rows)
+        _load_recorded(model, rows, memory, partial(rank_mappings.read_tensors, ticket))
     else:
-        ours = rank_mappings.find_mapping(where)
-        model.load_weights(
-            _read_file(rank_mappings.sink_path(where)) if ours is None else _read_mapped(ours)
-        )
+        rows, memory = _open_file(where)
+        _load_recorded(model, rows, memory, partial(_read_version, where))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still read locked memory
     rank_mappings.check_unchanged(where)
+
+
+class RecordedLoad:
+    """The recorded load of one model.
+
+    `rows`: the tensors of the version. `copies`: None if the load does more than copy. `parameters`: the
+    tensors that are written.
+    """
+
+    def __init__(self, model: Any, rows: TensorRows) -> None:
+        self.rows = rows
+        self.copies: list[RecordedCopy] | None = None
+        self.parameters = _tensors_of(model)
+        self._places = {name: _place_of(tensor) for name, tensor in self.parameters.items()}
+
+    def is_of(self, model: Any, rows: TensorRows) -> bool:
+        """Whether the copies fit these tensors and this model: every parameter is where it was."""
+        now = _tensors_of(model)
+        places = {name: _place_of(tensor) for name, tensor in now.items()}
+        return rows == self.rows and places == self._places
+
+    def record(self, model: Any, read: TensorReader) -> None:
+        """Load the model by its own loaders and record the copies; after `NotRecordable`, load it again."""
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and type(method).__name__ not in UNQUANTISED_METHODS:
+                raise NotRecordable(f"{type(method).__name__} may do more than copy")
+        sources = SourceIndex()
+        plain = {name: tensor.data for name, tensor in self.parameters.items()}
+        with CopyRecorder(sources, plain) as recorder:
+            model.load_weights(sources.track_tensors(read()))
+        recorder.check_copies()
+        # Loaders of some models copy in other threads, which are not recorded.
+        seen: Counter[str] = Counter()
+        for copy in recorder.copies:
+            seen[copy.parameter] += math.prod(copy.target.size)
+        for name, parameter in model.named_parameters():
+            if seen[name] < parameter.numel():
+                raise NotRecordable(f"not all copies to {name} were recorded")
+        self.copies = recorder.copies
+
+
+_last_load: RecordedLoad | None = None
+
+
+def _load_recorded(model: Any, rows: TensorRows, memory: TensorMemory, read: TensorReader) -> None:
+    """Load a version by the recorded copies, or by the model's own loaders."""
+    global _last_load
+    known = _last_load if _last_load is not None and _last_load.is_of(model, rows) else None
+    if known is None:
+        known = _last_load = RecordedLoad(model, rows)
+        try:
+            return known.record(model, read)
+        except NotRecordable as error:
+            logger.info("commits load the weights as SGLang does, tensor by tensor: %s", error)
+    if known.copies is None or not memory.has_tensors(source_names(known.copies)):
+        model.load_weights(read())
+        return None
+    with torch.no_grad():
+        repeat_copies(known.copies, known.parameters, memory)
+    return None
+
+
+def _tensors_of(model: Any) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _open_file(where: dict[str, Any]) -> tuple[TensorRows, TensorMemory]:
+    """Return the tensors and the bytes of a safetensors file."""
+    mapping = rank_mappings.find_mapping(where)
+    if mapping is None:
+        with open(rank_mappings.sink_path(where), "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        whole, locked = torch.frombuffer(memory, dtype=torch.uint8), False
+    else:
+        whole, locked = mapping.whole, mapping.is_locked
+    places = _read_header(whole)
+    rows: TensorRows = [[name, dtype, list(shape)] for name, dtype, shape, _ in places]
+    starts = {name: start for name, _, _, start in places}
+    return rows, TensorMemory(whole, starts, rows, locked=locked)
+
+
+def _read_header(whole: Tensor) -> list[TensorPlace]:
+    first = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
+    header = json.loads(whole[8:first].numpy().tobytes())
+    return [
+        (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
+        for name, field in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _read_version(where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    mapping = rank_mappings.find_mapping(where)
+    if mapping is None:
+        return _read_file(rank_mappings.sink_path(where))
+    return mapping.read_views(_read_header(mapping.whole))
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -65,16 +180,6 @@ def _read_file(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as source:
         for name in source.keys():  # noqa: SIM118 - it is not a mapping
             yield name, source.get_tensor(name)
-
-
-def _read_mapped(ours: rank_mappings.RankMapping) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a safetensors file that is mapped already."""
-    first = 8 + int.from_bytes(ours.first_bytes(8), "little")
-    places: list[TensorPlace] = [
-        (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
-        for name, field in json.loads(ours.first_bytes(first)[8:]).items()
-    ]
-    return ours.read_views(places)
 
 
 def check_updatable(scheduler: Any) -> None:
@@ -96,89 +201,3 @@ def map_sink(scheduler: Any, command: str) -> None:
 def unmap_sink(scheduler: Any, command: str) -> None:
     """Unmap a sink; `command` has the arguments of `rank_mappings.close_mappings`."""
     rank_mappings.close_mappings(**json.loads(command))
-
-
-def spill_weights(scheduler: Any) -> None:
-    """Write this rank's weights to a file; if one rank has no room (`OSError`), none has a file."""
-    drop_spilled_weights(scheduler)
-    try:
-        _run_in_all_ranks(scheduler, _write_weights)
-    except OSError:
-        drop_spilled_weights(scheduler)
-        raise
-
-
-def restore_weights(scheduler: Any) -> None:
-    """Read this rank's weights from its file, and delete it; the model is useless if a rank can't (`OSError`)."""
-    _run_in_all_ranks(scheduler, _read_weights)
-
-
-def wait_for_ranks(scheduler: Any) -> None:
-    """Do nothing: SGLang answers once all ranks have done what was asked before."""
-
-
-def _run_in_all_ranks(scheduler: Any, work: Callable[[Any], None]) -> None:
-    """Do it in all ranks; raise the first failure in all, as SGLang reports only what its first rank raises."""
-    wrong = ""
-    try:
-        work(scheduler.tp_worker.model_runner.model)
-    except Exception as error:  # whatever it was, the others wait below
-        logger.exception("the weights of this rank could not be moved")
-        wrong = (
-            f"{os.environ[SPILL_FOLDER_VARIABLE]!r}: {getattr(error, 'strerror', None) or error}"
-        )
-    errors: list[str] = [""] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
-    torch.distributed.all_gather_object(errors, wrong, group=scheduler.tp_cpu_group)
-    if any(errors):
-        raise OSError(next(filter(None, errors)))
-
-
-def _write_weights(model: Any) -> None:
-    pieces = _model_bytes(model)
-    _spill_descriptors.append(open_unnamed_file(Path(os.environ[SPILL_FOLDER_VARIABLE])))
-    os.posix_fallocate(_spill_descriptors[0], 0, max(sum(len(tensor) for tensor in pieces), 1))
-    with os.fdopen(os.dup(_spill_descriptors[0]), "r+b", buffering=0) as file:
-        for part in _split_chunks(pieces):
-            view = part.cpu().numpy().data
-            while view:
-                view = view[file.write(view) :]
-
-
-def _read_weights(model: Any) -> None:
-    with os.fdopen(_spill_descriptors.pop(), "rb", buffering=0) as file:
-        file.seek(0)
-        for part in _split_chunks(_model_bytes(model)):
-            held = torch.empty(part.shape, dtype=torch.uint8)
-            view = held.numpy().data
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise OSError("the spilled weights end early")
-                view = view[count:]
-            part.copy_(held)
-
-
-def drop_spilled_weights(_: Any) -> None:
-    """Delete this rank's file, if there is one."""
-    while _spill_descriptors:
-        os.close(_spill_descriptors.pop())
-
-
-def _model_bytes(model: Any) -> list[Tensor]:
-    """Return the bytes of all that the model computes with, each piece of memory once: [n] uint8.
-
-    In addition to parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of
-    them transposed. SGLang keeps buffers itself.
-    """
-    own = (value for module in model.modules() for value in vars(module).values())
-    tensors = [*model.parameters(), *(value for value in own if isinstance(value, Tensor))]
-    storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
-    return [
-        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-        for t in storages.values()
-    ]
-
-
-def _split_chunks(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the bytes, of at most `CHUNK_BYTES` each."""
-    return [part for tensor in pieces for part in torch.split(tensor, CHUNK_BYTES)]

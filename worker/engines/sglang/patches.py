@@ -22,7 +22,7 @@ from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import draw_tokens
 
-from . import loader
+from . import loader, spilling
 from .child import die_with_parent
 from .settings import UNREAD_INTERVAL_SECONDS
 
@@ -49,10 +49,10 @@ def install_patches() -> None:
     _installed = True
     _register_sampler()
     # The methods that `serving` calls in all schedulers.
-    Scheduler.rollout_keep = loader.spill_weights
-    Scheduler.rollout_bring_back = loader.restore_weights
-    Scheduler.rollout_forget = loader.drop_spilled_weights
-    Scheduler.rollout_meet = loader.wait_for_ranks
+    Scheduler.rollout_keep = spilling.spill_weights
+    Scheduler.rollout_bring_back = spilling.restore_weights
+    Scheduler.rollout_forget = spilling.drop_spilled_weights
+    Scheduler.rollout_meet = spilling.wait_for_ranks
     Scheduler.rollout_check = loader.check_updatable
     Scheduler.rollout_map = loader.map_sink
     Scheduler.rollout_unmap = loader.unmap_sink

@@ -110,6 +110,28 @@ def read_tensors(ticket: str) -> Iterator[tuple[str, Tensor]]:
     return _restore_order(places, starts, found)
 
 
+def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int], bool]:
+    """Return all bytes of a sink, [n] uint8, where each tensor begins that is here, and whether pages are locked.
+
+    Args:
+        sink: What its `MappedSink.make_ticket` says.
+    """
+    handle = os.open(sink_path(sink), os.O_RDONLY)
+    try:
+        starts = (
+            dict(read_index(handle))
+            if sink.get("slot")
+            else {name: at for name, _, _, at in sink["tensors"]}
+        )
+        mapping = find_mapping(sink)
+        if mapping is not None:
+            return mapping.whole, starts, mapping.is_locked
+        memory = mmap.mmap(handle, _local_size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE)
+        return torch.frombuffer(memory, dtype=torch.uint8), starts, False
+    finally:
+        os.close(handle)
+
+
 def _restore_order(
     places: Iterable[TensorPlace], there: Collection[str], found: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -197,6 +219,12 @@ class RankMapping:
         """Whether a GPU reads it by itself."""
         return self._unlock is not None
 
+    @property
+    def whole(self) -> Tensor:
+        """All of its bytes, [n] uint8."""
+        assert self._whole is not None, "asked for once it is ready"
+        return self._whole
+
     def read_views(self, places: Iterable[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
         """Yield what is there by name: views, which keep the memory."""
         assert self._whole is not None, "asked for once it is ready"
@@ -205,11 +233,6 @@ class RankMapping:
         for name, tensor in found:
             small = self.is_locked and tensor.nbytes <= COPIED_TENSOR_BYTES
             yield name, tensor.clone() if small else tensor
-
-    def first_bytes(self, nbytes: int) -> bytes:
-        """Return the bytes that it begins with."""
-        assert self._whole is not None, "asked for once it is ready"
-        return self._whole[:nbytes].numpy().tobytes()
 
     def check_unchanged(self) -> None:
         """Refuse what was made of it if somebody has changed it meanwhile: other ranks read it, too.

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import mmap
 import os
 import random
@@ -25,13 +26,17 @@ import torch
 
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
+from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tensor_memory
 from rollout_worker.engines.shared_memory.read_watch import ReadWatch
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.unread import note_unread
 from rollout_worker.observe.processes import command_line_of, find_process
 
+from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
@@ -90,6 +95,10 @@ class Extension:
     device: Any
     model_runner: Any
     vllm_config: Any
+    _rollout_plan: LoadPlan | None = None
+    """The recorded load of this model."""
+    _rollout_unrecordable: TensorRows | None = None
+    """The tensors of a version whose load can't be recorded."""
 
     def rollout_prepare(self) -> None:
         """Make the buffers that a later pipeline stage receives into.
@@ -120,17 +129,45 @@ class Extension:
         """Load the weights of a sink, or the model's own checkpoint; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
+        # No request runs, and nothing that is made here becomes garbage before the end.
+        with _without_collection(), set_current_vllm_config(self.vllm_config):
             if ticket is None:
                 self.model_runner.reload_weights()
                 _finish_load(self)
                 return
-            # Where vLLM balances experts, a rank has others at each load.
-            settled = not self.vllm_config.parallel_config.enable_eplb
-            with _read_watched(ticket, settled) as tensors:
+            sink = json.loads(ticket)
+            if not self._replay(sink):
+                self._load(ticket, [row[:3] for row in sink["tensors"]])
+            _finish_load(self)
+        rank_mappings.check_unchanged(sink)
+
+    def _load(self, ticket: str, rows: TensorRows) -> None:
+        """Load a version by vLLM, and record the copies unless that failed before."""
+        # Where vLLM balances experts, a rank has others at each load.
+        settled = not self.vllm_config.parallel_config.enable_eplb
+        with _read_watched(ticket, settled) as (tensors, watched):
+            if watched or not settled or rows == self._rollout_unrecordable:
                 self.model_runner.reload_weights(weights_iterator=tensors)
-                _finish_load(self)
-        rank_mappings.check_unchanged(json.loads(ticket))
+                return
+            recorder = LoadRecorder(rows)
+            with recorder.record_load(tensors) as tracked:
+                self.model_runner.reload_weights(weights_iterator=tracked)
+        self._rollout_plan = recorder.plan
+        if recorder.plan is None:
+            self._rollout_unrecordable = rows
+            why = recorder.refusal or "no layer was loaded"
+            logger.info("commits load the weights as vLLM does, tensor by tensor: %s", why)
+
+    def _replay(self, sink: dict[str, Any]) -> bool:
+        """Load a version by the recorded copies if it has the same tensors; return whether it did."""
+        plan = self._rollout_plan
+        if plan is None or [row[:3] for row in sink["tensors"]] != plan.rows:
+            return False
+        memory = open_tensor_memory(sink, plan.rows)
+        if not memory.has_tensors(plan.tensor_names):
+            return False
+        replay_load(plan, self.model_runner, memory)
+        return True
 
     def rollout_map(
         self, where: dict[str, str], size: int, tally: tuple[str, str], borrowed: bool
@@ -190,19 +227,35 @@ class Extension:
 
 
 @contextlib.contextmanager
-def _read_watched(ticket: str, settled: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Yield the tensors of a sink; a member's rank tells its worker which of them the load did not read.
+def _read_watched(
+    ticket: str, settled: bool
+) -> Iterator[tuple[Iterator[tuple[str, torch.Tensor]], bool]]:
+    """Yield the tensors of a sink, and whether reads are watched.
+
+    If so, a member's rank tells its worker which of them the load did not read.
 
     `settled`: whether the next load reads the same tensors.
     """
     tensors = rank_mappings.read_tensors(ticket)
     if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(ticket):
-        yield tensors
+        yield tensors, False
         return
     with ReadWatch(tensors) as watching:
-        yield iter(watching)
+        yield iter(watching), True
     given = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
     note_unread(Path(os.environ[SLOTS_VARIABLE]), given, watching.untouched_names)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage inside the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _allocator_entries() -> dict[int, Any]:

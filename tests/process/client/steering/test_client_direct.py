@@ -305,8 +305,12 @@ async def test_who_woke_without_weights_and_failed_gets_the_published_ones(
         assert woken == [{"tags": ["weights"], "load": False}, {"tags": ["kv_cache"]}]
 
 
-async def test_who_was_restarted_comes_back_to_the_pools_state(steered: Steered) -> None:
+@pytest.mark.parametrize("others", [[], ["Paused"]], ids=["free", "held by somebody else"])
+async def test_who_was_restarted_comes_back_to_the_pools_state(
+    steered: Steered, others: list[str]
+) -> None:
     await steered.direct.change_state("Paused", 10)
+    steered.controls[0].holds_of_others = others
     steered.controls[0].holds = []
     await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
 
@@ -324,13 +328,6 @@ async def test_who_is_about_to_have_the_state_is_not_told_twice(steered: Steered
     await asyncio.sleep(0.5)
     for control in steered.controls:
         assert control.verbs == ["sleep", "wake", "wake", "pause"]
-
-
-async def test_a_hold_of_somebody_else_does_not_stand_for_the_pools(steered: Steered) -> None:
-    await steered.direct.change_state("Paused", 10)
-    steered.controls[0].holds_of_others = ["Paused"]
-    steered.controls[0].holds = []
-    await until(lambda: steered.controls[0].holds == ["Paused"], what="the keeper to pause it")
 
 
 async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered) -> None:

@@ -10,12 +10,12 @@ from rollout_client import (
     EpochLost,
     Published,
     PublishFailed,
+    PublishProgress,
     SteeringFailed,
     Superseded,
     WeightsId,
 )
 from rollout_client.steering.replica_status import (
-    UpdateUnderway,
     check_epoch,
     has_reached,
     has_target,
@@ -43,8 +43,19 @@ def pool(
     return found
 
 
+def underway(phase: str, message: str) -> PublishProgress:
+    return PublishProgress(phase, 1, 3, message)
+
+
 def weights(**of: Any) -> dict[str, Any]:
-    return pool({"weights": of, "readyReplicas": 3, "message": "the pool is serving"})
+    return pool(
+        {
+            "weights": {"stagedReplicas": 1, **of},
+            "readyReplicas": 3,
+            "message": "the pool is serving",
+        },
+        replicas=3,
+    )
 
 
 # Weights.
@@ -72,37 +83,37 @@ def test_a_status_of_an_older_spec_tells_nothing(generation: int, seen: bool) ->
     told = publish_progress(weights(committed=identity(2, 5)), OURS, generation, 0)
     assert isinstance(told, Published) is seen
     if not seen:
-        assert told == UpdateUnderway("Staging", "waiting for the operator to see the new target")
-    assert isinstance(publish_progress(pool(), OURS, 1, 0), UpdateUnderway)
+        assert told == underway("Staging", "waiting for the operator to see the new target")
+    assert isinstance(publish_progress(pool(), OURS, 1, 0), PublishProgress)
 
 
 def test_our_update_is_told_in_the_operators_words() -> None:
     last = identity(2, 5, phase="Committing", message="1 of 3 have")
-    assert publish_progress(weights(lastUpdate=last), OURS, 7, 0) == UpdateUnderway(
+    assert publish_progress(weights(lastUpdate=last), OURS, 7, 0) == underway(
         "Committing", "1 of 3 have"
     )
     last = identity(2, 5, phase="Staging")
     told = publish_progress(weights(lastUpdate=last), OURS, 7, 0)
-    assert told == UpdateUnderway("Staging", "the pool is serving")
+    assert told == underway("Staging", "the pool is serving")
 
 
 def test_bytes_that_workers_refuse_again_and_again_are_told_long_before_the_deadline() -> None:
     why = "0 of 2 replicas have staged (2, 5); math-0-0: tensor 'lm_head.weight' is missing"
     last = identity(2, 5, phase="Staging", message=why, attempts=6)
-    assert publish_progress(weights(lastUpdate=last), OURS, 7, 0) == UpdateUnderway("Staging", why)
+    assert publish_progress(weights(lastUpdate=last), OURS, 7, 0) == underway("Staging", why)
     with pytest.raises(PublishFailed, match=r"lm_head.weight.*tried 7 times.*higher version"):
         publish_progress(weights(lastUpdate={**last, "attempts": 7}), OURS, 7, 0)
     before = {**last, "version": 4, "attempts": 99}
-    assert isinstance(publish_progress(weights(lastUpdate=before), OURS, 7, 0), UpdateUnderway)
+    assert isinstance(publish_progress(weights(lastUpdate=before), OURS, 7, 0), PublishProgress)
 
 
 def test_an_update_before_ours_is_waited_for() -> None:
     last = identity(2, 4, phase="Committing", message="1 of 3 have")
     told = publish_progress(weights(committed=identity(2, 3), lastUpdate=last), OURS, 7, 0)
-    assert told == UpdateUnderway("Staging", "waiting for the update before it: 1 of 3 have")
+    assert told == underway("Staging", "waiting for the update before it: 1 of 3 have")
     failed = identity(2, 4, phase="Failed", message="no such file")
-    assert isinstance(publish_progress(weights(lastUpdate=failed), OURS, 7, 0), UpdateUnderway)
-    assert isinstance(publish_progress(weights(), OURS, 7, 0), UpdateUnderway)
+    assert isinstance(publish_progress(weights(lastUpdate=failed), OURS, 7, 0), PublishProgress)
+    assert isinstance(publish_progress(weights(), OURS, 7, 0), PublishProgress)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import stat
 import threading
@@ -161,15 +160,27 @@ def test_the_other_ranks_are_never_left_waiting(tmp_path: Path) -> None:
     assert drain_blocking(failing(3)) == 3
 
 
-async def test_nor_are_they_by_a_setting_that_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "keep", "why"),
+    [((), 0, "keep must be 1 or more"), (("epoch-1-version-5",), 2, "has version 5 of epoch 1")],
+    ids=["a setting", "a later version"],
+)
+async def test_nor_are_they_by_what_is_refused(
+    tmp_path: Path, there: tuple[str, ...], keep: int, why: str
+) -> None:
+    for name in there:
+        (tmp_path / name).mkdir()
     one, other = failing(5), failing(5)
     async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
-        with pytest.raises(ValueError, match="keep must be 1 or more"):
-            await pool.save_and_publish(one, 1, tmp_path, keep=0)
+        pool.epoch = 1
+        with pytest.raises((ValueError, FileExistsError), match=why):
+            await pool.save_and_publish(one, 4, tmp_path, keep=keep)
     waits = RolloutPool.from_urls(["http://127.0.0.1:9"])
-    with waits, pytest.raises(ValueError, match="keep must be 1 or more"):
-        waits.save_and_publish(other, 1, tmp_path, keep=0)
-    assert [*one, *other, *os.listdir(tmp_path)] == []
+    waits.asynchronous.epoch = 1
+    with waits, pytest.raises((ValueError, FileExistsError), match=why):
+        waits.save_and_publish(other, 4, tmp_path, keep=keep)
+    assert [*one, *other] == []
+    assert tuple(os.listdir(tmp_path)) == there
 
 
 async def test_who_is_cancelled_leaves_a_version_whole_or_not_at_all(
@@ -199,21 +210,16 @@ async def test_who_is_cancelled_leaves_a_version_whole_or_not_at_all(
     assert as_worker(tmp_path / "v")
 
 
-def test_what_was_published_is_never_written_again(tmp_path: Path) -> None:
-    spool_blocking(failing(1), tmp_path / "v")
-    written = json.loads((tmp_path / "v" / "manifest.json").read_text())
-    with pytest.raises(FileExistsError, match="new version"):
-        spool_blocking(failing(2), tmp_path / "v")
-    assert json.loads((tmp_path / "v" / "manifest.json").read_text()) == written
-
-
-def test_the_same_content_may_be_written_again_to_publish_it_again(tmp_path: Path) -> None:
+def test_only_the_same_content_may_be_written_again(tmp_path: Path) -> None:
     values = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
     root = spool_blocking(values, tmp_path / "v")
+    written = (tmp_path / "v" / "manifest.json").read_text()
     assert spool_blocking(dict(reversed(values.items())), tmp_path / "v") == root
-    with pytest.raises(FileExistsError, match="v exists with other content: publish under a new"):
-        spool_blocking({**values, "a": torch.ones(3)}, tmp_path / "v")
+    for other in ({**values, "a": torch.ones(3)}, {**values, "c": torch.ones(1)}):
+        with pytest.raises(FileExistsError, match="v exists with other content: publish under a "):
+            spool_blocking(other, tmp_path / "v")
     assert names(tmp_path) == {"v"}
+    assert (tmp_path / "v" / "manifest.json").read_text() == written
 
 
 def test_what_is_no_pair_of_a_name_and_a_tensor_is_refused(tmp_path: Path) -> None:
@@ -250,14 +256,14 @@ def test_versions_before_the_committed_one_go(tmp_path: Path, keep: int, stay: s
     foreign = {"checkpoints", "epoch-1", "epoch-1-version-2.bak", "notes.txt"}
     for name in foreign:
         (tmp_path / name).mkdir()
-    VersionFolder.in_folder(tmp_path, keep=keep).prune_versions(version(2, 10))
+    VersionFolder(tmp_path, keep=keep).prune_versions(version(2, 10))
     kept = {"epoch-2-version-10", "epoch-2-version-11", "epoch-3-version-1"}
     assert names(tmp_path) == foreign | kept | {".epoch-2-version-12.partial"} | stay
 
 
 def test_nobody_writes_among_the_versions_of_another_pool(tmp_path: Path) -> None:
     """Epochs begin anew with a pool: told at its first version, not at the one that both have."""
-    versions = VersionFolder.in_folder(tmp_path / "runs")
+    versions = VersionFolder(tmp_path / "runs")
     versions.check_folder(version(1, 1))
     for name in ("epoch-1-version-99", ".epoch-2-version-7.partial", "epoch-2-version-5", "notes"):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -269,27 +275,13 @@ def test_nobody_writes_among_the_versions_of_another_pool(tmp_path: Path) -> Non
             versions.check_folder(taken)
 
 
-async def test_whatever_lies_there_other_ranks_go_on(tmp_path: Path) -> None:
-    (tmp_path / "epoch-1-version-5").mkdir()
-    one, other = failing(5), failing(5)
-    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
-        pool.epoch = 1
-        with pytest.raises(FileExistsError):
-            await pool.save_and_publish(one, 4, tmp_path)
-    waits = RolloutPool.from_urls(["http://127.0.0.1:9"])
-    waits.asynchronous.epoch = 1
-    with waits, pytest.raises(FileExistsError):
-        waits.save_and_publish(other, 4, tmp_path)
-    assert [*one, *other] == []
-
-
 def test_one_that_can_not_be_deleted_keeps_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in (1, 2, 3, 10**20):
         (tmp_path / f"epoch-1-version-{number}").mkdir()
     (tmp_path / "epoch-1-version-4").symlink_to(tmp_path / "elsewhere")
-    VersionFolder.in_folder(tmp_path, keep=1).prune_versions(version(2, 1))
+    VersionFolder(tmp_path, keep=1).prune_versions(version(2, 1))
     assert names(tmp_path) == {"epoch-1-version-4"}
     assert "not all deleted" in caplog.text
 
@@ -297,10 +289,10 @@ def test_one_that_can_not_be_deleted_keeps_no_other(
 def test_a_folder_that_can_not_be_pruned_fails_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    VersionFolder.in_folder(tmp_path / "none").prune_versions(version(1, 1))
+    VersionFolder(tmp_path / "none").prune_versions(version(1, 1))
     assert "not all deleted" in caplog.text
     with pytest.raises(ValueError, match="keep"):
-        VersionFolder.in_folder(tmp_path, keep=0)
+        VersionFolder(tmp_path, keep=0)
 
 
 def test_workers_see_a_version_where_they_mount_it(
@@ -308,10 +300,7 @@ def test_workers_see_a_version_where_they_mount_it(
 ) -> None:
     name = "epoch-1-version-2"
     monkeypatch.chdir(tmp_path)
-    assert (
-        VersionFolder.in_folder("weights").mounted_path(version(1, 2))
-        == f"{tmp_path}/weights/{name}"
-    )
+    assert VersionFolder("weights").mounted_path(version(1, 2)) == f"{tmp_path}/weights/{name}"
     for mount, seen in (("/rollout/weights/", f"/rollout/weights/{name}"), ("", name)):
-        assert VersionFolder.in_folder(tmp_path, mount).mounted_path(version(1, 2)) == seen
-    assert VersionFolder.in_folder(tmp_path).local_path(version(1, 2)) == tmp_path / name
+        assert VersionFolder(tmp_path, mount).mounted_path(version(1, 2)) == seen
+    assert VersionFolder(tmp_path).local_path(version(1, 2)) == tmp_path / name
