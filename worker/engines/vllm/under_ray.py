@@ -22,7 +22,7 @@ EXECUTOR_VARIABLE = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
 def check_executor(parsed: argparse.Namespace) -> None:
-    """Refuse ranks that the worker can't watch over, and what Ray does not do with it."""
+    """Refuse ranks that the worker can't watch over, and what doesn't work under Ray."""
     executor = parsed.distributed_executor_backend
     if executor not in (None, "mp", "ray"):
         raise EngineError(
