@@ -1,7 +1,7 @@
 """The trainer's SDK: generate on a pool of rollout workers, publish weights to it, steer it.
 
 `RolloutPool` is for ordinary programs, `AsyncRolloutPool` for asyncio. Neither torch nor Kubernetes
-packages are imported. `control` is the client of one worker's control port.
+packages are imported. `worker_control` is the client of one worker's control port.
 """
 
 from rollout_common.wire import GenerateRequest, SamplingParams, WeightsId

@@ -1,7 +1,7 @@
 """A portal: threads without an event loop call coroutines, which run in the loop of one thread.
 
-While a thread waits for its call, the coroutine can hand blocking work back to it: tensors are made and copied in
-the thread that called, which may be the only one with the right device.
+While a thread waits for its call, the coroutine can hand blocking work back to it: tensors are made
+and copied in the calling thread, which may be the only one with the right device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CALLING_THREAD: ContextVar[CallingThread | None] = ContextVar("calling_thread",
 
 
 def calling_thread() -> CallingThread | None:
-    """Return the thread that waits for the current task; None: the task was started in an event loop.
+    """Return the thread that waits for the current task; None: no thread does.
 
-    A task that was started beside the call gets None, too: its work would have to wait for the call's own.
+    A task that the call started gets None, too: its work would have to wait for the call's own.
     """
     caller = _CALLING_THREAD.get()
     return caller if caller is not None and caller.task is asyncio.current_task() else None
@@ -37,8 +37,8 @@ class CallingThread:
     """A thread that waits for a task, and does the work that the task hands to it.
 
     Attributes:
-        task: What it waits for; None: the loop has not come to it yet, or the result was taken.
-        started: Whether the loop has come to it.
+        task: The task; None: not started yet, or its result was taken.
+        started: Whether the loop has started the task.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class CallingThread:
         try:
             return await coroutine
         except (KeyboardInterrupt, SystemExit) as error:
-            # An event loop that sees it ends, so the calling thread raises it instead.
+            # It would end the event loop, so the calling thread raises it instead.
             self._interrupt = error
             return None
 
@@ -82,10 +82,10 @@ class CallingThread:
     # In the thread itself.
 
     def wait_for_task(self, loop_thread: threading.Thread) -> None:
-        """Do the work that comes, until the task has ended.
+        """Do the work that the task hands over until it has ended.
 
         Raises:
-            PoolClosed: The loop ended before it came to the task.
+            PoolClosed: The loop ended before the task.
         """
         while True:
             try:
@@ -101,12 +101,12 @@ class CallingThread:
             del item, done, work  # an error that is kept here would keep the tensors of its frames
 
     def take_result(self) -> Any:
-        """Return the result of the task, or raise its error, once it has ended.
+        """Return the result of the ended task, or raise its error.
 
         Raises:
             PoolClosed: The task was cancelled: the loop ends.
         """
-        # Tasks that it started refer to this object, and would keep what the error or the result refers to.
+        # Tasks that it started refer to this object, and would keep the error or the result alive.
         task, self.task = self.task, None
         interrupt, self._interrupt = self._interrupt, None
         assert task is not None
@@ -120,7 +120,7 @@ class CallingThread:
             del task, interrupt
 
     def stop_waiting(self) -> None:
-        """Cancel work that was not begun, and whatever comes: nobody will do it."""
+        """Cancel work that has not begun, and all later work."""
         self._left = True
         self._cancel_work()
 
@@ -150,7 +150,7 @@ class BlockingPortal:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        # Threads that are still waiting get an answer, too.
+        # Cancelled tasks give threads that still wait an answer.
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
@@ -162,11 +162,7 @@ class BlockingPortal:
     ) -> T:
         """Run a coroutine in the loop and return its result; Ctrl-C cancels it and waits for its end.
 
-        A second Ctrl-C does not wait.
-
-        Args:
-            coroutine: What to run.
-            if_refused: Called before this raises, if the coroutine was never started.
+        A second Ctrl-C does not wait. If the coroutine is never started, `if_refused` is called.
 
         Raises:
             PoolClosed: The loop has ended.
@@ -206,7 +202,7 @@ class BlockingPortal:
         except BaseException:
             try:
                 self._schedule(caller.cancel_task)
-                caller.wait_for_task(self._thread)  # to clean up, it may need this thread again
+                caller.wait_for_task(self._thread)  # its cleanup may need this thread
             except PoolClosed:
                 pass
             finally:
@@ -214,7 +210,7 @@ class BlockingPortal:
             raise
 
     def read(self, function: Callable[[], T]) -> T:
-        """Return what a function that waits for nothing returns in the loop; callbacks may ask, too."""
+        """Run a function that does not wait in the loop; callbacks may call this as well."""
         if self._is_current():
             return function()
 

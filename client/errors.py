@@ -1,23 +1,23 @@
 """All errors that a caller of this package can get, as one tree.
 
     RolloutError
-    ├── RequestError            a generation failed; `kept` is what had been received
-    │   ├── RequestRefused      the request itself is wrong: trying again can't help
+    ├── RequestError            a generation failed; `kept` is what was received
+    │   ├── RequestRefused      the request itself is wrong: trying again does not help
     │   ├── NoReplica           no replica could take it before the deadline
     │   ├── RequestFailed       too many attempts broke, or the weights make no token
-    │   ├── DeadlineExceeded    the request's own time is up
-    │   ├── VersionChanged      the weights changed, and the caller asked to be told
+    │   ├── DeadlineExceeded    the request's own deadline passed
+    │   ├── VersionChanged      the weights changed, and `on_version_change` is `fail`
     │   └── PoolClosed          the pool was closed
     ├── ManyFailed              some requests of generate_many failed; `results` has them all
     ├── EpochLost               another trainer took the pool
     ├── PublishError            new weights do not serve
-    │   ├── PublishFailed       they can't be used, or not by all; says by which replica and why
+    │   ├── PublishFailed       some replica can't use them; says which one and why
     │   └── Superseded          newer weights took their place
     ├── SteeringFailed          sleep, wake or pause failed
-    ├── TurnFailed              the devices were not had; `waiting_for` says who has them
+    ├── TurnFailed              the devices were not free in time; `waiting_for` names their holders
     └── ClusterError            the API server refused, or could not be reached
 
-`replica` names the member that was asked last (None: none was), `cause` is one sentence.
+`replica` names the member that was asked last (None: no member), `cause` is one sentence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class RolloutError(Exception):
     """Base of all errors of this package.
 
     Attributes:
-        cause: What happened, and what to do about it if anything can be done.
-        replica: Name of the replica that it happened on; None: it was not on one.
+        cause: What happened, and what to do about it, if anything.
+        replica: Name of the replica on which it happened; None: on no replica.
     """
 
     def __init__(self, cause: str, *, replica: str | None = None) -> None:
@@ -47,19 +47,14 @@ class RequestError(RolloutError):
     """A generation ended without its full output.
 
     Attributes:
-        kept: What had been received by then, with unfinished outputs marked `aborted`; None:
-            nothing.
+        kept: What was received, with unfinished outputs marked `aborted`; None: nothing.
     """
 
-    def __init__(
-        self, cause: str, *, replica: str | None = None, kept: GenerateResult | None = None
-    ) -> None:
-        super().__init__(cause, replica=replica)
-        self.kept = kept
+    kept: GenerateResult | None = None
 
 
 class RequestRefused(RequestError):
-    """A worker says that the request is wrong: no replica would take it.
+    """The request is wrong: no replica would accept it.
 
     Attributes:
         status: HTTP status of the answer.
@@ -67,27 +62,21 @@ class RequestRefused(RequestError):
     """
 
     def __init__(
-        self,
-        cause: str,
-        *,
-        replica: str | None = None,
-        kept: GenerateResult | None = None,
-        status: int = 0,
-        slug: str = "",
+        self, cause: str, *, replica: str | None = None, status: int = 0, slug: str = ""
     ) -> None:
-        super().__init__(cause, replica=replica, kept=kept)
+        super().__init__(cause, replica=replica)
         self.status = status
         self.slug = slug
 
 
 class NoReplica(RequestError):
-    """No replica could take the request in time; the cause says why, for each of them."""
+    """No replica could take the request in time; the cause says why, for each replica."""
 
 
 class RequestFailed(RequestError):
     """More than `max_failures` attempts broke: perhaps the request crashes engines.
 
-    Or the weights give logits that are not finite (NaN), which no other attempt mends; the cause names them.
+    Or the weights give logits that are not finite (NaN), so that no attempt can succeed.
     """
 
 
@@ -103,7 +92,7 @@ class ManyFailed(RolloutError):
     """Some requests of a batch failed; all others ran to their end first.
 
     Attributes:
-        results: In the order of the requests: for each a result, or the error.
+        results: A result or an error for each request, in the order of the requests.
     """
 
     def __init__(self, results: Sequence[GenerateResult | RolloutError]) -> None:
@@ -115,12 +104,12 @@ class ManyFailed(RolloutError):
         )
 
     def __reduce__(self) -> tuple[type[ManyFailed], tuple[list[GenerateResult | RolloutError]]]:
-        """Pickle what it is made of: as other exceptions are, its text would become the results."""
+        """Pickle the results: by default the text would be passed to `__init__`."""
         return type(self), (self.results,)
 
 
 class EpochLost(RolloutError):
-    """Another trainer has the pool now. Stop this one, or `acquire` again on purpose."""
+    """Another trainer holds the pool now. Stop this one, or `acquire` again on purpose."""
 
 
 class PublishError(RolloutError):
@@ -136,14 +125,14 @@ class Superseded(PublishError):
 
 
 class SteeringFailed(RolloutError):
-    """A change of state was refused, undone by somebody else, or not complete in time."""
+    """A change of state was refused, undone by another client, or not complete in time."""
 
 
 class StateTaken(SteeringFailed):
-    """Somebody else asked the pool for another state meanwhile.
+    """Another client asked the pool for another state in between.
 
     Attributes:
-        wanted: Which one.
+        wanted: That state.
     """
 
     def __init__(self, cause: str, *, replica: str | None = None, wanted: str = "") -> None:
@@ -152,10 +141,10 @@ class StateTaken(SteeringFailed):
 
 
 class TurnFailed(RolloutError):
-    """The turn on shared devices was not had: nothing is held, and the pool was asked back.
+    """The turn on shared devices was not acquired: nothing is held, and the pool was woken again.
 
     Attributes:
-        waiting_for: Who held which device when the time was up; empty: it failed for another reason.
+        waiting_for: The holder of each device at the deadline; empty: it failed for another reason.
     """
 
     def __init__(
@@ -173,8 +162,8 @@ class ClusterError(RolloutError):
     """The API server refused, or did not answer.
 
     Attributes:
-        status: HTTP status; 0: there was no answer, or none that the API server gives.
-        reason: The API server's word for it, such as `Forbidden`.
+        status: HTTP status; 0: the API server did not answer.
+        reason: The API server's reason, such as `Forbidden`.
     """
 
     def __init__(self, cause: str, *, status: int = 0, reason: str = "") -> None:
@@ -184,9 +173,9 @@ class ClusterError(RolloutError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the same request may succeed a little later: silence, overload, a defect there."""
+        """Whether the same request may succeed later: no answer, overload, an error of the server."""
         return self.status in (0, 408, 429) or self.status >= 500
 
 
 class PoolClosed(RequestError):
-    """The pool was closed while, or before, this was asked."""
+    """The pool was closed before this call, or during it."""

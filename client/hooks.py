@@ -1,4 +1,4 @@
-"""Where measurements go: a hook with four calls, and one that feeds Prometheus.
+"""Hooks that receive a pool's measurements, and one that feeds Prometheus.
 
 Hooks are called in the pool's loop: they must be quick and must not raise.
 """
@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 from weakref import WeakKeyDictionary
+
+from typing_extensions import override
 
 from .results import AttemptReport, GenerateResult
 
@@ -21,40 +23,39 @@ P = ParamSpec("P")
 
 
 class Hook:
-    """Does nothing: override the calls that you want to see."""
+    """Does nothing: override the methods whose measurements you want."""
 
     def attempt(self, report: AttemptReport) -> None:
-        """An attempt ended."""
+        """Called when an attempt has ended."""
 
     def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
-        """A call of `generate` ended: outcome `ok` or the name of the error."""
+        """Called when a `generate` has ended: outcome `ok` or the name of the error."""
 
     def members(self, present: int, serving: int) -> None:
-        """The set of members changed, or which of them discovery calls ready."""
+        """Called when discovery reports members; `serving` of them are ready."""
 
     def published(self, outcome: str, seconds: float) -> None:
-        """A call of `publish_weights` ended: outcome `ok` or the name of the error."""
+        """Called when a `publish_weights` has ended: outcome `ok` or the name of the error."""
 
 
-class _ClientMetrics:
-    """The metrics of all pools that share a registry."""
+def _make_metrics(registry: CollectorRegistry) -> dict[str, Any]:
+    import prometheus_client as prometheus
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        import prometheus_client as prometheus
+    def make(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
+        return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=registry)
 
-        def made(kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
-            return kind(f"rollout_client_{name}", text, ("pool", *labels), registry=registry)
+    counter, histogram = prometheus.Counter, prometheus.Histogram
+    return {
+        "requests": make(counter, "requests_total", "Calls of generate", "outcome"),
+        "attempts": make(counter, "attempts_total", "Requests to workers", "outcome"),
+        "tokens": make(counter, "tokens_total", "Sampled tokens received"),
+        "seconds": make(histogram, "request_duration_seconds", "Duration of generate"),
+        "members": make(prometheus.Gauge, "members", "Members by state", "state"),
+        "publishes": make(histogram, "publish_seconds", "Duration of a publish", "outcome"),
+    }
 
-        counter, histogram = prometheus.Counter, prometheus.Histogram
-        self.requests = made(counter, "requests_total", "Calls of generate", "outcome")
-        self.attempts = made(counter, "attempts_total", "Requests to workers", "outcome")
-        self.tokens = made(counter, "tokens_total", "Sampled tokens received")
-        self.seconds = made(histogram, "request_duration_seconds", "Duration of generate")
-        self.members = made(prometheus.Gauge, "members", "Members by state", "state")
-        self.publishes = made(histogram, "publish_seconds", "Duration of a publish", "outcome")
 
-
-_METRICS: WeakKeyDictionary[CollectorRegistry, _ClientMetrics] = WeakKeyDictionary()
+_METRICS: WeakKeyDictionary[CollectorRegistry, dict[str, Any]] = WeakKeyDictionary()
 """By registry: a name can be registered only once, and a process may have many pools."""
 
 
@@ -71,37 +72,40 @@ class PrometheusHook(Hook):
 
         where = prometheus.REGISTRY if registry is None else registry
         if where not in _METRICS:
-            _METRICS[where] = _ClientMetrics(where)
+            _METRICS[where] = _make_metrics(where)
         self._pool = pool
         self._metrics = _METRICS[where]
 
+    def _series(self, metric: str, *labels: str) -> Any:
+        return self._metrics[metric].labels(self._pool, *labels)
+
+    @override
     def attempt(self, report: AttemptReport) -> None:
-        """Count it."""
-        self._metrics.attempts.labels(self._pool, report.outcome).inc()
-        self._metrics.tokens.labels(self._pool).inc(report.tokens)
+        self._series("attempts", report.outcome).inc()
+        self._series("tokens").inc(report.tokens)
 
+    @override
     def request(self, outcome: str, seconds: float, result: GenerateResult | None) -> None:
-        """Count it."""
-        self._metrics.requests.labels(self._pool, outcome).inc()
-        self._metrics.seconds.labels(self._pool).observe(seconds)
+        self._series("requests", outcome).inc()
+        self._series("seconds").observe(seconds)
 
+    @override
     def members(self, present: int, serving: int) -> None:
-        """Set both gauges."""
-        self._metrics.members.labels(self._pool, "present").set(present)
-        self._metrics.members.labels(self._pool, "serving").set(serving)
+        self._series("members", "present").set(present)
+        self._series("members", "serving").set(serving)
 
+    @override
     def published(self, outcome: str, seconds: float) -> None:
-        """Observe it."""
-        self._metrics.publishes.labels(self._pool, outcome).observe(seconds)
+        self._series("publishes", outcome).observe(seconds)
 
 
 def guard_progress(progress: Callable[P, object]) -> Callable[P, None]:
-    """Return a `progress` of the caller's that ends nothing: what it raises is logged."""
+    """Return the caller's `progress`, with its errors logged instead of raised."""
 
-    def told(*args: P.args, **more: P.kwargs) -> None:
+    def report(*args: P.args, **more: P.kwargs) -> None:
         try:
             progress(*args, **more)
         except Exception:
-            logger.exception("progress raised an error; what it tells of goes on")
+            logger.exception("progress raised an error; the call that it reports on continues")
 
-    return told
+    return report

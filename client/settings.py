@@ -1,21 +1,18 @@
-"""How long things may take in this package, and why."""
+"""How long things may take in the modules at the top of this package, in seconds, and why."""
 
 from __future__ import annotations
 
-# blocking_portal.py
-
 CLOSE_SECONDS = 30.0
+"""How long `close` waits for the loop's thread: its tasks are cancelled, and may clean up."""
 
 CHECK_SECONDS = 1.0
-"""How often a waiting thread checks that the loop's thread is still there."""
-
-
-# worker_control.py
+"""How often a waiting thread checks that the loop's thread is still alive."""
 
 STATE_TIMEOUT_SECONDS = 3.0
+"""A worker answers from memory: one that takes longer is reported as unreachable."""
 
 QUICK_CALL_SECONDS = 10.0
-"""For verbs that only take note of something."""
+"""For verbs that only record something: the worker may be busy, the work itself takes no time."""
 
 DEADLINE_SLACK_SECONDS = 120.0
-"""How long a verb may take beyond its own deadline: moving a model's memory, loading it again."""
+"""How long a verb may take beyond its own deadline: it moves a model's memory, or loads it again."""

@@ -1,10 +1,10 @@
 """The control port of one worker: state, holds, weights.
 
-    ControlError(status, slug, detail, extensions)   the worker said no
+    ControlError(status, slug, detail, extensions)   the worker refused or failed
     ControlUnreachable                               no answer: down, starting, cut off, too slow
 
-All verbs are idempotent, so a caller that got no answer asks again. What has come of a request is
-in the answer of `state`, never in the fact that the request was sent.
+All verbs are idempotent, so a caller without an answer asks again. Only the answer of `state` says
+what became of a request.
 """
 
 from __future__ import annotations
@@ -16,41 +16,18 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common.wire import (
-    AbortRequest,
-    AbortResponse,
-    CommitRequest,
-    Committed,
-    DiscardRequest,
-    DiscardResponse,
-    OfferRequest,
-    OfferResponse,
-    PauseRequest,
-    ReleaseRequest,
-    RequireRequest,
-    ResetRequest,
-    SleepRequest,
-    StagedWeights,
-    StageRequest,
-    WakeRequest,
-    WeightsDtypes,
-    WeightsState,
-    WorkerState,
-)
+from rollout_common import wire
 
 from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
 Token = Callable[[], Awaitable[str | None]]
 Send = Callable[[str, str, Mapping[str, str], bytes | None, float], Awaitable[tuple[int, bytes]]]
-"""Sends (method, URL, headers, body, seconds) and returns (status, body).
-
-Raises OSError (a TimeoutError is one) if no answer came.
-"""
+"""Sends (method, URL, headers, body, seconds) and returns (status, body); OSError: no answer came."""
 
 PROBLEM_PREFIX = "urn:rollout:problem:"
 
-TLS_HINT = "a port that takes TLS alone ends calls like this: name its CA by control_ca, or --control-ca-file"
+TLS_HINT = "a port that takes only TLS ends calls like this: name its CA by control_ca, or --control-ca-file"
 
 
 class ControlError(Exception):
@@ -73,15 +50,15 @@ class ControlError(Exception):
         self.extensions = dict(extensions or {})
 
     def __reduce__(self) -> tuple[type[ControlError], tuple[int, str, str, dict[str, Any]]]:
-        """Pickle what it is made of, not only its text."""
+        """Pickle the fields, not only the text."""
         return type(self), (self.status, self.slug, self.detail, self.extensions)
 
 
 class ControlUnreachable(Exception):
-    """There was no answer in time; the message says from where, and why.
+    """No answer came in time; the message says from where, and why.
 
     Attributes:
-        slow: Time ran out: the worker may be there, and merely busy. Else nobody listens.
+        slow: Whether time ran out, so that the worker may only be busy; otherwise nothing listens.
     """
 
     def __init__(self, message: str, *, slow: bool = False) -> None:
@@ -89,7 +66,7 @@ class ControlUnreachable(Exception):
         self.slow = slow
 
     def __reduce__(self) -> tuple[type[ControlUnreachable], tuple[str], dict[str, bool]]:
-        """Pickle what it is made of."""
+        """Pickle the fields, not only the text."""
         return type(self), (str(self),), {"slow": self.slow}
 
 
@@ -98,10 +75,9 @@ class WorkerControl:
 
     Args:
         base_url: For example `http://10.0.0.7:8001`.
-        token: Called before each request for the bearer token; if it returns None, none is sent.
-        client: Shared connections; its limits bound how many are open at once. For hundreds of
-            workers give a `Send` of your own: httpx goes through all open connections at each
-            request.
+        token: Called before each request for the bearer token; None: send none.
+        client: Shared connections, whose limits bound how many are open at once. For hundreds of
+            workers give a `Send` of your own: httpx looks at all open connections in each request.
     """
 
     def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient | Send) -> None:
@@ -109,94 +85,97 @@ class WorkerControl:
         self._token = token
         self._request = send_over_httpx(client) if isinstance(client, httpx.AsyncClient) else client
 
-    async def state(self, *, timeout: float = STATE_TIMEOUT_SECONDS) -> WorkerState:
+    async def state(self, *, timeout: float = STATE_TIMEOUT_SECONDS) -> wire.WorkerState:
         """Return the worker's state."""
-        return await self._call_route("GET", "/v1/state", None, WorkerState, timeout)
+        return await self._call_route("/v1/state", None, wire.WorkerState, timeout)
 
     async def pause(
-        self, request: PauseRequest | None = None, *, timeout: float | None = None
-    ) -> WorkerState:
+        self, request: wire.PauseRequest | None = None, *, timeout: float | None = None
+    ) -> wire.WorkerState:
         """Hold generation."""
-        request = request or PauseRequest()
+        request = request or wire.PauseRequest()
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
-        return await self._call_route("POST", "/v1/pause", request, WorkerState, limit)
+        return await self._call_route("/v1/pause", request, wire.WorkerState, limit)
 
     async def resume(
-        self, request: ReleaseRequest | None = None, *, timeout: float = DEADLINE_SLACK_SECONDS
-    ) -> WorkerState:
+        self, request: wire.ReleaseRequest | None = None, *, timeout: float = DEADLINE_SLACK_SECONDS
+    ) -> wire.WorkerState:
         """Drop this caller's pause."""
-        body = request or ReleaseRequest()
-        return await self._call_route("POST", "/v1/resume", body, WorkerState, timeout)
+        body = request or wire.ReleaseRequest()
+        return await self._call_route("/v1/resume", body, wire.WorkerState, timeout)
 
     async def sleep(
-        self, request: SleepRequest | None = None, *, timeout: float | None = None
-    ) -> WorkerState:
+        self, request: wire.SleepRequest | None = None, *, timeout: float | None = None
+    ) -> wire.WorkerState:
         """Free the engine's memory."""
-        request = request or SleepRequest()
+        request = request or wire.SleepRequest()
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
-        return await self._call_route("POST", "/v1/sleep", request, WorkerState, limit)
+        return await self._call_route("/v1/sleep", request, wire.WorkerState, limit)
 
     async def wake(
-        self, request: WakeRequest | None = None, *, timeout: float = 5 * DEADLINE_SLACK_SECONDS
-    ) -> WorkerState:
-        """Take the memory again; after a sleep of level 2 this loads the model, unless `load` is false."""
-        return await self._call_route(
-            "POST", "/v1/wake", request or WakeRequest(), WorkerState, timeout
-        )
+        self,
+        request: wire.WakeRequest | None = None,
+        *,
+        timeout: float = 5 * DEADLINE_SLACK_SECONDS,
+    ) -> wire.WorkerState:
+        """Allocate the memory again; after a sleep of level 2 load the model, unless `load` is false."""
+        body = request or wire.WakeRequest()
+        return await self._call_route("/v1/wake", body, wire.WorkerState, timeout)
 
     async def abort(
-        self, request: AbortRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> AbortResponse:
+        self, request: wire.AbortRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.AbortResponse:
         """Abort some or all requests."""
-        return await self._call_route("POST", "/v1/abort", request, AbortResponse, timeout)
+        return await self._call_route("/v1/abort", request, wire.AbortResponse, timeout)
 
     async def stage(
-        self, request: StageRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> StagedWeights:
+        self, request: wire.StageRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.StagedWeights:
         """Start staging and return at once; progress is in `weights` and `state`."""
-        return await self._call_route("POST", "/v1/weights/stage", request, StagedWeights, timeout)
+        return await self._call_route("/v1/weights/stage", request, wire.StagedWeights, timeout)
 
-    async def commit(self, request: CommitRequest, *, timeout: float | None = None) -> Committed:
+    async def commit(
+        self, request: wire.CommitRequest, *, timeout: float | None = None
+    ) -> wire.Committed:
         """Flip to the staged weights."""
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
-        return await self._call_route("POST", "/v1/weights/commit", request, Committed, limit)
+        return await self._call_route("/v1/weights/commit", request, wire.Committed, limit)
 
     async def discard(
-        self, request: DiscardRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> DiscardResponse:
+        self, request: wire.DiscardRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.DiscardResponse:
         """Drop the staged weights of this identity, if they are staged."""
-        return await self._call_route(
-            "POST", "/v1/weights/discard", request, DiscardResponse, timeout
-        )
+        return await self._call_route("/v1/weights/discard", request, wire.DiscardResponse, timeout)
 
-    async def dtypes(self, *, timeout: float = QUICK_CALL_SECONDS) -> WeightsDtypes:
+    async def dtypes(self, *, timeout: float = QUICK_CALL_SECONDS) -> wire.WeightsDtypes:
         """Return the dtypes of the model's checkpoint, which every version has to have."""
-        return await self._call_route("GET", "/v1/weights/dtypes", None, WeightsDtypes, timeout)
+        return await self._call_route("/v1/weights/dtypes", None, wire.WeightsDtypes, timeout)
 
     async def offer(
-        self, request: OfferRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> OfferResponse:
-        """Return a ticket to fetch what the worker keeps of pushed weights."""
-        return await self._call_route("POST", "/v1/weights/offer", request, OfferResponse, timeout)
+        self, request: wire.OfferRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.OfferResponse:
+        """Return a ticket with which another worker fetches pushed weights from this one."""
+        return await self._call_route("/v1/weights/offer", request, wire.OfferResponse, timeout)
 
     async def require(
-        self, request: RequireRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> WeightsState:
+        self, request: wire.RequireRequest, *, timeout: float = QUICK_CALL_SECONDS
+    ) -> wire.WeightsState:
         """Raise the epoch; with `min_version`, lift the fence and set the lowest admitted version."""
-        return await self._call_route("POST", "/v1/require", request, WeightsState, timeout)
+        return await self._call_route("/v1/require", request, wire.WeightsState, timeout)
 
-    async def reset_cache(self, *, timeout: float = QUICK_CALL_SECONDS) -> WorkerState:
+    async def reset_cache(self, *, timeout: float = QUICK_CALL_SECONDS) -> wire.WorkerState:
         """Forget all cached prefixes."""
         return await self._call_route(
-            "POST", "/v1/cache/reset", ResetRequest(), WorkerState, timeout
+            "/v1/cache/reset", wire.ResetRequest(), wire.WorkerState, timeout
         )
 
     async def _call_route(
-        self, method: str, path: str, body: BaseModel | None, answer: type[M], timeout: float
+        self, path: str, body: BaseModel | None, answer: type[M], timeout: float
     ) -> M:
+        method = "GET" if body is None else "POST"
         status, content = await self._send_request(method, path, body, timeout)
         try:
-            # A newer worker may say more than this client knows of.
+            # A newer worker may send fields that this client does not know.
             return answer.model_validate_json(content, extra="ignore")
         except ValidationError as error:
             where = f"{method} {self._base_url}{path}"
@@ -221,17 +200,12 @@ class WorkerControl:
             slow = isinstance(error, TimeoutError)
             raise ControlUnreachable(f"{method} {url}: {reason}", slow=slow) from error
         if status >= 300:
-            raise _parse_refusal(status, answer)
+            raise parse_problem(status, answer)
         return status, answer
 
 
 def send_over_httpx(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
-    """Return the `Send` of an httpx client.
-
-    Args:
-        client: Shared connections.
-        tls_name: What certificates must be for; None: the host of the URL.
-    """
+    """Return the `Send` of an httpx client; certificates must name `tls_name`, or the URL's host."""
     extensions = None if tls_name is None else {"sni_hostname": tls_name}
 
     async def send(
@@ -239,13 +213,9 @@ def send_over_httpx(client: httpx.AsyncClient, tls_name: str | None = None) -> S
     ) -> tuple[int, bytes]:
         try:
             answer = await client.request(
-                method,
-                url,
-                content=content,
-                headers=dict(headers),
-                timeout=seconds,
+                method, url, content=content, headers=dict(headers), timeout=seconds,
                 extensions=extensions,
-            )
+            )  # fmt: skip
         except httpx.TimeoutException as error:
             raise TimeoutError(str(error) or type(error).__name__) from error
         except httpx.RemoteProtocolError as error:
@@ -258,17 +228,16 @@ def send_over_httpx(client: httpx.AsyncClient, tls_name: str | None = None) -> S
     return send
 
 
-def _parse_refusal(status: int, content: bytes) -> ControlError:
+def parse_problem(status: int, content: bytes) -> ControlError:
     """Return the error for an unsuccessful answer, whether it is problem+json or not."""
     try:
         problem = json.loads(content)
     except ValueError:
         problem = None
     if not isinstance(problem, dict):
-        text = content.decode(errors="replace")
-        return ControlError(status, "", text[:256] or "no message")
-    known = {"type", "title", "status", "detail"}
-    slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
-    detail = str(problem.get("detail") or problem.get("title") or "no detail")
-    extensions = {name: value for name, value in problem.items() if name not in known}
-    return ControlError(status, slug, detail, extensions)
+        return ControlError(status, "", content.decode(errors="replace")[:256] or "no message")
+    slug = str(problem.pop("type", "")).removeprefix(PROBLEM_PREFIX)
+    title = problem.pop("title", None)
+    detail = str(problem.pop("detail", None) or title or "no detail")
+    problem.pop("status", None)
+    return ControlError(status, slug, detail, problem)

@@ -1,6 +1,6 @@
-"""Devices as Kubernetes' claims name them: what they are called, their order, which claims a pod has.
+"""Devices as Kubernetes' claims name them: their names, their order, the claims of a pod.
 
-Pure. Operator and trainer both read this of the API server's objects, and must come to the same names.
+Pure. Operator and trainer both derive names from the API server's objects, and must get the same ones.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Obj = Mapping[str, Any]
 
 
 def device_lock_name(driver: str, pool: str, device: str) -> str:
-    """Return what a device's lock is called, by its allocation; the same in every claim."""
+    """Return the name of a device's lock, by its allocation; it is the same in every claim."""
     return f"{driver}/{pool}/{device}"
 
 
 def device_uuids(piece: Obj) -> dict[str, str]:
     """Return the uuids that a driver publishes in a ResourceSlice, by the devices' names.
 
-    A device without the attribute `uuid` is not among them.
+    A device without the attribute `uuid` is left out.
     """
     spec = piece["spec"]
     driver, pool = spec["driver"], spec["pool"]["name"]
@@ -35,10 +35,10 @@ def device_uuids(piece: Obj) -> dict[str, str]:
 
 
 def pod_claims(pod: Obj) -> tuple[list[str], list[str]]:
-    """Return the names of a pod's ResourceClaims, and of its entries whose claim has yet to be made.
+    """Return the names of a pod's ResourceClaims, and of its entries whose claim does not exist yet.
 
     A pod has claims by name, from a template, and for an extended resource of its limits; the last one
-    is made as the pod is scheduled.
+    is created when the pod is scheduled.
     """
     spec, status = pod.get("spec") or {}, pod.get("status") or {}
     made = {

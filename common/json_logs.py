@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 WORKER_QUIET_LOGGERS = ("httpx", "httpcore", "uvicorn.error", "uvicorn.access")
-"""Libraries of the worker that log at INFO each request, and each start of a server."""
+"""Libraries of the worker that log each request and each start of a server at INFO."""
 
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -28,7 +28,7 @@ class JsonFormatter(logging.Formatter):
     """One object a line: time, level, logger, message, the record's extras, and the traceback of an error.
 
     Args:
-        hidden: Extras of libraries that say nothing to a reader.
+        hidden: Extras of libraries that are of no use to a reader.
     """
 
     def __init__(self, hidden: Collection[str] = ()) -> None:
@@ -58,7 +58,7 @@ def configure_logging(
     """Send all logs to stderr and return the handler; a later call replaces an earlier one.
 
     Args:
-        level: The lowest that is logged, in any case.
+        level: The lowest level that is logged, in upper or lower case.
         log_format: `json` or `text`.
         quiet: Loggers of libraries that log routine work at INFO; their warnings still come through.
         hidden: Extras that JSON lines leave out.

@@ -18,7 +18,7 @@ def parse_quantity_bytes(text: str) -> int:
     """Return the bytes of a quantity, a fraction of one rounded up.
 
     Raises:
-        ValueError: not a quantity, or nothing at all.
+        ValueError: It is not a quantity, or not above 0.
     """
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or (found[3] or "") not in _UNITS:

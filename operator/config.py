@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollout_common.kube.access import SERVICE_ACCOUNT_DIR
+
 from .api.names import CONTROL_TLS_NAME
 
 ENV_PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_CONFIG_FILE = Path("/etc/rollout/config.yaml")
-SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where the kubelet puts the credentials of a pod."""
 
 LogFormat = Literal["json", "text"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]

@@ -1,6 +1,6 @@
 """Entry point for `kopf run operator/handlers.py` or `kopf run -m rollout_operator.handlers`.
 
-Here kopf streams and handles signals, and the rest, configured by the environment, runs beside it.
+Here kopf streams and handles signals; the rest runs next to it, configured by the environment.
 Nothing may import this module (see docs/architecture.md). It may be loaded as a script, so its
 imports are absolute.
 """

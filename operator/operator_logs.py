@@ -1,4 +1,4 @@
-"""What the operator's logging has beside that of all our processes: a quiet kopf."""
+"""What the operator's logging adds to that of all our processes: a quiet kopf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KOPF_ATTRIBUTES = {"settings", "k8s_skip", "k8s_ref"}
 
 
 class LimitWarnings(logging.Filter):
-    """Lets one warning a minute pass of each of a library's loggers: in an outage kopf logs every retry."""
+    """Passes one warning a minute from each logger of a library: in an outage kopf logs every retry."""
 
     def __init__(self, library: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

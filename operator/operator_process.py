@@ -1,9 +1,9 @@
-"""The operator process: who starts what, who watches whom, and how it ends.
+"""The operator process: how its parts start, what watches them, and how it ends.
 
     standby ──Lease──▶ leader: first list → streams (kopf) + N workers + poller + resync + events
                        └─ Lease lost: exit at once, 1      └─ SIGTERM: finish passes, release, exit 0
 
-Normally kopf runs inside (`streams.py`); under `kopf run` it is the other way round and
+Normally kopf runs inside (`kopf_streams.py`); under `kopf run` it is the other way round and
 `handlers.py` starts this with `embedded=False`.
 """
 
@@ -74,7 +74,7 @@ class Operator:
             try:
                 loop.add_signal_handler(signum, self.stop)
             except (RuntimeError, ValueError):
-                return  # not the main thread: whoever runs us there stops us
+                return  # not the main thread: its owner calls `stop`
 
     def stop(self) -> None:
         """Ask `run` to shut down gracefully."""

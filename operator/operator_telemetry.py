@@ -23,22 +23,7 @@ from prometheus_client.registry import Collector
 from rollout_operator.api.objects import PoolKey
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-UPDATE_BUCKETS = (
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-    1800.0,
-    7200.0,
-)
+UPDATE_BUCKETS = (*DURATION_BUCKETS[6:], 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
 UPDATE_OUTCOMES = ("Complete", "Superseded", "Failed")
 CONDITION_STATUSES = ("True", "False", "Unknown")
 

@@ -69,7 +69,7 @@ class ProbeServer:
     Args:
         telemetry: What `/metrics` shows.
         healthy: Checks of `/healthz`.
-        ready: Checks of `/readyz`, beside those of `/healthz`.
+        ready: Checks of `/readyz`, in addition to those of `/healthz`.
         refresh: Called before the metrics are rendered.
     """
 

@@ -1,6 +1,6 @@
 """What an operator process is made of, and which part knows which.
 
-Nothing runs yet: `runtime.py` starts the parts, watches them and ends them.
+Nothing runs yet: `operator_process.py` starts the parts, watches them and ends them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OperatorParts:
     Args:
         config: The settings.
         make_reconcile: Makes the pass from the context.
-        spawned: Called when kopf has set its signal handlers, see `Streams`.
+        spawned: Called when kopf has set its signal handlers, see `KopfStreams`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Command line of the worker: `rollout-worker serve`, `rollout-worker openapi`.
 
-It answers signals before anything else: the kernel drops those that PID 1, which it is in a
-container, has no handler for, and the kubelet would wait out the whole grace period. So whatever
-takes time to import is imported inside of functions.
+It handles signals before anything else: in a container it is PID 1, for which the kernel drops signals
+without a handler, and the kubelet would wait for the whole grace period. So functions import what takes
+time to import.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ EXIT_BAD_SETTINGS = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    Without `argv` it is that of the process, whose signals are answered from here on.
+    Without `argv` it is that of the process, whose signals are handled from here on.
     """
     if argv is None and sys.argv[1:2] == ["serve"]:
-        # Until `ports.server` takes over: nothing serves yet, so nothing has to end in order.
+        # Until `ports.server` replaces these: nothing serves yet, so nothing has to end in order.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
     arguments = _parser().parse_args(argv)
@@ -86,8 +86,8 @@ async def _run(settings: WorkerSettings) -> NoReturn:
     from .ports.server import serve_worker
 
     code = await serve_worker(settings)
-    # Everything is flushed and freed. To end in order from here would cost ten seconds in which the
-    # pod holds its place: a thread that imports torch is waited for, its modules taken down.
+    # Everything is flushed and freed. An orderly end from here would keep the pod for ten more seconds: Python
+    # waits for a thread that imports torch, and clears its modules.
     logging.shutdown()
     os._exit(code)
 

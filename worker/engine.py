@@ -1,15 +1,15 @@
-"""The contract between the worker and an inference engine; whole, as adapters are written from it.
+"""The contract between the worker and an inference engine, in one file because adapters are written from it.
 
-The worker (`service.py`) owns everything a trainer can see: lifecycle, holds, admission, version
+The worker (`service.py`) owns everything that a trainer sees: lifecycle, holds, admission, version
 floors, in-flight policies, authentication, and where the bytes of weights come from. An engine owns
 the model: it makes tokens, stamps each with the weights that made it, gives memory for new weights,
 and swaps them in at a step boundary. An adapter for another engine implements `Engine` and is added
-to `ENGINES` below and to `create` in `engines/__init__.py`; docs/engines.md tells how, and
-`tests/contract` what it has to pass.
+to `ENGINES` below and to `create_engine` in `engines/__init__.py`; docs/engines.md describes it, and
+`tests/contract` is what it has to pass.
 
-All methods are called from one asyncio loop; none may block it. Unless said otherwise a method is
+All methods are called from one asyncio loop; none may block it. Unless stated otherwise a method is
 idempotent and safe to call concurrently with running generations. A call that takes too long is
-cancelled and the engine counts as dead; docs/engines.md has the seconds of each.
+cancelled and the engine counts as dead; docs/engines.md lists the limits.
 
 Errors::
 
@@ -44,14 +44,14 @@ from rollout_common.wire import (
 )
 
 ENGINES = ("hf", "vllm", "sglang")
-"""The engines that there are adapters for; `engines.create_engine` makes them."""
+"""The engines that have adapters; `engines.create_engine` makes them."""
 
 
 class EngineError(Exception):
     """Base of everything an engine raises on purpose.
 
     Attributes:
-        slug: The kind of problem, as in `wire.problems.KINDS`; None if none says more than the text.
+        slug: The kind of problem, as in `wire.problems.KINDS`; None if the text says it all.
     """
 
     slug: str | None = None
@@ -67,7 +67,7 @@ class InvalidRequest(EngineError):
 
 
 class WeightsRejected(EngineError):
-    """These bytes are not weights of this model; `tensor` is the first offender, if one is."""
+    """These bytes are not weights of this model; `tensor` is the first that is wrong, if one is."""
 
     def __init__(self, detail: str, *, tensor: str | None = None) -> None:
         super().__init__(detail)
@@ -81,11 +81,11 @@ class ContentMismatch(WeightsRejected):
 
 
 class EngineCrashed(EngineError):
-    """The engine can't go on; every running request ends as aborted with reason `engine`."""
+    """The engine can't continue; every running request ends as aborted with reason `engine`."""
 
 
 class ProcessSpent(EngineCrashed):
-    """What the engine shares with this process is beyond repair, as CUDA's context may be.
+    """What the engine shares with this process is damaged for good, as CUDA's context may be.
 
     Raised by `start` and `alive`; the worker ends its requests, and then its process.
     """
@@ -93,14 +93,14 @@ class ProcessSpent(EngineCrashed):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One output to generate. The service expands `n` into single requests with derived seeds.
+    """One output to generate. The service splits a request for `n` outputs, with a derived seed for each.
 
     `request_id`: no other request in flight has it. `token_ids`: [P] prompt. `logprobs`: which kind
-    to record, None for none. `max_tokens` of `sampling` is already resolved: prompt + max_tokens
-    fit the model's length; a `seed` that is None leaves the draw to chance. `priority`: lower
-    starts first. `session_id`: outputs with the same one want the same data-parallel rank; an
-    engine with one rank has nothing to do.
-    `streamed`: somebody reads along; else tokens after the first may come several at a time.
+    to record, None for none. `max_tokens` of `sampling` is resolved: prompt + max_tokens
+    fit the model's length; without a `seed` the draw is random. `priority`: lower
+    starts first. `session_id`: outputs with the same one should run on the same data-parallel rank; an
+    engine with one rank ignores it.
+    `streamed`: a client reads the stream; else tokens after the first may come several at a time.
     """
 
     request_id: str
@@ -117,12 +117,12 @@ class EngineRequest:
 class EngineDelta:
     """New tokens of one output; the last one of an output carries `stop_reason`.
 
-    `token_ids`: [d], may be empty in the last delta; `logprobs`: [d] natural logs when asked for;
+    `token_ids`: [d], may be empty in the last delta; `logprobs`: [d] natural logs if requested;
     `spans` count from the output's first token and cover exactly this delta: none if it is empty.
-    `cached_tokens`: of the prompt, found in the prefix cache; `preemptions`: how often it lost its
-    KV to others; of both, the greatest of all deltas counts. `queued_seconds`: what the request
+    `cached_tokens`: tokens of the prompt found in the prefix cache; `preemptions`: how often it lost its
+    KV to others; of both, the greatest of all deltas counts. `queued_seconds`: how long the request
     waited in the engine before its first step, the same in every delta. `not_finite`: the weights whose
-    logits were not, which aborted the output.
+    logits were not finite, which aborted the output.
     """
 
     token_ids: tuple[int, ...]
@@ -163,10 +163,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLayout:
-    """What a version of a model's weights holds, under the names of its checkpoint.
+    """The tensors of a version of a model's weights, by the names of its checkpoint.
 
-    `required` must be there; `optional` may be (a tied output head, buffers that the model makes
-    itself). `tied` maps such a head to the tensor that it must equal.
+    A version must have those of `required`, and may have those of `optional` (a tied output head, buffers that the
+    model makes itself). `tied` maps such a head to the tensor that it must equal.
     """
 
     required: Mapping[str, TensorSpec]
@@ -176,13 +176,12 @@ class WeightsLayout:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is once its model is loaded.
+    """An engine with its model loaded.
 
     `engine`: its name in `ENGINES`. `engine_version` begins with a digit. `model`: the folder.
-    `eos_token_ids`: as `folder.eos_ids` finds them. `root_hash`: of the checkpoint that was loaded,
-    as `checkpoint.hash_of` has it.
-    `layout`: what the worker checks each version against before it asks for memory. `by_path`: other
-    processes of it read `MappedWeights` memory; an engine of this process is content with its `view`.
+    `eos_token_ids`: as of `model_folder.read_eos_ids`. `root_hash`: of the checkpoint that was loaded.
+    `layout`: the worker checks each version against it before it asks for memory. `by_path`: other
+    processes of the engine read `MappedWeights` by `handle`; an engine in this process reads its `view`.
     """
 
     engine: str
@@ -197,11 +196,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's view of the engine: requests started, and which memory is there.
+    """A snapshot of the engine: requests started, and which memory is resident.
 
-    `running` counts those started, `running_ids` names them, frozen ones too, so that a commit ends
-    them and leaves the queue alone; every other request in flight counts as queued. `pinned_ids`
-    names those of them that run on the weights before the active ones.
+    `running` counts the started requests and `running_ids` names them, frozen ones included: a commit ends
+    these and leaves the queue alone. Every other request in flight counts as queued. `pinned_ids`
+    names those that run on the weights before the active ones.
     """
 
     running: int
@@ -212,12 +211,12 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """Host memory that holds a version's tensors in the checkpoint's dtypes, as long as `release` was not called.
+    """Host memory that holds a version's tensors in the checkpoint's dtypes until `release` is called.
 
     `handle`: descriptor in this process, by which others read it; None: they can't, see
-    `EngineInfo.by_path`. `starts`: by name, where its bytes begin. `release`:
-    idempotent; the sink that took it calls it once nothing reads there any more. `view`: all of it, as
-    this process has it mapped; nobody writes there.
+    `EngineInfo.by_path`. `starts`: where the bytes of each tensor begin. `release`:
+    idempotent; the sink that took the memory calls it once nothing reads it any more. `view`: all of it, as
+    mapped in this process; nothing writes to it.
     """
 
     handle: int | None
@@ -229,10 +228,10 @@ class MappedWeights:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTensors:
-    """Tensors of this process, as the trainer has them (torch.Tensor by name), on any device.
+    """The trainer's own tensors in this process (torch.Tensor by name), on any device.
 
     `copy`: the trainer changes them in place while they serve, so an engine may only copy them.
-    `release`: idempotent; who took them calls it once nothing reads them any more.
+    `release`: idempotent; the sink that took them calls it once nothing reads them any more.
     """
 
     tensors: Mapping[str, Any]
@@ -241,7 +240,7 @@ class TrainerTensors:
 
 
 GivenWeights = MappedWeights | TrainerTensors
-"""Memory that has the bytes of a version already."""
+"""Memory that already has the bytes of a version."""
 
 
 class Sink(Protocol):
@@ -253,49 +252,42 @@ class Sink(Protocol):
     @property
     def slot(self) -> str:
         """Id under which the members of a gang open the same slot; empty without a gang."""
-        ...
 
     @property
     def memory(self) -> Literal["host", "device"]:
-        """Where `allocate`'s buffers lie; device memory needs a transport that writes to it."""
-        ...
+        """Where `allocate`'s buffers are; device memory needs a transport that writes to it."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds now."""
-        ...
+        """Bytes that it holds."""
 
     @property
     def took(self) -> bool:
-        """Whether it serves from the memory that was given, and releases it; else nothing touches that."""
-        ...
+        """Whether it serves from the memory that was given, and releases it; else it does not touch it."""
 
     def allocate(self, entry: TensorEntry) -> memoryview | None:
-        """Return the buffer of exactly this tensor's bytes, None if its value isn't needed.
+        """Return a buffer of exactly this tensor's size, None if its value isn't needed.
 
         Called once for each entry of `open_slot`, in that order; each buffer is filled and released
-        before the next call. A tensor that isn't needed is hashed all the same, unless its sender
-        said what it hashes to and kept its bytes (`EngineMember.unread`).
+        before the next call. A tensor that isn't needed is still hashed, unless its sender
+        sent its hash without its bytes (`EngineMember.unread`).
         """
-        ...
 
     def seal(self) -> None:
-        """Take note that everything is written and verified: the engine may read it."""
-        ...
+        """Mark everything as written and verified: the engine may read it."""
 
     def close(self) -> None:
-        """Give the memory back, sealed or not. Idempotent; what serves is never touched.
+        """Give the memory back, sealed or not. Idempotent; never touches serving weights.
 
         Works on the sink of an engine that has died or was stopped, too.
         """
-        ...
 
 
 class WeightsRefill(Protocol):
-    """Brings the active weights again, for a `sleep` or `wake` that needs their bytes."""
+    """Reads the active weights again, for a `sleep` or `wake` that needs their bytes."""
 
     async def __call__(self, *, on_disk: bool = False) -> Sink:
-        """Return a sealed sink of the same engine; who called it frees it.
+        """Return a sealed sink of the same engine; the caller frees it.
 
         The worker calls `open_slot` (with `on_disk`), fills the sink and verifies its hash.
 
@@ -303,7 +295,6 @@ class WeightsRefill(Protocol):
             WeightsRejected: their source no longer holds the active weights.
             EngineError: what `open_slot` raised.
         """
-        ...
 
 
 KvPolicy = Literal["keep", "recompute", "pin"]
@@ -311,10 +302,10 @@ KvPolicy = Literal["keep", "recompute", "pin"]
 
 @dataclass(frozen=True, slots=True)
 class GangMembership:
-    """What an engine has to know that runs on several nodes; one worker runs on each.
+    """One node's place in an engine that spans several nodes, each with one worker.
 
-    `nodes`: how many, `rank`: which one this is; rank 0 is the head. `leader`: host name or address
-    of the head, `port`: the engine's own rendezvous there. `slots`: a private folder of this node,
+    `nodes`: how many there are; `rank`: of this one; rank 0 is the head. `leader`: host name or address
+    of the head; `port`: the engine's own rendezvous there. `slots`: a private folder of this node,
     in which the entry named by a slot's id leads to that slot's bytes on this node. `in_part`: whether a
     node may have only the tensors that its ranks read (`EngineMember.unread`).
     """
@@ -337,27 +328,25 @@ class MemberInfo:
 
 
 class EngineMember(Protocol):
-    """The part of an engine that runs on a node beside the head's; the head's part commands it.
+    """The part of an engine on a node other than the head's; the head's part commands it.
 
-    Called from one asyncio loop as `Engine` is, and its errors are the same. The worker stages each
+    Called from one asyncio loop as `Engine` is, with the same errors. The worker stages each
     version on every node; the head's `commit`, `sleep` and `wake` reach all ranks by the engine's
-    own means, and these find the bytes by the slot's id.
+    own means, and the ranks find the bytes by the slot's id.
     """
 
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
-        """Launch this node's ranks; returns once they run, for which the head must start, too.
+        """Launch this node's ranks; returns once they run, which needs the head to start, too.
 
         Raises:
             EngineError: as `Engine.start`.
         """
-        ...
 
     def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
         """Return the names of those of these tensors on whose values no rank of this node depends.
 
-        Only what is known for sure, by what its ranks did with just these tensors before; empty if nothing is.
+        Only names that are certain, because its ranks loaded exactly these tensors before; may be empty.
         """
-        ...
 
     async def open_slot(
         self,
@@ -369,61 +358,55 @@ class EngineMember(Protocol):
     ) -> Sink:
         """Give memory under the id of the head's sink; see `Engine.open_slot`.
 
-        `unread`: names that `unread` gave; the sink has no buffers for them, and a rank that reads one all the same
+        `unread`: names that `unread` returned; the sink has no buffers for them, and a rank that still reads one
         must fail.
         """
-        ...
 
     def alive(self) -> str | None:
-        """Return None while all ranks of this node run, else what is wrong; from memory."""
-        ...
+        """Return None while all ranks of this node run, else what is wrong; answers from memory."""
 
     async def stop(self) -> None:
-        """Free everything, leave no process behind; works on what is dead or half started, too."""
-        ...
+        """Free everything, leave no process; also works on ranks that are dead or half started."""
 
 
 class Engine(Protocol):
     """One inference engine inside one worker."""
 
     capabilities: Capabilities
-    """What it can do, true from `start` on. What is declared as lacking never reaches `validate`
-    or `generate` (`abilities.py`): sampling fields, kinds of logprobs, seeds, stop strings,
+    """What it can do, final from `start` on. Requests for what it lacks never reach `validate`
+    or `generate` (`requests/capability_checks.py`): sampling fields, kinds of logprobs, seeds, stop strings,
     priorities, salts. One exception: where both kinds of logprobs are the same numbers (T = 1 or
-    0, untruncated, unpenalised) either may be asked for, whichever is declared."""
+    0, untruncated, unpenalised) either may be requested, whichever is declared."""
 
     on_end: Callable[[str], None]
-    """Set by the worker before `start`, and called in its loop with the reason once the engine has ended by itself; an
-    adapter that only `alive` can tell never calls it."""
+    """Set by the worker before `start`; the adapter calls it in the loop with the reason once the engine has ended by
+    itself. An adapter that learns it only by `alive` never calls it."""
 
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
         """Load the model and begin stepping; once. Tokens are stamped (0, 0) until a commit.
 
-        `report` may be called from any thread. Cancelled if it takes too long; `stop` follows that,
-        as it follows any error.
+        `report` may be called from any thread. If it takes too long it is cancelled; `stop` is called then,
+        as after any error.
 
         Raises:
             EngineError: the model can't be served; the text says why and what to change.
         """
-        ...
 
     async def stop(self) -> None:
-        """Abort what runs (reason `engine`), free everything, leave no process behind.
+        """Abort what runs (reason `engine`), free everything, leave no process.
 
-        Works on an engine that is dead, hung or half started, too.
+        Also works on an engine that is dead, hung or half started.
 
         Raises:
-            EngineError: something of it may still hold memory of a device in this process.
+            EngineError: it may still hold memory of a device in this process.
         """
-        ...
 
     def validate(self, request: EngineRequest) -> None:
-        """Refuse what its model can't do (ids, lengths) before anything is queued; quick.
+        """Refuse what its model can't do (ids, lengths) before anything is queued; fast.
 
         Raises:
             InvalidRequest: names the field and the fix.
         """
-        ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """Queue one output and yield its deltas; ends after the delta with a `stop_reason`.
@@ -435,27 +418,22 @@ class Engine(Protocol):
         Raises:
             EngineCrashed: the engine died; what was yielded before stands.
         """
-        ...
 
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         """End these requests (None: all, queued ones too) with their partial output.
 
-        Returns the ids that were known, which ended ones are not. Their iterators end with
+        Returns the ids that were known; those of ended requests are not. Their iterators end with
         `aborted` and `reason`, also while the engine is paused.
         """
-        ...
 
     async def hold_admission(self) -> None:
-        """Start no queued request any more; those that run go on. Undone by `resume`."""
-        ...
+        """Start no more queued requests; running ones go on. `resume` undoes it."""
 
     async def pause(self) -> None:
-        """Return once no step runs and none will begin; KV and queue are kept."""
-        ...
+        """Return once no step runs and none will begin; keeps KV and queue."""
 
     async def resume(self) -> None:
-        """Undo `pause` and `hold_admission`; one that can't, after a commit, is replaced."""
-        ...
+        """Undo `pause` and `hold_admission`; an engine that can't, after a commit, is replaced."""
 
     async def open_slot(
         self,
@@ -464,84 +442,81 @@ class Engine(Protocol):
         on_disk: bool = False,
         given: GivenWeights | None = None,
     ) -> Sink:
-        """Give memory for one more version beside the serving one; nothing else changes.
+        """Give memory for one more version next to the serving one; nothing else changes.
 
         `entries` fit `EngineInfo.layout`. The worker fills one slot at a time, and closes or
-        commits it before it asks for the next; a refill may come on top. `on_disk`: in a file
-        without a name in `spill_dir`, asked for only by the engine itself, through `WeightsRefill`.
+        commits it before it asks for the next; a refill may be open in addition. `on_disk`: in a file
+        without a name in `spill_dir`; only the engine itself asks for it, through `WeightsRefill`.
         `given`: memory that has, or will have by `seal`, the bytes of `entries`. An engine that can
         serve from it, or copy from it at the commit, takes none of its own: its sink has `took`
-        and no buffers. Any other doesn't touch it, and the worker copies.
+        and no buffers. Any other engine does not touch it, and the worker copies.
 
         Raises:
             WeightsRejected: this model's weights can't be updated.
-            EngineError: no room; the text says what to change.
+            EngineError: there is not enough memory; the text says what to change.
         """
-        ...
 
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:
-        """Make the sealed `sink` the active weights; label and weights flip together.
+        """Make the sealed `sink` the active weights; label and weights change together.
 
-        The sink is of this engine, which owns it from now on and frees it, also when it fails.
-        Called while paused, also to seed a new engine. `keep`: running requests go on with their KV
-        and later tokens are `stale_kv`; `recompute`: their prefix is prefilled again with the new
-        weights; `pin`: they go on with the former weights, which stay in memory until the last of
-        them ended, while what starts later uses the new ones. Outputs that are pinned already move
-        on to the new weights at any commit, as under `keep`: there are never more than two sets.
+        The sink is one of this engine's; the engine owns it from now on and frees it, even if it fails.
+        Called while paused, also to seed a new engine. `keep`: running requests go on with their KV,
+        and their later tokens are `stale_kv`. `recompute`: their prefix is prefilled again with the new
+        weights. `pin`: they go on with the former weights, which stay in memory until the last of
+        them has ended, while later requests use the new ones. Outputs that were pinned before move
+        to the new weights at any commit, as under `keep`: there are never more than two sets.
         Only an engine that declares `Pin` in `capabilities.in_flight` is asked to `pin`, and `Keep`
-        to `keep`. `Drain` and `Abort` come as `recompute` and leave nothing running; a `Drain` that
+        to `keep`. The policies `Drain` and `Abort` come as `recompute` and leave nothing running; a `Drain` that
         may keep what still runs at its deadline comes as `keep`, and needs `Keep` declared.
 
         Raises:
-            WeightsRejected: the weights can't be taken after all; the old ones serve.
+            WeightsRejected: the weights can't be used after all; the old ones serve.
             EngineError: the weights are asleep; nothing changed.
         """
-        ...
 
     async def sleep(
         self, level: Literal[1, 2], tags: Collection[MemoryTag], refill: WeightsRefill
     ) -> None:
-        """Give memory back, for real; called while paused, perhaps with frozen requests.
+        """Give memory back to the system; called while paused, perhaps with frozen requests.
 
-        Level 1 keeps the weights' values elsewhere (`refill` brings them if the engine can't read
-        its own memory), level 2 drops them, also what an earlier level 1 kept. Frozen requests
+        Level 1 keeps the weights' values elsewhere (`refill` reads them if the engine can't read
+        its own memory), level 2 drops them, and what an earlier level 1 kept. Frozen requests
         whose KV is lost are prefilled again after waking, pinned ones with the active weights:
-        pinned weights are given back, too, and who may not go on with others has been aborted. No
-        slot is open while the weights go. Otherwise, giving back what is given back changes
-        nothing.
+        pinned weights are given back, too, and requests that may not use others have been aborted. No
+        slot is open while the weights go. Giving back memory that is given back already changes
+        nothing else.
         """
-        ...
 
     async def wake(self, tags: Collection[MemoryTag], refill: WeightsRefill | None) -> None:
-        """Take memory back; `refill` brings the values of weights that were dropped.
+        """Take memory back; `refill` reads the values of weights that were dropped.
 
-        None: nobody wants the values, nor those that level 1 kept. The weights count as resident, a slot
+        None: the values are not needed, nor those that level 1 kept. The weights count as resident, a slot
         can be opened, and before `resume` either a `commit` gives them values, or `sleep` takes
-        their memory at level 2. Where the next slot becomes what serves, nothing is taken until then.
+        their memory at level 2. An engine that serves from the next slot takes no memory until then.
 
         Does not resume. Raises what `refill` raises; everything stays asleep then.
         """
-        ...
 
     async def reset_cache(self) -> None:
         """Forget reusable prefixes; running requests are unaffected."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return a snapshot; cheap."""
-        ...
 
     def alive(self) -> str | None:
         """Return None while the engine makes progress or idles, else what is wrong.
 
-        Asked twice a second: answers from memory. Wrong is a dead process, and a step that runs
-        longer than the engine's step deadline; time that a request waits is not.
+        Called twice a second: answers from memory. A dead process is wrong, and a step that runs
+        longer than the engine's step deadline; a request that waits long is not.
 
         Raises:
-            ProcessSpent: a new engine would be no better in this process.
+            ProcessSpent: a new engine would not work in this process either.
         """
-        ...
 
     def metrics(self) -> str:
         """Return the engine's own metrics in the Prometheus text format, under its own names."""
-        ...
+
+
+def can_wake_empty(engine: Engine) -> bool:
+    """Whether its weights may wake without values: it can take others in their place."""
+    return 2 in engine.capabilities.sleep_levels

@@ -1,8 +1,8 @@
 """The public names of the wire models: what trainers and tests import.
 
-They are defined in `rollout_common.wire`, the one source for the worker's OpenAPI, the client and the
-operator. `RolloutRequest` and the other names of `rollout_client.conversation` stay importable from here.
-They are loaded on first use, because the worker must run without the trainer's library.
+`rollout_common.wire` defines them, for the worker's OpenAPI, the client and the operator. The names of
+`rollout_client.conversation`, such as `RolloutRequest`, can be imported from here, too. They are loaded on
+first use, because the worker must run without the trainer's library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "to_batch",
 ]
 _CONVERSATION_NAMES = frozenset(__all__)
-__all__ += wire.__all__
+__all__ += wire.PUBLIC_NAMES
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One worker: assembles its parts, offers what both ports call, and shuts down in order."""
+"""One worker: its parts put together, the calls of both ports, and the shutdown."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from rollout_common.wire import (
     WorkerInfo,
     WorkerState,
 )
-from rollout_common.wire.body_decoding import BodyLimits, data_body_limits
 from rollout_common.wire.problems import ProblemError
 
 from .core.worker_runtime import WorkerRuntime
-from .engine import Engine, EngineError, EngineMember, GangMembership
+from .engine import Engine, EngineError, EngineMember, GangMembership, can_wake_empty
 from .engines import EngineOptions, create_engine, create_member
 from .engines.shared_memory.staging_budget import StagingBudget
-from .lifecycle.control_verbs import ControlVerbs, can_wake_empty
+from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
@@ -35,6 +34,7 @@ from .requests.admission_checks import (
     expand_request,
     serving_refusal,
 )
+from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.hub import local_model_folder
@@ -52,9 +52,9 @@ def make_engine_factory(
     *,
     guest: bool = False,
 ) -> Callable[[], Engine]:
-    """How to create the engine that the settings name, downloading a Hub model first.
+    """How to create the engine that the settings name; it downloads a Hub model first.
 
-    `staging`: what its memory of staged weights is charged to. `guest`: as `EngineOptions.guest`.
+    The memory of its staged weights is charged to `staging`. `guest`: as `EngineOptions.guest`.
     """
     return lambda: create_engine(
         settings.engine, _engine_options(settings, gang, staging, guest=guest)
@@ -64,7 +64,7 @@ def make_engine_factory(
 def make_member_factory(
     settings: WorkerSettings, gang: GangMembership, staging: StagingBudget
 ) -> Callable[[], EngineMember]:
-    """The same for the part of the engine that runs on a node beside the head's."""
+    """How to create the part of the engine that runs on a member's node."""
     return lambda: create_member(settings.engine, _engine_options(settings, gang, staging))
 
 
@@ -133,13 +133,13 @@ class WorkerService:
         Never awaits: checks and registration are one step, so no commit can come in between.
 
         Raises:
-            ProblemError: 4xx or 503, which names the fix.
+            ProblemError: 4xx or 503; it names the fix.
         """
         with self._counting_refusals():
             try:
                 return self._admit_request(request)
             except EngineError as error:
-                self.runtime.report_crash(str(error))  # the supervisor has not looked since it died
+                self.runtime.report_crash(str(error))  # before the supervisor has noticed
                 raise engine_failed_problem() from error
 
     def _admit_request(self, request: GenerateRequest) -> InFlightRequest:
@@ -149,7 +149,7 @@ class WorkerService:
         assert active is not None, "an engine has loaded weights"
         exact = check_version(request, active)
         request_id = request.request_id or uuid.uuid4().hex
-        # Before the queue's 429, after which the client would retry its duplicate.
+        # Before the queue's 429, after which the client would send its duplicate again.
         if request_id in self.flights:
             raise ProblemError(
                 "duplicate-request",
@@ -163,10 +163,10 @@ class WorkerService:
         return flight
 
     def body_limits(self) -> BodyLimits:
-        """What a request's body may hold, which follows from the model's maximum length.
+        """The largest body of a request, which follows from the model's maximum length.
 
         Raises:
-            ProblemError: nothing is loaded yet.
+            ProblemError: No model is loaded yet.
         """
         with self._counting_refusals():
             return data_body_limits(self.max_model_length)
@@ -176,7 +176,7 @@ class WorkerService:
         """The model's maximum length.
 
         Raises:
-            ProblemError: nothing is loaded yet.
+            ProblemError: No model is loaded yet.
         """
         if self.runtime.info is None:
             raise _starting_problem()
@@ -186,7 +186,7 @@ class WorkerService:
         """Refuse requests while none may run.
 
         Raises:
-            ProblemError: 503, which says why.
+            ProblemError: 503; it names the reason.
         """
         with self._counting_refusals():
             self._check_serving()
@@ -211,7 +211,7 @@ class WorkerService:
             raise refusal
 
     def readiness_problem(self) -> ProblemError | None:
-        """None if requests may be sent here, else why not."""
+        """Why no requests may be sent here; None if they may."""
         if self.runtime.shutting_down:
             return ProblemError("shutting-down", "the worker is shutting down", retry_after=1)
         return serving_refusal(self.runtime, self.updates.active_identity, self.updates.fence.floor)
@@ -220,17 +220,17 @@ class WorkerService:
         """The folder of the model that the engine has loaded.
 
         Raises:
-            ProblemError: nothing is loaded yet.
+            ProblemError: No model is loaded yet.
         """
         if self.runtime.info is None:
             raise _starting_problem()
         return Path(self.runtime.info.model)
 
     def worker_info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
-        """What is served; `chat` and `tool_parser` say what the OpenAI routes support.
+        """The served model; `chat` and `tool_parser` say what the OpenAI routes support.
 
         Raises:
-            ProblemError: nothing is loaded yet.
+            ProblemError: No model is loaded yet.
         """
         if self.runtime.info is None or self.runtime.engine is None:
             raise _starting_problem()
@@ -248,7 +248,7 @@ class WorkerService:
         )
 
     async def update_measurements(self) -> None:
-        """Bring up to date what takes too long to be counted in `metrics`."""
+        """Measure what takes too long for `render_metrics`."""
         with contextlib.suppress(TimeoutError):
             self.runtime.telemetry.memory.set(await self._memory.get_result(MEMORY_SCAN_SECONDS))
 
@@ -266,7 +266,7 @@ class WorkerService:
         """Everything an operator or a trainer needs to know about this worker."""
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.engine_stats()
-        engine = runtime.engine if runtime.info is not None else None  # it knows itself by then
+        engine = runtime.engine if runtime.info is not None else None  # capabilities are final then
         return WorkerState(
             boot_id=runtime.boot_id,
             engine=self.settings.engine,
@@ -291,7 +291,7 @@ class WorkerService:
     # Shutdown.
 
     def hurry_shutdown(self) -> None:
-        """Let a shutdown wait for nobody."""
+        """Let a shutdown wait for no requests."""
         self._grace = self.runtime.drain_seconds = 0.0
 
     async def shut_down(self) -> None:
@@ -306,7 +306,7 @@ class WorkerService:
         with contextlib.suppress(ProblemError):
             if not runtime.lifecycle.has_engine:
                 return
-            # Let a running commit finish first: half a commit is of no use.
+            # Let a running commit finish first: half a commit serves nobody.
             async with runtime.exclusive_within(runtime.drain_seconds):
                 frozen = runtime.lifecycle.current_state is not Lifecycle.ACTIVE
                 if runtime.lifecycle.current_state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):

@@ -1,8 +1,10 @@
-"""Settings of `rollout-worker serve`: flags, variables, valid combinations; one list.
+"""Settings of `rollout-worker serve`: flags, variables, valid combinations.
 
-Every flag `--some-name` can also be set as `ROLLOUT_SOME_NAME`; the flag wins. `FLAGS` lists them
-all, and `parse_settings` is the one place that checks values: everything after it trusts them.
+Every flag `--some-name` can also be set as `ROLLOUT_SOME_NAME`; the flag wins. The fields of `WorkerSettings`
+list them all, and only `parse_settings` checks values: everything after it trusts them.
 """
+
+# ruff: noqa: RUF009  # `_flag` makes a field
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import re
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -24,18 +27,14 @@ from rollout_common.wire import LogprobsOf
 
 from .engine import ENGINES
 
-# service.py
-
 MEMORY_SCAN_SECONDS = 5.0
-"""How long a scrape waits for the memory to be counted; then it gets what was counted last."""
-
+"""How long a scrape waits for the memory to be counted: half of Prometheus' usual time-out. Then it gets the former count."""
 
 ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
 """Where the operator mounts the model and the weights volume."""
 RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-
 MAX_SOCKET_PATH = 107
 """Bytes that a Unix socket's path may have."""
 
@@ -45,77 +44,11 @@ GangFetch = Literal["needed", "all"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-
 _LEADER = re.compile(r"[^.]+-0(\.|$)")
 
 
 class InvalidSettings(ValueError):
     """A flag or variable with an unusable value; the text names it and the fix."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Checked settings of one worker process."""
-
-    engine: str
-    model: str
-    model_revision: str | None
-    served_name: str
-    dtype: Dtype
-    device: Device
-    max_length: int | None
-    data_host: str
-    data_port: int
-    data_token_file: Path | None
-    control_host: str
-    control_port: int
-    weights_port: int | None
-    weights_socket: Path | None
-    weights_tls: WeightsTls
-    weights_egress: int | None
-    auth: AuthMode
-    auth_token_file: Path | None
-    control_tls_cert_file: Path | None
-    control_tls_key_file: Path | None
-    logprobs: LogprobsOf
-    pool: str | None
-    namespace: str | None
-    weights_roots: tuple[Path, ...]
-    drain_seconds: float
-    shutdown_grace: float
-    start_timeout: float
-    restart_delays: tuple[float, ...]
-    max_queue: int
-    max_batch_tokens: int | None
-    staging_memory: int | None
-    spill_dir: Path | None
-    engine_arg: tuple[str, ...]
-    log_level: str
-    log_format: str
-    nodes: int
-    rank: int
-    leader_address: str | None
-    gang_port: int
-    gang_fetch: GangFetch
-    gang_token_file: Path | None
-    member_addresses: tuple[str, ...]
-    turn_directory: Path | None
-    turn_devices: tuple[str, ...]
-    turn_holder: str
-    turn_margin: int | None
-    kube_api_url: str | None
-    kube_ca: Path
-    kube_token_file: Path
-
-    @property
-    def is_in_pool(self) -> bool:
-        """Whether an operator manages this worker, which then starts fenced."""
-        return self.pool is not None
-
-    @property
-    def token_audience(self) -> str:
-        """Audience that tokens must be issued for; as in `rollout_operator.api.names.token_audience`."""
-        return f"rollout.dev/{self.namespace}/{self.pool}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,32 +84,22 @@ class CommandFlag:
         return "" if self.default is None else str(self.default)
 
 
-def _parse_port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise ValueError("must be between 0 (any free port) and 65535")
-    return port
+def _whole_number(least: int, most: float, wrong: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(wrong)
+        return value
+
+    return parse
 
 
-def _parse_fixed_port(text: str) -> int:
-    port = _parse_port(text)
-    if port == 0:
-        raise ValueError("must be between 1 and 65535: all ranks meet at the same one")
-    return port
-
-
-def _parse_positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("must be at least 1")
-    return value
-
-
-def _parse_rank(text: str) -> int:
-    rank = int(text)
-    if rank < 0:
-        raise ValueError("must be at least 0")
-    return rank
+_parse_port = _whole_number(0, 65535, "must be between 0 (any free port) and 65535")
+_parse_fixed_port = _whole_number(
+    1, 65535, "must be between 1 and 65535: all ranks meet at the same one"
+)
+_parse_positive = _whole_number(1, inf, "must be at least 1")
+_parse_rank = _whole_number(0, inf, "must be at least 0")
 
 
 def _parse_addresses(text: str) -> tuple[str, ...]:
@@ -229,92 +152,120 @@ _METAVARS: dict[Callable[[str], Any], str] = {
     _parse_name: "NAME",
     Path: "FILE",
 }
-"""What stands for the value in `--help`, unless the flag says otherwise."""
+"""The word for the value in `--help`, unless the flag has one of its own."""
 
-_ROOTS_HELP = (
-    "colon-separated folders that weights may be staged from, besides the model's; relative paths"
-    f" are below the last one. Default: {POOL_WEIGHTS_ROOTS} in a pool, else any folder"
-)
-_DELAYS_HELP = (
-    "delays before restarting a dead engine, one per consecutive failure; the last one repeats."
-    " An engine that lives for 10 minutes resets them"
-)
 
-FLAGS: tuple[CommandFlag, ...] = (
-    CommandFlag("engine", str, "hf", "inference engine", ENGINES),
-    CommandFlag("model", _parse_name, None, "folder of the checkpoint, or a repository on the Hugging Face Hub"
-         " (required)", metavar="PATH"),
-    CommandFlag("model-revision", _parse_name, None, "commit, tag or branch of the Hub repository",
-         metavar="REVISION"),
-    CommandFlag("served-name", _parse_name, None, "model name shown to clients; default: the folder's name"),
-    CommandFlag("dtype", str, "auto", "data type of the weights; auto: the model's", get_args(Dtype)),
-    CommandFlag("device", str, "auto", "device to run the engine on", get_args(Device)),
-    CommandFlag("max-length", _parse_positive, None,
-         "maximum tokens of prompt plus output; default: the model's maximum"),
-    CommandFlag("data-host", _parse_name, "0.0.0.0", "address the data port listens on", metavar="HOST"),
-    CommandFlag("data-port", _parse_port, 8000, "data port: generation, health, readiness, metrics"),
-    CommandFlag("data-token-file", Path, None, "file with a bearer token that the data port wants for all but /health,"
-         " /ready and /metrics; default: none is wanted"),
-    CommandFlag("control-host", _parse_name, "0.0.0.0", "address the control port listens on", metavar="HOST"),
-    CommandFlag("control-port", _parse_port, 8001, "control port: state, pause, sleep, weights"),
-    CommandFlag("weights-port", _parse_port, None,
-         "port that takes pushed weights, 8002 in the operator's pods; default: none"),
-    CommandFlag("weights-socket", Path, None,
-         "Unix socket that takes pushed weights as shared memory; its folder must exist", metavar="PATH"),
-    CommandFlag("weights-tls", str, "off", "required: --weights-port takes TLS alone, with the control port's certificate,"
-         " and other workers are reached over TLS alone", get_args(WeightsTls)),
-    CommandFlag("weights-egress", parse_quantity_bytes, None, "most bytes a second of weights that go out to other workers, such as"
-         " 500M; default: no limit", metavar="SIZE"),
-    CommandFlag("auth", str, "token", "how callers of the control port authenticate",
-         ("none", "token", "kubernetes")),
-    CommandFlag("auth-token-file", Path, None, "file with the bearer token for --auth token"),
-    CommandFlag("control-tls-cert-file", Path, None,
-         "certificate (chain) of the control port, which then speaks TLS only; read again every minute"),
-    CommandFlag("control-tls-key-file", Path, None, "private key of that certificate"),
-    CommandFlag("logprobs", str, "sampling", "kind of logprobs returned by default", ("sampling", "raw")),
-    CommandFlag("pool", _parse_name, None, "RolloutReplica this worker belongs to; it then starts fenced"),
-    CommandFlag("namespace", _parse_name, None, "namespace of the pool; default: the service account's"),
-    CommandFlag("weights-roots", str, None, _ROOTS_HELP, metavar="DIRS"),
-    CommandFlag("drain-seconds", _parse_seconds, 30.0,
-         "how long running requests may take to finish after SIGTERM"),
-    CommandFlag("shutdown-grace", _parse_seconds, 5.0,
-         "how long to keep serving after SIGTERM, though no longer ready"),
-    CommandFlag("start-timeout", _parse_seconds, 3600.0, "how long the model may take to load"),
-    CommandFlag("restart-delays", _parse_delays, RESTART_DELAYS, _DELAYS_HELP),
-    CommandFlag("max-queue", _parse_positive, 1024, "maximum queued outputs; requests beyond it get 429"),
-    CommandFlag("max-batch-tokens", _parse_positive, None, "size of the KV cache, in tokens"),
-    CommandFlag("staging-memory", parse_quantity_bytes, None, "most memory for staged weights, such as 80Gi; default: what the"
-         " memory limit leaves", metavar="SIZE"),
-    CommandFlag("spill-dir", Path, None,
-         "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR"),
-    CommandFlag("engine-arg", str, (), "flag to pass to the engine, repeatable; the variable takes shell"
-         " words", repeated=True, metavar="ARG"),
-    CommandFlag("nodes", _parse_positive, 1, "nodes that the engine spans, each with a worker of its own; above 1 they"
-         " form a gang"),
-    CommandFlag("rank", _parse_rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N"),
-    CommandFlag("leader-address", _parse_name, None, "host name or address of the head's node, for --nodes above 1",
-         metavar="HOST"),
-    CommandFlag("gang-port", _parse_fixed_port, 8003, "port on the head's node at which the engine's ranks meet"),
-    CommandFlag("gang-fetch", str, "needed", "what a rank above 0 takes of pushed weights: what its part of the engine"
-         " reads, as far as that was seen, or all", get_args(GangFetch)),
-    CommandFlag("gang-token-file", Path, None, "token that the head shows its members with --auth kubernetes"),
-    CommandFlag("member-addresses", _parse_addresses, (), "comma-separated control ports of ranks 1, 2, …; default:"
-         " --leader-address with their rank in place of the 0 that ends its first label, and"
-         " --control-port", metavar="HOST:PORT,…"),
-    CommandFlag("turn-directory", Path, None, "directory of the node with a lock for each device that somebody else uses"
-         " by turns with this engine", metavar="DIR"),
-    CommandFlag("turn-devices", _parse_devices, (), "comma-separated devices of this node whose locks are the engine's turn;"
-         " with --nodes above 1 each node has its own", metavar="DEVICE,…"),
-    CommandFlag("turn-margin", parse_quantity_bytes, None, "so much memory of each device must be free beyond what the engine freed"
-         " when it fell asleep, before it wakes; default: 512Mi", metavar="SIZE"),
-    CommandFlag("turn-holder", _parse_name, None, "name under which others see that this worker has the turn; default: the"
-         " host's name"),
-    CommandFlag("log-level", str, "info", "minimum log level", ("debug", "info", "warning", "error")),
-    CommandFlag("log-format", str, "json", "log format", ("json", "text")),
-    CommandFlag("kube-api-url", str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True),
-    CommandFlag("kube-ca", Path, SERVICE_ACCOUNT / "ca.crt", "CA of the Kubernetes API", hidden=True),
-    CommandFlag("kube-token-file", Path, SERVICE_ACCOUNT / "token", "token for the API", hidden=True),
-)  # fmt: skip
+def _flag(
+    read: Callable[[str], Any],
+    default: Any,
+    meaning: str,
+    choices: tuple[str, ...] | None = None,
+    **more: Any,
+) -> Any:
+    """A field of `WorkerSettings` that the flag of the same name sets; the arguments become a `CommandFlag`."""
+    flag = {"read": read, "default": default, "help": meaning, "choices": choices, **more}
+    return field(metadata=flag)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Checked settings of one worker process, each with its flag."""
+
+    # fmt: off
+    engine: str = _flag(str, "hf", "inference engine", ENGINES)
+    model: str = _flag(_parse_name, None,
+        "folder of the checkpoint, or a repository on the Hugging Face Hub (required)", metavar="PATH")
+    model_revision: str | None = _flag(_parse_name, None,
+        "commit, tag or branch of the Hub repository", metavar="REVISION")
+    served_name: str = _flag(_parse_name, None, "model name shown to clients; default: the folder's name")
+    dtype: Dtype = _flag(str, "auto", "data type of the weights; auto: the model's", get_args(Dtype))
+    device: Device = _flag(str, "auto", "device to run the engine on", get_args(Device))
+    max_length: int | None = _flag(_parse_positive, None,
+        "maximum tokens of prompt plus output; default: the model's maximum")
+    data_host: str = _flag(_parse_name, "0.0.0.0", "address the data port listens on", metavar="HOST")
+    data_port: int = _flag(_parse_port, 8000, "data port: generation, health, readiness, metrics")
+    data_token_file: Path | None = _flag(Path, None,
+        "file with a bearer token that the data port wants for all but /health, /ready and /metrics; default: "
+        "none is wanted")
+    control_host: str = _flag(_parse_name, "0.0.0.0", "address the control port listens on", metavar="HOST")
+    control_port: int = _flag(_parse_port, 8001, "control port: state, pause, sleep, weights")
+    weights_port: int | None = _flag(_parse_port, None,
+        "port that takes pushed weights, 8002 in the operator's pods; default: none")
+    weights_socket: Path | None = _flag(Path, None,
+        "Unix socket that takes pushed weights as shared memory; its folder must exist", metavar="PATH")
+    weights_tls: WeightsTls = _flag(str, "off",
+        "required: --weights-port takes TLS alone, with the control port's certificate, and other workers are "
+        "reached over TLS alone", get_args(WeightsTls))
+    weights_egress: int | None = _flag(parse_quantity_bytes, None,
+        "most bytes a second of weights that go out to other workers, such as 500M; default: no limit",
+        metavar="SIZE")
+    auth: AuthMode = _flag(str, "token",
+        "how callers of the control port authenticate", ("none", "token", "kubernetes"))
+    auth_token_file: Path | None = _flag(Path, None, "file with the bearer token for --auth token")
+    control_tls_cert_file: Path | None = _flag(Path, None,
+        "certificate (chain) of the control port, which then speaks TLS only; read again every minute")
+    control_tls_key_file: Path | None = _flag(Path, None, "private key of that certificate")
+    logprobs: LogprobsOf = _flag(str, "sampling", "kind of logprobs returned by default", ("sampling", "raw"))
+    pool: str | None = _flag(_parse_name, None, "RolloutReplica this worker belongs to; it then starts fenced")
+    namespace: str | None = _flag(_parse_name, None, "namespace of the pool; default: the service account's")
+    weights_roots: tuple[Path, ...] = _flag(str, None,
+        "colon-separated folders that weights may be staged from, besides the model's; relative paths are below "
+        f"the last one. Default: {POOL_WEIGHTS_ROOTS} in a pool, else any folder", metavar="DIRS")
+    drain_seconds: float = _flag(_parse_seconds, 30.0, "how long running requests may take to finish after SIGTERM")
+    shutdown_grace: float = _flag(_parse_seconds, 5.0,
+        "how long to keep serving after SIGTERM, though no longer ready")
+    start_timeout: float = _flag(_parse_seconds, 3600.0, "how long the model may take to load")
+    restart_delays: tuple[float, ...] = _flag(_parse_delays, RESTART_DELAYS,
+        "delays before restarting a dead engine, one per consecutive failure; the last one repeats. An engine "
+        "that lives for 10 minutes resets them")
+    max_queue: int = _flag(_parse_positive, 1024, "maximum queued outputs; requests beyond it get 429")
+    max_batch_tokens: int | None = _flag(_parse_positive, None, "size of the KV cache, in tokens")
+    staging_memory: int | None = _flag(parse_quantity_bytes, None,
+        "most memory for staged weights, such as 80Gi; default: what the memory limit leaves", metavar="SIZE")
+    spill_dir: Path | None = _flag(Path, None,
+        "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR")
+    engine_arg: tuple[str, ...] = _flag(str, (),
+        "flag to pass to the engine, repeatable; the variable takes shell words", repeated=True, metavar="ARG")
+    nodes: int = _flag(_parse_positive, 1,
+        "nodes that the engine spans, each with a worker of its own; above 1 they form a gang")
+    rank: int = _flag(_parse_rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N")
+    leader_address: str | None = _flag(_parse_name, None,
+        "host name or address of the head's node, for --nodes above 1", metavar="HOST")
+    gang_port: int = _flag(_parse_fixed_port, 8003, "port on the head's node at which the engine's ranks meet")
+    gang_fetch: GangFetch = _flag(str, "needed",
+        "what a rank above 0 takes of pushed weights: what its part of the engine reads, as far as that was seen, "
+        "or all", get_args(GangFetch))
+    gang_token_file: Path | None = _flag(Path, None, "token that the head shows its members with --auth kubernetes")
+    member_addresses: tuple[str, ...] = _flag(_parse_addresses, (),
+        "comma-separated control ports of ranks 1, 2, …; default: --leader-address with their rank in place of "
+        "the 0 that ends its first label, and --control-port", metavar="HOST:PORT,…")
+    turn_directory: Path | None = _flag(Path, None,
+        "directory of the node with a lock for each device that somebody else uses by turns with this engine",
+        metavar="DIR")
+    turn_devices: tuple[str, ...] = _flag(_parse_devices, (),
+        "comma-separated devices of this node whose locks are the engine's turn; with --nodes above 1 each node "
+        "has its own", metavar="DEVICE,…")
+    turn_margin: int | None = _flag(parse_quantity_bytes, None,
+        "so much memory of each device must be free beyond what the engine freed when it fell asleep, before it "
+        "wakes; default: 512Mi", metavar="SIZE")
+    turn_holder: str = _flag(_parse_name, None,
+        "name under which others see that this worker has the turn; default: the host's name")
+    log_level: str = _flag(str, "info", "minimum log level", ("debug", "info", "warning", "error"))
+    log_format: str = _flag(str, "json", "log format", ("json", "text"))
+    kube_api_url: str | None = _flag(str, None, "URL of the Kubernetes API; default: in-cluster", hidden=True)
+    kube_ca: Path = _flag(Path, SERVICE_ACCOUNT / "ca.crt", "CA of the Kubernetes API", hidden=True)
+    kube_token_file: Path = _flag(Path, SERVICE_ACCOUNT / "token", "token for the API", hidden=True)
+    # fmt: on
+
+    @property
+    def token_audience(self) -> str:
+        """The audience that tokens must be issued for; as in `rollout_operator.api.names.token_audience`."""
+        return f"rollout.dev/{self.namespace}/{self.pool}"
+
+
+FLAGS = tuple(
+    CommandFlag(each.name.replace("_", "-"), **each.metadata) for each in fields(WorkerSettings)
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -336,7 +287,7 @@ def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> Wor
     """Return checked settings from flags and environment.
 
     Raises:
-        BadSettings: names the flag or variable and the fix.
+        InvalidSettings: Names the flag or variable and the fix.
     """
     values = {
         flag.field_name: _flag_value(flag, getattr(given, flag.field_name), environ)
@@ -352,13 +303,12 @@ def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> Wor
     values["weights_roots"] = _weights_roots(
         values["weights_roots"], in_pool=values["pool"] is not None
     )
-    settings = WorkerSettings(
-        **{field.name: values[field.name] for field in fields(WorkerSettings)}
-    )
+    settings = WorkerSettings(**values)
     _check_authentication(settings)
     _check_spill_folder(settings.spill_dir)
     _check_gang_settings(settings)
-    _check_turn_settings(settings)
+    if (settings.turn_directory is None) != (not settings.turn_devices):
+        raise InvalidSettings("give --turn-directory and --turn-devices, or neither")
     _check_weights_ports(settings)
     return settings
 
@@ -376,11 +326,10 @@ def _flag_value(
                 f"{flag.variable_name} can't be split into shell words: {error}"
             ) from error
     # In manifests, people unset a variable by making it empty.
-    text, source = (given, f"--{flag.name}") if given is not None else (None, flag.variable_name)
-    if text is None:
-        text = environ.get(flag.variable_name) or None
+    text = environ.get(flag.variable_name) or None if given is None else given
     if text is None:
         return flag.default
+    source = flag.variable_name if given is None else f"--{flag.name}"
     if flag.choices is not None and text not in flag.choices:
         raise InvalidSettings(f"{source} is {text!r}: choose one of {', '.join(flag.choices)}")
     try:
@@ -428,7 +377,7 @@ def _check_authentication(settings: WorkerSettings) -> None:
 
 
 def _check_spill_folder(folder: Path | None) -> None:
-    """Find out now, and not when the first sleep fails."""
+    # Otherwise the first sleep would find out.
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise InvalidSettings(
             f"--spill-dir {folder} is not a folder that this process may write: create or mount it (in a"
@@ -446,7 +395,7 @@ def _check_gang_settings(settings: WorkerSettings) -> None:
     if settings.leader_address is None:
         raise InvalidSettings("--nodes above 1 needs --leader-address HOST: where rank 0 runs")
     if settings.rank > 0:
-        return  # the others' addresses are the head's to know
+        return  # only the head needs the others' addresses
     if settings.member_addresses and len(settings.member_addresses) != settings.nodes - 1:
         raise InvalidSettings(
             f"--member-addresses names {len(settings.member_addresses)} workers: name each of the"
@@ -462,11 +411,6 @@ def _check_gang_settings(settings: WorkerSettings) -> None:
             "--auth kubernetes with --nodes above 1 needs --gang-token-file: a token of this pod,"
             f" issued for {settings.token_audience!r}"
         )
-
-
-def _check_turn_settings(settings: WorkerSettings) -> None:
-    if (settings.turn_directory is None) != (not settings.turn_devices):
-        raise InvalidSettings("give --turn-directory and --turn-devices, or neither")
 
 
 def _check_weights_ports(settings: WorkerSettings) -> None:

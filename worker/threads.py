@@ -1,4 +1,4 @@
-"""Work in threads: some gives up when whoever waits for it does, some may hang for ever, some is put off."""
+"""Work in threads: cancellable work, work that may hang forever, and work that can be postponed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[Callable[[], bool]], T], cancel: threading.Event) -> T:
-    """Run `work(cancelled)` in a thread; it has ended when this has, however often it is cancelled.
+    """Run `work(cancelled)` in a thread; returns only once it has ended, even if the caller is cancelled.
 
     Args:
-        work: Asks its argument now and then whether to give up.
-        cancel: Says so, and is set when the caller is cancelled.
+        work: Calls its argument now and then, to know whether to give up.
+        cancel: Makes it give up; set when the caller is cancelled.
     """
     future = asyncio.get_running_loop().run_in_executor(None, work, cancel.is_set)
     try:
@@ -32,15 +32,15 @@ async def run_in_thread(work: Callable[[Callable[[], bool]], T], cancel: threadi
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
         if not future.cancelled():
-            future.exception()  # looked at: a thread that gave up is no unheard error
+            future.exception()  # retrieved: asyncio would log it otherwise
         raise
 
 
 class Closable(Protocol):
-    """What holds something until it is closed."""
+    """An object that holds something until it is closed."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Release it."""
         ...
 
 
@@ -48,7 +48,7 @@ C = TypeVar("C", bound=Closable)
 
 
 async def open_in_thread(make: Callable[[], C]) -> C:
-    """Return what `make` makes in a thread; a cancelled caller gets nothing, and nothing stays open."""
+    """Return what `make` opens in a thread; if the caller is cancelled, it is closed again."""
     made: list[C] = []
     try:
         await run_in_thread(lambda _: made.append(make()), threading.Event())
@@ -60,9 +60,9 @@ async def open_in_thread(make: Callable[[], C]) -> C:
 
 
 class SharedCall(Generic[T]):
-    """Work that may hang, as file systems do: in a thread of its own, and whoever asks meanwhile shares it.
+    """Work that may hang, as file systems do: in a thread of its own, shared by all callers that wait.
 
-    However often it is asked for, no more than one thread hangs.
+    However many callers come, no more than one thread hangs.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
@@ -74,7 +74,7 @@ class SharedCall(Generic[T]):
         """Return what the work returns, or raise what it raises.
 
         Raises:
-            TimeoutError: it did not end in time, and goes on.
+            TimeoutError: It did not end in time, and goes on.
         """
         if self._call is None or self._call.done():
             self._call = asyncio.get_running_loop().run_in_executor(self._thread, self._work)
@@ -84,10 +84,10 @@ class SharedCall(Generic[T]):
 
 
 class BackgroundFreeing:
-    """Frees memory in a thread, and none while an engine stands still; may be used by several threads.
+    """Frees memory in a thread, but not while an engine is paused; may be used by several threads.
 
-    Gigabytes take a tenth of a second to go, and meanwhile everybody waits who maps memory, as each
-    thread does that starts.
+    Gigabytes take a tenth of a second to free, during which every mapping of memory waits, also that of a
+    thread that starts.
     """
 
     def __init__(self) -> None:
@@ -97,14 +97,14 @@ class BackgroundFreeing:
         self._busy = False
 
     def free_soon(self, free: Callable[[], object]) -> None:
-        """Call this in a thread, soon."""
+        """Call `free` in a thread, soon."""
         with self._state:
             self._todo.append(free)
             self._start_thread()
 
     @contextlib.contextmanager
     def postpone_freeing(self) -> Iterator[None]:
-        """Begin to free nothing inside the block."""
+        """Start no freeing inside the block."""
         with self._state:
             self._held += 1
         try:
@@ -115,7 +115,7 @@ class BackgroundFreeing:
                 self._start_thread()
 
     def wait_until_freed(self, seconds: float) -> None:
-        """Wait until everything is free; at most so long."""
+        """Wait until everything is free, for `seconds` at most."""
         with self._state:
             self._state.wait_for(lambda: not self._todo and not self._busy, seconds)
 
@@ -128,7 +128,7 @@ class BackgroundFreeing:
         while (free := self._next_free()) is not None:
             try:
                 free()
-            except Exception:  # the next one is to be freed all the same
+            except Exception:  # the next one must be freed all the same
                 logger.exception("memory of weights could not be freed")
 
     def _next_free(self) -> Callable[[], object] | None:
@@ -141,6 +141,5 @@ class BackgroundFreeing:
 
 
 def _ignore_failure(call: asyncio.Future[T]) -> None:
-    """Nobody may be left to hear of its failure."""
-    if not call.cancelled():
+    if not call.cancelled():  # perhaps no caller waits any more
         call.exception()

@@ -1,6 +1,6 @@
-"""What makes tensors the weights of a model, and which: layout, ties, content hash. All pure.
+"""Checks that tensors are weights of a model (layout and ties), and their root hash; all pure.
 
-Every tensor has a content hash (XXH3-128 of its bytes). `root_hash` is the hash over the ordered
+Every tensor has a content hash (XXH3-128 of its bytes). The root hash is the hash over the ordered
 (name, dtype, shape, content hash), so the same content has the same hash however it is sharded.
 Every refusal is a `WeightsRejected` that names the tensor and what to do.
 """
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _EXPERT, _FUSED = re.compile(r"\.experts\.\d+\."), re.compile(r"\.experts\.[a-z]")
-"""In the names of one expert's tensor, and of one that holds all experts of a layer."""
+"""Found in the name of one expert's tensor, and of a tensor that holds all experts of a layer."""
 _FIX_FUSED = (
     "it holds all experts of a layer, which the model's checkpoint has one by one: publish the model of"
     " transformers itself, not its state dict"
@@ -36,7 +36,7 @@ _FIX_FUSED = (
 
 
 def check_layout(layout: WeightsLayout, entries: Sequence[TensorEntry], where: str) -> None:
-    """Refuse a missing, unexpected, ill-shaped or ill-typed tensor; `where` they were found."""
+    """Refuse a missing or unexpected tensor, or one of a wrong shape or dtype; `where`: their source."""
     have = {entry.name: entry.spec for entry in entries}
     for name, want in layout.required.items():
         if name not in have:
@@ -52,14 +52,13 @@ def check_layout(layout: WeightsLayout, entries: Sequence[TensorEntry], where: s
             names = "publish the tensors of the model's checkpoint under its names and nothing else"
             fix = _FIX_FUSED if _FUSED.search(name) else names
             raise WeightsRejected(
-                f"tensor {name!r} in {where!r} is unknown to the model: {fix}",
-                tensor=name,
+                f"tensor {name!r} in {where!r} is unknown to the model: {fix}", tensor=name
             )
         _check_tensor_spec(name, spec, layout.optional[name])
 
 
 def _missing_tensor_fix(name: str, have: Collection[str]) -> str:
-    """Return what to do about a tensor that is missing, by what is there instead."""
+    """Return what to do about a missing tensor, by the names that are there instead."""
     if longer := next((each for each in have if each.endswith(f".{name}")), None):
         prefix = longer.removesuffix(name)
         return (
@@ -73,20 +72,17 @@ def _missing_tensor_fix(name: str, have: Collection[str]) -> str:
 def _check_tensor_spec(name: str, have: TensorSpec, want: TensorSpec) -> None:
     if have != want:
         what = "shape" if have.dtype == want.dtype else "dtype"
+        castable = have.shape == want.shape and {have.dtype, want.dtype} <= CASTABLE
+        cast = ", or tensors by publish_weights(…, cast=True)" if castable else ""
         raise WeightsRejected(
             f"tensor {name!r} has the wrong {what}: it is {have}, the model's checkpoint has "
-            f"{want}; publish it as {want}{_wrong_dtype_fix(have, want)}",
+            f"{want}; publish it as {want}{cast}",
             tensor=name,
         )
 
 
-def _wrong_dtype_fix(have: TensorSpec, want: TensorSpec) -> str:
-    castable = have.shape == want.shape and {have.dtype, want.dtype} <= CASTABLE
-    return ", or tensors by publish_weights(…, cast=True)" if castable else ""
-
-
 def check_tied_weights(tied: Mapping[str, str], digests: Mapping[str, str]) -> None:
-    """Refuse a tensor that differs from the one it is tied to, as `WeightsLayout.tied` says."""
+    """Refuse a tensor that differs from the one that `WeightsLayout.tied` ties it to."""
     for name, target in tied.items():
         if name in digests and digests[name] != digests[target]:
             raise WeightsRejected(
@@ -97,7 +93,7 @@ def check_tied_weights(tied: Mapping[str, str], digests: Mapping[str, str]) -> N
 
 
 def compute_root_hash(entries: Sequence[TensorEntry], digests: Mapping[str, str]) -> str:
-    """Return the hash of a whole set of tensors, given the content hash of each."""
+    """Return the root hash of tensors, given the content hash of each."""
     return root_hash_of(
         {e.name: HashedTensor(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}
     )

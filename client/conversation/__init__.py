@@ -1,9 +1,9 @@
 """A multi-turn `Conversation`: its ids, masks, logprobs and weights.
 
-Bottom up: `columns` (one column per quantity), `messages`, `media`, `codec` (tokenizers and
-processors), `examples` (short stand-ins for a conversation), `boundaries` (a turn behind the ids
-before it), `content_forms` (the form in which a template accepts contents and calls), `templates`
-(what a turn adds), `prompts` (the first turn), `sanity_check`, `data` (the fields), `writer` and
+Bottom up: `columns` (one column per quantity), `template_messages`, `media`, `codec` (tokenizers and
+processors), `examples` (short stand-ins for a conversation), `boundaries` (a turn after the ids
+before it), `content_forms` (the form in which a template takes contents and calls), `templates`
+(what a turn adds), `first_prompt`, `sanity_check`, `conversation_data` (the fields), `writer` and
 `conversation` (the operations), `batch` (tensors for a trainer). Nothing imports torch until a
 tensor is needed.
 """

@@ -1,13 +1,14 @@
-"""Convert requests to a trainer's batch and back: left-padded prompts, right-padded responses.
+"""Convert conversations to a trainer's batch and back: left-padded prompts, right-padded responses.
 
 Names are verl's; docs/multi-turn.md lists each tensor with its shape, dtype and padding. Shapes are
-[B, P], [B, R] and [B, P + R]: B requests, P and R the padded lengths of prompts and responses.
+[B, P], [B, R] and [B, P + R]: B conversations, P and R the padded lengths of prompts and responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rollout_common.wire import WeightsSpan
@@ -17,8 +18,6 @@ from .conversation import Conversation
 
 if TYPE_CHECKING:
     import torch
-
-_TENSOR_FIELDS = {"streams"}
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class RolloutBatch:
         return len(self.non_tensor_batch["request_id"])
 
     def to_tensordict(self) -> Any:
-        """Return the tensors as a `tensordict.TensorDict` of batch size [B] (extra package)."""
+        """Return the tensors as a `tensordict.TensorDict` of batch size [B]; needs that package."""
         from tensordict import TensorDict
 
         return TensorDict(self.batch, batch_size=[len(self)])
@@ -96,11 +95,10 @@ def to_batch(
             f"got {len(requests)} requests with logprobs of kinds {sorted(map(str, kinds))}: a "
             "batch needs at least one request and logprobs of one kind"
         )
-    sizes = [(r.streams.prompt, len(r.streams) - r.streams.prompt) for r in requests]
-    prompt = _padded_length("prompt", [p for p, _ in sizes], prompt_length, pad_to_multiple_of)
-    response = _padded_length(
-        "response", [r for _, r in sizes], response_length, pad_to_multiple_of
-    )
+    prompts = [request.streams.prompt for request in requests]
+    responses = [len(request.response_ids) for request in requests]
+    prompt = _padded_length("prompt", prompts, prompt_length, pad_to_multiple_of)
+    response = _padded_length("response", responses, response_length, pad_to_multiple_of)
     shape = len(requests), prompt + response
     rows = any(request.streams.rope for request in requests)
     batch = {
@@ -133,12 +131,11 @@ def _padded_length(what: str, lengths: list[int], wanted: int | None, multiple: 
 
 
 def _fill_row(row: dict[str, torch.Tensor], streams: TokenColumns, prompt: int) -> None:
-    """Write one request into its row of every tensor."""
     import torch
 
     start, length = prompt - streams.prompt, len(streams)
     end, answered = start + length, length - streams.prompt
-    row["input_ids"][start:end] = torch.tensor(streams.ids.data, dtype=torch.int64)
+    row["input_ids"][start:end] = torch.tensor(streams.ids, dtype=torch.int64)
     row["attention_mask"][start:end] = 1
     axes = streams.position_rows()
     positions = row["position_ids"].reshape(-1, row["position_ids"].shape[-1])
@@ -149,8 +146,8 @@ def _fill_row(row: dict[str, torch.Tensor], streams: TokenColumns, prompt: int) 
         after = int(target[end - 1]) + 1 if length else 0
         target[end:] = torch.arange(after, after + len(target) - end)
     for key, column in (("response_mask", streams.sampled), ("loss_mask", streams.loss)):
-        row[key][:answered] = torch.tensor(column.data[streams.prompt :], dtype=torch.int64)
-    row["rollout_log_probs"][:answered] = torch.tensor(streams.logprobs.data[streams.prompt :])
+        row[key][:answered] = torch.tensor(column[streams.prompt :], dtype=torch.int64)
+    row["rollout_log_probs"][:answered] = torch.tensor(streams.logprobs[streams.prompt :])
     for span in streams.weights:
         where = slice(max(0, span.start - streams.prompt), span.end - streams.prompt)
         row["weights_epoch"][where] = span.epoch
@@ -159,16 +156,16 @@ def _fill_row(row: dict[str, torch.Tensor], streams: TokenColumns, prompt: int) 
 
 
 def _non_tensors(requests: Sequence[Conversation]) -> dict[str, list[Any]]:
-    names = ("request_id", "batch_data_id", "rollout_offset", "messages", "reward_scores")
+    names = (
+        "request_id", "batch_data_id", "rollout_offset", "messages", "reward_scores",
+        "finish_reason", "multi_modal_inputs", "metrics",
+    )  # fmt: skip
     found = {name: [getattr(request, name) for request in requests] for name in names}
-    found["finish_reason"] = [request.finish_reason for request in requests]
-    found["multi_modal_inputs"] = [request.multi_modal_inputs for request in requests]
     found["three_axes"] = [bool(request.streams.rope) for request in requests]
-    found["metrics"] = [request.metrics for request in requests]
     spans = [request.weights_range for request in requests]
     for end, key in enumerate(("min_weights", "max_weights")):
         found[key] = [span[end].as_tuple() if span else None for span in spans]
-    found["request"] = [request.model_dump(exclude=_TENSOR_FIELDS) for request in requests]
+    found["request"] = [request.model_dump(exclude={"streams"}) for request in requests]
     return found
 
 
@@ -215,17 +212,13 @@ def _columns_of_row(row: dict[str, torch.Tensor], three_axes: bool) -> TokenColu
 def _weights_spans(row: dict[str, torch.Tensor], prompt: int, answered: int) -> list[WeightsSpan]:
     names = ("weights_epoch", "weights_version", "stale_kv")
     columns = [row[name][:answered].tolist() for name in names]
-    found: list[WeightsSpan] = []
-    for at, (epoch, version, stale) in enumerate(zip(*columns, strict=True), prompt):
-        if epoch < 0:
-            continue
-        last = found[-1] if found else None
-        if last and last.end == at and (last.epoch, last.version, last.stale_kv) == (
-            epoch, version, stale,
-        ):  # fmt: skip
-            found[-1] = last.model_copy(update={"end": at + 1})
-        else:
-            found.append(
-                WeightsSpan(epoch=epoch, version=version, start=at, end=at + 1, stale_kv=stale)
+    spans: list[WeightsSpan] = []
+    start = prompt
+    for (epoch, version, stale), tokens in groupby(zip(*columns, strict=True)):
+        end = start + len(list(tokens))
+        if epoch >= 0:  # -1 where no engine sampled
+            spans.append(
+                WeightsSpan(epoch=epoch, version=version, start=start, end=end, stale_kv=stale)
             )
-    return found
+        start = end
+    return spans

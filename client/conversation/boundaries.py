@@ -1,7 +1,7 @@
 """Fit the ids of a turn after ids that are already there.
 
-What a template adds is tokenized alone, and the boundary is checked: a tokenizer may merge over it.
-What the policy sampled at the end of its answer may be the beginning of the next turn.
+The text that a template adds is tokenized alone, and the boundary is checked: a tokenizer may merge
+over it. The last ids that the policy sampled may be the beginning of the next turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from .codec import Codec
 
 CONTEXT_CHARACTERS = 64
-"""Characters before a boundary that can matter to the tokenizer."""
+"""Characters before a boundary that can change how a tokenizer splits what follows."""
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class TurnTokens:
         body: The turn itself.
         inputs: Tensors of its media.
         full: The whole conversation had to be rendered.
-        rewritten: The template prints earlier turns otherwise than before.
-        merged: The tokenizer would merge over the boundary; the text is right, but the ids are not those
+        rewritten: The template prints earlier turns differently from before.
+        merged: The tokenizer would merge over the boundary: the text is right, the ids are not those
             of a whole render.
         header: First tokens of `body` that stand for an open generation prompt.
     """
@@ -43,35 +43,24 @@ class TurnTokens:
 
 
 class BoundaryTokenizer:
-    """Tokenizes texts that follow other texts."""
+    """Tokenizes texts that follow other texts, and finds special tokens in them."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._clean: set[tuple[str, str]] = set()
-        """Context and first special token of boundaries over which nothing merges."""
 
     def encode_following(self, before: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the boundary is clean."""
-        context = self._context_of(before)
-        begins = self._special_pattern.match(text)
-        if begins is None:
-            return self._codec.encode_after(context, text)
-        ids = self._codec.encode(text)
-        if (context, begins[0]) not in self._clean:
-            joined, clean = self._codec.encode_after(context, text)
-            if not clean or joined != ids:
-                return joined, clean
-            self._clean.add((context, begins[0]))
-        return ids, True
+        context = self.last_special(before) or before[-CONTEXT_CHARACTERS:]
+        return self._codec.encode_after(context, text)
 
     def last_special(self, text: str) -> str:
-        """Return the end of a text from its last special token on; empty: there is none near."""
+        """Return the end of a text from its last special token on; empty: the end has none."""
         tail = text[-CONTEXT_CHARACTERS:]
         found = [match.start() for match in self._special_pattern.finditer(tail)]
         return tail[found[-1] :] if found else ""
 
     def shared_end(self, own: str, text: str) -> str:
-        """Return the most of `own`, whole or from a special token on, that a text ends with."""
+        """Return how much of `own`, whole or from a special token on, a text ends with."""
         starts = [0, *(match.start() for match in self._special_pattern.finditer(own))]
         return next((own[start:] for start in starts if text.endswith(own[start:])), "")
 
@@ -94,9 +83,6 @@ class BoundaryTokenizer:
                     length = match.start()
         return a[:length]
 
-    def _context_of(self, text: str) -> str:
-        return self.last_special(text) or text[-CONTEXT_CHARACTERS:]
-
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
         texts = sorted(self._codec.special_tokens, key=len, reverse=True)
@@ -108,17 +94,13 @@ def fit_turn(
 ) -> int:
     """Fit a turn after sampled ids, in place; return how many of those must be removed.
 
-    What the policy wrote of the turn's beginning is not written twice: it ends with the template's
-    closing token, or (GLM) with the first token of the next turn. Another end (Llama's `<|eom_id|>`)
-    stands for the template's. Where a turn has no closing token, an end that the next turn does not
-    begin with (GLM expected another role) is taken back.
+    A policy ends its answer with the template's closing token, or (GLM) with the first token of the
+    next turn: what it wrote of the turn is not written twice. Another end (Llama's `<|eom_id|>`)
+    stands for the template's. If a turn has no closing token, an end with which the next turn does
+    not begin (GLM expected another role) is removed.
 
-    Args:
-        tail: The last sampled ids.
-        turn: Its `close` becomes what is left to write of it.
-        special: Ids of special tokens.
-        ends: Ids with which a policy ends its turn.
-        stopped: Id that the engine named as the end, if any.
+    `tail` are the last sampled ids, `ends` the ids with which a policy ends its turn, and `stopped`
+    the id that the engine reported as the end, if any.
     """
     whole = [*turn.close, *turn.body]
     for count in range(min(len(tail), len(turn.close) + 1, len(whole)), 0, -1):

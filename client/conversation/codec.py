@@ -1,9 +1,9 @@
 """One interface to tokenizers and multimodal processors: render, encode, decode, lay out positions.
 
 Anything with the methods of a `transformers` tokenizer or processor works; this module imports
-neither transformers nor torch. Positions have three axes (mRoPE) with Qwen-VL processors: text
-advances all axes (time, height, width) together, a vision block spans its grid, and the next
-token's position is one above the block's largest, as in vLLM, SGLang and verl.
+neither transformers nor torch. With Qwen-VL processors positions have three axes (mRoPE): text
+advances time, height and width together, a vision block spans its grid, and the next token's
+position is one above the block's largest, as in vLLM, SGLang and verl.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from .columns import INT32, RopePositions
@@ -23,18 +24,15 @@ VisionBlock = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class RopeLayout:
-    """How a processor lays out vision blocks.
-
-    Attributes:
-        seconds_step: Positions per second of video (2 for Qwen2.5-VL); 0: one per time patch.
-        by_frame: Each video frame is a block of its own, between timestamps (Qwen3-VL).
-    """
+    """How a processor lays out vision blocks."""
 
     image_id: int
     video_id: int
     merge: int
     seconds_step: float = 0
+    """Positions per second of video (2 for Qwen2.5-VL); 0: one per time patch."""
     by_frame: bool = False
+    """Each video frame is a block of its own, between timestamps (Qwen3-VL)."""
 
     @classmethod
     def from_processor(cls, processor: Any) -> RopeLayout | None:
@@ -53,29 +51,24 @@ class RopeLayout:
         )
 
     def rope_positions(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> RopePositions:
-        """Return three rows of positions for these tokens, counted from 0.
-
-        Raises:
-            ValueError: Placeholders and grids do not match.
-        """
+        """Return three rows of positions for these tokens, counted from 0."""
         blocks = {
             self.image_id: self._vision_blocks(inputs, "image_grid_thw", video=False),
             self.video_id: self._vision_blocks(inputs, "video_grid_thw", video=True),
         }
         axes = array(INT32), array(INT32), array(INT32)
-        at, position = 0, 0
+        at = position = 0
         while at < len(ids):
-            grid = next(blocks[ids[at]], None) if ids[at] in blocks else None
-            if grid is None:
-                if ids[at] in blocks:
-                    raise ValueError(f"vision placeholder at token {at} of the turn has no grid")
-                end = _next_block(ids, at, blocks)
+            if ids[at] not in blocks:
                 for axis in axes:
-                    axis.extend(range(position, position + end - at))
-                at, position = end, position + end - at
+                    axis.append(position)
+                at, position = at + 1, position + 1
                 continue
-            count, position = _append_block(axes, grid, position)
-            if any(token != ids[at] for token in ids[at : at + count]) or at + count > len(ids):
+            if (block := next(blocks[ids[at]], None)) is None:
+                raise ValueError(f"vision placeholder at token {at} of the turn has no grid")
+            before, position = len(axes[0]), _append_block(axes, block, position)
+            count = len(axes[0]) - before
+            if list(ids[at : at + count]) != [ids[at]] * count:
                 raise ValueError(
                     f"vision block at token {at} of the turn: its grid needs {count} placeholders"
                 )
@@ -87,55 +80,38 @@ class RopeLayout:
     def _vision_blocks(
         self, inputs: Mapping[str, Any], key: str, video: bool
     ) -> Iterator[VisionBlock]:
-        grids = inputs.get(key)
-        seconds = inputs.get("second_per_grid_ts")
+        grids, seconds = inputs.get(key), inputs.get("second_per_grid_ts")
         for index, grid in enumerate([] if grids is None else grids):
             time, height, width = (int(size) for size in grid)
+            block = height // self.merge, width // self.merge
             step = 1.0
             if video and self.seconds_step:
                 step = self.seconds_step * (1.0 if seconds is None else float(seconds[index]))
-            block = height // self.merge, width // self.merge
             if video and self.by_frame:
-                yield from ((1, *block, 1.0) for _ in range(time))
+                yield from [(1, *block, 1.0)] * time
             else:
                 yield time, *block, step
 
 
-def _next_block(ids: Sequence[int], start: int, stops: Mapping[int, Any]) -> int:
-    """Return where the next vision block begins, or the end."""
-    found = len(ids)
-    for stop in stops:
-        try:
-            found = ids.index(stop, start, found)
-        except ValueError:
-            continue
-    return found
-
-
-def _append_block(axes: RopePositions, block: VisionBlock, start: int) -> tuple[int, int]:
-    """Append a block's positions; return its token count and the position after it."""
+def _append_block(axes: RopePositions, block: VisionBlock, start: int) -> int:
+    """Append a block's positions; return the position after it."""
     times, height, width, step = block
-    for t in range(times):
-        time = start + int(t * step)
-        for h in range(height):
-            axes[0].extend([time] * width)
-            axes[1].extend([start + h] * width)
-            axes[2].extend(range(start, start + width))
-    largest = max(int((times - 1) * step), height - 1, width - 1)
-    return times * height * width, start + largest + 1
+    for t, h in product(range(times), range(height)):
+        axes[0].extend([start + int(t * step)] * width)
+        axes[1].extend([start + h] * width)
+        axes[2].extend(range(start, start + width))
+    return start + max(int((times - 1) * step), height - 1, width - 1) + 1
 
 
-_TEXT_KEYS = frozenset(
-    {
-        *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"),
-        *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "length"),
-    }
-)
+_TEXT_KEYS = frozenset((
+    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids",
+    "special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "length",
+))  # fmt: skip
 _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
 
 
 class TemplateError(ValueError):
-    """A chat template rejected messages, or can't be continued; says which and why."""
+    """A chat template rejected messages or can't be continued; the text says which and why."""
 
 
 class Codec:
@@ -143,9 +119,8 @@ class Codec:
 
     def __init__(self, processing_class: Any) -> None:
         self.source = processing_class
-        self.parts = [
-            p for name in _PROCESSOR_PARTS if (p := getattr(processing_class, name, None))
-        ]
+        parts = (getattr(processing_class, name, None) for name in _PROCESSOR_PARTS)
+        self.parts = [part for part in parts if part]
         self.tokenizer = processing_class.tokenizer if self.parts else processing_class
 
     @cached_property
@@ -163,7 +138,7 @@ class Codec:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of added tokens."""
+        """The ids of `special_tokens`."""
         return frozenset(self.special_tokens.values())
 
     @cached_property
@@ -180,11 +155,7 @@ class Codec:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            TemplateError: The template rejected the messages.
-        """
+        """Return the text of a conversation; raise TemplateError if the template rejects it."""
         try:
             text = self.source.apply_chat_template(
                 [dict(message) for message in messages],
@@ -201,36 +172,25 @@ class Codec:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; adds no BOS, as templates print their own.
-
-        Raises:
-            TemplateError: The text holds a stand-in's word (`examples`) instead of a content.
-        """
+        """Return the ids of a text; adds no BOS, as templates print their own."""
         return self._encode_ids(_check_real(text))
 
     def _encode_ids(self, text: str) -> list[int]:
         if not text:
             return []
-        fast = self._fast_tokenizer
+        # The Rust backend costs half as much for a short text.
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is not None and fast.truncation is None and fast.padding is None:
             ids: list[int] = fast.encode(text, add_special_tokens=False).ids
         else:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    @cached_property
-    def _fast_tokenizer(self) -> Any:
-        """The tokenizer's Rust backend, if it has one: half the cost for a short text."""
-        return getattr(self.tokenizer, "backend_tokenizer", None)
-
     def encode_after(self, context: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the boundary is clean.
 
-        It is not clean if the tokenizer merges across the boundary: no ids appended to the context's
-        would equal those of the whole. Then the ids of the text alone are returned.
-
-        Raises:
-            TemplateError: The text holds a stand-in's word; the context may hold some.
+        It is not clean if the tokenizer merges across it: no ids after the context's would equal
+        those of the whole. Then the ids of the text alone are returned.
         """
         before = self._encode_ids(context)
         whole = self._encode_ids(context + _check_real(text))
@@ -241,11 +201,7 @@ class Codec:
     def encode_media(
         self, text: str, media: MediaLists, options: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any]]:
-        """Return the ids of a text with its media inserted, and the tensors of the media alone.
-
-        Raises:
-            ValueError: Media need a processor, but there is only a tokenizer.
-        """
+        """Return the ids of a text with its media inserted, and the tensors of the media alone."""
         given = {key: items for key, items in media.items() if items}
         if not given:
             return self.encode(text), {}
@@ -254,31 +210,18 @@ class Codec:
             raise ValueError(f"got {counts} with a bare tokenizer: pass the model's processor")
         names = {"image": "images", "video": "videos", "audio": "audio"}
         arguments = {names[key]: items for key, items in given.items()}
-        found = dict(
-            self.source(
-                text=[_check_real(text)],
-                return_tensors="pt",
-                add_special_tokens=False,
-                **arguments,
-                **options,
-            )
-        )
+        found = self.source(
+            text=[_check_real(text)], return_tensors="pt", add_special_tokens=False,
+            **arguments, **options,
+        )  # fmt: skip
         ids = [int(token) for token in found["input_ids"][0]]
         return ids, {key: value for key, value in found.items() if self._is_media(key, value, ids)}
 
-    @cached_property
-    def _media_names(self) -> frozenset[str]:
-        return frozenset(n for p in self.parts for n in getattr(p, "model_input_names", ()))
-
     def _is_media(self, key: str, value: Any, ids: Sequence[int]) -> bool:
-        if key in self._media_names:
+        if any(key in getattr(part, "model_input_names", ()) for part in self.parts):
             return True
-        own = getattr(self.tokenizer, "model_input_names", ())
-        return (
-            key not in _TEXT_KEYS
-            and key not in own
-            and tuple(getattr(value, "shape", ())) != (1, len(ids))
-        )
+        of_text = key in _TEXT_KEYS or key in getattr(self.tokenizer, "model_input_names", ())
+        return not of_text and tuple(getattr(value, "shape", ())) != (1, len(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -289,7 +232,7 @@ class Codec:
 
 
 def _check_real(text: str) -> str:
-    """Return a text that is to be recorded; the last check of what the words of trials become."""
+    """Refuse a text with the words of stand-ins: the last check before a text becomes ids."""
     if found := STAND_IN.search(text):
         raise TemplateError(
             f"the chat template prints {found[0]!r} in place of a content: it moves earlier "

@@ -1,7 +1,7 @@
 """In which form a chat template takes contents and calls: found out once by trying, never guessed.
 
-Some templates print text, some only a list of content items; the others print nothing, or Python's
-words for a list. Some want the arguments of a call as a mapping, some as text.
+Some templates print only text, some only a list of content items; given the other form they print
+nothing, or the list itself. Some want the arguments of a call as a mapping, some as text.
 """
 
 from __future__ import annotations
@@ -19,34 +19,29 @@ _PROBE_WORD = "zqxformzqx"
 _PROBE_KEY = "zqxkeyzqx"
 _PROBE_ITEMS = [{"type": "text", "text": _PROBE_WORD}]
 _PRINTED_LIST_MARKS = ("'type': 'text'", '"type": "text"', '"type":"text"')
-"""How the list itself looks where a template prints that, instead of its text."""
+"""How the list looks in a text, if a template prints the list itself."""
 
 ContentForm = Literal["text", "items"]
-RenderMessages = Callable[[Sequence[Message]], str]
 
 
 class ContentForms:
-    """What one template takes, for one set of tools and options.
+    """What one template takes, for one set of tools and options; `render` renders messages as they are."""
 
-    Args:
-        render: Renders messages as they are.
-    """
-
-    def __init__(self, render: RenderMessages) -> None:
+    def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
         self._render = render
         self._printed_forms: dict[tuple[str, ContentForm], bool | None] = {}
 
     def shape_message(self, message: Message) -> Message:
-        """Return a message as the template prints it.
-
-        Raises:
-            TemplateError: It prints messages of this role, or their media, in no form.
-        """
+        """Return a message in the form that the template prints; raise TemplateError if none is."""
         role, content = str(message["role"]), message.get("content")
         if isinstance(content, str):
             if self._prints_form(role, "text") is not True:
                 message = {**message, "content": self._printed_content(role, content)}
-        elif isinstance(content, Sequence) and self._takes_only_text(role):
+        elif (
+            isinstance(content, Sequence)
+            and self._prints_form(role, "items") is not True
+            and self._prints_form(role, "text") is True
+        ):
             message = {**message, "content": _join_texts(role, content)}
         if message.get("tool_calls"):
             message = {**message, "tool_calls": [*map(self._shape_call, message["tool_calls"])]}
@@ -56,38 +51,29 @@ class ContentForms:
         if self._prints_form(role, "items"):
             return [{"type": "text", "text": content}]
         if self._prints_form(role, "text") is None:
-            return content  # the template itself says why it takes no such message
+            return content  # rendering it raises the template's own error
         raise TemplateError(
             f"the chat template prints nothing of a message of role {role!r}, neither of text nor "
             "of a list of content items: use another role, or another template"
         )
 
-    def _takes_only_text(self, role: str) -> bool:
-        return (
-            self._prints_form(role, "items") is not True and self._prints_form(role, "text") is True
-        )
-
     def _prints_form(self, role: str, form: ContentForm) -> bool | None:
-        """Return whether a content of this form is printed; None: the template refuses to say."""
+        """Return whether a content of this form is printed; None: the template rejects all probes."""
         if (role, form) not in self._printed_forms:
-            # A template that needs this very answer to be tried gets the message as it is.
+            # If the probe itself needs this answer, its message goes to the template unchanged.
             self._printed_forms[role, form] = None
-            self._printed_forms[role, form] = self._try_form(
-                role, _PROBE_WORD if form == "text" else _PROBE_ITEMS
-            )
+            probe = _PROBE_WORD if form == "text" else _PROBE_ITEMS
+            self._printed_forms[role, form] = self._try_form(role, probe)
         return self._printed_forms[role, form]
 
     def _try_form(self, role: str, content: Any) -> bool | None:
-        tried = [
-            text
-            for around in self._conversations_with(role, content)
-            if (text := self._render_or_empty(around))
-        ]
-        if not tried:
+        conversations = self._conversations_with(role, content)
+        texts = [text for each in conversations if (text := self._render_or_empty(each))]
+        if not texts:
             return None
         return any(
-            _PROBE_WORD in text and not any(shown in text for shown in _PRINTED_LIST_MARKS)
-            for text in tried
+            _PROBE_WORD in text and not any(mark in text for mark in _PRINTED_LIST_MARKS)
+            for text in texts
         )
 
     def _render_or_empty(self, messages: Sequence[Message]) -> str:
@@ -97,7 +83,7 @@ class ContentForms:
             return ""
 
     def _conversations_with(self, role: str, content: Any) -> list[list[Message]]:
-        """Return short conversations in which such a message may stand."""
+        """Return short conversations that may hold such a message."""
         new: Message = {"role": role, "content": content}
         if role == "user":
             return [[new]]
@@ -105,8 +91,8 @@ class ContentForms:
         if role == "assistant":
             return [[ask, new]]
         if role == "tool":
-            call = self._shape_call({"id": "zqxcall01", "type": "function", "function": _FUNCTION})
-            calls = {**self._filler_message("assistant", ""), "tool_calls": [call]}
+            calls = self._filler_call({})
+            calls["tool_calls"] = [*map(self._shape_call, calls["tool_calls"])]
             return [[ask, calls, {**new, "tool_call_id": "zqxcall01", "name": TOOL_STAND_IN}]]
         return [[new, ask], [ask, self._filler_message("assistant", "zqxsaidzqx"), new]]
 
@@ -115,6 +101,11 @@ class ContentForms:
         return {"role": role, "content": [{"type": "text", "text": text}] if items else text}
 
     # Calls.
+
+    def _filler_call(self, arguments: object) -> Message:
+        function = {"name": TOOL_STAND_IN, "arguments": arguments}
+        call = {"id": "zqxcall01", "type": "function", "function": function}
+        return {**self._filler_message("assistant", ""), "tool_calls": [call]}
 
     def _shape_call(self, call: Message) -> Message:
         function = call.get("function")
@@ -138,21 +129,13 @@ class ContentForms:
 
     @cached_property
     def _printed_calls(self) -> tuple[str, str]:
-        """How a call is printed whose arguments are a mapping, and one with text."""
-        ask, said = self._filler_message("user", "zqxaskzqx"), []
-        for arguments in ({_PROBE_KEY: _PROBE_WORD}, f'{{"{_PROBE_KEY}": "{_PROBE_WORD}"}}'):
-            function = {"name": TOOL_STAND_IN, "arguments": arguments}
-            call = {"id": "zqxcall01", "type": "function", "function": function}
-            calls = {**self._filler_message("assistant", ""), "tool_calls": [call]}
-            said.append(self._render_or_empty([ask, calls]))
-        return said[0], said[1]
-
-
-_FUNCTION: Message = {"name": TOOL_STAND_IN, "arguments": {}}
+        """How a call is printed whose arguments are a mapping, and one whose arguments are text."""
+        ask, arguments = self._filler_message("user", "zqxaskzqx"), {_PROBE_KEY: _PROBE_WORD}
+        mapping = self._render_or_empty([ask, self._filler_call(arguments)])
+        return mapping, self._render_or_empty([ask, self._filler_call(json.dumps(arguments))])
 
 
 def _join_texts(role: str, content: Sequence[Any]) -> str:
-    """Return a list of text items as text."""
     texts = [item.get("text") if isinstance(item, Mapping) else item for item in content]
     found = [text for text in texts if isinstance(text, str)]
     if len(found) < len(texts):

@@ -1,8 +1,7 @@
 """`Conversation`: a whole conversation with its token ids, masks, logprobs and weights.
 
-The request is pure data; methods that need the tokenizer or processor take it as an argument. Ids
-are append-only: what the policy sampled is never tokenized again, and a turn costs only what it
-adds.
+It is pure data; methods that need the tokenizer or processor take it as an argument. Ids are only
+appended: what the policy sampled is never tokenized again, and a turn costs only what it adds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .template_messages import (
     extract_media,
     parse_tool_call,
     plain_mapping,
-)
+)  # fmt: skip
 from .writer import ConversationWriter, answer_message, check_spans, checked_logprobs
 
 
@@ -70,10 +69,11 @@ class Conversation(ConversationWriter):
             raise ValueError(
                 f"multi_modal_data: unknown keys {unknown}: use {', '.join(MEDIA_KEYS)}"
             )
-        if attention_mask is not None and (
-            input_ids is None or len(attention_mask) != len(input_ids)
-        ):
-            raise ValueError("attention_mask needs input_ids of the same length")
+        if attention_mask is not None:
+            if len(attention_mask) != len(input_ids or ()):
+                raise ValueError("attention_mask needs input_ids of the same length")
+            pairs = zip(input_ids or (), attention_mask, strict=True)
+            input_ids = [token for token, seen in pairs if seen]
         found = [extract_media(message) for message in messages]
         media = {key: list((multi_modal_data or {}).get(key, ())) for key in MEDIA_KEYS}
         for _, inner in found:
@@ -88,10 +88,7 @@ class Conversation(ConversationWriter):
                 **fields,
             }
         )
-        ids = input_ids
-        if ids is not None and attention_mask is not None:
-            ids = [token for token, seen in zip(ids, attention_mask, strict=True) if seen]
-        request._begin_conversation(processing_class, ids)
+        request._begin_conversation(processing_class, input_ids)
         return request
 
     # Adding turns.
@@ -99,16 +96,15 @@ class Conversation(ConversationWriter):
     def get_generation_prompt_ids(self, processing_class: Any) -> ColumnView[int]:
         """Open the assistant's turn if it is not open yet; return the ids to send to an engine.
 
-        Costs only what it adds; the ids are a view of the request's buffer (`tolist()` copies).
-        With `use_inference_chat_template` they are those of the whole conversation as the template
+        Costs only what it adds; the ids are a view (`tolist()` copies). With
+        `use_inference_chat_template` they are those of the whole conversation as the template
         prints it now, and cost a full render.
         """
         self._check_open()
-        self._open_turn(self._template_for(processing_class))
+        template = self._template_for(processing_class)
+        self._open_turn(template)
         self.state = RequestState.RUNNING
-        if self.use_inference_chat_template:
-            return self._render_ids(self._template_for(processing_class))
-        return self.input_ids
+        return self._render_ids(template) if self.use_inference_chat_template else self.input_ids
 
     def add_user_message(self, processing_class: Any, content: Any) -> None:
         """Append a user message: text, or a list of content items with media."""
@@ -125,10 +121,9 @@ class Conversation(ConversationWriter):
     def add_tool_response_messages(
         self, processing_class: Any, contents: Sequence[ToolResponse | Any]
     ) -> None:
-        """Append tool responses, one message each, rendered together.
+        """Append tool responses, one message each, rendered together; nothing if all are empty.
 
-        Does nothing if all are empty. Responses without an id get the ids of the calls that they
-        answer, in order.
+        Responses without an id get the ids of the calls that they answer, in order.
         """
         responses = [ToolResponse.of(content) for content in contents]
         if all(response.is_empty() for response in responses):
@@ -136,9 +131,8 @@ class Conversation(ConversationWriter):
         found = [response.message() for response in responses]
         last = self.messages[self.cursor.messages - 1]
         answered = len(self.messages) - self.cursor.messages
-        for (message, _), call in zip(
-            found, (last.get("tool_calls") or [])[answered:], strict=False
-        ):
+        calls = (last.get("tool_calls") or [])[answered:]
+        for (message, _), call in zip(found, calls, strict=False):
             if "id" in call:
                 message.setdefault("tool_call_id", call["id"])
             if "name" in call.get("function", {}):
@@ -162,7 +156,7 @@ class Conversation(ConversationWriter):
         """Append an answer: sampled ids, taken as they are, or text, which is tokenized.
 
         Args:
-            processing_class: Tokenizer or processor.
+            processing_class: The model's tokenizer, or its processor.
             content: Its text without its calls; None: decoded from `content_ids`, without the
                 token that ended it.
             content_ids: [T] ids that the policy sampled after the generation prompt.
@@ -188,17 +182,15 @@ class Conversation(ConversationWriter):
             values = None if logprobs is None else checked_logprobs(logprobs, len(ids))
             check_spans(weights, len(ids))
             self._check_kind(values is not None, logprobs_of)
+            template = self._template_for(processing_class)
             if content is None:
-                ends = self._template_for(processing_class).end_ids | {stop_token_id}
-                text = ids[:-1] if ids and ids[-1] in ends else ids
-                content = self._template_for(processing_class).codec.decode(text)
+                ends = template.end_ids | {stop_token_id}
+                content = template.codec.decode(ids[:-1] if ids and ids[-1] in ends else ids)
                 if tool_calls:
                     calls = [parse_tool_call(call) for call in tool_calls]
-                    content = content_without_calls(
-                        self._template_for(processing_class), content, calls
-                    )
+                    content = content_without_calls(template, content, calls)
             found = answer_message(content, tool_calls, message)
-            self._open_turn(self._template_for(processing_class))
+            self._open_turn(template)
             self.streams.append_tokens(
                 ids, loss=True, sampled=True, logprobs=values, weights=weights
             )
@@ -240,7 +232,7 @@ class Conversation(ConversationWriter):
         """End the conversation: drop an open generation prompt, check, truncate to the limits.
 
         Prompt plus response are limited to `max_model_len`, the response to `max_response_len`; a
-        turn with media is kept or cut as a whole. `truncated_tokens` counts what was cut, which
+        turn with media is kept or cut as a whole. `truncated_tokens` counts what was cut; a cut
         turns the reason `stop` into `length`.
 
         Raises:
@@ -251,9 +243,8 @@ class Conversation(ConversationWriter):
         if reason is FinishReason.TOOL_CALLS:
             raise ValueError("tool_calls only ends a turn: answer the calls, then finalize")
         self._check_open()
-        rewards = {
-            key: _checked_scores(key, scores) for key, scores in (reward_scores or {}).items()
-        }
+        given = (reward_scores or {}).items()
+        rewards = {key: _checked_scores(key, scores) for key, scores in given}
         self._cut_tokens(len(self.streams) - self.cursor.opened)
         self._check_messages(processing_class)
         self._truncate_tokens()

@@ -50,7 +50,7 @@ class WriteCursor(BaseModel):
         messages: Number of messages up to there.
         opened: Number of tokens in an open generation prompt at the end.
         sampled: The policy sampled the last answer.
-        unclosed: Nothing follows that answer yet: the next turn must first close it.
+        unclosed: Nothing follows that answer yet: the next turn must close it first.
         stopped: The token id that stopped the policy, if the engine reported one.
     """
 
@@ -116,18 +116,17 @@ class ConversationData(BaseModel):
         if self.use_inference_chat_template and self.overlong_prompt is not OverlongPrompt.ERROR:
             raise ValueError(
                 f"overlong_prompt is {self.overlong_prompt.value!r}: a cut prompt can't be rendered "
-                "anew at each turn, so use 'error' with use_inference_chat_template"
+                "again at each turn, so use 'error' with use_inference_chat_template"
             )
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Compare the data alone, without what was learned about a template."""
+        """Compare the data alone: a conversation may or may not have loaded its template."""
         return type(self) is type(other) and equal_values(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]
 
-    # Reading: the whole conversation, its prompt, its response. Ids are int32, masks int8,
-    # logprobs float32; everything is a view of the buffers.
+    # Reading. Ids are int32, masks int8, logprobs float32; each is a view of its column.
 
     @property
     def input_ids(self) -> ColumnView[int]:
@@ -146,12 +145,12 @@ class ConversationData(BaseModel):
 
     @property
     def attention_mask(self) -> list[int]:
-        """All 1 [N]: only batches are padded."""
+        """All 1 [N]: only a batch is padded."""
         return [1] * len(self.streams)
 
     @property
     def position_ids(self) -> tuple[Sequence[int], ...]:
-        """One row of positions, or three (time, height, width) with a Qwen-VL processor; [1|3, N]."""
+        """One row of positions, or three (time, height, width) with a Qwen-VL processor [1|3, N]."""
         return self.streams.position_rows()
 
     @property
@@ -187,11 +186,8 @@ class ConversationData(BaseModel):
     @property
     def weights_range(self) -> tuple[WeightsId, WeightsId] | None:
         """The oldest and newest weights that sampled here; None: no engine reported them."""
-        found = sorted((span.epoch, span.version) for span in self.streams.weights)
-        if not found:
-            return None
-        (a, b), (c, d) = found[0], found[-1]
-        return WeightsId(epoch=a, version=b), WeightsId(epoch=c, version=d)
+        found = [WeightsId(epoch=s.epoch, version=s.version) for s in self.streams.weights]
+        return (min(found), max(found)) if found else None
 
     @property
     def multi_modal_inputs(self) -> dict[str, Any]:
@@ -201,8 +197,7 @@ class ConversationData(BaseModel):
     @property
     def budget(self) -> int:
         """How many tokens the policy may still sample before a limit cuts them."""
-        length = len(self.streams)
-        response = length - self.streams.prompt
+        response, length = len(self.response_ids), len(self.streams)
         return max(0, min(self.max_response_len - response, self.max_model_len - length))
 
     def update_metrics(self, metrics: Any, tool_id: str) -> None:

@@ -1,9 +1,9 @@
-"""Windows: short stand-ins for a conversation that end as it ends. Pure.
+"""Examples: short stand-ins for a conversation that end as it ends. Pure.
 
-A template sees the example instead of the whole conversation, with words that no model writes in
-place of the contents, so that what it adds can be recognized. An example keeps what templates
-look at: whether there is a system message, whether tools were called before, one earlier round, one
-earlier step since the last question, and the last answer with all its calls and results.
+A template gets the example instead of the whole conversation, with words that no model writes in
+place of the contents, so that the text it adds can be recognized. An example keeps what templates
+look at: a system message, one earlier round (with calls if there were any), one earlier step since
+the last question, and the last answer with all its calls and results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOOL_CALL = {
     "type": "function",
     "function": {"name": TOOL_STAND_IN, "arguments": _CALL_ARGUMENTS},
 }
-
+_RESULT_NAMES = {"tool_call_id": _TOOL_CALL["id"], "name": TOOL_STAND_IN}
 _CALLS_MESSAGE: Message = {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]}
 
 PLAIN_EXAMPLE: tuple[Message, ...] = (_USER_MESSAGE, _REPLY_MESSAGE)
@@ -41,17 +41,12 @@ def message_kind(message: Message) -> str:
 
 
 def message_kinds(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the kinds of messages: what a template may treat differently."""
+    """Return the kinds of messages, by which a template may tell conversations apart."""
     return tuple(map(message_kind, messages))
 
 
 def example_of(history: Sequence[Message], group: Sequence[Message] = ()) -> list[Message]:
-    """Return an example for a conversation.
-
-    Args:
-        history: The conversation.
-        group: What is to follow it: results of tools need calls that they answer.
-    """
+    """Return an example of a conversation, with the calls that tool results in `group` answer."""
     lead = int(history[0]["role"] == "system" and len(history) > 1)
     asked = _last_index(history, "user")
     start = max(asked, lead)
@@ -67,9 +62,9 @@ def example_of(history: Sequence[Message], group: Sequence[Message] = ()) -> lis
 def _last_index(
     history: Sequence[Message], role: str, start: int = 0, stop: int | None = None
 ) -> int:
-    """Return where the last message of a role stands; -1: there is none."""
-    indexes = range((len(history) if stop is None else stop) - 1, start - 1, -1)
-    return next((index for index in indexes if history[index]["role"] == role), -1)
+    """Return the index of the last message of a role in `[start, stop)`; -1: there is none."""
+    indexes = range(len(history))[start:stop]
+    return next((index for index in reversed(indexes) if history[index]["role"] == role), -1)
 
 
 def _earlier_round(history: Sequence[Message], start: int, stop: int) -> list[int]:
@@ -90,24 +85,19 @@ def _earlier_round(history: Sequence[Message], start: int, stop: int) -> list[in
 
 
 def _last_step(history: Sequence[Message], start: int) -> list[int]:
-    """Return what follows the last question: the step before the last answer, it, and the rest."""
+    """Return the last answer, the step before it, and all that follows."""
     answer = _last_index(history, "assistant", start)
-    if answer < 0:
-        return list(range(start, len(history)))
-    before = _last_index(history, "assistant", start, answer)
-    return list(range(before if before >= 0 else answer, len(history)))
+    before = _last_index(history, "assistant", start, max(answer, start))
+    begin = next((index for index in (before, answer) if index >= 0), start)
+    return list(range(begin, len(history)))
 
 
 def stand_in_message(message: Message) -> Message:
     """Return a message of the same kind with words that no model writes."""
     role = str(message["role"])
     if role == "assistant":
-        calls = message.get("tool_calls")
-        return (
-            {**_CALLS_MESSAGE, "tool_calls": [_stand_in_call(call) for call in calls]}
-            if calls
-            else _REPLY_MESSAGE
-        )
+        calls = [_stand_in_call(call) for call in message.get("tool_calls") or ()]
+        return {**_CALLS_MESSAGE, "tool_calls": calls} if calls else _REPLY_MESSAGE
     if role == "tool":
         names: Message = {key: message[key] for key in ("tool_call_id", "name") if key in message}
         return {"role": role, "content": _GOT, **names}
@@ -115,7 +105,7 @@ def stand_in_message(message: Message) -> Message:
 
 
 def with_call_contents(example: Sequence[Message]) -> list[Message]:
-    """Return an example for a template that prints no calls: answers that call have words, too."""
+    """Return an example for a template that prints no calls: answers with calls get words, too."""
     return [{**m, "content": REPLY_STAND_IN} if m.get("tool_calls") else m for m in example]
 
 
@@ -123,87 +113,74 @@ def _stand_in_call(call: Message) -> Message:
     function = call.get("function")
     if function is None:
         return call
-    # Their names stay: a template may print, or ask for, some of them only.
+    # The arguments' names stay: a template may print, or require, certain ones.
     given = function.get("arguments")
-    named = (
-        dict.fromkeys(given, _GIVEN) if isinstance(given, Mapping) and given else _CALL_ARGUMENTS
-    )
-    return {**call, "function": {**function, "arguments": named}}
+    named = dict.fromkeys(given, _GIVEN) if isinstance(given, Mapping) else {}
+    return {**call, "function": {**function, "arguments": named or _CALL_ARGUMENTS}}
 
 
 def _call_of_result(tool: Message) -> Message:
-    """Return the call that a result without one answers."""
+    """Make the call that a tool's result answers."""
     name = tool.get("name", TOOL_STAND_IN)
     function = {"name": name, "arguments": _CALL_ARGUMENTS}
     return {**_TOOL_CALL, "id": tool.get("tool_call_id", _TOOL_CALL["id"]), "function": function}
 
 
 def longer_example(example: Sequence[Message]) -> list[Message]:
-    """Return an example with more of what it already has: the same one if nothing can be more."""
+    """Return an example with more rounds and steps; the same one if it has none to repeat."""
     lead = int(example[0]["role"] == "system" and len(example) > 1)
     start = max(_last_index(example, "user"), lead)
-    answer = _last_index(example, "assistant", start + 1)
-    first = next(
-        (i for i in range(start + 1, len(example)) if example[i]["role"] == "assistant"), answer
-    )
-    earlier, step = example[lead:start], example[first:answer] if first < answer else []
+    answers = [i for i in range(start + 1, len(example)) if example[i]["role"] == "assistant"]
+    step = example[answers[0] : answers[-1]] if answers else []
+    earlier = example[lead:start]
     more = [*earlier, *PLAIN_EXAMPLE] if earlier else []
     return [*example[:lead], *more, *earlier, example[start], *step, *example[start + 1 :]]
 
 
 def example_ending_with(kind: str) -> list[Message]:
     """Return an example that ends with a message of a kind."""
-    tool = {
-        "role": "tool",
-        "content": _GOT,
-        "tool_call_id": _TOOL_CALL["id"],
-        "name": TOOL_STAND_IN,
-    }
+    result = {"role": "tool", "content": _GOT, **_RESULT_NAMES}
     ends: dict[str, list[Message]] = {
-        "user": [], "assistant": [_REPLY_MESSAGE], "calls": [_CALLS_MESSAGE], "tool": [_CALLS_MESSAGE, tool],
-    }  # fmt: skip
+        "user": [],
+        "assistant": [_REPLY_MESSAGE],
+        "calls": [_CALLS_MESSAGE],
+        "tool": [_CALLS_MESSAGE, result],
+    }
     return [_USER_MESSAGE, *ends[kind]]
 
 
 def stand_in_group(group: Sequence[Message]) -> list[Message]:
-    """Return a group with words in place of its contents, each its own."""
-    return [
-        {**stand_in_message(message), "content": f"zqxnext{index}zqx"}
-        for index, message in enumerate(group)
-    ]
+    """Return a group with a word of its own in place of each content."""
+    return [{**stand_in_message(m), "content": f"zqxnext{i}zqx"} for i, m in enumerate(group)]
 
 
 def group_of_role(kind: str) -> list[Message]:
     """Return what a turn of a kind adds, to try a template with."""
-    return stand_in_group([{"role": kind, "tool_call_id": _TOOL_CALL["id"], "name": TOOL_STAND_IN}])
+    return stand_in_group([{"role": kind, **_RESULT_NAMES}])
 
 
 def with_stand_in_end(history: Sequence[Message]) -> list[Message]:
-    """Return a conversation whose end alone is stand-ins, by which a text is taken apart.
+    """Return a conversation with stand-ins in place of its last two messages.
 
-    The system message is never one: a template may print it in any later turn.
+    A system message stays: a template may print it in any later turn.
     """
     before = (m if m["role"] == "system" else stand_in_message(m) for m in history[-2:-1])
     return [*history[:-2], *before, stand_in_message(history[-1])]
 
 
 def end_of_words(text: str, message: Message) -> int:
-    """Return where a stand-in's own words end in a text, the last time; -1: they are not there."""
+    """Return where the last words of a stand-in end in a text; -1: there are none."""
     words = {"assistant": (REPLY_STAND_IN, _GIVEN), "user": (_ASK,), "tool": (_GOT,)}
-    ends = [
-        at + len(word)
-        for word in words.get(str(message["role"]), (_SYSTEM,))
-        if (at := text.rfind(word)) >= 0
-    ]
-    return max(ends, default=-1)
+    of_role = words.get(str(message["role"]), (_SYSTEM,))
+    return max((text.rfind(word) + len(word) for word in of_role if word in text), default=-1)
 
 
 def end_before_answer(text: str) -> int:
-    """Return where what precedes the last answer ends: the last words of a user or a tool."""
+    """Return where the last words before an answer end: those of a user, a tool or the system."""
     return max(text.rfind(_ASK), text.rfind(_GOT), text.rfind(_SYSTEM)) + len(_END_STAND_IN)
 
 
 def with_real_end(rendered: str, last: Message) -> str:
-    """Return an example's text with the real last content, if that borders on what follows."""
+    """Return the real last content instead of an example's text, if the stand-in ends that text."""
     content: Any = last.get("content")
     return content if rendered.endswith(_END_STAND_IN) and isinstance(content, str) else rendered

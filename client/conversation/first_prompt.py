@@ -1,9 +1,4 @@
-"""The template of a conversation, its first prompt, and the contents of its answers.
-
-A prompt is rendered, tokenized, and truncated to its limit where allowed. A policy's answer contains
-its calls, but a template prints the content of a message and then the calls: the content is what
-remains of the answer without its calls, so that they are not printed twice.
-"""
+"""The template of a conversation, its first prompt, and the contents of its answers."""
 
 from __future__ import annotations
 
@@ -11,12 +6,12 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from .codec import Codec, TemplateError
 from .examples import PLAIN_EXAMPLE, REPLY_STAND_IN
 from .template_messages import MediaLists, Message
-from .templates import ChatTemplate
+from .templates import ChatTemplate, EncodedPrompt
 
 _MAX_CACHED_TEMPLATES = 32
 _CACHED_TEMPLATES: OrderedDict[tuple[int, str], ChatTemplate] = OrderedDict()
@@ -25,12 +20,12 @@ _CACHED_TEMPLATES: OrderedDict[tuple[int, str], ChatTemplate] = OrderedDict()
 def cached_template(
     processing_class: Any, tools: Sequence[Message] | None, options: Mapping[str, Any]
 ) -> ChatTemplate:
-    """Return the template of a tokenizer or processor, with what is known of it already."""
+    """Return the template of a tokenizer or processor, with all that was learned about it."""
     text = getattr(processing_class, "chat_template", None)
     words = json.dumps([tools or [], dict(options), text], sort_keys=True, default=repr)
     key = id(processing_class), words
     found = _CACHED_TEMPLATES.get(key)
-    # An id may come again after its object is gone; a kept template keeps its object alive.
+    # An id may be reused once its object is gone; a cached template keeps its object alive.
     if found is None or found.codec.source is not processing_class:
         found = _CACHED_TEMPLATES[key] = ChatTemplate(Codec(processing_class), tools, options)
         while len(_CACHED_TEMPLATES) > _MAX_CACHED_TEMPLATES:
@@ -50,15 +45,6 @@ class PromptTooLong(ValueError):
     """A prompt exceeds `max_prompt_len` (or `max_model_len`) and may not be truncated."""
 
 
-class BegunPrompt(NamedTuple):
-    """The ids of a start, its generation prompt, its media, and what was cut from it."""
-
-    ids: list[int]
-    generation: list[int]
-    inputs: dict[str, Any]
-    cut: tuple[int, int] | None
-
-
 def begin_prompt(
     template: ChatTemplate,
     messages: Sequence[Message],
@@ -67,29 +53,26 @@ def begin_prompt(
     given: Sequence[int] | None,
     limit: int,
     policy: OverlongPrompt,
-) -> BegunPrompt:
+) -> EncodedPrompt:
     """Return the ids that a conversation starts with, at most `limit` of them.
 
-    Raises:
-        PromptTooLong: The policy allows no cut; a prompt with media is never cut, as placeholders and
-            tensors would no longer match.
+    A prompt with media is never cut: its placeholders and tensors would no longer match.
     """
     if given is None:
-        ids, generation, inputs = template.encode_prompt(messages, media, mm)
+        begun = template.encode_prompt(messages, media, mm)
     elif any(media.values()):
         raise ValueError(
             "input_ids and media are mutually exclusive: let the processor make the ids"
         )
     else:
-        generation, inputs = template.generation_prompt(messages), {}
-        ids = list(given)
-        if generation and ids[-len(generation) :] == generation:
-            ids = ids[: -len(generation)]
-        else:
+        ids, generation = list(given), template.generation_prompt(messages)
+        if not generation or ids[-len(generation) :] != generation:
             generation = []
+        begun = EncodedPrompt(ids[: len(ids) - len(generation)], generation, {})
+    ids, generation, inputs, _ = begun
     over = len(ids) + len(generation) - limit
     if over <= 0:
-        return BegunPrompt(ids, generation, inputs, None)
+        return begun
     keep = len(ids) - over
     if policy is OverlongPrompt.ERROR or inputs or keep < 1:
         why = (
@@ -101,19 +84,19 @@ def begin_prompt(
             f"the prompt has {len(ids) + len(generation)} tokens, {limit} are allowed{why}"
         )
     start = 0 if policy is OverlongPrompt.TRUNCATE_LEFT else (keep + 1) // 2
-    return BegunPrompt(ids[:start] + ids[start + over :], generation, inputs, (start, over))
+    return EncodedPrompt(ids[:start] + ids[start + over :], generation, inputs, (start, over))
 
 
 def content_without_calls(template: ChatTemplate, text: str, calls: Sequence[Message]) -> str:
     """Return the part of an answer's text that is not its calls.
 
-    It is the one with which the template prints the text again. Where none does (the policy wrote
-    a call otherwise than the template would), it is what stands before the first call.
+    A template prints the content and then the calls, so a content with calls would print them twice.
+    The content is the part with which the template prints the whole text again. If there is none
+    (the policy wrote a call differently from the template), it is what precedes the first call.
     """
     _, marked, printed = _render_answer(template, REPLY_STAND_IN, calls).rpartition(REPLY_STAND_IN)
-    begin = (
-        template.boundaries.first_special(printed.lstrip()) or printed.strip().partition("\n")[0]
-    )
+    first_line = printed.strip().partition("\n")[0]
+    begin = template.boundaries.first_special(printed.lstrip()) or first_line
     content = text[: text.find(begin)] if begin and begin in text else text
     gap = printed[: len(printed) - len(printed.lstrip())]
     found = [content.removesuffix(gap), content, ""] if marked else [""]

@@ -2,7 +2,6 @@
 
 Tensors, arrays, images, bytes, tuples and mappings with non-string keys are written under a marker
 key; dtype, shape and every bit are kept. Only the packages that a value itself needs are imported.
-Media tensors are stored turn by turn and concatenated when a batch needs them.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ KIND_FIELD = "$rollout"
 
 
 def encode_value(value: Any, binary: bool) -> Any:
-    """Return plain data; bytes stay bytes when `binary`, else they become base64.
-
-    Raises:
-        TypeError: Names the type that can't be serialized.
-    """
+    """Return plain data; bytes stay bytes if `binary`, otherwise they become base64."""
 
     def raw(data: bytes) -> bytes | str:
         return data if binary else base64.b64encode(data).decode()
@@ -48,32 +43,26 @@ def encode_value(value: Any, binary: bool) -> Any:
 def _encode_object(value: Any, raw: Callable[[bytes], bytes | str]) -> Any:
     module, name = type(value).__module__.partition(".")[0], type(value).__name__
     if module == "torch" and name in {"Tensor", "Parameter"}:
-        return {KIND_FIELD: "tensor", **_tensor_header(value), "data": raw(_tensor_bytes(value))}
+        import torch
+
+        # As bytes: numpy has no bfloat16.
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        dtype = str(value.dtype).removeprefix("torch.")
+        whole = {KIND_FIELD: "tensor", "dtype": dtype, "shape": list(value.shape)}
+        return {**whole, "data": raw(flat.tobytes())}
     if module == "numpy":
         if not hasattr(value, "dtype") or value.dtype.kind in "OV":
             raise TypeError(f"numpy {name} of objects or records can't be serialized: use lists")
-        whole = {"dtype": value.dtype.str, "shape": list(value.shape)}
+        whole = {KIND_FIELD: "array", "dtype": value.dtype.str, "shape": list(value.shape)}
         scalar = {} if name == "ndarray" else {"scalar": True}
-        return {KIND_FIELD: "array", **whole, **scalar, "data": raw(value.tobytes())}
+        return {**whole, **scalar, "data": raw(value.tobytes())}
     if module == "PIL":
         palette = value.getpalette() if value.mode == "P" else None
-        whole = {"mode": value.mode, "size": list(value.size), "palette": palette}
-        return {KIND_FIELD: "image", **whole, "data": raw(value.tobytes())}
+        whole = {KIND_FIELD: "image", "mode": value.mode, "size": list(value.size)}
+        return {**whole, "palette": palette, "data": raw(value.tobytes())}
     raise TypeError(
         f"{module}.{name} can't be serialized: use a tensor, an array, a PIL image or bytes"
     )
-
-
-def _tensor_header(value: Any) -> dict[str, Any]:
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-
-
-def _tensor_bytes(value: Any) -> bytes:
-    import torch
-
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    data: bytes = flat.numpy().tobytes()
-    return data
 
 
 def equal_values(a: Any, b: Any) -> bool:
@@ -98,43 +87,42 @@ def decode_value(value: Any) -> Any:
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(KIND_FIELD)
-    if kind is None:
-        return {key: decode_value(item) for key, item in value.items()}
-    if kind == "tuple":
-        return tuple(decode_value(item) for item in value["items"])
-    if kind == "mapping":
-        return {decode_value(key): decode_value(item) for key, item in value["items"]}
+    match value.get(KIND_FIELD):
+        case None:
+            return {key: decode_value(item) for key, item in value.items()}
+        case "tuple":
+            return tuple(decode_value(item) for item in value["items"])
+        case "mapping":
+            return {decode_value(key): decode_value(item) for key, item in value["items"]}
     data = value["data"] if isinstance(value["data"], bytes) else base64.b64decode(value["data"])
-    return data if kind == "bytes" else _RESTORE_BY_KIND[kind](value, data)
+    return _decode_object(value, data)
 
 
-def _as_tensor(value: Any, data: bytes) -> Any:
-    import torch
+def _decode_object(value: Any, data: bytes) -> Any:
+    match value[KIND_FIELD]:
+        case "bytes":
+            return data
+        case "tensor":
+            import torch
 
-    dtype = getattr(torch, value["dtype"])
-    if not data:
-        return torch.empty(value["shape"], dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(value["shape"])
+            dtype = getattr(torch, value["dtype"])
+            # An empty buffer can't be read.
+            flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
+            return flat.to(dtype).reshape(value["shape"])
+        case "array":
+            import numpy as np
 
+            found = np.frombuffer(bytearray(data), dtype=value["dtype"]).reshape(value["shape"])
+            return found[()] if value.get("scalar") else found
+        case "image":
+            from PIL import Image
 
-def _as_array(value: Any, data: bytes) -> Any:
-    import numpy as np
-
-    found = np.frombuffer(bytearray(data), dtype=value["dtype"]).reshape(value["shape"])
-    return found[()] if value.get("scalar") else found
-
-
-def _as_image(value: Any, data: bytes) -> Any:
-    from PIL import Image
-
-    image = Image.frombytes(value["mode"], tuple(value["size"]), data)
-    if value["palette"]:
-        image.putpalette(value["palette"])
-    return image
-
-
-_RESTORE_BY_KIND = {"tensor": _as_tensor, "array": _as_array, "image": _as_image}
+            image = Image.frombytes(value["mode"], tuple(value["size"]), data)
+            if value["palette"]:
+                image.putpalette(value["palette"])
+            return image
+        case kind:
+            raise ValueError(f"{KIND_FIELD} is {kind!r}: a newer version wrote it")
 
 
 def _dump_field(value: Any, info: SerializationInfo) -> Any:
@@ -160,11 +148,11 @@ class MediaTurn(BaseModel):
 
 def join_media(turns: list[MediaTurn]) -> dict[str, Any]:
     """Return the tensors of all turns, concatenated on their first axis."""
-    found: dict[str, list[Any]] = {}
-    for turn in turns:
-        for key, value in turn.inputs.items():
-            found.setdefault(key, []).append(value)
-    return {key: _concatenate_values(values) for key, values in found.items()}
+    keys = dict.fromkeys(key for turn in turns for key in turn.inputs)
+    return {
+        key: _concatenate_values([turn.inputs[key] for turn in turns if key in turn.inputs])
+        for key in keys
+    }
 
 
 def _concatenate_values(values: list[Any]) -> Any:

@@ -1,14 +1,13 @@
 """Check once, at the end, that a conversation's ids say what its messages say; O(n).
 
-The messages are rendered as a whole and compared, as text, with what the ids decode to: the ids
-themselves may differ where the policy split words differently from the tokenizer. The first
-difference that counts is reported in one line.
+A render of all messages is compared with what the ids decode to. It is compared as text: the ids
+themselves may differ where the policy split words differently from the tokenizer.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,16 +62,10 @@ def find_difference(
     close: str,
     prompt: int,
 ) -> Difference | None:
-    """Return the first difference that counts in this mode; None if there is none.
+    """Return the first difference from the ids of a full render; None if none counts in this mode.
 
-    Args:
-        ids: The conversation's ids.
-        expected: The ids of a full render of its messages.
-        sampled: 1 for ids that the policy sampled.
-        decode: Decodes ids to text, including special tokens.
-        mode: What counts as a difference.
-        close: What the template writes after an answer; a final answer may lack (part of) it.
-        prompt: Number of prompt ids, to determine the reason.
+    A final answer may lack (part of) `close`, which the template writes after an answer. The first
+    `prompt` ids and those that the policy `sampled` determine the reason.
     """
     if mode is SanityCheckMode.DISABLE or ids == expected:
         return None
@@ -98,44 +91,17 @@ def find_difference(
 
 def _first_difference(a: str, b: str, ignore: bool) -> tuple[int, int] | None:
     """Return where two texts first differ, or differ in more than whitespace."""
-    i = j = 0
-    while True:
-        same = _equal_length(a, b, i, j)
-        i, j = i + same, j + same
-        if i == len(a) and j == len(b):
-            return None
-        if not ignore:
-            return i, j
-        k, m = _skip_whitespace(a, i), _skip_whitespace(b, j)
-        if k == i and m == j:
-            return i, j
-        i, j = k, m
 
+    def characters(text: str) -> Iterator[tuple[int, str]]:
+        yield from ((i, c) for i, c in enumerate(text) if not (ignore and c.isspace()))
+        yield len(text), ""  # the end differs from every character
 
-def _equal_length(a: str, b: str, i: int, j: int) -> int:
-    """Return how many characters from i and j on are equal, by bisecting slices."""
-    length = min(len(a) - i, len(b) - j)
-    low, step = 0, 1 << 12
-    while low < length:
-        size = min(step, length - low)
-        if a[i + low : i + low + size] == b[j + low : j + low + size]:
-            low += size
-            step <<= 1
-        elif size == 1:
-            return low
-        else:
-            step = max(1, size // 2)
-    return length
-
-
-def _skip_whitespace(text: str, start: int) -> int:
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
+    pairs = zip(characters(a), characters(b), strict=False)
+    return next(((i, j) for (i, ours), (j, theirs) in pairs if ours != theirs), None)
 
 
 def _token_at(ids: Sequence[int], character: int, decode: DecodeIds, characters: int) -> int:
-    """Return which id's text contains a character; bisection decodes every id about once."""
+    """Return the index of the id whose text contains a character, by bisection."""
     if character >= characters:
         return len(ids)
     low, high, base = 0, len(ids), 0
@@ -160,9 +126,9 @@ def _likely_reason(ours: str, theirs: str, at: int, sampled: Sequence[int], prom
     if ours[:1] != theirs[:1] and ours.lstrip()[:_CONTEXT_IDS] == theirs.lstrip()[:_CONTEXT_IDS]:
         return "white space: the template strips or adds it"
     if at < prompt:
-        return "the template prints the beginning otherwise once turns follow (or ids were given)"
+        return "the template prints the beginning differently once turns follow (or ids were given)"
     if "<think>" in near_ours[:40] or "</think>" in near_theirs[:40] or "<think>" in ours[:4]:
         return "the template leaves earlier reasoning out"
     if at < len(sampled) and sampled[at]:
         return "the message's content or tool calls are not what the policy wrote"
-    return "the template prints this turn otherwise in the whole conversation"
+    return "the template prints this turn differently in the whole conversation"

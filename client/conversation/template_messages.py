@@ -1,4 +1,4 @@
-"""Messages as chat templates expect them: plain dicts, media extracted, tool calls parsed."""
+"""Messages as chat templates expect them: plain dicts, media extracted, calls parsed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 Message = dict[str, Any]
 MediaLists = dict[str, list[Any]]
@@ -31,7 +31,7 @@ _MEDIA_TYPES = {
 class ToolResponse(BaseModel):
     """What a tool returned: text, and media in the order in which the model sees them.
 
-    `name` and `tool_call_id` identify the call it answers; some templates print them.
+    `name` and `tool_call_id` identify the call that it answers; some templates print them.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -43,17 +43,17 @@ class ToolResponse(BaseModel):
     name: str | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="before")
+    @field_validator(*MEDIA_KEYS, mode="before")
     @classmethod
-    def _check_lists(cls, values: Any) -> Any:
-        for key in MEDIA_KEYS:
-            found = values.get(key) if isinstance(values, dict) else None
-            if found is not None and not isinstance(found, list):
-                raise ValueError(f"{key} must be a list: write {{{key!r}: [item]}}")
-        return values
+    def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not isinstance(value, list):
+            raise ValueError(
+                f"{info.field_name} must be a list: write {{{info.field_name!r}: [item]}}"
+            )
+        return value
 
     def is_empty(self) -> bool:
-        """Return whether it is empty."""
+        """Return whether there is neither text nor media."""
         return not self.text and not any(getattr(self, key) for key in MEDIA_KEYS)
 
     def message(self) -> tuple[Message, MediaLists]:
@@ -78,55 +78,39 @@ class ToolResponse(BaseModel):
 
 
 def plain_mapping(value: Any) -> Any:
-    """Return a message or tool as a plain mapping, with models converted to dicts.
-
-    Raises:
-        TypeError: It is neither a mapping nor a model.
-    """
+    """Return a message or tool as a plain mapping, with models converted to dicts."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
     if isinstance(value, Mapping):
         return {
-            key: plain_mapping(item) if _is_model(item) else item for key, item in value.items()
+            key: item.model_dump(exclude_none=True) if isinstance(item, BaseModel) else item
+            for key, item in value.items()
         }
-    if _is_model(value):
-        return value.model_dump(exclude_none=True)
     raise TypeError(f"a message must be a mapping or a model, not {type(value).__name__!r}")
-
-
-def _is_model(value: Any) -> bool:
-    return isinstance(value, BaseModel)
 
 
 def extract_media(value: Any) -> tuple[Message, MediaLists]:
     """Return a message as a plain dict, and the media from its content.
 
     Media become placeholders (`{"type": "image"}`); existing placeholders stay.
-
-    Raises:
-        ValueError: The message has no role, or holds a stand-in's word.
-        TypeError: It is not a message.
     """
-    message = dict(plain_mapping(value))
+    message: Message = plain_mapping(value)
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message without a role: {sorted(message)}")
     message.setdefault("content", "")
     media: MediaLists = {key: [] for key in MEDIA_KEYS}
     if isinstance(message["content"], Sequence) and not isinstance(message["content"], str):
-        message["content"] = [
-            _extract_item(plain_mapping(item), media) for item in message["content"]
-        ]
+        items = map(plain_mapping, message["content"])
+        message["content"] = [_extract_item(item, media) for item in items]
     check_stand_in_words(message)
     calls = message.pop("tool_calls", None)
-    if calls:  # some templates only look whether there is the key
+    if calls:  # no empty list: some templates only check that the key exists
         message["tool_calls"] = [parse_tool_call(call) for call in calls]
     return message, media
 
 
 def check_stand_in_words(message: Message) -> None:
-    """Check that a message has no word of the stand-ins.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Raise ValueError if a message holds a stand-in's word."""
     if found := STAND_IN.search(str(message["content"])):
         raise ValueError(
             f"a message of role {message['role']!r} holds {found[0]!r}, with which chat templates "
@@ -135,12 +119,10 @@ def check_stand_in_words(message: Message) -> None:
 
 
 def _extract_item(item: Message, media: MediaLists) -> Message:
-    kind = item.get("type")
-    key = _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
-    if key is None or kind is None:
-        return item
+    kind = str(item.get("type"))
+    key = _MEDIA_TYPES.get(kind, "")
     payload = item.get(kind, item.get(key))
-    if payload is None:
+    if not key or payload is None:
         return item
     media[key].append(payload)
     return {"type": key}
@@ -148,12 +130,12 @@ def _extract_item(item: Message, media: MediaLists) -> Message:
 
 def parse_tool_call(call: Any) -> Message:
     """Return a call in OpenAI's format, with its arguments parsed, as templates expect them."""
-    found = dict(plain_mapping(call))
-    function = dict(plain_mapping(found["function"])) if "function" in found else None
-    if function is None:
+    found: Message = plain_mapping(call)
+    if "function" not in found:
         return found
+    function = plain_mapping(found["function"])
     if isinstance(function.get("arguments"), str):
-        # If the model's arguments are not JSON, the template prints them as they are.
+        # Arguments that are not JSON are printed as they are.
         with contextlib.suppress(json.JSONDecodeError):
             function["arguments"] = json.loads(function["arguments"])
     return {**found, "type": found.get("type", "function"), "function": function}

@@ -1,11 +1,11 @@
 """What a chat template adds for a turn, without rendering the conversation again.
 
 A turn is rendered after a short example of its conversation (`examples`), and the text that it
-adds is tokenized alone (`boundaries`). What it adds begins where the stand-in's own words end, so that
-it does not matter what the template prints otherwise before them once a turn follows. Whether that
-is what the template does in a longer conversation, too, is tried once for every shape of example;
-where it is not, the whole conversation is rendered, and the turn says so. Nothing here knows a
-model's name: families differ only in what their templates answer.
+adds is tokenized alone (`boundaries`). The added text begins where the stand-in's own words end, so
+what the template changes before them once a turn follows does not matter. For each shape of example
+the template is tried once with a longer one: if it adds something else there, the whole
+conversation is rendered, and the turn says so. Nothing here knows a model's name: families differ
+only in how their templates answer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _MAX_CACHED_TEXTS = 32
 
 
 class EncodedPrompt(NamedTuple):
-    """Ids of a first render, those of its generation prompt, and the tensors of its media."""
+    """Ids of a first render, those of its generation prompt, the tensors of its media, and a cut."""
 
     ids: list[int]
     generation: list[int]
     inputs: dict[str, Any]
+    cut: tuple[int, int] | None = None
+    """Start and count of the ids that truncation removed."""
 
 
 class _SplitTurn(NamedTuple):
@@ -42,7 +44,7 @@ class _SplitTurn(NamedTuple):
     rewritten: bool
 
     def is_real(self) -> bool:
-        """Return whether nothing in it stands for a message before it, as a moved one would."""
+        """Return whether the text holds no stand-in, which a message that moved would leave."""
         return not STAND_IN.search(self.close + self.added)
 
 
@@ -55,7 +57,6 @@ class ChatTemplate:
         self.codec, self.tools, self.options = codec, tools, options
         self._forms = ContentForms(lambda messages: codec.render(messages, tools, options))
         self._example_texts: dict[str, str] = {}
-        self._closing_ids: dict[str, list[int]] = {}
         self._generation_ids: dict[tuple[str, ...], list[int] | None] = {}
         self._trailers: dict[str, str] = {}
         self._trusted: dict[tuple[tuple[str, ...], ...], bool] = {}
@@ -74,8 +75,7 @@ class ChatTemplate:
         """Render and tokenize a conversation's beginning."""
         text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
         if not opened.startswith(text):
-            ids, inputs = self.codec.encode_media(opened, media, mm)
-            return EncodedPrompt(ids, [], inputs)
+            text = opened
         ids, inputs = self.codec.encode_media(text, media, mm)
         generation, _ = self.boundaries.encode_following(text, opened[len(text) :])
         return EncodedPrompt(ids, generation, inputs)
@@ -86,22 +86,19 @@ class ChatTemplate:
         shape = examples.message_kinds(example)
         if shape not in self._generation_ids:
             text, more = self._generation_text(example), examples.longer_example(example)
-            same = (more == example or self._generation_text(more) == text) and not STAND_IN.search(
-                text
-            )
-            self._generation_ids[shape] = self._encode_generation(example, text) if same else None
+            same = more == example or self._generation_text(more) == text
+            known = same and not STAND_IN.search(text)
+            self._generation_ids[shape] = self._encode_generation(example, text) if known else None
         found = self._generation_ids[shape]
-        return (
-            self._encode_generation(history, self._generation_text(history))
-            if found is None
-            else found
-        )
+        if found is None:
+            return self._encode_generation(history, self._generation_text(history))
+        return found
 
     def _generation_text(self, messages: Sequence[Message]) -> str:
         text, opened = self._render_body(messages), self.render(messages, generation_prompt=True)
         if not opened.startswith(text):
             kind = examples.message_kind(messages[-1])
-            raise TemplateError(f"the generation prompt after {kind!r} does not end the text")
+            raise TemplateError(f"the generation prompt after {kind!r} is not at the text's end")
         return opened[len(text) :]
 
     def _encode_generation(self, messages: Sequence[Message], text: str) -> list[int]:
@@ -121,23 +118,17 @@ class ChatTemplate:
         self, history: Sequence[Message], group: Sequence[Message], media: MediaLists,
         mm: Mapping[str, Any],
     ) -> TurnTokens:  # fmt: skip
-        """Return what messages of user, tool or system add to a conversation.
-
-        Raises:
-            TemplateError: The template refuses them, prints nothing of them,
-                or prints the earlier conversation differently.
-        """
+        """Return what messages of user, tool or system add to a conversation."""
         example = self._example_for(history, group)
         split = self._split_turn(example, group) if self._is_trusted(example, group) else None
         full = split is None or not split.is_real()
         if full:
-            split = self._split_turn(
-                self._with_call_contents(examples.with_stand_in_end(history)), group
-            )
+            whole = self._with_call_contents(examples.with_stand_in_end(history))
+            split = self._split_turn(whole, group)
         if split is None or not split.is_real():
             raise TemplateError(
                 f"the chat template can't continue {history[-1]['role']!r} with "
-                f"{group[0]['role']!r}: it prints the conversation before it anew"
+                f"{group[0]['role']!r}: it then prints the earlier conversation differently"
             )
         before = examples.with_real_end(split.before, history[-1])
         return self._encode_split(split._replace(before=before), media, mm, full=full)
@@ -154,7 +145,10 @@ class ChatTemplate:
                     body, clean = self.boundaries.encode_following(before, added)
                     header = 0 if before is opened else common_length(body, generation)
                     return TurnTokens(body=body, merged=not clean, full=full, header=header)
-        raise TemplateError("the chat template prints the conversation anew before an answer")
+        raise TemplateError(
+            "the chat template can't continue with an answer: it then prints the earlier "
+            "conversation differently"
+        )
 
     def encode_closing(self, history: Sequence[Message]) -> TurnTokens:
         """Return what closes the last answer when another answer follows directly."""
@@ -167,11 +161,8 @@ class ChatTemplate:
     def _encode_split(
         self, split: _SplitTurn, media: MediaLists, mm: Mapping[str, Any], *, full: bool = False
     ) -> TurnTokens:
-        if split.close not in self._closing_ids:
-            self._closing_ids[split.close] = self.codec.encode(split.close)
-        turn = TurnTokens(
-            list(self._closing_ids[split.close]), full=full, rewritten=split.rewritten
-        )
+        close = self.codec.encode(split.close)
+        turn = TurnTokens(close, full=full, rewritten=split.rewritten)
         if any(media.values()):
             turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)
         else:
@@ -179,7 +170,7 @@ class ChatTemplate:
             turn.merged = not clean
         return turn
 
-    # Windows.
+    # Examples.
 
     def _example_for(
         self, history: Sequence[Message], group: Sequence[Message] = ()
@@ -192,7 +183,7 @@ class ChatTemplate:
     def _split_turn(
         self, example: Sequence[Message], group: Sequence[Message]
     ) -> _SplitTurn | None:
-        """Return what a group adds after an example; None: it changes how the example is printed."""
+        """Return what a group adds to an example; None: it changes how the example is printed."""
         last = example[-1]
         before, after = self._cached_body(example), self._render_body([*example, *group])
         i, j = examples.end_of_words(before, last), examples.end_of_words(after, last)
@@ -206,25 +197,24 @@ class ChatTemplate:
             mine = self.boundaries.shared_beginning(mine, theirs)
         kept = examples.end_before_answer(before[:i]) if answered else i
         rewritten = before[:kept] != after[:kept]
-        return _SplitTurn(
-            before[:i] + mine, self._closing_text(last, mine), theirs[len(mine) :], rewritten
-        )
+        close = self._closing_text(last, mine)
+        return _SplitTurn(before[:i] + mine, close, theirs[len(mine) :], rewritten)
 
     def _render_body(self, messages: Sequence[Message]) -> str:
-        """Return the text of messages without what only ends a text that nothing follows."""
+        """Return the text of messages without a trailer that is printed only at a text's end."""
         text, kind = self.render(messages), examples.message_kind(messages[-1])
         if kind not in self._trailers:
             opened = self.render(messages, generation_prompt=True)
             if not opened.startswith(text):
                 self._trailers[kind] = text[len(self.boundaries.shared_beginning(text, opened)) :]
             else:
-                self._trailers[kind] = (
-                    self._unasked_opening(kind) if kind in ("assistant", "calls") else ""
-                )
+                self._trailers[kind] = self._unasked_opening(kind)
         return text.removesuffix(self._trailers[kind])
 
     def _unasked_opening(self, kind: str) -> str:
-        """Return the next answer's beginning, where a template prints that unasked (Command A)."""
+        """Return the next answer's beginning, if a template prints that unasked (Command A)."""
+        if kind not in ("assistant", "calls"):
+            return ""
         example = self._with_call_contents(examples.example_ending_with(kind))
         group = examples.group_of_role("tool" if kind == "calls" else "user")
         with suppress(TemplateError):
@@ -234,7 +224,7 @@ class ChatTemplate:
         return ""
 
     def _cached_body(self, example: Sequence[Message]) -> str:
-        """Return an example's text; calls without ids of their own make the same example again."""
+        """Return an example's text; most conversations of one shape have the same example."""
         key = json.dumps(example, default=repr)
         if key not in self._example_texts:
             if len(self._example_texts) >= _MAX_CACHED_TEXTS:
@@ -243,12 +233,7 @@ class ChatTemplate:
         return self._example_texts[key]
 
     def _closing_text(self, last: Message, tail: str) -> str:
-        """Return the end of a text that the template, not the assistant, wrote after an answer.
-
-        Args:
-            last: The message that ends it.
-            tail: The text after its own words.
-        """
+        """Return the part of `tail`, the text after an answer's words, that ends the answer."""
         kind = examples.message_kind(last)
         if kind == "calls":
             own = self.boundaries.shared_end(self._own_closing_text, tail)
@@ -265,7 +250,7 @@ class ChatTemplate:
         return self.render(examples.PLAIN_EXAMPLE).rpartition(examples.REPLY_STAND_IN)[2]
 
     def _is_trusted(self, example: Sequence[Message], group: Sequence[Message]) -> bool:
-        """Return whether an example stands for longer conversations; tried once for each shape."""
+        """Return whether a turn adds the same to longer conversations; tried once for each shape."""
         key = examples.message_kinds(example), examples.message_kinds(group)
         if key not in self._trusted:
             self._trusted[key] = self._try_example(example, examples.stand_in_group(group))
@@ -282,7 +267,7 @@ class ChatTemplate:
             if message["content"] not in rest:
                 raise TemplateError(
                     f"the chat template prints nothing of a message of role {message['role']!r} "
-                    f"behind one of role {example[-1]['role']!r}"
+                    f"after one of role {example[-1]['role']!r}"
                 )
             rest = rest.replace(message["content"], "")
         if not short._replace(added=rest).is_real():
@@ -291,7 +276,7 @@ class ChatTemplate:
         try:
             long = short if more == example else self._split_turn(more, group)
         except TemplateError:
-            return True  # there are no such conversations
+            return True  # the template rejects every longer conversation
         return long is not None and (long.close, long.added) == (short.close, short.added)
 
     # Which tokens end a turn.

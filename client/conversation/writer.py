@@ -1,4 +1,4 @@
-"""How turns reach the buffers: appended after sampled ids, counted, checked, truncated."""
+"""How turns reach the columns: appended after sampled ids, counted, checked, truncated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_common.wire import LogprobsOf, WeightsSpan
 
 from .boundaries import TurnTokens, fit_turn
 from .codec import TemplateError
-from .columns import FLOAT32, INT32, Column, ColumnView, RopePositions
+from .columns import FLOAT32, INT32, ColumnView
 from .conversation_data import ConversationData, CounterName, RequestState, WriteCursor
 from .first_prompt import begin_prompt, cached_template
 from .media import MediaTurn, cut_media
@@ -37,25 +37,25 @@ class ConversationWriter(ConversationData):
     _template: tuple[Any, ChatTemplate] | None = PrivateAttr(default=None)
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Return the data alone for pickle: a template and its tokenizer stay in their process."""
+        """Leave the template out of a pickle: it and its tokenizer stay in their process."""
         state = super().__getstate__()
         return {**state, "__pydantic_private__": {"_template": None}}
 
     def _begin_conversation(self, processing_class: Any, ids: Sequence[int] | None) -> None:
-        limit = min(self.max_prompt_len, self.max_model_len)
+        template = self._template_for(processing_class)
         begun = begin_prompt(
-            self._template_for(processing_class), self.messages, self.multi_modal_data,
-            self.mm_processor_kwargs, ids, limit, self.overlong_prompt,
+            template, self.messages, self.multi_modal_data, self.mm_processor_kwargs, ids,
+            min(self.max_prompt_len, self.max_model_len), self.overlong_prompt,
         )  # fmt: skip
-        counts = {key: len(items) for key, items in self.multi_modal_data.items()}
-        rope = self._rope_positions(self._template_for(processing_class), begun.ids, begun.inputs)
-        self._append_tokens(begun.ids, begun.inputs, counts, rope)
+        layout = template.codec.rope_layout
+        rope = layout.rope_positions(begun.ids, begun.inputs) if layout else None
+        self.streams.append_tokens(begun.ids, rope=rope)
+        self._note_media(0, begun.inputs, self.multi_modal_data)
         self.streams.append_tokens(begun.generation)
         self.streams.prompt = len(self.streams)
         self.prompt_cut = begun.cut
-        self.cursor = WriteCursor(
-            tokens=len(begun.ids), messages=len(self.messages), opened=len(begun.generation)
-        )
+        opened, messages = len(begun.generation), len(self.messages)
+        self.cursor = WriteCursor(tokens=len(begun.ids), messages=messages, opened=opened)
 
     def _template_for(self, processing_class: Any) -> ChatTemplate:
         if self._template is None or self._template[0] is not processing_class:
@@ -72,12 +72,10 @@ class ConversationWriter(ConversationData):
             )
 
     def _check_kind(self, given: bool, kind: str) -> None:
-        if given and kind not in get_args(LogprobsOf):
-            raise ValueError(
-                f"logprobs_of is {kind!r}: use one of {', '.join(get_args(LogprobsOf))}"
-            )
-        before = 1 in self.streams.sampled.data if self.logprobs_of is None and given else given
-        if given and self.logprobs_of is None and before:
+        kinds = get_args(LogprobsOf)
+        if given and kind not in kinds:
+            raise ValueError(f"logprobs_of is {kind!r}: use one of {', '.join(kinds)}")
+        if given and self.logprobs_of is None and 1 in self.streams.sampled:
             raise ValueError("earlier turns have no logprobs: give them for all turns or none")
         if not given and self.logprobs_of is not None:
             raise ValueError("earlier turns have logprobs: give them for all turns or none")
@@ -91,7 +89,7 @@ class ConversationWriter(ConversationData):
             self.counters[counter] = self.counters.get(counter, 0) + count
 
     def _add_group(self, processing_class: Any, found: list[tuple[Message, MediaLists]]) -> None:
-        """Append messages after the last turn, or together with those since the last answer."""
+        """Append messages after the last turn, or render all since the last answer again."""
         self._check_open()
         template = self._template_for(processing_class)
         group = [message for message, _ in found]
@@ -108,7 +106,8 @@ class ConversationWriter(ConversationData):
             end, unclosed = self.cursor.tokens, self.cursor.sampled
             turn = template.encode_turn(history, group, items, self.mm_processor_kwargs)
         removed = self._fit_turn(template, turn, end, unclosed)
-        rope = self._rope_positions(template, turn.body, turn.inputs)
+        layout = template.codec.rope_layout
+        rope = layout.rope_positions(turn.body, turn.inputs) if layout else None
         # Nothing below raises: the request takes the whole turn or stays unchanged.
         if again:
             self.media = [m for m in self.media if m.start < end]
@@ -117,8 +116,9 @@ class ConversationWriter(ConversationData):
         if unclosed:
             self.cursor.tokens = len(self.streams)
         self.streams.append_tokens(turn.close)
-        counts = {key: len(values) for key, values in items.items()}
-        self._append_tokens(turn.body, turn.inputs, counts, rope)
+        start = len(self.streams)
+        self.streams.append_tokens(turn.body, rope=rope)
+        self._note_media(start, turn.inputs, items)
         self._count_turn(turn, removed)
         self.cursor.unclosed = False
         for key in MEDIA_KEYS:
@@ -159,7 +159,7 @@ class ConversationWriter(ConversationData):
         text = template.render(self.messages, generation_prompt=True)
         ids, _ = template.codec.encode_media(text, self.multi_modal_data, self.mm_processor_kwargs)
         self._count_event("full_renders")
-        return Column(INT32, ids).view()
+        return ColumnView(array(INT32, ids), [])
 
     def _append_answer(self, message: Message, stopped: int | None, sampled: bool) -> None:
         self.messages.append(message)
@@ -173,10 +173,9 @@ class ConversationWriter(ConversationData):
         if not unclosed:
             turn.close = []
             return 0
-        tail = self.streams.ids.data[max(0, end - len(turn.close) - 1) : end]
-        return fit_turn(
-            tail, turn, template.codec.special_ids, template.end_ids, self.cursor.stopped
-        )
+        tail = self.streams.ids[max(0, end - len(turn.close) - 1) : end]
+        special = template.codec.special_ids
+        return fit_turn(tail, turn, special, template.end_ids, self.cursor.stopped)
 
     def _cut_tokens(self, length: int) -> None:
         self.streams.cut_to(length)
@@ -189,21 +188,8 @@ class ConversationWriter(ConversationData):
         self._count_event("boundary_tokens_added", len(turn.close))
         self._count_event("boundary_tokens_removed", removed)
 
-    def _rope_positions(
-        self, template: ChatTemplate, ids: Sequence[int], inputs: Mapping[str, Any]
-    ) -> RopePositions | None:
-        layout = template.codec.rope_layout
-        return layout.rope_positions(ids, inputs) if layout else None
-
-    def _append_tokens(
-        self,
-        ids: Sequence[int],
-        inputs: dict[str, Any],
-        counts: dict[str, int],
-        rope: RopePositions | None,
-    ) -> None:
-        start = len(self.streams)
-        self.streams.append_tokens(ids, rope=rope)
+    def _note_media(self, start: int, inputs: dict[str, Any], items: MediaLists) -> None:
+        counts = {key: len(values) for key, values in items.items()}
         if any(counts.values()):
             turn = MediaTurn(start=start, end=len(self.streams), inputs=inputs, counts=counts)
             self.media.append(turn)
@@ -221,9 +207,8 @@ class ConversationWriter(ConversationData):
         length = len(self.streams)
         if length <= limit:
             return
-        self.media, self.multi_modal_data, kept = cut_media(
-            self.media, self.multi_modal_data, limit
-        )
+        cut = cut_media(self.media, self.multi_modal_data, limit)
+        self.media, self.multi_modal_data, kept = cut
         self.streams.cut_to(kept)
         self.truncated_tokens = length - kept
 
@@ -232,10 +217,8 @@ class ConversationWriter(ConversationData):
             return
         self.difference = self._find_difference(self._template_for(processing_class))
         if self.difference:
-            logger.warning(
-                "request %r, %s: %s", self.request_id, self.tokenization_sanity_check_mode,
-                self.difference,
-            )  # fmt: skip
+            mode = self.tokenization_sanity_check_mode
+            logger.warning("request %r, %s: %s", self.request_id, mode, self.difference)
 
     def _find_difference(self, template: ChatTemplate) -> str | None:
         try:
@@ -249,9 +232,9 @@ class ConversationWriter(ConversationData):
             start, count = self.prompt_cut
             del ids[start : start + count]
         found = find_difference(
-            self.streams.ids.data,
+            self.streams.ids,
             array(INT32, ids),
-            self.streams.sampled.data,
+            self.streams.sampled,
             template.codec.decode,
             mode=self.tokenization_sanity_check_mode,
             close=template.plain_close,
@@ -267,11 +250,7 @@ def answer_message(content: str, calls: Sequence[Any] | None, more: Mapping[str,
 
 
 def checked_logprobs(logprobs: Sequence[float], count: int) -> array[float]:
-    """Return logprobs as a buffer, checked.
-
-    Raises:
-        ValueError: There is not one per id, or some are not finite.
-    """
+    """Return logprobs as a buffer; raise ValueError unless there is a finite one for each id."""
     values = array(FLOAT32, logprobs)
     if len(values) != count:
         raise ValueError(f"{len(values)} logprobs for {count} ids")
@@ -282,11 +261,7 @@ def checked_logprobs(logprobs: Sequence[float], count: int) -> array[float]:
 
 
 def check_spans(weights: Sequence[WeightsSpan], count: int) -> None:
-    """Check that spans, if given, cover `[0, count)`.
-
-    Raises:
-        ValueError: Names the gap.
-    """
+    """Raise ValueError unless spans, if given, cover `[0, count)`."""
     at = 0
     for span in weights:
         if span.start != at or span.end < at:

@@ -47,7 +47,7 @@ class DnsDiscovery:
             await asyncio.sleep(self._ttl)
 
     async def _resolve_members(self) -> tuple[Member, ...] | None:
-        """Return the members now; None: there was no answer, so the last set stays."""
+        """Return the members now; None: nothing answered, so the last set stays."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_TIMEOUT_SECONDS):

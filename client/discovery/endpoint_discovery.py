@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from rollout_client.cluster_client import ClusterClient
 from rollout_client.errors import ClusterError
-from rollout_client.kube.cluster_client import ClusterClient
 
 from .pool_members import CONTROL_PORT, DATA_PORT, Member, Publish
 

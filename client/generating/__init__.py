@@ -1,5 +1,5 @@
 """From a prompt to a whole output, over any number of attempts on any number of members.
 
-`wire` speaks to one worker once, `verdicts` decides what the end of an attempt means, `attempts` does
-it again until the output is whole, `calls` joins the outputs. Publishing weights is none of it.
+`attempt_stream` sends one request to one worker, `attempt_verdicts` decides what the end of an
+attempt means, `attempts` repeats until the output is whole, `generate_call` joins the outputs.
 """

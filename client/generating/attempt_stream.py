@@ -1,33 +1,32 @@
 """One request to one worker: `POST /v1/generate` as a stream, event by event.
 
-It always streams, so that the tokens made so far are here if the worker dies.
+It always streams, so that no token is lost if the worker dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
+from rollout_client.routing.member_clients import describe_error
 from rollout_client.routing.router import AttemptLease
+from rollout_client.worker_control import parse_problem
 from rollout_common.wire import GenerateRequest, StreamDelta, StreamDone, WeightsId
 
 from .output_draft import BadDelta
 
-PROBLEM_PREFIX = "urn:rollout:problem:"
 MAX_PROBLEM_BYTES = 65536
 MAX_EVENT_BYTES = 64 * 2**20
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 
 class AttemptBroken(Exception):
-    """The attempt ended before the worker ended it: cut off, silent, or not understood."""
+    """The attempt ended before the worker ended it: cut off, silent, or with unusable data."""
 
 
 @dataclass(eq=False)
@@ -51,28 +50,23 @@ async def run_attempt(
     take: Callable[[StreamDelta], None],
     seconds: float,
 ) -> StreamDone:
-    """Send a request and pass on its deltas until the worker ends it.
+    """Send a request with `stream`, and call `take` with each delta until the worker ends it.
 
-    Args:
-        client: Connections to the member.
-        lease: Tells `HealthChecker` when the worker was heard last; through it the attempt is cut off.
-        request: With `stream`.
-        take: Called with each delta.
-        seconds: Deadline for all of it.
+    The lease notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
 
     Raises:
-        Refusal: The worker answered with a problem.
-        Broken: There was no proper end; the deltas passed on are good.
+        AttemptRefused: The worker answered with a problem.
+        AttemptBroken: The stream had no end; the deltas so far are valid.
     """
     try:
         async with asyncio.timeout(seconds) as scope:
             lease.watch_timeout(scope)
             return await _exchange_stream(client, lease, request, take)
     except TimeoutError:
-        # Its deadline, or it was cut off through the lease.
+        # Either the deadline passed, or the lease was cut off.
         raise AttemptBroken(lease.cut or f"no end within {seconds:.1f} s") from None
     except httpx.HTTPError as error:
-        raise AttemptBroken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        raise AttemptBroken(describe_error(error)) from error
     except (BadDelta, ValidationError, ValueError) as error:
         raise AttemptBroken(f"it sent data that can't be used: {str(error)[:300]}") from error
     finally:
@@ -87,11 +81,11 @@ async def _exchange_stream(
 ) -> StreamDone:
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
     done: StreamDone | None = None
-    route = _generate_url(lease.member.url)
-    async with client.stream("POST", route, content=body, headers=_HEADERS) as answer:
+    url = _generate_url(lease.member.url)
+    async with client.stream("POST", url, content=body, headers=_HEADERS) as answer:
         if answer.status_code != 200:
-            raise await _parse_refusal(answer)
-        # Read on after `done`, up to the end: only then can the connection be used again.
+            raise await _read_refusal(answer)
+        # Read to the end even after `done`: only then can the connection be used again.
         try:
             async for name, data in _read_events(answer, lease):
                 done = done or _handle_event(name, data, take)
@@ -105,28 +99,26 @@ async def _exchange_stream(
 
 @lru_cache(maxsize=4096)
 def _generate_url(url: str) -> httpx.URL:
-    """Return where a member generates; httpx would parse a relative URL twice per request."""
+    """Return a member's route; httpx would parse a relative URL twice per request."""
     return httpx.URL(f"{url}/v1/generate")
 
 
 def _handle_event(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
-    """Pass a delta on, or return the end; a newer worker may say more than this client knows."""
+    """Pass a delta on, or return the end; fields of newer workers are ignored."""
     match name:
         case "delta":
             take(StreamDelta.model_validate_json(data, extra="ignore"))
         case "done":
             return StreamDone.model_validate_json(data, extra="ignore")
         case "error":
-            raise AttemptBroken(
-                f"the stream broke: {_parse_problem(data).get('detail', 'no detail')}"
-            )
+            raise AttemptBroken(f"the stream broke: {parse_problem(200, data).detail}")
     return None
 
 
 async def _read_events(
     answer: httpx.Response, lease: AttemptLease
 ) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield server-sent events; the reader skips comments and events of other kinds."""
+    """Yield (name, data) of server-sent events; a comment becomes an empty `message`."""
     pending = b""
     async for chunk in answer.aiter_bytes():
         lease.note_heard()
@@ -143,27 +135,11 @@ async def _read_events(
             yield name, data
 
 
-async def _parse_refusal(answer: httpx.Response) -> AttemptRefused:
-    content = (await answer.aread())[:MAX_PROBLEM_BYTES]
-    problem = _parse_problem(content)
-    detail = str(problem.get("detail") or problem.get("title") or "") or (
-        content[:200].decode(errors="replace") or "no message"
-    )
-    return AttemptRefused(
-        answer.status_code,
-        str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX),
-        detail,
-        _parse_retry_after(answer.headers.get("Retry-After")),
-        _parse_identity(problem.get("active")),
-    )
-
-
-def _parse_problem(content: bytes) -> dict[str, Any]:
-    try:
-        problem = json.loads(content)
-    except ValueError:
-        return {}
-    return problem if isinstance(problem, dict) else {}
+async def _read_refusal(answer: httpx.Response) -> AttemptRefused:
+    problem = parse_problem(answer.status_code, (await answer.aread())[:MAX_PROBLEM_BYTES])
+    retry_after = _parse_retry_after(answer.headers.get("Retry-After"))
+    active = _parse_identity(problem.extensions.get("active"))
+    return AttemptRefused(problem.status, problem.slug, problem.detail, retry_after, active)
 
 
 def _parse_retry_after(text: str | None) -> float | None:

@@ -5,7 +5,7 @@ aborted: weights, sleep, control     → Continue, after the tokens so far
 aborted: engine, client; broken, 5xx → Continue, but at most `max_failures` times
 aborted: the logits are not finite   → GiveUp: all replicas have these weights
 429, 503, weights too old            → Continue elsewhere or later, until the deadline
-new weights, and the caller minds    → StartOver, or GiveUp
+new weights, and one version wanted  → StartOver, or GiveUp
 4xx, aborted: deadline               → GiveUp, with what was received
 """
 
@@ -14,37 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from rollout_client.errors import (
-    DeadlineExceeded,
-    NoReplica,
-    RequestError,
-    RequestFailed,
-    RequestRefused,
-    VersionChanged,
-)
+from rollout_client import errors
 from rollout_client.results import Outcome
-from rollout_common.wire import (
-    NOT_FINITE,
-    AbortReason,
-    DoneOutput,
-    SamplingParams,
-    StopMatch,
-    StopReason,
-    WeightsId,
-)
+from rollout_common import wire
 
 from .attempt_stream import AttemptRefused
 from .generate_options import OnVersionChange
 from .settings import DEFAULT_RETRY_SECONDS, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS
 
 MAX_FAILURES = 8
-"""Broken attempts of one output: enough to outlast a pool whose replicas are being killed, few
-enough that a request that crashes its engine does not crash them all."""
+"""Broken attempts that one output survives.
+
+Enough to outlast a pool whose replicas are being killed; few enough that a request that crashes
+engines does not crash them all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """How one request is to be seen through.
+    """How to handle one request.
 
     Attributes:
         key: Requests with the same key go to the same replica if possible.
@@ -69,23 +57,23 @@ class AttemptState:
     """Where an output stood when an attempt ended.
 
     Attributes:
-        replica: Name of the one that the attempt ran on; None: there was no attempt.
+        replica: Name of the replica that the attempt ran on; None without an attempt.
         now: On the monotonic clock.
-        tokens: All that are kept.
+        tokens: All tokens that are kept.
         first: Weights of the first token.
         last: Weights of the last token.
         failures: Attempts that broke before this one.
         dry: Attempts in a row, before this one, that gave no token.
-        end_tokens: The model's own ids that end outputs, as far as the worker has told them.
+        end_tokens: The model's own ids that end outputs; empty until a worker has sent them.
     """
 
     replica: str | None
     now: float
-    sampling: SamplingParams
+    sampling: wire.SamplingParams
     policy: RequestPolicy
     tokens: Sequence[int] = ()
-    first: WeightsId | None = None
-    last: WeightsId | None = None
+    first: wire.WeightsId | None = None
+    last: wire.WeightsId | None = None
     failures: int = 0
     dry: int = 0
     end_tokens: Set[int] = frozenset()
@@ -95,16 +83,16 @@ class AttemptState:
 class FinishOutput:
     """The output is whole."""
 
-    reason: StopReason
-    match: StopMatch | None = None
+    reason: wire.StopReason
+    match: wire.StopMatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ContinueOutput:
-    """Another attempt goes on after the tokens so far.
+    """Another attempt continues after the tokens so far.
 
     Attributes:
-        pause: Seconds before it, to be spread so that many requests do not come back at once.
+        pause: Seconds before it; the caller spreads them so that requests do not all return at once.
     """
 
     pause: float = 0.0
@@ -119,7 +107,7 @@ class StartOver:
 class GiveUp:
     """The caller gets an error."""
 
-    error: RequestError
+    error: errors.RequestError
 
 
 Next = FinishOutput | ContinueOutput | StartOver | GiveUp
@@ -130,7 +118,7 @@ class ReplicaExclusion:
     """The replica gets no requests.
 
     Attributes:
-        why: In words, for those who wait for a replica.
+        why: The reason, for messages of requests that wait for a replica.
         seconds: For how long; None: until a probe says that it serves.
     """
 
@@ -144,8 +132,8 @@ class AttemptVerdict:
 
     Attributes:
         broke: It counts towards `max_failures`.
-        exclusion: Why the replica gets nothing more for now, if so.
-        weights: The weights that the replica said it serves, if it did.
+        exclusion: Set if the replica gets no more requests for now.
+        weights: The weights that the replica reported, if it did.
     """
 
     outcome: Outcome
@@ -153,26 +141,28 @@ class AttemptVerdict:
     next: Next
     broke: bool = False
     exclusion: ReplicaExclusion | None = None
-    weights: WeightsId | None = None
+    weights: wire.WeightsId | None = None
 
 
-def judge_answer(output: DoneOutput | None, at: AttemptState) -> AttemptVerdict:
+def judge_answer(output: wire.DoneOutput | None, at: AttemptState) -> AttemptVerdict:
     """Judge the worker's own end of a stream."""
     if output is None:
         return judge_broken_attempt("it ended a stream without an output", at)
-    if output.stop_reason is not StopReason.ABORTED:
+    if output.stop_reason is not wire.StopReason.ABORTED:
         return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
-    if output.abort_slug == NOT_FINITE:
-        why = output.abort_detail or NOT_FINITE
-        failed = GiveUp(RequestFailed(why, replica=at.replica))
+    if output.abort_slug == wire.NOT_FINITE:
+        why = output.abort_detail or wire.NOT_FINITE
+        failed = GiveUp(errors.RequestFailed(why, replica=at.replica))
         return AttemptVerdict("aborted", why, finish_if_whole(at) or failed)
-    match output.abort_reason or AbortReason.ENGINE:
-        case AbortReason.DEADLINE as reason:
+    match output.abort_reason or wire.AbortReason.ENGINE:
+        case wire.AbortReason.DEADLINE as reason:
             return AttemptVerdict("aborted", reason, GiveUp(deadline_error(at)))
-        case AbortReason.ENGINE | AbortReason.CLIENT as reason:
+        case wire.AbortReason.ENGINE | wire.AbortReason.CLIENT as reason:
             return judge_broken_attempt(f"aborted: {reason}", at, "aborted")
         case reason:
-            asleep = ReplicaExclusion("it fell asleep") if reason is AbortReason.SLEEP else None
+            asleep = (
+                ReplicaExclusion("it fell asleep") if reason is wire.AbortReason.SLEEP else None
+            )
             follows = finish_if_whole(at) or ContinueOutput(_pause_if_dry(at))
             return AttemptVerdict("aborted", reason, follows, exclusion=asleep)
 
@@ -185,7 +175,7 @@ def judge_broken_attempt(why: str, at: AttemptState, outcome: Outcome = "broken"
         follows = GiveUp(deadline_error(at))
     elif isinstance(follows, ContinueOutput) and failures > at.policy.max_failures:
         text = f"{failures} attempts broke, the last one: {why}"
-        follows = GiveUp(RequestFailed(text, replica=at.replica))
+        follows = GiveUp(errors.RequestFailed(text, replica=at.replica))
     return AttemptVerdict(outcome, why, follows, broke=True, exclusion=ReplicaExclusion(why))
 
 
@@ -195,9 +185,8 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     follows: Next = ContinueOutput(_pause_if_dry(at))
     exclusion = None
     if refusal.status == 429:
-        exclusion = ReplicaExclusion(
-            "its queue is full", refusal.retry_after or DEFAULT_RETRY_SECONDS
-        )
+        seconds = refusal.retry_after or DEFAULT_RETRY_SECONDS
+        exclusion = ReplicaExclusion("its queue is full", seconds)
     elif refusal.status == 503:
         exclusion = ReplicaExclusion(refusal.detail)
     elif slug == "version-not-met":
@@ -207,11 +196,11 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     elif refusal.status >= 500:
         return judge_broken_attempt(str(refusal), at, "refused")
     elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
-        # As much as the model's length allows was asked for, and that is reached.
-        follows = FinishOutput(StopReason.LENGTH)
+        # The request asked for as many tokens as the model's length allows, and has them.
+        follows = FinishOutput(wire.StopReason.LENGTH)
     else:
         follows = GiveUp(
-            RequestRefused(
+            errors.RequestRefused(
                 refusal.detail, replica=at.replica, status=refusal.status, slug=refusal.slug
             )
         )
@@ -219,7 +208,7 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
 
 
 def _judge_wrong_weights(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
-    """Judge a refusal because of the weights: the replica's are too old, or too new."""
+    """Judge a refusal of a replica whose weights are too old or too new."""
     if refusal.active is None:
         later = ReplicaExclusion(refusal.detail, refusal.retry_after or DEFAULT_RETRY_SECONDS)
         return AttemptVerdict("refused", refusal.slug, ContinueOutput(), exclusion=later)
@@ -230,57 +219,51 @@ def _judge_wrong_weights(refusal: AttemptRefused, at: AttemptState) -> AttemptVe
 
 
 def judge_new_weights(at: AttemptState) -> AttemptVerdict:
-    """Judge an attempt that was left because other weights came and the caller minds."""
+    """Judge an attempt that was ended because the weights changed and one version is wanted."""
     return AttemptVerdict("moved", "the weights changed", step_after_weights_change(at, at.last))
 
 
-def step_after_weights_change(at: AttemptState, to: WeightsId | None = None) -> Next:
-    """Say what follows when the weights of the tokens so far serve no more."""
+def step_after_weights_change(at: AttemptState, to: wire.WeightsId | None = None) -> Next:
+    """Return what follows when no replica serves the weights of the tokens so far."""
     if at.policy.on_version_change == "fail":
         text = f"the weights changed from {at.first} to {to or 'others'} within an output"
-        return GiveUp(VersionChanged(text, replica=at.replica))
+        return GiveUp(errors.VersionChanged(text, replica=at.replica))
     return StartOver()
 
 
 def finish_if_whole(at: AttemptState) -> FinishOutput | None:
-    """Return the end if nothing is missing but the worker's own word for it.
+    """Return the end if the tokens so far are complete, though no worker said so.
 
-    As on a worker, nothing of the first `min_tokens` is an end.
+    As on a worker, none of the first `min_tokens` is an end.
     """
     sampling, tokens = at.sampling, at.tokens
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
     if tokens and tokens[-1] in stops and len(tokens) > sampling.min_tokens:
-        return FinishOutput(StopReason.STOP, StopMatch(token_id=tokens[-1]))
+        return FinishOutput(wire.StopReason.STOP, wire.StopMatch(token_id=tokens[-1]))
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
-        return FinishOutput(StopReason.LENGTH)
+        return FinishOutput(wire.StopReason.LENGTH)
     return None
 
 
-def deadline_error(at: AttemptState) -> DeadlineExceeded:
-    """Return the error for a request whose time is over."""
-    return DeadlineExceeded("its deadline passed", replica=at.replica)
+def deadline_error(at: AttemptState) -> errors.DeadlineExceeded:
+    """Return the error of a request whose deadline has passed."""
+    return errors.DeadlineExceeded("its deadline passed", replica=at.replica)
 
 
-def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> RequestError:
-    """Return the error when there is no time for another attempt.
-
-    Args:
-        at: Where the output stands.
-        last: How the attempt before ended; None: there was none.
-        reasons: Why no replica serves now.
-    """
+def out_of_time_error(at: AttemptState, last: Outcome | None, reasons: str) -> errors.RequestError:
+    """Return the error when no time is left for another attempt; `last` is how the last one ended."""
     if at.tokens or last != "refused":
         return deadline_error(at)
-    return NoReplica(f"no replica took the request in time ({reasons})")
+    return errors.NoReplica(f"no replica took the request in time ({reasons})")
 
 
-def no_replica_error(error: NoReplica, at: AttemptState) -> RequestError:
-    """Return the right word for it: with tokens in hand the deadline ended the output."""
-    return DeadlineExceeded(error.cause) if at.tokens else error
+def no_replica_error(error: errors.NoReplica, at: AttemptState) -> errors.RequestError:
+    """Return the error when no replica came: with tokens, the deadline ended the output."""
+    return errors.DeadlineExceeded(error.cause) if at.tokens else error
 
 
 def _pause_if_dry(at: AttemptState) -> float:
-    """Attempts that give nothing must not follow each other at once for ever."""
+    # Attempts that give no token must not follow each other without a pause until the deadline.
     return _backoff_pause(at) if at.dry > 1 else 0.0
 
 

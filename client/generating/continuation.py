@@ -1,15 +1,15 @@
-"""What the next attempt is asked for, so that an output goes on as if it had never stopped. Pure."""
+"""What to ask of the next attempt, so that an output continues as if it had never stopped. Pure."""
 
 from __future__ import annotations
 
-from rollout_client.routing.weights_bounds import WeightsBounds
+from rollout_client.routing.member_records import WeightsBounds
 from rollout_common.wire import GenerateRequest, SamplingParams
 
 from .output_draft import OutputDraft
 from .settings import MAX_DEADLINE_SECONDS
 
 SEED_STEP = 0x9E3779B97F4A7C15
-"""An odd number far from any that callers use: seeds of continuations meet nobody else's."""
+"""An odd number far from any seed that callers use, so that continuations share no seed with them."""
 
 
 def remaining_request(
@@ -21,15 +21,9 @@ def remaining_request(
     session_id: str,
     seconds: float,
 ) -> GenerateRequest:
-    """Return the request for what is left after the tokens of a draft.
+    """Return the request for the rest of an output, `seconds` before its deadline.
 
-    Args:
-        request: The whole one.
-        draft: Its tokens become part of the prompt.
-        bounds: Which weights may make the rest.
-        request_id: Of the attempt.
-        session_id: Of the conversation.
-        seconds: Until the caller's deadline.
+    The tokens of the draft become part of the prompt.
     """
     tokens = draft.token_ids
     changes: dict[str, object] = {
@@ -49,10 +43,10 @@ def remaining_request(
 def remaining_bounds(
     asked: WeightsBounds, draft: OutputDraft, *, one_version: bool
 ) -> WeightsBounds:
-    """Return which weights may make the rest: what the caller asked for, until there are tokens.
+    """Return which weights may make the rest: those that the caller asked for, until there are tokens.
 
-    A caller who minds a change, or who asked for exact weights, wants the rest from the same ones;
-    everybody else from no older ones: while replicas commit one after the other, the next one may
+    If one version or exact weights are wanted, the rest must come from the same weights. Otherwise
+    it must not come from older ones: while replicas commit one after the other, the next one may
     still be behind.
     """
     first, last = draft.first_weights, draft.last_weights
@@ -64,9 +58,9 @@ def remaining_bounds(
 
 
 def remaining_sampling(sampling: SamplingParams, tokens: int) -> SamplingParams:
-    """Return the parameters after so many tokens: one budget over all attempts.
+    """Return the parameters after this many tokens: all attempts share one budget.
 
-    A seed is moved on, since the same one would draw the same random numbers again.
+    The seed changes: the same one would draw the same random numbers again.
     """
     if not tokens:
         return sampling
@@ -79,14 +73,14 @@ def remaining_sampling(sampling: SamplingParams, tokens: int) -> SamplingParams:
 
 
 def rewind_length(sampling: SamplingParams, tokens: int, *, end_known: bool) -> int:
-    """Return how many of so many tokens the next attempt must sample again.
+    """Return how many of the last tokens the next attempt must sample again.
 
-    - All of them with presence or frequency penalties. These count sampled tokens only: to the next
-      worker the tokens so far are prompt, and it would not count them.
-    - Those that may be the beginning of a stop string. A worker looks for stop strings in what it
-      samples itself. Every token has at least one byte: so many bytes hold any beginning.
-    - The last one, unless the worker has told which ids end outputs (`end_known`): an output cut
-      off right after its end must not go on beyond it.
+    - All of them with presence or frequency penalties. These count sampled tokens only: the next
+      worker takes the tokens so far as prompt, and would not count them.
+    - Those that may be the beginning of a stop string: a worker looks for stop strings only in what
+      it samples. Every token has at least one byte, so that many tokens hold any beginning.
+    - The last one, unless the worker has said which ids end outputs (`end_known`): an output that was
+      cut off right after its end must not continue.
     """
     if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
         return tokens

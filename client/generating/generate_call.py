@@ -1,35 +1,25 @@
-"""One call of `generate`: `n` outputs, each seen through on its own, joined into one result."""
+"""One call of `generate`: `n` outputs, each generated on its own, joined into a result or a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from rollout_client.errors import RequestError, RolloutError
-from rollout_client.results import GenerateResult, join_results
-from rollout_common.wire import GenerateRequest
+from rollout_client.results import GenerateResult
+from rollout_common.wire import GenerateRequest, StreamDelta, Timing, Usage
 
 from .attempt_verdicts import RequestPolicy
 from .attempts import OutputGeneration, PoolContext
-from .generate_options import OnVersionChange
 
 MAX_SEED = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """How a call is to be seen through, apart from the request itself."""
-
-    on_version_change: OnVersionChange
-    max_failures: int
-    group_id: str | None = None
-    deterministic: bool = False
-
-
+@dataclass(eq=False, repr=False)
 class GenerateCall:
     """A caller's request. Run it once.
 
@@ -37,57 +27,59 @@ class GenerateCall:
     spread over replicas, and one that breaks does not affect the others.
     """
 
-    def __init__(
-        self,
-        shared: PoolContext,
-        request: GenerateRequest,
-        options: CallOptions,
-        on_tokens: Callable[[int], None] = lambda index: None,
-    ) -> None:
-        self._shared = shared
-        self._request = request
+    shared: PoolContext
+    request: GenerateRequest
+    request_id: str
+    policy: RequestPolicy
+    on_tokens: Callable[[int], None] = lambda index: None
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self.request_id = request.request_id or uuid.uuid4().hex
-        self.session_id = request.session_id or self.request_id
-        key = options.group_id or request.session_id
-        if key is None and options.deterministic:
-            key = self.request_id
-        policy = RequestPolicy(
-            key=key,
-            session_id=self.session_id,
-            until=self._began + request.deadline_seconds,
-            on_version_change=options.on_version_change,
-            max_failures=options.max_failures,
-        )
         self.outputs = [
-            OutputGeneration(shared, single, request_id, index, policy, partial(on_tokens, index))
-            for index, (request_id, single) in enumerate(self._single_requests())
+            OutputGeneration(
+                self.shared, single, name, index, self.policy, partial(self.on_tokens, index)
+            )
+            for index, (name, single) in enumerate(self._single_requests())
         ]
 
-    def _single_requests(self) -> Sequence[tuple[str, GenerateRequest]]:
-        sampling = self._request.sampling
+    def _single_requests(self) -> Iterator[tuple[str, GenerateRequest]]:
+        sampling = self.request.sampling
         if sampling.n == 1:
-            return [(self.request_id, self._request)]
-        found = []
+            yield self.request_id, self.request
+            return
         for index in range(sampling.n):
             seed = None if sampling.seed is None else (sampling.seed + index) % MAX_SEED
             one = sampling.model_copy(update={"n": 1, "seed": seed})
-            request = self._request.model_copy(update={"sampling": one})
-            found.append((f"{self.request_id}.{index}", request))
-        return found
+            request = self.request.model_copy(update={"sampling": one})
+            yield f"{self.request_id}.{index}", request
 
     def to_result(self) -> GenerateResult:
         """Return what there is so far; outputs that have not ended are marked aborted."""
-        return join_results(
-            self.request_id,
-            self.session_id,
-            len(self._request.token_ids),
-            time.monotonic() - self._began,
-            [output.to_report for output in self.outputs],
+        outputs = tuple(each.output for each in self.outputs)
+        usages = [each.usage for each in self.outputs]
+        began = [each.first_token_at for each in self.outputs if each.first_token_at is not None]
+        kinds = (each.logprobs_of for each in self.outputs)
+        return GenerateResult(
+            request_id=self.request_id,
+            session_id=self.policy.session_id,
+            logprobs_of=next((kind for kind in kinds if kind is not None), None),
+            outputs=outputs,
+            usage=Usage(
+                prompt_tokens=len(self.request.token_ids),
+                completion_tokens=sum(len(output.token_ids) for output in outputs),
+                cached_tokens=sum(usage.cached_tokens for usage in usages),
+            ),
+            timing=Timing(
+                queued_seconds=min(usage.queued_seconds for usage in usages),
+                first_token_seconds=min(began) - self._began if began else None,
+                total_seconds=time.monotonic() - self._began,
+                preemptions=sum(usage.preemptions for usage in usages),
+            ),
+            attempts=tuple(attempt for usage in usages for attempt in usage.attempts),
         )
 
     async def run_call(self) -> GenerateResult:
-        """See all outputs through.
+        """Run every output to its end.
 
         Raises:
             RequestError: One of them failed; the others ran to their end first. `kept` has them all.
@@ -106,7 +98,7 @@ class GenerateCall:
                 error.kept = kept if any(output.token_ids for output in kept.outputs) else None
             raise
         finally:
-            self._shared.hook.request(outcome, time.monotonic() - self._began, result)
+            self.shared.hook.request(outcome, time.monotonic() - self._began, result)
 
     async def _run_outputs(self) -> None:
         if len(self.outputs) == 1:
@@ -122,3 +114,71 @@ class GenerateCall:
         failed = [each for each in ended if isinstance(each, BaseException)]
         if failed:
             raise failed[0]
+
+
+class GenerationStream:
+    """A generation as deltas, of which no token is taken back: iterate once, inside `async with`.
+
+    Afterwards `result` has everything.
+
+    Args:
+        make: Makes the call, given the function to call when an output has new tokens.
+    """
+
+    def __init__(self, make: Callable[[Callable[[int], None]], GenerateCall]) -> None:
+        self._fresh = asyncio.Event()
+        self._call = make(lambda _: self._fresh.set())
+        self._given = [0] * len(self._call.outputs)
+        self._task: asyncio.Task[GenerateResult] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the generation if it is still running."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            if not self._task.cancelled():
+                self._task.exception()  # marks it as retrieved: the caller left early
+
+    @property
+    def result(self) -> GenerateResult:
+        """The result: final once the iteration has ended, until then what there is so far."""
+        task = self._task
+        if task is not None and task.done() and not task.cancelled() and not task.exception():
+            return task.result()
+        return self._call.to_result()
+
+    async def __aiter__(self) -> AsyncGenerator[StreamDelta]:
+        """Yield deltas; their spans count from the output's first token.
+
+        Raises:
+            RequestError: After the last delta, if the generation failed.
+        """
+        if self._task is not None:
+            raise RuntimeError("a stream can be iterated only once")
+        self._task = asyncio.create_task(self._call.run_call())
+        self._task.add_done_callback(lambda _: self._fresh.set())
+        while True:
+            self._fresh.clear()
+            ended = self._task.done()
+            for delta in self._new_deltas(whole=ended):
+                yield delta
+            if ended:
+                self._task.result()
+                return
+            await self._fresh.wait()
+
+    def _new_deltas(self, *, whole: bool) -> list[StreamDelta]:
+        deltas = []
+        for index, output in enumerate(self._call.outputs):
+            draft, start = output.draft, self._given[index]
+            end = len(draft) - (0 if whole else output.retractable)
+            if end > start:
+                deltas.append(draft.delta_between(start, end))
+                self._given[index] = end
+        return deltas

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rollout_client.option_names import did_you_mean
+from rollout_client.option_names import check_option_names, did_you_mean
 from rollout_common.wire import GenerateRequest, SamplingParams
 
 from .settings import DEFAULT_DEADLINE_SECONDS
@@ -15,10 +15,10 @@ from .settings import DEFAULT_DEADLINE_SECONDS
 OnVersionChange = Literal["continue", "restart", "fail"]
 
 MAX_ID_LENGTH = 200
-"""Longest request id that a caller may give: attempts append to it."""
+"""Characters of a caller's request id: attempts append to it, and workers limit the whole."""
 
 MAX_REPORTED_ERRORS = 4
-"""Mistakes that one message names."""
+"""Mistakes that one message lists."""
 
 
 class _Array(Protocol):
@@ -33,7 +33,7 @@ Prompt = GenerateRequest | Sequence[int] | _Array
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Arguments of `generate` and its kin, all by name; what is left out has the worker's default.
+    """Arguments of `generate` and `stream`, all by name; the worker has defaults for the rest.
 
     Attributes:
         sampling: How tokens are sampled; a mapping has the fields of `SamplingParams`.
@@ -41,13 +41,13 @@ class GenerateOptions(TypedDict, total=False):
         session_id: Requests of one conversation go to one replica if possible.
         group_id: The same for the samples of one prompt, which otherwise spread over replicas.
         logprobs: Which kind; default: the pool's.
-        epoch: That the versions refer to; default: the active one.
-        min_version: Wait for a replica with such weights or newer ones.
+        epoch: The epoch of the versions; default: the active one.
+        min_version: Wait for a replica with these weights or newer ones.
         exact_version: Wait for a replica with exactly these, and let no others make a token.
         cache_salt: Requests with other salts share no cached prefix.
         priority: Lower runs first.
         deadline_seconds: For everything, waiting and all attempts; default: the pool's.
-        on_version_change: What to do if the weights change within an output: `continue` (spans tell
+        on_version_change: What to do if the weights change within an output: `continue` (spans say
             which weights made which token), `restart` from the prompt, or `fail`.
     """
 
@@ -70,16 +70,8 @@ OWN_OPTIONS = ("group_id", "on_version_change")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse a name that `generate` has not.
-
-    Raises:
-        TypeError: As Python's own for a keyword argument that does not exist.
-        ValueError: `on_version_change` has a value that it can't have.
-    """
-    known = GenerateOptions.__annotations__
-    for name in options:
-        if name not in known:
-            raise TypeError(f"generate has no argument {name!r}{_fix_for_name(name, known)}")
+    """Refuse options that do not exist (TypeError) and a wrong `on_version_change` (ValueError)."""
+    check_option_names("generate", options, GenerateOptions.__annotations__, _fix_for_name)
     choices = get_args(OnVersionChange)
     if (chosen := options.get("on_version_change", "continue")) not in choices:
         raise ValueError(f"on_version_change is {chosen!r}: use one of {', '.join(choices)}")
@@ -88,16 +80,11 @@ def check_options(options: Mapping[str, Any]) -> None:
 def make_request(
     prompt: Prompt, options: GenerateOptions, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
 ) -> GenerateRequest:
-    """Return the request for a prompt with these options.
-
-    Args:
-        prompt: As the caller has it.
-        options: Take the place of the same fields of a whole request.
-        deadline_seconds: For a request that names none.
+    """Return the request for a prompt; options replace the same fields of a whole request.
 
     Raises:
         ValueError: A field is unknown or has a bad value; the message names each.
-        TypeError: The prompt is no sequence of token ids, or an option does not exist.
+        TypeError: The prompt is not a sequence of token ids, or an option does not exist.
     """
     check_options(options)
     given: dict[str, Any] = {"deadline_seconds": deadline_seconds}
@@ -130,15 +117,14 @@ def _prompt_token_ids(prompt: Sequence[int] | _Array) -> tuple[int, ...]:
     if ids and isinstance(ids[0], Sequence):
         raise ValueError("a prompt is one row of token ids: pass many to generate_many")
     whole = tuple(ids)
-    # The usual list of a hundred thousand ids is not gone through one by one.
+    # A plain list may have a hundred thousand ids: do not convert them one by one.
     return whole if set(map(type, whole)) <= {int} else tuple(map(_plain_numbers, whole))
 
 
 def _plain_numbers(value: Any) -> Any:
     """Return numbers of numpy and torch as Python's own, also within mappings and sequences."""
     if isinstance(value, BaseModel | str | bytes | int | float):
-        # numpy's float64 is a float, too, and one that every check takes.
-        return value
+        return value  # numpy's float64 is a float, too, which every check accepts
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -147,9 +133,9 @@ def _plain_numbers(value: Any) -> Any:
 
 
 def _error_words(error: ValidationError) -> str:
-    """Return what is wrong, in words of ours: the path of each field and what it must be."""
+    """Return what is wrong: the path of each field and what it must be."""
     wrong, found = [], error.errors()
-    # What follows from a mistake further inside is not told: that one is what to fix.
+    # A mistake inside a field also fails the field itself: report only the inner one.
     outer = {each["loc"][:size] for each in found for size in range(len(each["loc"]))}
     inner = [each for each in found if each["loc"] not in outer]
     for each in inner[:MAX_REPORTED_ERRORS]:
@@ -172,8 +158,7 @@ _KNOWN_FIXES = {
 }
 
 
-def _fix_for_name(name: str, known: Mapping[str, object]) -> str:
-    """Return what to write instead of an argument that does not exist."""
+def _fix_for_name(name: str, known: Iterable[str]) -> str:
     if name in SamplingParams.model_fields:
         return f": put it into sampling, as in sampling={{{name!r}: …}}"
     return ": use deadline_seconds" if name == "timeout" else did_you_mean(name, known)

@@ -1,8 +1,10 @@
-"""The verbs that prompts are sent with. `AsyncRolloutPool` has them all."""
+"""The verbs that send prompts; `AsyncRolloutPool` inherits them."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, Unpack
 
@@ -11,27 +13,20 @@ from rollout_client.hooks import guard_progress
 from rollout_client.results import GenerateResult
 from rollout_common.wire import GenerateRequest, WeightsId
 
+from .attempt_verdicts import RequestPolicy
 from .attempts import PoolContext
-from .generate_call import CallOptions, GenerateCall
+from .generate_call import GenerateCall, GenerationStream
 from .generate_options import GenerateOptions, Prompt, make_request
-from .generation_stream import GenerationStream
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 DEFAULT_CONCURRENCY = 512
-"""Requests in flight of one `generate_many` unless said otherwise."""
+"""Requests of one `generate_many` in flight by default."""
 
 Progress = Callable[[int, int], None]
 
 
 class GeneratingVerbs:
-    """Sends prompts and sees each through to its end.
-
-    Args:
-        shared: Router, connections and hook of the pool.
-        max_failures: Broken attempts that one output survives.
-        deterministic: Whether replicas are chosen by a stable hash.
-        deadline_seconds: Of requests that name none.
-    """
+    """Sends prompts, and makes attempts until each output has ended. `PoolOptions` has the options."""
 
     def __init__(
         self,
@@ -47,11 +42,10 @@ class GeneratingVerbs:
         self._deterministic = deterministic
 
     def _start_discovery(self) -> None:
-        """Begin to look for members; called with each prompt."""
         raise NotImplementedError
 
     def _lowest_weights(self) -> WeightsId | None:
-        """Return what must at least serve requests without bounds of their own."""
+        """Return the oldest weights for requests without bounds of their own."""
         raise NotImplementedError
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateResult:
@@ -62,9 +56,9 @@ class GeneratingVerbs:
             **options: See `GenerateOptions`: `sampling`, `session_id`, `deadline_seconds`, …
 
         Raises:
-            RequestError: An output did not end; `kept` is what had been received.
+            RequestError: An output did not end; `kept` is what was received.
             ValueError: The prompt or an option can't be sent; says which, and why.
-            TypeError: The prompt is of no such kind, or there is no such option.
+            TypeError: The prompt is of another kind, or an option does not exist.
         """
         return await self._make_call(prompt, options).run_call()
 
@@ -86,12 +80,12 @@ class GeneratingVerbs:
     ) -> AsyncGenerator[tuple[int, GenerateResult | RolloutError]]:
         """Yield (index, result or error) as requests end; at most `concurrency` run at once.
 
-        A prompt is taken from the iterable only when there is room for it. Leaving the loop early
-        ends the requests that are still running.
+        The next prompt is taken from the iterable only when its request can start. Leaving the loop
+        early ends the requests that are still running.
         """
         if concurrency < 1:
             raise ValueError("concurrency must be 1 or more")
-        make_request((0,), options)  # what is wrong for all prompts is told before any is sent
+        make_request((0,), options)  # an option that is wrong for all prompts raises here
         waiting = enumerate(prompts)
         running: dict[asyncio.Task[GenerateResult], int] = {}
         try:
@@ -114,7 +108,7 @@ class GeneratingVerbs:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _generate_one(self, prompt: Prompt, options: GenerateOptions) -> GenerateResult:
-        """Generate; a prompt that can't be sent fails like one that a worker refused."""
+        """Generate; a prompt that can't be sent fails as if a worker had refused it."""
         try:
             call = self._make_call(prompt, options)
         except (ValueError, TypeError) as error:
@@ -142,7 +136,7 @@ class GeneratingVerbs:
 
         Raises:
             ManyFailed: See `on_error`.
-            TypeError: The prompts are an iterator, whose results have no known number.
+            TypeError: The prompts are an iterator: their number is not known.
         """
         if not isinstance(prompts, Sized):
             raise TypeError(
@@ -152,12 +146,11 @@ class GeneratingVerbs:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be raise or return, not {on_error!r}")
         results: list[Any] = [None] * len(prompts)
-        ended, tell = 0, None if progress is None else guard_progress(progress)
+        ended, report = 0, guard_progress(progress or (lambda ended, total: None))
         async for index, result in self.as_completed(prompts, concurrency=concurrency, **options):
             results[index] = result
             ended += 1
-            if tell is not None:
-                tell(ended, len(prompts))
+            report(ended, len(prompts))
         if on_error == "raise" and any(isinstance(each, RolloutError) for each in results):
             raise ManyFailed(results)
         return results
@@ -169,14 +162,17 @@ class GeneratingVerbs:
         on_tokens: Callable[[int], None] = lambda index: None,
     ) -> GenerateCall:
         self._start_discovery()
-        request = make_request(prompt, options, self._deadline_seconds)
-        how = CallOptions(
-            options.get("on_version_change", "continue"),
-            self._max_failures,
-            options.get("group_id"),
-            self._deterministic,
+        request = self._with_pool_bounds(make_request(prompt, options, self._deadline_seconds))
+        request_id = request.request_id or uuid.uuid4().hex
+        key = options.get("group_id") or request.session_id
+        policy = RequestPolicy(
+            key=request_id if key is None and self._deterministic else key,
+            session_id=request.session_id or request_id,
+            until=time.monotonic() + request.deadline_seconds,
+            on_version_change=options.get("on_version_change", "continue"),
+            max_failures=self._max_failures,
         )
-        return GenerateCall(self._shared, self._with_pool_bounds(request), how, on_tokens)
+        return GenerateCall(self._shared, request, request_id, policy, on_tokens)
 
     def _with_pool_bounds(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the pool's bounds, unless it has bounds of its own."""

@@ -1,4 +1,4 @@
-"""One output while it is being made, over any number of attempts.
+"""One output while it is being made, over any number of attempts, and what these took.
 
 Each attempt counts its tokens and spans from zero; the draft counts them from the output's first
 token. What an attempt has sent stays, however the attempt ended.
@@ -6,15 +6,11 @@ token. What an attempt has sent stays, however the attempt ended.
 
 from __future__ import annotations
 
-from rollout_common.wire import (
-    AbortReason,
-    GenerateOutput,
-    StopMatch,
-    StopReason,
-    StreamDelta,
-    WeightsId,
-    WeightsSpan,
-)
+from dataclasses import dataclass, field
+
+from rollout_client.results import AttemptReport
+from rollout_client.weights_spans import append_span, cut_spans, shifted_span
+from rollout_common import wire
 
 
 class BadDelta(ValueError):
@@ -22,13 +18,13 @@ class BadDelta(ValueError):
 
 
 class OutputDraft:
-    """Tokens so far: token_ids [T], logprobs [T] if asked for, spans covering [0, T)."""
+    """Tokens so far: token_ids [T], logprobs [T] if asked for, spans that cover [0, T)."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.spans: list[WeightsSpan] = []
+        self.spans: list[wire.WeightsSpan] = []
         self.has_logprobs = False
         self._base = 0
 
@@ -41,24 +37,17 @@ class OutputDraft:
         self._base = len(self)
 
     def clear_tokens(self) -> None:
-        """Forget everything: the output starts anew."""
+        """Drop all tokens: the output starts over."""
         self._truncate_to(0)
         self._base = 0
 
     def _truncate_to(self, length: int) -> None:
         del self.token_ids[length:]
         del self.logprobs[length:]
-        while self.spans and self.spans[-1].start >= length:
-            self.spans.pop()
-        if self.spans and self.spans[-1].end > length:
-            self.spans[-1] = self.spans[-1].model_copy(update={"end": length})
+        cut_spans(self.spans, length)
 
-    def append_delta(self, delta: StreamDelta) -> None:
-        """Append what an attempt sent.
-
-        Raises:
-            BadDelta: Logprobs or spans do not cover the tokens.
-        """
+    def append_delta(self, delta: wire.StreamDelta) -> None:
+        """Append what an attempt sent; raise BadDelta if logprobs or spans do not cover the tokens."""
         count = len(delta.token_ids)
         if delta.logprobs is not None:
             if len(delta.logprobs) != count:
@@ -71,38 +60,30 @@ class OutputDraft:
             if self._base + span.start != end:
                 raise BadDelta(f"a span starts at {span.start}, expected {end - self._base}")
             end = self._base + span.end
-            self._append_span(span)
+            append_span(self.spans, shifted_span(span, self._base))
         if end != len(self) + count:
             raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
 
-    def _append_span(self, span: WeightsSpan) -> None:
-        last = self.spans[-1] if self.spans else None
-        if last is not None and _span_kind(last) == _span_kind(span):
-            self.spans[-1] = last.model_copy(update={"end": self._base + span.end})
-        else:
-            moved = {"start": self._base + span.start, "end": self._base + span.end}
-            self.spans.append(span.model_copy(update=moved))
-
     @property
-    def first_weights(self) -> WeightsId | None:
-        """Weights that made the first token; None: there is no token."""
+    def first_weights(self) -> wire.WeightsId | None:
+        """Weights that made the first token; None without a token."""
         return _span_identity(self.spans[0]) if self.spans else None
 
     @property
-    def last_weights(self) -> WeightsId | None:
-        """Weights that made the last token; None: there is no token."""
+    def last_weights(self) -> wire.WeightsId | None:
+        """Weights that made the last token; None without a token."""
         return _span_identity(self.spans[-1]) if self.spans else None
 
-    def delta_between(self, start: int, end: int) -> StreamDelta:
+    def delta_between(self, start: int, end: int) -> wire.StreamDelta:
         """Return tokens [start, end) as an event of the joined stream."""
         spans = tuple(
             span.model_copy(update={"start": max(span.start, start), "end": min(span.end, end)})
             for span in self.spans
             if span.start < end and span.end > start
         )
-        return StreamDelta(
+        return wire.StreamDelta(
             index=self.index,
             token_ids=tuple(self.token_ids[start:end]),
             logprobs=tuple(self.logprobs[start:end]) if self.has_logprobs else None,
@@ -111,14 +92,14 @@ class OutputDraft:
 
     def to_output(
         self,
-        stop_reason: StopReason,
-        stop_match: StopMatch | None = None,
-        abort_reason: AbortReason | None = None,
+        stop_reason: wire.StopReason,
+        stop_match: wire.StopMatch | None = None,
+        abort_reason: wire.AbortReason | None = None,
         *,
         logprobs: bool = True,
-    ) -> GenerateOutput:
+    ) -> wire.GenerateOutput:
         """Return the output as the caller gets it."""
-        return GenerateOutput(
+        return wire.GenerateOutput(
             index=self.index,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs) if self.has_logprobs or logprobs else None,
@@ -129,9 +110,25 @@ class OutputDraft:
         )
 
 
-def _span_identity(span: WeightsSpan) -> WeightsId:
-    return WeightsId(epoch=span.epoch, version=span.version)
+def _span_identity(span: wire.WeightsSpan) -> wire.WeightsId:
+    return wire.WeightsId(epoch=span.epoch, version=span.version)
 
 
-def _span_kind(span: WeightsSpan) -> tuple[int, int, bool]:
-    return (span.epoch, span.version, span.stale_kv)
+@dataclass(slots=True)
+class OutputUsage:
+    """What one output took over all of its attempts, as workers reported it."""
+
+    attempts: list[AttemptReport] = field(default_factory=list)
+    logprobs_of: wire.LogprobsOf | None = None
+    cached_tokens: int = 0
+    queued_seconds: float = 0.0
+    preemptions: int = 0
+
+    def note_stream_end(self, done: wire.StreamDone) -> None:
+        """Add what a worker reports at the end of a stream."""
+        if not self.attempts:
+            # Only the first attempt's prompt is the caller's: later ones include tokens so far.
+            self.cached_tokens = done.usage.cached_tokens
+        self.logprobs_of = done.logprobs_of or self.logprobs_of
+        self.queued_seconds += done.timing.queued_seconds
+        self.preemptions += done.timing.preemptions

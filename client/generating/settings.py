@@ -1,30 +1,21 @@
-"""How long things may take in this package, and why."""
+"""How long things may take in this package, in seconds, and why."""
 
 from __future__ import annotations
 
-# attempt_verdicts.py
-
 FIRST_PAUSE_SECONDS = 0.05
+"""Pause before the second attempt: a brief error is over by then, and an attempt takes longer."""
 
 MAX_PAUSE_SECONDS = 2.0
+"""The pause doubles up to this: a replica that is back gets requests within two seconds."""
 
 DEFAULT_RETRY_SECONDS = 1.0
-"""When to ask a replica again that is busy and does not say until when."""
-
-
-# attempts.py
+"""When to ask a busy replica again that sends no Retry-After: about one request's time in a queue."""
 
 ANSWER_GRACE_SECONDS = 2.0
-"""What a worker gets beyond the deadline to say that it is over."""
-
-
-# continuation.py
+"""How long after the deadline a worker may still report that it passed, with the last tokens."""
 
 MAX_DEADLINE_SECONDS = 86400.0
-"""Seconds that a worker takes for a request at most."""
-
-
-# generate_options.py
+"""The longest deadline that a worker accepts."""
 
 DEFAULT_DEADLINE_SECONDS = 7200.0
-"""For an output unless said otherwise: 32,768 tokens at five a second, waiting included."""
+"""For an output without a deadline: 32,768 tokens at five a second, waiting included."""

@@ -1,6 +1,6 @@
 """One pool for all processes of a Ray job: an actor holds it, and with it the only balancer.
 
-With a pool in each process, every balancer would see only its own requests. Here the processes share
+With a pool in each process, every balancer would see only its own requests. The processes share
 the counts of requests in flight, and which replica has which conversation.
 """
 
@@ -17,13 +17,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ACTOR_CONCURRENCY = 10_000
-"""How many calls the actor has open at once: nearly all of them wait for a worker."""
+"""Calls that the actor has open at once: nearly all of them wait for a worker."""
 
 
 def call_in_actor(
     method: Callable[Concatenate[AsyncRolloutPool, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[PoolActor, P], Coroutine[Any, Any, T]]:
-    """Return a method of the actor that calls the pool's, with its arguments and docstring."""
+    """Return an actor's method that calls the pool's, with its arguments and docstring."""
 
     @wraps(method)
     async def call(actor: PoolActor, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -34,10 +34,10 @@ def call_in_actor(
 
 
 class PoolActor:
-    """What runs in the actor: the methods of `AsyncRolloutPool`, with the same arguments.
+    """The actor: the methods of `AsyncRolloutPool`, with the same arguments.
 
-    All but `stream`: a call to an actor has only one answer. `progress` is called in the actor. Ray copies tensors to
-    the actor: publish them from the process that has them if you can.
+    It has no `stream`: a call to an actor has only one answer. `progress` is called in the actor.
+    Ray copies tensors to the actor: if you can, publish them from the process that has them.
     """
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
@@ -45,7 +45,7 @@ class PoolActor:
         self._pool: AsyncRolloutPool | None = None
 
     def _open_pool(self) -> AsyncRolloutPool:
-        """Return the pool, made in the actor's loop at the first call."""
+        # Made at the first call: a pool belongs to the loop of its maker.
         if self._pool is None:
             self._pool = self._make()
         return self._pool
@@ -81,8 +81,8 @@ def pool_actor(
 
     Args:
         make: Makes the pool, in the actor: `partial(AsyncRolloutPool.from_cluster, "math")`.
-        name: Of the actor, for `ray.get_actor`; if there is such an actor already, it is returned.
-        **options: Of the actor, such as `num_cpus`.
+        name: The actor's name, for `ray.get_actor`; an actor with this name is returned.
+        **options: Options of the actor, such as `num_cpus`.
 
     Raises:
         ImportError: Ray is not installed.

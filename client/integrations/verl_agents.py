@@ -10,10 +10,10 @@ from .verl import VerlClient
 
 
 class PoolAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """The manager and workers of verl's default trainer; only who answers their prompts is another."""
+    """The manager and workers of verl's default trainer, with a pool that answers their prompts."""
 
     def __init__(self, config: Any, llm_client: Any = None, *more: Any, **named: Any) -> None:
-        """Take verl's arguments; `llm_client`, that of its own servers, gives way to the pool's.
+        """Take verl's arguments, and replace `llm_client`, the client of verl's own servers.
 
         Raises:
             ValueError: verl's older trainer is configured, or `custom.pool` is wrong.

@@ -1,7 +1,7 @@
-"""Makes pools known to verl as the rollout `pool`; imported by verl itself, in each of its processes.
+"""Registers pools with verl as the rollout `pool`; verl imports this in each of its processes.
 
-verl finds this module by the entry point `verl.plugins` of our package, or by the environment
-variable `VERL_USE_EXTERNAL_MODULES`.
+It finds this module by our entry point `verl.plugins`, or by the environment variable
+`VERL_USE_EXTERNAL_MODULES`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ROLLOUT_NAME = "pool"
 
 
 class PoolReplica(RolloutReplica):  # type: ignore[misc]
-    """Stands for a whole pool where verl would launch servers: the operator has launched them.
+    """Represents a whole pool where verl would launch servers: the operator has launched them.
 
-    It has no servers. Of what verl asks of them, sleeping and waking concern the pool (with
-    `free_cache_engine`, as for verl's own); caches and running requests it sees to by itself.
+    Sleep and wake go to the pool if `free_cache_engine` is set, as for verl's own servers. The pool
+    handles caches and running requests by itself.
     """
 
     async def launch_servers(self) -> None:
@@ -31,7 +31,7 @@ class PoolReplica(RolloutReplica):  # type: ignore[misc]
         await self.launch_servers()
 
     async def sleep(self) -> None:
-        """Put the pool to sleep; of all replicas that verl counts, the first one does."""
+        """Put the pool to sleep; only the first of the replicas that verl counts does."""
         if self.replica_rank == 0 and self.config.free_cache_engine:
             async with PoolSettings.of(self.config).open() as pool:
                 await pool.sleep()
@@ -44,10 +44,9 @@ class PoolReplica(RolloutReplica):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Enter the pool into verl's registries."""
-    _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = (
-        "rollout_client.integrations.verl_rollout.VerlRollout"
-    )
+    """Add the pool to verl's registries."""
+    rollout = "rollout_client.integrations.verl_rollout.VerlRollout"
+    _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = rollout
     RolloutReplicaRegistry.register(ROLLOUT_NAME, lambda: PoolReplica)
 
 

@@ -1,4 +1,4 @@
-"""verl's rollout base over a pool: what a trainer's rank does to it."""
+"""verl's rollout interface over a pool, for each rank of a trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout_client.steering.pushing.options import PushOptions
 from rollout_client.steering.spool import drain_tensors
 
 from .verl import PoolSettings, _LoopPools
@@ -22,9 +21,9 @@ class VerlRollout:
 
     Args:
         config: verl's rollout configuration; its section `custom.pool` has `PoolSettings`.
-        model_config: Not needed: the RolloutReplica names the model.
-        device_mesh: Not needed: a pool knows its own devices.
-        rank: Of this process among all of the trainer; default: `$RANK`, as torch and verl set it.
+        model_config: Not used: the RolloutReplica names the model.
+        device_mesh: Not used: a pool knows its own devices.
+        rank: This process's rank in the trainer; default: `$RANK`, as torch and verl set it.
     """
 
     def __init__(
@@ -46,14 +45,14 @@ class VerlRollout:
         self._step: int | None = None
 
     async def close(self) -> None:
-        """Close the pool of the loop that runs."""
+        """Close the pool of the running loop."""
         await self._pools.close()
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Wake the pool: for `kv_cache`, and already for `weights` if these go from memory to memory.
+        """Wake the pool: for `kv_cache`, and already for `weights` without a folder.
 
-        A pool that sleeps takes new weights from a folder alone, and loads them as it wakes. With one,
-        memory is taken only after the trainer has freed its own; without, both need room at once.
+        A sleeping pool takes new weights only from a folder, and loads them as it wakes. With a folder
+        it takes memory only after the trainer has freed its own; without, both need it at once.
         """
         unknown = sorted(set(tags) - set(MEMORY_TAGS))
         if unknown:
@@ -79,8 +78,8 @@ class VerlRollout:
         """Take all tensors on every rank; the first one publishes them from its memory.
 
         The version is the step, so that verl's staleness filters see the steps of its own trainer.
-        Without a step verl sends again what it sent last (after a colocated reward model had the
-        devices): the same version, which the pool refuses if its content is another.
+        Without a step verl sends the last weights again (after a colocated reward model used the
+        devices): the same version, which the pool refuses if its content differs.
 
         Args:
             weights: Plain or asynchronous generator of (name, tensor), each a whole parameter. Tensors
@@ -88,33 +87,26 @@ class VerlRollout:
             wire_format: Only `named_tensors`.
             global_steps: The trainer's step, which becomes the version.
             peft_config: Not supported: merge adapters first (`model.lora.merge`).
-            base_sync_done: As verl passes it; without an adapter it has no meaning.
+            base_sync_done: Not used: it concerns adapters.
 
         Raises:
-            NotImplementedError: Another wire format, or an adapter. All tensors were taken.
+            NotImplementedError: Another wire format, or an adapter; all tensors were taken.
             OSError, PublishError: See `AsyncRolloutPool.publish_weights`.
         """
-        if wire_format != "named_tensors" or peft_config is not None:
+        unsupported = wire_format != "named_tensors" or peft_config is not None
+        if unsupported or not self.is_leader_rank:
             await drain_tensors(weights)
+        if unsupported:
             what = "adapters" if peft_config is not None else f"wire_format {wire_format!r}"
             raise NotImplementedError(f"{what} can't be sent: send whole named tensors")
         if not self.is_leader_rank:
-            await drain_tensors(weights)
             return
         pool = self._pools.current_pool()
-        # verl may call from another loop, and so another pool, than before: the trainer is the same.
+        # verl may call from another loop, which has another pool: the trainer's epoch stays.
         pool.epoch = self._epoch
         step = (self._step or 0) if global_steps is None else global_steps
         try:
-            await pool.publish_weights(step, tensors=weights, **self._push_options())
+            await pool.publish_weights(step, tensors=weights, **self._settings.push_options())
         finally:
             self._epoch = pool.epoch
         self._step = step
-
-    def _push_options(self) -> PushOptions:
-        settings = self._settings
-        options: PushOptions = {"cast": True, "transport": settings.transport}
-        if settings.folder is not None:
-            options |= {"spool": settings.folder, "mounted_at": settings.mounted_at}
-            options["keep"] = settings.keep
-        return options

@@ -1,7 +1,6 @@
 """The pools that users hold: `AsyncRolloutPool` for asyncio, `RolloutPool` for all other programs.
 
-Here the parts are put together. What a part does stays in its own package: no decision about
-requests or weights is made here.
+This package only puts parts together: `generating`, `routing`, `steering` and `turn` decide.
 """
 
 from .asynchronous import AsyncRolloutPool

@@ -1,4 +1,4 @@
-"""`AsyncRolloutPool`: makes a pool out of its parts, starts and ends it, and says who is in it."""
+"""`AsyncRolloutPool`: makes a pool of its parts, starts it and ends it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Self, TypedDict, Unpack
 
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.discovery.dns import DnsDiscovery
 from rollout_client.discovery.endpoint_discovery import EndpointDiscovery
 from rollout_client.discovery.pool_members import (
@@ -27,8 +28,6 @@ from rollout_client.generating.attempts import PoolContext
 from rollout_client.generating.generating_verbs import GeneratingVerbs
 from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS
 from rollout_client.hooks import Hook
-from rollout_client.kube.cluster_access import load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.option_names import check_option_names
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker
@@ -44,17 +43,46 @@ from rollout_client.steering.control_ports import (
 )
 from rollout_client.steering.direct_steering import DirectSteering
 from rollout_client.steering.steering_protocol import Steering
+from rollout_client.turn.session import TurnVerbs
 from rollout_client.turn.turn_devices import query_pod_devices
-from rollout_client.turn.verbs import TurnVerbs
 from rollout_common.transfer.tls import TLS_NAME
 from rollout_common.wire import WeightsId
 
 from .background import PoolBackground
-from .options import POOL_OPTIONS, PoolOptions
 from .presence import MemberVerbs
 from .settings import DISCOVERY_WAIT_SECONDS
 
 logger = logging.getLogger(__name__)
+
+
+class PoolOptions(TypedDict, total=False):
+    """Options of every pool, however it finds its members.
+
+    Attributes:
+        max_imbalance: How many requests more than the least loaded replica a conversation's own
+            replica may have before the conversation moves.
+        deterministic: Choose replicas by a stable hash instead of by load.
+        max_failures: Broken attempts that one output survives.
+        silent_seconds: How long a worker may send nothing before it is asked whether it is alive.
+        deadline_seconds: For requests without one.
+        hook: Receives measurements.
+        max_staleness: Requests without bounds of their own are served by weights at most this many
+            versions older than the last one published with this pool; None: by any.
+        data_token: Bearer token of the workers' data ports (`--data-token-file`), or a function that
+            returns it at each request; None: they need none.
+    """
+
+    max_imbalance: int
+    deterministic: bool
+    max_failures: int
+    silent_seconds: float
+    deadline_seconds: float
+    hook: Hook | None
+    max_staleness: int | None
+    data_token: DataToken
+
+
+_COMMON_OPTIONS = ("name", *PoolOptions.__annotations__)
 
 
 class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
@@ -66,7 +94,7 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
     Args:
         discovery: Finds the members.
         name: For logs and metrics.
-        steering: Carries out epochs, weights, sleep; None: the pool can only generate.
+        steering: Handles epochs, weights and sleep; None: the pool can only generate.
 
     The other arguments are those of `PoolOptions`.
     """
@@ -90,8 +118,8 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
             raise ValueError("max_failures and max_staleness must be 0 or more")
         if silent_seconds <= 0 or not 0 < deadline_seconds <= MAX_DEADLINE_SECONDS:
             raise ValueError(
-                "silent_seconds must be above 0, and deadline_seconds at most "
-                f"{MAX_DEADLINE_SECONDS:g} besides"
+                "silent_seconds and deadline_seconds must be above 0, and deadline_seconds at most "
+                f"{MAX_DEADLINE_SECONDS:g}"
             )
         self.name = name
         self._hook = hook or Hook()
@@ -131,12 +159,12 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
 
         Args:
             urls: Such as `http://10.0.0.7:8000`.
-            control_urls: Of the control ports; default: port 8001 beside data port 8000.
+            control_urls: Of the control ports; default: port 8001 for data port 8000.
             direct: How the workers are steered: token, in-flight policy, sleep level.
             name: For logs and metrics.
             **options: See `PoolOptions`.
         """
-        check_option_names("from_urls", options, (*POOL_OPTIONS, "control_urls", "direct"))
+        check_option_names("from_urls", options, (*_COMMON_OPTIONS, "control_urls", "direct"))
         members = StaticDiscovery(static_members(urls, control_urls))
         pool = cls(members, name=name, **options)
         pool._steering = DirectSteering(
@@ -154,18 +182,18 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
         name: str | None = None,
         **options: Unpack[PoolOptions],
     ) -> Self:
-        """Return a pool of all addresses behind a name, such as `math-heads.train.svc`.
+        """Return a pool of all addresses of a DNS name, such as `math-heads.train.svc`.
 
-        For callers who may not ask the API server: such a pool can generate but not steer.
+        It can generate but not steer. Use it where the API server may not be asked.
 
         Args:
             host: Name of a headless Service.
-            port: Of the data port.
-            ttl_seconds: Between two look-ups.
+            port: The data port.
+            ttl_seconds: Time between two look-ups.
             name: For logs and metrics; default: the host.
             **options: See `PoolOptions`.
         """
-        check_option_names("from_dns", options, (*POOL_OPTIONS, "port", "ttl_seconds"))
+        check_option_names("from_dns", options, (*_COMMON_OPTIONS, "port", "ttl_seconds"))
         return cls(DnsDiscovery(host, port, ttl_seconds), name=name or host, **options)
 
     @classmethod
@@ -182,26 +210,26 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
     ) -> Self:
         """Return the pool of a RolloutReplica.
 
-        Needs the role `rollout-trainer`, or for generating alone the right to list and watch
-        EndpointSlices.
+        It needs the role `rollout-trainer`; a pool that only generates needs the right to list and
+        watch EndpointSlices.
 
         Args:
             name: Of the RolloutReplica.
             namespace: Default: the pod's, or the kubeconfig's.
             kubeconfig: Default: the pod's service account, else `$KUBECONFIG`.
             context: Of the kubeconfig; default: its current one.
-            control_token: For pushing weights alone: bearer token of the control ports, issued for
-                the audience `rollout.dev/NAMESPACE/NAME`, or a function that returns it; default: what is
+            control_token: Only for pushing weights: bearer token of the control ports, issued for the
+                audience `rollout.dev/NAMESPACE/NAME`, or a function that returns it; default: the token
                 mounted at `/var/run/secrets/rollout.dev/token`.
             control_ca: File with the CA of control ports over TLS, and of the ports for weights;
                 default: they speak plain HTTP.
             **options: See `PoolOptions`.
 
         Raises:
-            ClusterError: There are no usable credentials.
+            ClusterError: No usable credentials were found.
         """
         own = ("namespace", "kubeconfig", "context", "control_token", "control_ca")
-        check_option_names("from_cluster", options, (*POOL_OPTIONS, *own))
+        check_option_names("from_cluster", options, (*_COMMON_OPTIONS, *own))
         found = load_access(kubeconfig, context)
         namespace, kube = namespace or found.namespace, ClusterClient(found)
         tls = control_ca is not None
@@ -230,7 +258,7 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
         self._background.start({"discovery": run_discovery, "health": self._health.run_checks})
 
     def _discovery_trouble(self) -> str:
-        """Return why nothing new may be learnt of members at the moment; empty: all is well."""
+        """Return why the members may be out of date; empty: they are not."""
         return "; ".join(filter(None, (self._discovery.trouble, self._background.trouble)))
 
     def _set_members(self, members: Sequence[Member]) -> None:
@@ -240,9 +268,8 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
         self._background.note_working("discovery")
         after = {member.url for member in balancer.present_members()}
         if before != after:
-            logger.info(
-                "%s has %d members", self.name, len(after), extra={"gone": len(before - after)}
-            )
+            gone = {"gone": len(before - after)}
+            logger.info("%s has %d members", self.name, len(after), extra=gone)
         for url in before - after:
             if url not in balancer.records:
                 self._connections.drop_member(url)
@@ -271,13 +298,13 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
         return await super()._get_steering()
 
     async def _expect_serving(self, count: int, seconds: float) -> None:
-        """Let those that are excluded prove at once that they are back, and wait for as many.
+        """Probe excluded members at once, and wait until this many serve.
 
         Raises:
             SteeringFailed: Fewer serve within these seconds; says why each does not.
         """
         if self._router.is_hopeless:
-            return  # this trainer may steer, but not know the members
+            return  # this trainer may steer, but not list the members
         for record in self._router.balancer.records.values():
             record.probe_at = 0.0
             if record.excluded_until is not None:

@@ -1,4 +1,4 @@
-"""What a pool does beside its requests: it looks for members, and at their health."""
+"""The background tasks of a pool: discovery and health checks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolBackground:
-    """Runs the parts of a pool from `start` to `stop`.
-
-    Args:
-        name: Of the pool, for the log.
-    """
+    """Runs the parts of the pool `name` from `start` to `stop`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,22 +28,22 @@ class PoolBackground:
             ]
 
     async def _run_part(self, part: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Run a part; if it fails, say so and begin it anew, for requests need it."""
+        """Run a part; if it fails, log that and start it again, as requests need it."""
         while True:
             try:
                 return await run()
             except Exception as error:
-                logger.exception("the %s of %s failed and begins anew", part, self._name)
+                logger.exception("the %s of %s failed and starts again", part, self._name)
                 self._failed[part] = f"its {part} failed: {error!r}"
             await asyncio.sleep(PART_RESTART_SECONDS)
 
     def note_working(self, part: str) -> None:
-        """Note that a part does what it should."""
+        """Note that a part works again."""
         self._failed.pop(part, None)
 
     @property
     def trouble(self) -> str:
-        """Which parts failed, and how, until they work again; empty: all is well."""
+        """Which parts failed, and how, until they work again; empty: none."""
         return "; ".join(self._failed.values())
 
     async def stop(self) -> None:

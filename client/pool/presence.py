@@ -1,4 +1,4 @@
-"""Who is in a pool, and who of them serves."""
+"""The members of a pool, and which of them serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
-from rollout_client.routing.member_clients import MemberClients
+from rollout_client.routing.member_clients import MemberClients, describe_error
 from rollout_client.routing.router import RequestRouter
 from rollout_common.wire import WorkerInfo
 
@@ -17,19 +17,13 @@ from .settings import INFO_TIMEOUT_SECONDS
 
 
 class MemberVerbs:
-    """Answers for `AsyncRolloutPool` who is there.
-
-    Args:
-        router: Knows the members.
-        connections: To them.
-    """
+    """The verbs of `AsyncRolloutPool` that report its members."""
 
     def __init__(self, router: RequestRouter, connections: MemberClients) -> None:
         self._router = router
         self._connections = connections
 
     def _start_discovery(self) -> None:
-        """Begin to look for members."""
         raise NotImplementedError
 
     @property
@@ -38,21 +32,21 @@ class MemberVerbs:
         return self._router.balancer.present_members()
 
     def serving(self) -> list[Member]:
-        """Members that may get requests now."""
+        """Return the members that get requests now."""
         now = time.monotonic()
         records = self._router.balancer.records.values()
         return [record.member for record in records if record.is_usable(now)]
 
     def load(self) -> dict[str, int]:
-        """Requests of this pool in flight, by member name."""
+        """Return the requests of this pool in flight, by member name."""
         records = self._router.balancer.records.values()
         return {record.member.name: record.in_flight for record in records}
 
     async def wait_serving(self, count: int = 1, *, seconds: float = 600) -> list[Member]:
-        """Wait until so many members serve.
+        """Wait until this many members serve.
 
         Raises:
-            NoReplica: Fewer did within these seconds, or discovery may not know the members.
+            NoReplica: Fewer did within these seconds, or discovery may not list the members.
         """
         self._start_discovery()
         began = time.monotonic()
@@ -67,12 +61,12 @@ class MemberVerbs:
         return found
 
     async def info(self, *, seconds: float = 30) -> WorkerInfo:
-        """Return what a replica says about its model, lengths and capabilities.
+        """Return how a replica describes its model, lengths and capabilities.
 
         If one fails to answer, another one is asked.
 
         Raises:
-            NoReplica: None serves and answers within these seconds.
+            NoReplica: No member serves and answers within these seconds.
         """
         until = time.monotonic() + seconds
         while True:
@@ -83,7 +77,7 @@ class MemberVerbs:
                     answer = await client.get("/v1/info", timeout=INFO_TIMEOUT_SECONDS)
                 answer.raise_for_status()
             except httpx.HTTPError as error:
-                why = f"GET /v1/info: {type(error).__name__}: {error}".rstrip(": ")
+                why = f"GET /v1/info: {describe_error(error)}"
                 now = time.monotonic()
                 self._router.balancer.exclude_member(member.url, why, now)
                 if now >= until:

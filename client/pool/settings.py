@@ -1,20 +1,12 @@
-"""How long things may take in this package, and why."""
+"""How long things may take in this package, in seconds, and why."""
 
 from __future__ import annotations
 
-# asynchronous.py
-
 DISCOVERY_WAIT_SECONDS = 10.0
-"""How long steering waits for discovery to find the first members."""
-
-
-# background.py
+"""How long steering waits for the first members: enough for a list by a busy API server."""
 
 PART_RESTART_SECONDS = 1.0
-"""How long after a part failed, by a defect or in a hook, it begins anew."""
-
-
-# presence.py
+"""Pause before a failed part of the pool starts again: short, as requests need it, but not a busy loop."""
 
 INFO_TIMEOUT_SECONDS = 5.0
-"""How long one replica may take to say what it is."""
+"""How long one replica may take to describe itself before another one is asked."""

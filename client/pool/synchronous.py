@@ -1,7 +1,7 @@
 """`RolloutPool`: `AsyncRolloutPool` for programs without an event loop.
 
-The asynchronous pool runs in the loop of a `BlockingPortal`. What waits for nothing but its end is made of the
-asynchronous method, with its arguments, types and docstring, by one of the functions here.
+The asynchronous pool runs in the loop of a `BlockingPortal`. The functions here make a blocking
+method of an asynchronous one, with its arguments, types and docstring.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
+from typing_extensions import override
+
 from rollout_client.blocking_portal import BlockingPortal
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import PoolClosed
+from rollout_client.generating.generate_call import GenerationStream
 from rollout_client.generating.generate_options import GenerateOptions, Prompt
-from rollout_client.generating.generation_stream import GenerationStream
 from rollout_client.results import GenerateResult
 from rollout_client.steering.settings import DEFAULT_STATE_SECONDS
 from rollout_client.steering.spool import drain_blocking
 from rollout_client.turn import HeldTurn, TurnOptions
 from rollout_client.turn.plan import TurnPlan
-from rollout_client.turn.session import TurnSession
+from rollout_client.turn.session import StepRunner, TurnSession, TurnStep
 from rollout_common.wire import StreamDelta, WeightsId
 
 from .asynchronous import AsyncRolloutPool
-from .sync_turn import acquire_blocking
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,46 +50,36 @@ class MakePool(Generic[P]):
 
 def call_blocking(
     method: Callable[Concatenate[AsyncRolloutPool, P], Coroutine[Any, Any, T]],
+    tensors: str | None = None,
 ) -> Callable[Concatenate[RolloutPool, P], T]:
-    """Return a method that waits until the asynchronous one has ended."""
+    """Return a method that waits until the asynchronous one has ended.
 
-    @wraps(method)
-    def call(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        work: Coroutine[Any, Any, T]
-        work = getattr(pool.asynchronous, method.__name__)(*args, **kwargs)
-        return pool._portal.call(work)
-
-    return call
-
-
-def publish_blocking(
-    method: Callable[Concatenate[AsyncRolloutPool, P], Coroutine[Any, Any, T]], name: str
-) -> Callable[Concatenate[RolloutPool, P], T]:
-    """Return what `call_blocking` returns, for a method that publishes the tensors of this argument.
-
-    A closed pool takes them to their end, too: the other ranks make them together with this one. Ranks that publish
-    together make none before they have met.
+    Args:
+        method: The asynchronous method.
+        tensors: The argument with tensors to publish, if any. A closed pool takes all of them, too:
+            other ranks make them together with this one, and would wait. With `ranks` it takes
+            none, as the ranks have not met yet.
     """
     signature = inspect.signature(method)
 
     @wraps(method)
-    def publish(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        def take_tensors() -> None:
-            given = signature.bind(pool, *args, **kwargs).arguments
-            if given.get(name) is not None and kwargs.get("ranks") is None:
-                drain_blocking(given[name])
+    def call(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def drain_refused() -> None:
+            given = signature.bind(pool, *args, **kwargs).arguments.get(tensors or "")
+            if given is not None and kwargs.get("ranks") is None:
+                drain_blocking(given)
 
         work: Coroutine[Any, Any, T]
         work = getattr(pool.asynchronous, method.__name__)(*args, **kwargs)
-        return pool._portal.call(work, take_tensors)
+        return pool._portal.call(work, drain_refused)
 
-    return publish
+    return call
 
 
 def read_blocking(
     method: Callable[Concatenate[AsyncRolloutPool, P], T],
 ) -> Callable[Concatenate[RolloutPool, P], T]:
-    """Return a method that runs a plain one in the loop; callbacks may call it, too."""
+    """Return a method that runs a plain one in the loop; callbacks may call it as well."""
 
     @wraps(method)
     def read(pool: RolloutPool, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -110,7 +101,8 @@ def iterate_blocking(
 
     shown = inspect.signature(method)
     yields = str(shown.return_annotation).replace("AsyncGenerator", "Iterator")
-    setattr(iterate, "__signature__", shown.replace(return_annotation=yields))  # noqa: B010  # mypy knows none
+    shown = shown.replace(return_annotation=yields)
+    setattr(iterate, "__signature__", shown)  # noqa: B010  # unknown to mypy
     return iterate
 
 
@@ -123,6 +115,34 @@ def _iterate(portal: BlockingPortal, found: AsyncGenerator[T]) -> Iterator[T]:
             yield item
     finally:
         portal.call(found.aclose())
+
+
+class _BlockingStepRunner(StepRunner):
+    """Runs the steps of a turn in the pool's thread, and votes in the caller's, which has the device."""
+
+    def __init__(self, plan: TurnPlan, portal: BlockingPortal) -> None:
+        super().__init__(plan)
+        self._portal = portal
+
+    @override
+    async def run_step(self, step: TurnStep) -> None:
+        self._portal.call(step())
+
+    @override
+    async def collect_votes(self, yes: bool) -> bool:
+        return self._plan.all_agree(yes)
+
+
+def _acquire_blocking(session: TurnSession, plan: TurnPlan, portal: BlockingPortal) -> None:
+    """Acquire a turn as `TurnSession.acquire_turn` does, in the caller's thread."""
+    acquiring = session.acquire_turn(_BlockingStepRunner(plan, portal))
+    # No step of this runner waits for an event loop, so the coroutine never suspends.
+    try:
+        acquiring.send(None)
+    except StopIteration:
+        return
+    acquiring.close()
+    raise AssertionError("a step of the turn waited for an event loop")
 
 
 class SyncStream:
@@ -149,14 +169,15 @@ class SyncStream:
 
 
 class RolloutPool:
-    """`AsyncRolloutPool` with the same methods and arguments, each of which waits for its end.
+    """`AsyncRolloutPool` with the same methods and arguments, each of which blocks until its end.
 
-    Use it as a context manager, or `close` it. `asynchronous` is the pool behind it; it may be used
-    in its own loop only. Threads may share a pool. It does not survive a fork: make it afterwards.
+    Use it as a context manager, or `close` it. `asynchronous` is the pool inside; use that only in
+    its own loop. Threads may share a pool. It does not survive a fork: make it afterwards.
 
-    Hooks and `progress` run in the pool's thread: there you may look at the pool (`load`, `members`, `serving`),
-    while a method that waits raises a RuntimeError instead of waiting for itself. Tensors are made and copied in the
-    calling thread, which may be the only one with the right device; a stream of them is a plain generator.
+    Hooks and `progress` run in the pool's thread: they may read the pool (`load`, `members`,
+    `serving`), while a method that blocks raises a RuntimeError. Tensors are made and copied in the
+    calling thread, which may be the only one with the right device; a stream of them is a plain
+    generator.
     """
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
@@ -190,7 +211,7 @@ class RolloutPool:
             return
         self._portal.close()
 
-    # Who is there.
+    # Members.
 
     @property
     def floor(self) -> WeightsId | None:
@@ -220,8 +241,8 @@ class RolloutPool:
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncStream:
         """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
 
-        `with pool.stream(…) as stream: for delta in stream: …`, then `stream.result`. Some tokens are held
-        back: see `AsyncRolloutPool.stream`.
+        `with pool.stream(…) as stream: for delta in stream: …`, then `stream.result`. Some tokens are
+        held back: see `AsyncRolloutPool.stream`.
         """
         stream = self._portal.read(lambda: self.asynchronous.stream(prompt, **options))
         return SyncStream(self._portal, stream)
@@ -230,13 +251,13 @@ class RolloutPool:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that this trainer holds; None until it has one."""
+        """The epoch that this trainer holds; None before it has one."""
         return self.asynchronous.epoch
 
     acquire = call_blocking(AsyncRolloutPool.acquire)
-    publish_weights = publish_blocking(AsyncRolloutPool.publish_weights, "tensors")
+    publish_weights = call_blocking(AsyncRolloutPool.publish_weights, "tensors")
     publish_handed_over = call_blocking(AsyncRolloutPool.publish_handed_over)
-    save_and_publish = publish_blocking(AsyncRolloutPool.save_and_publish, "weights")
+    save_and_publish = call_blocking(AsyncRolloutPool.save_and_publish, "weights")
     sleep = call_blocking(AsyncRolloutPool.sleep)
     wake = call_blocking(AsyncRolloutPool.wake)
     pause = call_blocking(AsyncRolloutPool.pause)
@@ -245,7 +266,7 @@ class RolloutPool:
     def generating(self, *, seconds: float = DEFAULT_STATE_SECONDS) -> Iterator[Self]:
         """Wake the pool for a block and put it to sleep at the end: for a shared accelerator.
 
-        If somebody else changed the state in between, it stays as they want it.
+        If another client changes the state within the block, the pool keeps that state.
         """
         block = self.asynchronous.generating(seconds=seconds)
         self._portal.call(block.__aenter__())
@@ -256,15 +277,15 @@ class RolloutPool:
 
     @contextmanager
     def turn(self, **options: Unpack[TurnOptions]) -> Iterator[HeldTurn]:
-        """Have the devices that this process shares with the pool for a block; see `AsyncRolloutPool.turn`."""
+        """Hold the devices that this process shares with the pool; see `AsyncRolloutPool.turn`."""
         pool = self.asynchronous
         plan = TurnPlan.from_options(options)
         session = TurnSession(pool, plan, pool._find_devices)
-        acquire_blocking(session, plan, self._portal)
+        _acquire_blocking(session, plan, self._portal)
         try:
             yield session.held_turn
         except BaseException as error:
-            # Here: nothing in the pool's thread may come between, and a forked child has no such thread.
+            # In this thread: no step of the pool's may come between, and a forked child has only this one.
             if session.end_block(error):
                 self._portal.call(session.leave_turn(error))
             raise

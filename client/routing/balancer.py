@@ -3,16 +3,16 @@
 In this order, among the members that may get it:
 
 1. in deterministic mode: the highest hash of (key, member), the same in every process;
-2. the member that had the key before, while it is no slower than usual and would have at most
+2. the member that had the key before, if it is as fast as usual and would have at most
    `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
-   warm, but no cache is worth a queue, or every token at half the pace);
+   warm, but that does not make up for a queue, or for every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
    double; of equals, the one that was chosen least recently. Beyond `MAX_SCANNED` members: the less
-   loaded of two at random, whose tail is nearly as good and whose cost does not grow.
+   loaded of two at random, which is nearly as good and whose cost does not grow.
 
-A member is excluded after a failure or a refusal until a probe or its own later answer says
-otherwise: health comes from answers, and discovery only says who exists. Requests in flight are
-counted by URL as long as there are any, even while the member is gone.
+After a failure or a refusal a member is excluded until a probe or a later answer says that it
+serves: health comes from answers, and discovery only says which members exist. Requests in flight
+are counted by URL as long as there are any, even while the member is gone.
 """
 
 from __future__ import annotations
@@ -20,66 +20,57 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from rollout_client.discovery.pool_members import Member
 from rollout_common.wire import WeightsId, WorkerInfo
 
-from .member_records import MemberRecord
+from .member_records import ANY_WEIGHTS, MemberRecord, WeightsBounds
 from .settings import PACE_MEMORY_SECONDS
-from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 MAX_SCANNED = 64
-"""Up to so many members, all are compared."""
+"""Up to this many members, all are compared."""
 
 STICKY_KEYS = 100_000
 SLOW_FACTOR = 1.5
-"""Times the median pace up to which a member is as fast as usual: paces differ with the batch."""
+"""Up to this multiple of the median pace a member counts as fast: paces differ with the batch."""
 
 MAX_SLOWNESS = 10.0
+"""A slower member counts as this slow: it still gets some requests, by which its pace is measured."""
 
 PACE_SHARE = 0.2
 """Weight of the newest measurement of a member's pace."""
 
 MAX_IMBALANCE = 8
 MAX_REASONS = 8
-"""Members whose reasons are spelled out in one sentence."""
+"""Members whose reasons are listed in one sentence."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LoadBalancer:
-    """Chooses the member that gets a request.
+    """Chooses the member that gets a request. `PoolOptions` describes the first two fields."""
 
-    Args:
-        max_imbalance: Requests that a sticky member may have above the least loaded one.
-        deterministic: Choose by a stable hash of the key instead of by load.
-        sticky_keys: Keys whose member is remembered; the least recently used are forgotten first.
-        seed: Of the random choice of two.
-    """
+    max_imbalance: int = MAX_IMBALANCE
+    deterministic: bool = False
+    sticky_keys: int = STICKY_KEYS
+    """Keys whose member is remembered; the least recently used key is forgotten first."""
+    seed: int | None = None
 
-    def __init__(
-        self,
-        *,
-        max_imbalance: int = MAX_IMBALANCE,
-        deterministic: bool = False,
-        sticky_keys: int = STICKY_KEYS,
-        seed: int | None = None,
-    ) -> None:
-        if max_imbalance < 0:
+    def __post_init__(self) -> None:
+        if self.max_imbalance < 0:
             raise ValueError("max_imbalance must be 0 or more")
-        self._max_imbalance = max_imbalance
-        self._deterministic = deterministic
-        self._sticky_keys = sticky_keys
         self._last_url: OrderedDict[str, str] = OrderedDict()
         """By key: the member that got its last request."""
         self._records: dict[str, MemberRecord] = {}
         self._turn = 0
-        self._random = random.Random(seed)
+        self._random = random.Random(self.seed)
 
-    # Who is there.
+    # Members.
 
     @property
     def records(self) -> Mapping[str, MemberRecord]:
-        """By URL: all members, and those that are gone as long as requests run on them."""
+        """By URL: all members, also one that is gone, as long as requests run on it."""
         return self._records
 
     def present_members(self) -> list[Member]:
@@ -87,7 +78,7 @@ class LoadBalancer:
         return [record.member for record in self._present_records()]
 
     def set_members(self, members: Sequence[Member], now: float) -> None:
-        """Take discovery's new set."""
+        """Replace the members by those that discovery found."""
         wanted = {member.url: member for member in members}
         for url, record in list(self._records.items()):
             if url not in wanted:
@@ -95,7 +86,7 @@ class LoadBalancer:
                 self._forget_if_done(url)
         for url, member in wanted.items():
             known = self._records.get(url)
-            # Under another name it is another pod, which has the former one's address.
+            # Under another name it is another pod with the same address.
             if known is None or not known.present or known.member.name != member.name:
                 self._add_member(member, known, now)
                 continue
@@ -104,7 +95,7 @@ class LoadBalancer:
             known.member = member
 
     def _add_member(self, member: Member, gone: MemberRecord | None, now: float) -> None:
-        """Begin anew with a member; what runs on it from before it left still counts."""
+        """Start a new record of a member; requests that ran on it before it left still count."""
         in_flight = gone.in_flight if gone else 0
         record = MemberRecord(member, in_flight=in_flight, chosen=self._turn)
         if not member.proven:
@@ -116,7 +107,7 @@ class LoadBalancer:
         if record is not None and not record.present and record.in_flight == 0:
             del self._records[url]
 
-    # Who gets a request.
+    # Choosing.
 
     def choose_member(
         self,
@@ -125,33 +116,31 @@ class LoadBalancer:
         bounds: WeightsBounds = ANY_WEIGHTS,
         avoid: Collection[str] = (),
     ) -> Member | None:
-        """Return the member for a request and count it there; None: nobody may get it now.
+        """Return the member for a request and count it there; None: no member may get it now.
 
         Args:
             key: The conversation's (or group's); None: any member will do.
             now: Monotonic seconds.
             bounds: Weights that the request takes.
-            avoid: URLs to leave out if others may get it.
+            avoid: URLs of members that get it only if no other may.
         """
         usable = [r for r in self._records.values() if r.is_usable(now) and bounds.admits(r.active)]
         usable = [r for r in usable if r.member.url not in avoid] or usable
         if not usable:
             return None
-        record = (
-            self._member_for_key(key, usable) if key is not None else self._least_loaded(usable)
-        )
+        record = self._least_loaded(usable) if key is None else self._member_for_key(key, usable)
         self._turn += 1
         record.chosen = self._turn
         record.in_flight += 1
         return record.member
 
     def _member_for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
-        if self._deterministic:
+        if self.deterministic:
             return max(usable, key=lambda record: _rendezvous_hash(key, record.member.url))
         record = self._sticky_member(key, usable) or self._least_loaded(usable)
         self._last_url[key] = record.member.url
         self._last_url.move_to_end(key)
-        if len(self._last_url) > self._sticky_keys:
+        if len(self._last_url) > self.sticky_keys:
             self._last_url.popitem(last=False)
         return record
 
@@ -161,17 +150,15 @@ class LoadBalancer:
         if record is None or record not in usable or record.slowness > 1:
             return None
         least = min(each.weighted_load + (each is record) for each in usable)
-        return record if record.weighted_load + 1 <= least + self._max_imbalance else None
+        return record if record.weighted_load + 1 <= least + self.max_imbalance else None
 
     def _least_loaded(self, usable: Sequence[MemberRecord]) -> MemberRecord:
-        if self._deterministic:
+        if self.deterministic:
             return min(usable, key=lambda record: record.member.url)
         if len(usable) > MAX_SCANNED:
             usable = self._random.sample(usable, 2)
-        # What counts is how long the new request would take: with it, not before it.
-        return min(
-            usable, key=lambda record: (record.weighted_load + record.slowness, record.chosen)
-        )
+        # Compare the loads with the new request, not before it.
+        return min(usable, key=lambda each: (each.weighted_load + each.slowness, each.chosen))
 
     def release_member(self, url: str) -> None:
         """Note that a request ended there."""
@@ -180,38 +167,38 @@ class LoadBalancer:
             record.in_flight = max(0, record.in_flight - 1)
             self._forget_if_done(url)
 
-    # What answers say.
+    # What answers report.
 
     def exclude_member(self, url: str, why: str, now: float, until: float | None = None) -> None:
-        """Give it no more requests: until then, or (None) until a probe says that it serves."""
+        """Give it no requests until then, or (None) until a probe says that it serves."""
         record = self._records.get(url)
         if record is None:
             return
         record.failures += 1
         record.excluded, record.excluded_until, record.probe_at = why, until, now
         if until is None:
-            # What comes back may be another process, with another model.
+            # The process that comes back may be another one, with another model.
             record.info, record.info_at = None, now
 
     def readmit_member(self, url: str) -> None:
-        """Give it requests again: it answered that it serves."""
+        """Give it requests again: it has answered that it serves."""
         record = self._records.get(url)
         if record is not None:
             record.excluded, record.excluded_until, record.failures = "", None, 0
 
     def note_weights(self, url: str, active: WeightsId) -> None:
-        """Note which weights it said it serves."""
+        """Note which weights it serves."""
         record = self._records.get(url)
         if record is not None:
             record.active = active
 
     def worker_info(self, url: str) -> WorkerInfo | None:
-        """Return what it says of itself; None: nothing yet."""
+        """Return how it describes itself; None: not asked yet."""
         record = self._records.get(url)
         return None if record is None else record.info
 
     def note_pace(self, url: str, seconds_per_token: float, now: float) -> None:
-        """Note how fast it sampled, and compare all members anew."""
+        """Note how fast it sampled, and compare all members again."""
         record = self._records.get(url)
         if record is None:
             return
@@ -226,7 +213,7 @@ class LoadBalancer:
             times = (each.pace or usual) / usual if usual > 0 else 1.0
             each.slowness = min(MAX_SLOWNESS, times) if times > SLOW_FACTOR else 1.0
 
-    # What to say when nobody can take a request.
+    # Messages.
 
     def all_beyond(self, bounds: WeightsBounds) -> bool:
         """Whether every present member is beyond the exact version asked for."""
@@ -234,7 +221,7 @@ class LoadBalancer:
         return bool(present) and all(bounds.is_passed_by(record.active) for record in present)
 
     def exclusion_reasons(self, now: float, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
-        """Return in one sentence why nobody gets the request."""
+        """Return in one sentence why no member gets the request."""
         each = [
             f"{record.member.name}: {record.unusable_reason(now, bounds) or 'serves'}"
             for record in self._present_records()

@@ -1,8 +1,8 @@
-"""Finds out by asking whether members serve: excluded ones, outdated ones, and silent ones.
+"""Asks members whether they serve: excluded ones, outdated ones, and silent ones.
 
-Only members that gave cause are asked. `GET /ready` decides whether one serves, `GET /v1/weights`
-with which weights, `GET /health` whether a silent one is alive, and `GET /v1/info`, once while
-requests run there, which ids end outputs: what one of them ended with says nothing of others.
+`GET /ready` says whether a member serves, `GET /v1/weights` with which weights, `GET /health`
+whether a silent one is alive. `GET /v1/info`, once while requests run there, says which ids end
+outputs: the id that ended one output says nothing about others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,57 +21,39 @@ from pydantic import ValidationError
 
 from rollout_common.wire import WeightsId, WeightsState, WorkerInfo
 
-from .member_clients import MemberClients
+from . import settings
+from .member_clients import MemberClients, describe_error
 from .member_records import MemberRecord
 from .router import AttemptLease, RequestRouter
-from .settings import (
-    FIRST_PROBE_SECONDS,
-    GONE_LIMIT_SECONDS,
-    HEALTH_TICK_SECONDS,
-    MAX_PROBE_SECONDS,
-    PROBE_TIMEOUT_SECONDS,
-    SILENCE_LIMIT_SECONDS,
-    WEIGHTS_PROBE_SECONDS,
-)
 
 logger = logging.getLogger(__name__)
 
 
 def probe_pause_after(failures: int) -> float:
-    """Return how long not to probe a member that has failed so often, before it is spread."""
-    return min(MAX_PROBE_SECONDS, FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
+    """Return the pause before the next probe of a member that has failed this often."""
+    return min(settings.MAX_PROBE_SECONDS, settings.FIRST_PROBE_SECONDS * 2.0 ** min(failures, 10))
 
 
+@dataclass(eq=False, repr=False)
 class HealthChecker:
-    """Asks members that gave cause whether they serve, as long as `run_checks` runs.
+    """Asks members whether they serve, if there is a reason to."""
 
-    Args:
-        router: Whose members are watched.
-        connections: To them.
-        silent_seconds: How long a worker may say nothing to a request before it is asked.
-        gone_seconds: The same for a member that discovery lost; then the request is cut off.
-    """
+    router: RequestRouter
+    connections: MemberClients
+    silent_seconds: float = settings.SILENCE_LIMIT_SECONDS
+    """How long a worker may send nothing to a request before it is asked."""
+    gone_seconds: float = settings.GONE_LIMIT_SECONDS
+    """How long a request may hear nothing from a member that discovery lost."""
 
-    def __init__(
-        self,
-        router: RequestRouter,
-        connections: MemberClients,
-        *,
-        silent_seconds: float = SILENCE_LIMIT_SECONDS,
-        gone_seconds: float = GONE_LIMIT_SECONDS,
-    ) -> None:
-        self._router = router
-        self._connections = connections
-        self._silent = silent_seconds
-        self._gone = gone_seconds
+    def __post_init__(self) -> None:
         self._asking: dict[object, asyncio.Task[None]] = {}
 
     async def run_checks(self) -> None:
-        """Look around until cancelled."""
+        """Check all members at intervals until cancelled."""
         try:
             while True:
                 self._check_members(time.monotonic())
-                await asyncio.sleep(HEALTH_TICK_SECONDS)
+                await asyncio.sleep(settings.HEALTH_TICK_SECONDS)
         finally:
             asking = list(self._asking.values())
             for task in asking:
@@ -78,28 +61,27 @@ class HealthChecker:
             await asyncio.gather(*asking, return_exceptions=True)
 
     def _check_members(self, now: float) -> None:
-        for url, record in self._router.balancer.records.items():
+        for url, record in self.router.balancer.records.items():
             if record.present and now >= record.probe_at and self._wants_probe(record, now):
                 self._start_check(url, partial(self._probe_member, record))
         suspects: dict[str, list[AttemptLease]] = {}
-        for url in {lease.member.url for lease in self._router.leases}:
-            known = self._router.balancer.records.get(url)
-            if known and known.present and known.info is None and now >= known.info_at:
+        for lease in self.router.leases:
+            url, silent = lease.member.url, now - lease.heard_at
+            known = self.router.balancer.records.get(url)
+            present = known is not None and known.present
+            if known and present and known.info is None and now >= known.info_at:
                 self._start_check(("info", url), partial(self._ask_info, known))
-        for lease in self._router.leases:
-            silent = now - lease.heard_at
-            found = self._router.balancer.records.get(lease.member.url)
-            if (found is None or not found.present) and silent >= self._gone:
+            if not present and silent >= self.gone_seconds:
                 lease.cut_off("its replica is gone")
-            elif silent >= self._silent:
-                suspects.setdefault(lease.member.url, []).append(lease)
+            elif silent >= self.silent_seconds:
+                suspects.setdefault(url, []).append(lease)
         for url, leases in suspects.items():
             self._start_check(("silent", url), partial(self._ask_silent, url, leases))
 
     def _wants_probe(self, record: MemberRecord, now: float) -> bool:
         if record.exclusion_reason(now):
             return record.excluded_until is None
-        return any(not bounds.admits(record.active) for bounds in self._router.waiting_bounds)
+        return any(not bounds.admits(record.active) for bounds in self.router.waiting_bounds)
 
     def _start_check(self, what: object, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if what in self._asking:
@@ -109,7 +91,7 @@ class HealthChecker:
         task.add_done_callback(lambda _: self._asking.pop(what, None))
 
     async def _probe_member(self, record: MemberRecord) -> None:
-        balancer, url = self._router.balancer, record.member.url
+        balancer, url = self.router.balancer, record.member.url
         why = await self._not_serving_reason(url)
         now = time.monotonic()
         if balancer.records.get(url) is not record:
@@ -124,15 +106,15 @@ class HealthChecker:
             name = record.member.name
             logger.info("%s serves again", name, extra={"replica": name})
         balancer.readmit_member(url)
-        record.probe_at = now + WEIGHTS_PROBE_SECONDS
-        self._router.notify_waiting()
+        record.probe_at = now + settings.WEIGHTS_PROBE_SECONDS
+        self.router.notify_waiting()
 
     async def _not_serving_reason(self, url: str) -> str:
         """Return why a member does not serve; empty if it does."""
         try:
             answer = await self._get_path(url, "/ready")
         except httpx.HTTPError as error:
-            return f"{type(error).__name__}: {error}".rstrip(": ")
+            return describe_error(error)
         if answer.status_code == 200:
             return ""
         try:
@@ -149,31 +131,31 @@ class HealthChecker:
         return None if state.active is None else state.active.identity
 
     async def _ask_info(self, record: MemberRecord) -> None:
-        """Ask what a member's worker is; an older one tells less than is wanted."""
+        """Ask a worker to describe itself; an older one lacks fields that this client needs."""
         asked_at = time.monotonic()
         try:
             answer = await self._get_path(record.member.url, "/v1/info")
             info = WorkerInfo.model_validate_json(answer.content, extra="ignore")
         except (httpx.HTTPError, ValidationError):
-            record.info_at = time.monotonic() + MAX_PROBE_SECONDS
+            record.info_at = time.monotonic() + settings.MAX_PROBE_SECONDS
             return
         if record.info_at <= asked_at:
             record.info = info
 
     async def _ask_silent(self, url: str, leases: Sequence[AttemptLease]) -> None:
-        """Ask once whether the member on which all of these heard nothing is alive."""
+        """Ask a member once whether it is alive, for all attempts that heard nothing from it."""
         try:
             answer = await self._get_path(url, "/health")
             alive = answer.status_code == 200
             why = f"GET /health: {answer.status_code}"
         except httpx.HTTPError as error:
-            alive, why = False, f"{type(error).__name__}: {error}".rstrip(": ")
+            alive, why = False, describe_error(error)
         for lease in leases:
             if alive:
                 lease.note_heard()
-            elif time.monotonic() - lease.heard_at >= self._silent:
-                lease.cut_off(f"silent for {self._silent:g} s, and then {why}")
+            elif time.monotonic() - lease.heard_at >= self.silent_seconds:
+                lease.cut_off(f"silent for {self.silent_seconds:g} s, and then {why}")
 
     async def _get_path(self, url: str, path: str) -> httpx.Response:
-        with self._connections.client_for(url) as client:
-            return await client.get(path, timeout=PROBE_TIMEOUT_SECONDS)
+        with self.connections.client_for(url) as client:
+            return await client.get(path, timeout=settings.PROBE_TIMEOUT_SECONDS)

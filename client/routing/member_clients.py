@@ -1,7 +1,7 @@
 """Connections to members: httpx clients with a few connections each.
 
-httpx goes through all connections of a client when a request begins and when it ends: a client with
-hundreds in flight spends most of its time on that. So a member gets one client for each `STREAMS_PER_CLIENT`.
+httpx looks at all connections of a client when a request begins and when it ends; with hundreds in
+flight that takes most of the time. So each `STREAMS_PER_CLIENT` requests get a client of their own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from .settings import CONNECT_TIMEOUT_SECONDS, KEEP_ALIVE_SECONDS, WRITE_TIMEOUT
 STREAMS_PER_CLIENT = 32
 """Requests that one client has in flight, and connections that it keeps."""
 
-# Reading has no limit: a queued request is silent for a long time. `HealthChecker` asks a silent worker
-# whether it is alive, and every attempt has the deadline of its request.
+# Reading has no limit: a queued request is silent for a long time. `HealthChecker` asks silent workers
+# whether they are alive, and every attempt has the deadline of its request.
 TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECONDS, write=WRITE_TIMEOUT_SECONDS)
 
 
 @functools.cache
 def trusted_authorities(*, environment: bool) -> ssl.SSLContext:
-    """What https servers are checked against by default, loaded once: it takes longer than a request.
+    """Return the authorities for https servers; `environment`: honour `SSL_CERT_FILE`, `SSL_CERT_DIR`.
 
-    Args:
-        environment: Whether `SSL_CERT_FILE` and `SSL_CERT_DIR` count.
+    They are loaded once: that takes longer than a request.
     """
     return httpx.create_ssl_context(trust_env=environment)
 
 
+def describe_error(error: Exception) -> str:
+    """Return an error's kind and text; some errors of httpx have no text."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 DataToken = str | Callable[[], str] | None
-"""Token of the members' data ports, or what returns it at each request; None: they want none."""
+"""Token of the members' data ports, or a function that returns it at each request; None: no token."""
 
 
 @dataclass(slots=True)
@@ -46,11 +50,7 @@ class _SharedClient:
 
 
 class MemberClients:
-    """Clients by member URL, made when first needed.
-
-    Args:
-        token: Sent with each request.
-    """
+    """Clients by member URL, made when first needed; each request carries the token."""
 
     def __init__(self, token: DataToken = None) -> None:
         self._token = token
@@ -59,7 +59,7 @@ class MemberClients:
 
     @contextmanager
     def client_for(self, url: str) -> Iterator[httpx.AsyncClient]:
-        """Lend a client for one request to a member; its base URL is the member's."""
+        """Yield a client for one request to a member; its base URL is the member's."""
         clients = self._clients.setdefault(url, [])
         lent = next((each for each in clients if each.in_flight < STREAMS_PER_CLIENT), None)
         if lent is None:
@@ -77,7 +77,7 @@ class MemberClients:
             max_keepalive_connections=STREAMS_PER_CLIENT,
             keepalive_expiry=KEEP_ALIVE_SECONDS,
         )
-        # A proxy named in the environment is not meant for pods of the same cluster.
+        # A proxy in the environment is not meant for pods of the same cluster.
         return httpx.AsyncClient(
             base_url=url,
             auth=None if self._token is None else self._add_token,
@@ -93,14 +93,14 @@ class MemberClients:
         return request
 
     def drop_member(self, url: str) -> None:
-        """Close a member's clients in the background; no request may use them any more."""
+        """Close a member's clients in the background; no request may be using them."""
         for each in self._clients.pop(url, ()):
             task = asyncio.create_task(each.client.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all clients."""
         clients, self._clients = self._clients, {}
         closing = [each.client.aclose() for some in clients.values() for each in some]
         await asyncio.gather(*closing, *self._closing)

@@ -1,4 +1,4 @@
-"""What the balancer knows of one member. Pure: the clock is passed in."""
+"""What the balancer knows of one member, and which weights a request takes. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,33 @@ from dataclasses import dataclass
 from rollout_client.discovery.pool_members import Member
 from rollout_common.wire import WeightsId, WorkerInfo
 
-from .weights_bounds import ANY_WEIGHTS, WeightsBounds
+
+@dataclass(frozen=True, slots=True)
+class WeightsBounds:
+    """Limits on the weights that serve a request, read as a worker's admission reads these fields."""
+
+    epoch: int | None = None
+    min_version: int | None = None
+    exact_version: int | None = None
+
+    def admits(self, active: WeightsId | None) -> bool:
+        """Whether these weights may serve the request; unknown ones (None) may."""
+        if active is None:
+            return True
+        epoch = active.epoch if self.epoch is None else self.epoch
+        if self.exact_version is not None and active.as_tuple() != (epoch, self.exact_version):
+            return False
+        return active.as_tuple() >= (epoch, self.min_version or 0)
+
+    def is_passed_by(self, active: WeightsId | None) -> bool:
+        """Whether these weights are newer than the exact version, so that waiting does not help."""
+        if active is None or self.exact_version is None:
+            return False
+        epoch = active.epoch if self.epoch is None else self.epoch
+        return active.as_tuple() > (epoch, self.exact_version)
+
+
+ANY_WEIGHTS = WeightsBounds()
 
 
 @dataclass(slots=True, eq=False)
@@ -19,11 +45,11 @@ class MemberRecord:
     present: bool = True
     """False: discovery no longer has it; the record stays while requests run on it."""
     excluded: str = ""
-    """Why it gets no requests, in words; empty: it may."""
+    """Why it gets no requests; empty: it gets some."""
     excluded_until: float | None = None
-    """When it may get requests again without a probe; None: only after one."""
+    """When it gets requests again without a probe; None: only after one."""
     failures: int = 0
-    """Since it last answered that it serves."""
+    """How often it failed since it last answered that it serves."""
     active: WeightsId | None = None
     """Weights that it serves; None: not known."""
     pace: float | None = None
@@ -36,13 +62,13 @@ class MemberRecord:
     probe_at: float = 0.0
     """When it may be probed again."""
     info: WorkerInfo | None = None
-    """What it says of itself; None: nothing yet."""
+    """How it describes itself; None: not asked yet."""
     info_at: float = 0.0
-    """When it may be asked for that."""
+    """When it may be asked for `info`."""
 
     @property
     def weighted_load(self) -> float:
-        """Requests in flight, weighed by how slow it is."""
+        """Requests in flight times how slow it is."""
         return self.in_flight * self.slowness
 
     def exclusion_reason(self, now: float) -> str:
@@ -55,7 +81,7 @@ class MemberRecord:
         return self.present and self.member.ready and not self.exclusion_reason(now)
 
     def unusable_reason(self, now: float, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
-        """Why it gets no request with these bounds now; empty if it may."""
+        """Why it gets no request with these bounds now; empty if it gets some."""
         if not self.present:
             return "gone"
         if not self.member.ready:

@@ -1,4 +1,4 @@
-"""Gives members to attempts: which attempts run where, and who waits for a member."""
+"""Gives members to attempts, and knows which attempts run and which requests wait."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
 
 from .balancer import LoadBalancer
+from .member_records import ANY_WEIGHTS, WeightsBounds
 from .settings import WAIT_POLL_SECONDS, WAIT_WARNING_SECONDS
-from .weights_bounds import ANY_WEIGHTS, WeightsBounds
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class AttemptLease:
         self._scope: asyncio.Timeout | None = None
 
     def watch_timeout(self, scope: asyncio.Timeout | None) -> None:
-        """Say which timeout ends the attempt; None: it has ended."""
+        """Set the timeout that ends the attempt; None: it has ended."""
         self._scope = scope
         self.note_heard()
 
@@ -44,46 +45,36 @@ class AttemptLease:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
 
+@dataclass(eq=False, repr=False)
 class RequestRouter:
-    """Gives members to requests; a request that finds none waits for a change.
+    """Gives members to requests; a request that finds none waits for a change."""
 
-    Args:
-        balancer: Chooses the member.
-        trouble: Returns what discovery has to complain about; empty if nothing.
-        on_gone: Called with the URL of a member that had left, once the last request on it ended.
-        look_seconds: How often a waiting request looks again by itself.
-        refused: Whether discovery is refused to know the members, so that waiting does not help.
-    """
+    balancer: LoadBalancer
+    trouble: Callable[[], str] = lambda: ""
+    """Returns the errors of discovery; empty: none."""
+    on_gone: Callable[[str], None] = lambda url: None
+    """Called with the URL of a member that has left, once the last request on it ended."""
+    look_seconds: float = field(default=WAIT_POLL_SECONDS, kw_only=True)
+    """How often a waiting request looks again by itself."""
+    refused: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    """Whether discovery may not list the members, so that waiting does not help."""
 
-    def __init__(
-        self,
-        balancer: LoadBalancer,
-        trouble: Callable[[], str] = lambda: "",
-        on_gone: Callable[[str], None] = lambda url: None,
-        *,
-        look_seconds: float = WAIT_POLL_SECONDS,
-        refused: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.balancer = balancer
-        self._trouble = trouble
-        self._refused = refused
-        self._on_gone = on_gone
+    def __post_init__(self) -> None:
         self.leases: set[AttemptLease] = set()
         self.closed = False
-        self._look_seconds = look_seconds
         self._warned_at = 0.0
         self._waiting: dict[object, WeightsBounds] = {}
         self._changed = asyncio.Event()
 
     def notify_waiting(self) -> None:
-        """Wake all who wait: one of them may get a member now who could not before."""
+        """Wake all waiting requests: a member may take one of them now."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether nobody is known and discovery may not find out who is there."""
-        return self._refused() and not self.balancer.present_members()
+        """Whether no member is known and discovery may not list any."""
+        return self.refused() and not self.balancer.present_members()
 
     @property
     def waiting_bounds(self) -> list[WeightsBounds]:
@@ -91,16 +82,16 @@ class RequestRouter:
         return list(self._waiting.values())
 
     def refusal_reasons(self, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
-        """Return why no member takes a request, and what discovery has to complain about."""
+        """Return why no member takes a request, and the errors of discovery."""
         known = (
             self.balancer.exclusion_reasons(time.monotonic(), bounds)
             or "no members have been discovered"
         )
-        trouble = self._trouble()
+        trouble = self.trouble()
         return f"{known}; {trouble}" if trouble else known
 
     def warn_if_waiting(self, began: float, bounds: WeightsBounds = ANY_WEIGHTS) -> None:
-        """Log from time to time, once for all, why a request that began then still waits."""
+        """Log at intervals, once for all requests, why one that began then still waits."""
         now = time.monotonic()
         if now - max(began, self._warned_at) >= WAIT_WARNING_SECONDS:
             self._warned_at = now
@@ -118,7 +109,7 @@ class RequestRouter:
             self.leases.discard(lease)
             self.balancer.release_member(member.url)
             if member.url not in self.balancer.records:
-                self._on_gone(member.url)
+                self.on_gone(member.url)
             if self._waiting:
                 self.notify_waiting()
 
@@ -129,10 +120,10 @@ class RequestRouter:
         bounds: WeightsBounds = ANY_WEIGHTS,
         avoid: Collection[str] = (),
     ) -> Member:
-        """Return a member for one attempt, counted at once: enter `lease` with it next.
+        """Return a member for one attempt, counted at once: enter `lease_member` with it next.
 
         Raises:
-            NoReplica: No member could take it by then, or discovery may not know the members.
+            NoReplica: No member could take it by then, or discovery may not list the members.
             RequestRefused: No member serves the exact weights asked for any more.
             PoolClosed: The pool was closed.
         """
@@ -152,7 +143,7 @@ class RequestRouter:
                 why = self.refusal_reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
             self.warn_if_waiting(began, bounds)
-            await self._wait_for_change(changed, min(self._look_seconds, until - now), bounds)
+            await self._wait_for_change(changed, min(self.look_seconds, until - now), bounds)
 
     async def _wait_for_change(
         self, changed: asyncio.Event, seconds: float, bounds: WeightsBounds

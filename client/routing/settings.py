@@ -1,43 +1,39 @@
-"""How long things may take in this package, and why."""
+"""How long things may take in this package, in seconds, and why."""
 
 from __future__ import annotations
 
-# balancer.py
-
 PACE_MEMORY_SECONDS = 60.0
-"""After so long without a measurement a member counts as fast as usual, so that it is tried again."""
-
-
-# health_checker.py
+"""Without a measurement for this long a member counts as fast, so that it is tried again."""
 
 HEALTH_TICK_SECONDS = 0.1
+"""How often members are checked: a probe is at most this late, and a tick costs microseconds."""
 
 PROBE_TIMEOUT_SECONDS = 5.0
+"""A worker answers probes next to running requests: one that is slower can not serve either."""
 
 FIRST_PROBE_SECONDS = 0.2
+"""Pause after the first failed probe: a restarted connection or a short pause is over by then."""
 
 MAX_PROBE_SECONDS = 3.0
+"""The pause doubles up to this: a replica that is back gets requests within three seconds."""
 
 WEIGHTS_PROBE_SECONDS = 0.5
-"""Between two looks at the weights of a member that are too old for somebody who waits."""
+"""Between two looks at the weights of a member that are too old for a waiting request."""
 
 SILENCE_LIMIT_SECONDS = 20.0
+"""A worker sends tokens far more often, unless the request is queued: then it is asked."""
 
 GONE_LIMIT_SECONDS = 10.0
 """How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
 
-
-# member_clients.py
-
 CONNECT_TIMEOUT_SECONDS = 5.0
+"""Enough for two lost SYN packets, which are sent again after one and three seconds."""
 
 WRITE_TIMEOUT_SECONDS = 60.0
+"""A request of megabytes may wait for a worker whose event loop is busy."""
 
 KEEP_ALIVE_SECONDS = 60.0
 """Less than the 75 s for which a worker keeps an idle connection."""
-
-
-# router.py
 
 WAIT_WARNING_SECONDS = 10.0
 """How often the log says why requests wait for a replica."""

@@ -18,6 +18,7 @@ from contextlib import aclosing
 
 from typing_extensions import override
 
+from rollout_client.cluster_client import ClusterClient, ReportTrouble
 from rollout_client.errors import (
     ClusterError,
     EpochLost,
@@ -25,8 +26,8 @@ from rollout_client.errors import (
     RolloutError,
     SteeringFailed,
 )
-from rollout_client.kube.cluster_access import Obj
-from rollout_client.kube.cluster_client import ClusterClient, ReportTrouble, retry_pause
+from rollout_common.kube.access import Obj
+from rollout_common.kube.reflector import retry_pause
 from rollout_common.wire import WeightsId, WeightsSource
 
 from .control_ports import ControlPorts

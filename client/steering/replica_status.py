@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_client.errors import EpochLost, PublishFailed, StateTaken, SteeringFailed, Superseded
-from rollout_client.kube.cluster_access import Obj
+from rollout_common.kube.access import Obj
 from rollout_common.wire import WeightsId, WeightsSource
 
 from .steering_protocol import PoolState, Published, PublishProgress

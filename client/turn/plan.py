@@ -1,4 +1,4 @@
-"""What a trainer asks of its turn, and what is read from the environment where it asks for nothing."""
+"""The options of a turn, and their defaults from the environment."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ENV_HOLDER = "ROLLOUT_TURN_HOLDER"
 ENV_POD = "POD_NAME"
 
 Agreement = Callable[[bool], bool]
-"""Returns whether every rank passed True: an all-reduce over the minimum, with a timeout of its own."""
+"""Returns whether every rank passed True: an all-reduce of the minimum, with a timeout of its own."""
 
 
 class TurnOptions(TypedDict, total=False):
-    """What `pool.turn` takes, all by name.
+    """The keyword arguments of `pool.turn`.
 
     Attributes:
         devices: Names of the devices that this process computes on; default: $ROLLOUT_TURN_DEVICES
@@ -35,9 +35,9 @@ class TurnOptions(TypedDict, total=False):
             the devices if a message is late or a process dies: for nodes without a lock directory.
         rank: Of this process among those that take the turn together; only rank 0 steers the pool.
         world: How many processes take the turn together: all of them, or none.
-        agree: All-reduce AND over these processes, needed if there are several. It is called at most
-            `world` + 2 times, by all the same number of times (in an asyncio program in a thread).
-        seconds: How long falling asleep and the locks may take together, and anew how long waking may.
+        agree: All-reduce AND over these processes, needed if there are several. Each process calls it equally
+            often, `world` + 2 times at most (in an asyncio program in a thread).
+        seconds: How long falling asleep and the locks may take together; waking may take as long again.
         wake: Ask the pool to be Active again at the end.
         serving: Wait at the end until it serves; False: only ask.
     """
@@ -55,10 +55,10 @@ class TurnOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """`TurnOptions` with their defaults; see there.
+    """`TurnOptions` with their defaults.
 
     Raises:
-        ValueError: They can't be met.
+        ValueError: They contradict each other.
     """
 
     devices: Sequence[str] | None = None
@@ -81,9 +81,7 @@ class TurnPlan:
         if self.seconds <= 0:
             raise ValueError(f"seconds must be above 0, not {self.seconds:g}")
         if not self.locks and (self.devices is not None or self.directory is not None):
-            raise ValueError(
-                "without locks there are no devices and no directory to lock: drop them"
-            )
+            raise ValueError("devices and directory are for locks: drop them, or locks=False")
         if isinstance(self.devices, str):
             raise ValueError(f"devices must be a list of names, not the text {self.devices!r}")
 
@@ -92,7 +90,7 @@ class TurnPlan:
         """Return the plan for these options.
 
         Raises:
-            TypeError: One does not exist.
+            TypeError: An option does not exist.
         """
         check_option_names("turn", options, TurnOptions.__annotations__)
         return cls(**options)
@@ -116,6 +114,6 @@ def lock_directory(directory: str | Path | None) -> Path:
 
 
 def holder_name(rank: int = 0, world: int = 1) -> str:
-    """Return what people read who wait for this process."""
+    """Return the name that processes read which wait for this one."""
     name = os.environ.get(ENV_HOLDER) or os.environ.get(ENV_POD) or socket.gethostname()
     return name if world == 1 else f"{name}, rank {rank} of {world}"

@@ -1,27 +1,26 @@
-"""One turn of one rank: how all ranks of a trainer take it together, and how each gives it back."""
+"""One turn of one rank: how all ranks of a trainer take it together, and how each gives it back.
+
+`TurnVerbs` adds `pool.turn()` to a pool.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Unpack
 
-from rollout_client.errors import (
-    ClusterError,
-    RolloutError,
-    StateTaken,
-    SteeringFailed,
-    TurnFailed,
-)
+from rollout_client.errors import ClusterError, RolloutError, StateTaken, SteeringFailed, TurnFailed
+from rollout_client.hooks import Hook
 from rollout_client.steering.steering_protocol import PoolState, Steering
 from rollout_client.steering.steering_verbs import SteeringVerbs
 
-from .locks import DeviceLocks
-from .plan import TurnPlan, given_devices, holder_name, lock_directory
+from .locks import DeviceLocks, HeldTurn
+from .plan import TurnOptions, TurnPlan, given_devices, holder_name, lock_directory
 from .settings import TURN_RETRY_SECONDS, UNDO_TIMEOUT_SECONDS
+from .turn_devices import pod_devices
 
 logger = logging.getLogger(__name__)
 
@@ -29,26 +28,12 @@ FindDevices = Callable[[], Awaitable[Sequence[str]]]
 TurnStep = Callable[[], Coroutine[Any, Any, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTurn:
-    """The turn that a block has.
-
-    Attributes:
-        devices: Names of the devices that are locked for it; none without locks.
-        filenos: Their open lock files, and what lets the locks fall last when a process dies. One that
-            inherits them all (`pass_fds`) and outlives this one keeps the turn until it has ended.
-    """
-
-    devices: tuple[str, ...]
-    filenos: tuple[int, ...]
-
-
 class StepRunner:
     """Does the steps of a turn for a task of an event loop.
 
     Attributes:
-        cancelled: The cancellation that came during a vote. The other ranks wait in the same vote, so it ends
-            first; the next round then fails with this.
+        cancelled: The cancellation that came during a vote. The other ranks wait for this rank's vote, so the vote
+            ends first and the next round fails with this.
     """
 
     def __init__(self, plan: TurnPlan) -> None:
@@ -56,7 +41,7 @@ class StepRunner:
         self.cancelled: asyncio.CancelledError | None = None
 
     async def run_step(self, step: TurnStep) -> None:
-        """Do one step."""
+        """Await one step."""
         await step()
 
     async def collect_votes(self, yes: bool) -> bool:
@@ -75,8 +60,8 @@ class TurnSession:
 
     Args:
         pool: To put to sleep; None: only the locks are taken.
-        plan: What was asked for.
-        find: Asks which devices this process has, where nobody names them.
+        plan: The caller's options.
+        find: Returns the devices of this process, if nobody names them.
     """
 
     def __init__(self, pool: SteeringVerbs | None, plan: TurnPlan, find: FindDevices) -> None:
@@ -91,25 +76,25 @@ class TurnSession:
     @property
     def held_turn(self) -> HeldTurn:
         """What the block gets."""
-        return HeldTurn(self._locks.devices, tuple(self._locks.lock_filenos()))
+        return self._locks.held_turn
 
     @property
     def command_environment(self) -> dict[str, str]:
-        """What tells a program that the turn is held for it."""
-        return self._locks.command_environment()
+        """The environment by which a command knows that the turn is held for it."""
+        return self._locks.command_environment
 
     async def acquire_turn(self, caller: StepRunner | None = None) -> None:
-        """Take the turn, together with the other ranks: all of them have it, or none.
+        """Take the turn together with the other ranks: all of them get it, or none.
 
-        All ranks go through the same rounds and vote at the end of each, so that a failure of one ends the turn
-        of all. They lock their devices one rank after the other: a second trainer waits at the first rank,
-        instead of holding half of the devices while it waits for the other half.
+        All ranks go through the same rounds and vote at the end of each, so a failure of one ends the turn of all.
+        They lock their devices one rank after the other: a second trainer waits at the first rank, instead of
+        holding half of the devices while it waits for the other half.
 
         Args:
             caller: Does the steps; default: this task.
 
         Raises:
-            TurnFailed: Another rank failed; what failed here is raised as it is.
+            TurnFailed: Another rank failed. An error of this rank is raised as it is.
             asyncio.CancelledError: The caller was cancelled; nothing is held.
         """
         caller = StepRunner(self._plan) if caller is None else caller
@@ -146,7 +131,7 @@ class TurnSession:
         return max(0.0, round(self._until - time.monotonic(), 2))
 
     async def find_devices(self) -> None:
-        """Find out which devices to lock, and refuse what can't be had before anybody sleeps for it."""
+        """Find the devices to lock, and refuse what can't be had before the pool sleeps for it."""
         plan = self._plan
         if plan.locks:
             devices = given_devices(plan.devices)
@@ -157,29 +142,26 @@ class TurnSession:
         self._locks.check_takeable()
 
     async def sleep_pool(self) -> None:
-        """Put the pool to sleep, and remember what it was before."""
+        """Put the pool to sleep, and remember its state before."""
         if self._pool is None:
             return
         kept = self._locks.has_kept
         try:
             async with asyncio.timeout(self._remaining_seconds):
-                self._before = await _read_wanted_state(
-                    await self._pool._get_steering(), self._remaining_seconds
-                )
+                steering = await self._pool._get_steering()
+                self._before = await _read_wanted_state(steering, self._remaining_seconds)
         except TimeoutError:
             raise SteeringFailed(
-                f"nobody said within {self._plan.seconds:g} s what state the pool is in: is the API server "
-                "there?"
+                f"the pool's state was not known within {self._plan.seconds:g} s: does the API server answer?"
             ) from None
         self._asked = True
-        steering = await self._pool._get_steering()
-        if kept:  # a worker that waits for these very locks can't be waited for
+        if kept:  # don't wait: a worker may be waking that waits for these very locks
             return await steering.ask_state("Asleep", self._remaining_seconds)
         while True:
             try:
                 return await self._pool.sleep(seconds=self._remaining_seconds)
             except SteeringFailed as error:
-                # Another trainer's turn has ended meanwhile, and it woke the pool: once more.
+                # Another trainer's turn has ended and it woke the pool: try again.
                 if self._remaining_seconds < TURN_RETRY_SECONDS or not await _was_state_taken(
                     "Active", error, steering
                 ):
@@ -191,7 +173,7 @@ class TurnSession:
         await self._locks.take_locks(self._remaining_seconds)
 
     async def undo_sleep(self) -> None:
-        """Ask the pool back to what it was before this turn put it to sleep."""
+        """Ask the pool for the state that it had before this turn."""
         before = self._before or "Active"
         if self._pool is None or not self._asked or before == "Asleep":
             return
@@ -200,7 +182,7 @@ class TurnSession:
             await steering.ask_state(before, UNDO_TIMEOUT_SECONDS)
 
     def end_block(self, failure: BaseException | None) -> bool:
-        """Give the locks back, or keep them after a failure; whether this process took them, and no parent of it."""
+        """Give the locks back, or keep them after a failure; return whether this process took them, not its parent."""
         if failure is None:
             self.give_back()
         else:
@@ -227,7 +209,7 @@ class TurnSession:
         return None
 
     async def ask_awake(self) -> None:
-        """Ask the pool to be Active and keep the locks: they fall with the last process that has them."""
+        """Ask the pool to be Active, and keep the locks: they fall with the last process that has them."""
         if self._pool is not None and self._plan.wake:
             await self._wake_pool(self._pool, serving=False)
 
@@ -242,7 +224,7 @@ class TurnSession:
             await steering.ask_state("Active", UNDO_TIMEOUT_SECONDS)
 
     async def _wake_until_serving(self, pool: SteeringVerbs, steering: Steering) -> None:
-        """Wake the pool and return once it serves; another trainer's turn before that is waited for."""
+        """Wake the pool and return once it serves, after another trainer's turn if one began."""
         until = time.monotonic() + self._plan.seconds
         while True:
             try:
@@ -252,8 +234,51 @@ class TurnSession:
                     "Asleep", error, steering
                 ):
                     raise
-            # It wakes the pool at its end; asking before would only keep it from its turn.
+            # That trainer wakes the pool at its end; asking before would only disturb its turn.
             await _wait_until_awake(steering, until)
+
+
+class TurnVerbs(SteeringVerbs):
+    """What a trainer does that shares its accelerators with the pool.
+
+    Args:
+        steering: As of `SteeringVerbs`.
+        hook: As of `SteeringVerbs`.
+        max_staleness: As of `SteeringVerbs`.
+    """
+
+    def __init__(
+        self, steering: Steering | None, hook: Hook, max_staleness: int | None = None
+    ) -> None:
+        super().__init__(steering, hook, max_staleness)
+        self._find_devices: FindDevices = pod_devices
+
+    @asynccontextmanager
+    async def turn(self, **options: Unpack[TurnOptions]) -> AsyncIterator[HeldTurn]:
+        """Hold the devices that this process shares with the pool, for a block.
+
+        The pool falls asleep, this process takes the node's locks, the block runs, the locks are given
+        back, the pool wakes. Free all memory of the devices before the block ends. After an error in the
+        block this process keeps the locks until it ends, or until its next turn on these devices ends well: what
+        the error refers to is still in memory. The pool is asked to wake all the same, and not waited for.
+        A forked child that leaves the block gives nothing back. See docs/share-gpus.md.
+
+        Args:
+            **options: See `rollout_client.turn.TurnOptions`.
+
+        Raises:
+            TurnFailed: The turn was not had; the pool is asked for its former state.
+            SteeringFailed: The pool did not fall asleep, or did not serve afterwards, in time.
+            EpochLost, ClusterError: See `sleep`.
+        """
+        session = TurnSession(self, TurnPlan.from_options(options), self._find_devices)
+        await session.acquire_turn()
+        try:
+            yield session.held_turn
+        except BaseException as error:
+            await session.leave_turn(error)
+            raise
+        await session.leave_turn(None)
 
 
 async def _do_round(step: TurnStep | None, caller: StepRunner) -> None:
@@ -265,7 +290,7 @@ async def _do_round(step: TurnStep | None, caller: StepRunner) -> None:
             await caller.run_step(step)
     except GeneratorExit:
         raise
-    except BaseException as error:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
+    except BaseException as error:  # noqa: BLE001  # the other ranks must learn of every failure
         failure = error
     agreed = await caller.collect_votes(failure is None)
     if failure is not None or not agreed:
@@ -273,16 +298,16 @@ async def _do_round(step: TurnStep | None, caller: StepRunner) -> None:
             caller.cancelled
             or failure
             or TurnFailed(
-                "another process of this trainer did not get the turn, so this one gave up its own: see there"
+                "another process of this trainer did not get the turn, so this one gave its own up: see its error"
             )
         )
 
 
 async def _read_wanted_state(steering: Steering, seconds: float) -> PoolState | None:
-    """Return the state that was asked for last; an API server that is away is asked for so long.
+    """Return the state that was asked for last; repeat the request for `seconds` while the API server is away.
 
     Raises:
-        ClusterError: Not allowed, or no answer within these seconds.
+        ClusterError: Not allowed, or no answer in time.
     """
     until = time.monotonic() + seconds
     while True:
@@ -295,9 +320,9 @@ async def _read_wanted_state(steering: Steering, seconds: float) -> PoolState | 
 
 
 async def _was_state_taken(state: PoolState, error: SteeringFailed, steering: Steering) -> bool:
-    """Whether it was another trainer's turn that got in the way, which wants this state.
+    """Return whether the error came from another trainer's turn, which wanted this state.
 
-    By now it may have ended, and the pool be asked for the former state again.
+    That turn may have ended since, so the error counts before the state of now.
     """
     if isinstance(error, StateTaken):
         return error.wanted == state
@@ -305,7 +330,7 @@ async def _was_state_taken(state: PoolState, error: SteeringFailed, steering: St
 
 
 async def _wait_until_awake(steering: Steering, until: float) -> None:
-    """Return once somebody has asked for another state than Asleep, or when the time is up."""
+    """Return once the wanted state is not Asleep any more, or when the time is up."""
     while True:
         if time.monotonic() > until or await steering.wanted_state() != "Asleep":
             return

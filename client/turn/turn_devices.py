@@ -1,4 +1,4 @@
-"""Which devices this pod has, by the API server: pod → ResourceClaims → devices of their allocation."""
+"""Asks the API server for the devices of this pod: pod → ResourceClaims → allocated devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.errors import ClusterError, TurnFailed
-from rollout_client.kube.cluster_access import Obj, load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_common.device_claims import (
     device_lock_name,
     device_uuids,
     natural_sort_key,
     pod_claims,
 )
+from rollout_common.kube.access import Obj
 
 from .plan import ENV_DEVICES, ENV_POD
 from .settings import DEVICE_LOOKUP_SECONDS
@@ -35,8 +35,8 @@ async def pod_devices(
 ) -> list[str]:
     """Return the names of this pod's devices, `<driver>/<pool>/<device>`, in their natural order.
 
-    That is not the order in which CUDA counts them. The pod is $POD_NAME, or what the host is called, in
-    the service account's namespace. All devices of all its claims are meant.
+    CUDA may count them in another order. The pod is $POD_NAME, or the host's name, in the service account's
+    namespace. The names are those of all devices of all its claims.
 
     Args:
         kubeconfig: Where the API server is; default: the pod's own, or as kubectl finds it.
@@ -46,7 +46,7 @@ async def pod_devices(
             (`torch.cuda.get_device_properties(i).uuid`).
 
     Raises:
-        TurnFailed: The pod has no claim, one is not allocated, or no device of its has such a uuid.
+        TurnFailed: The pod has no claim, a claim is not allocated, or none of its devices has such a uuid.
         ClusterError: No rights, no credentials, or no answer.
     """
     try:
@@ -65,7 +65,7 @@ async def pod_devices(
 async def query_pod_devices(
     kube: ClusterClient, namespace: str, uuids: Sequence[str] | None = None
 ) -> list[str]:
-    """As `pod_devices`, over connections that are there."""
+    """As `pod_devices`, with an existing client."""
     name = os.environ.get(ENV_POD) or socket.gethostname()
     where = f"{namespace}/{name}"
     pod = await _get_object(kube, "pods", f"/api/v1/namespaces/{namespace}/pods/{name}", where)
@@ -82,7 +82,6 @@ async def query_pod_devices(
 
 
 async def _node_device_uuids(kube: ClusterClient, node: str) -> dict[str, str]:
-    """Uuids of a node's devices by name, as their drivers publish them."""
     selector = {"fieldSelector": f"spec.nodeName={node}"}
     listed = await _get_object(
         kube, "resourceslices", SLICES_PATH, f"devices of node {node}", selector
@@ -101,13 +100,12 @@ def _slice_generation(piece: Obj) -> int:
 def _devices_with_uuids(
     names: Sequence[str], known: dict[str, str], uuids: Sequence[str], where: str
 ) -> list[str]:
-    """Return the names that belong to these uuids, in their order."""
     by_uuid = {_bare_uuid(known[name]): name for name in names if name in known}
     unknown = [uuid for uuid in map(str, uuids) if _bare_uuid(uuid) not in by_uuid]
     if unknown:
-        told = ", ".join(f"{name}: {known.get(name, 'no uuid')}" for name in names)
+        published = ", ".join(f"{name}: {known.get(name, 'no uuid')}" for name in names)
         raise TurnFailed(
-            f"no device of the pod {where} is published with the uuid {unknown[0]} ({told}): pass "
+            f"no device of the pod {where} is published with the uuid {unknown[0]} ({published}): pass "
             f"uuids of its own devices, {NAME_DEVICES_ADVICE}"
         )
     return [by_uuid[_bare_uuid(str(uuid))] for uuid in uuids]
@@ -142,11 +140,6 @@ async def _get_object(
 
 
 def _claim_names(pod: Obj, where: str) -> list[str]:
-    """Return the names of a pod's ResourceClaims, each once.
-
-    Raises:
-        TurnFailed: It has none, or not yet.
-    """
     found, unmade = pod_claims(pod)
     if unmade:
         raise TurnFailed(
@@ -162,10 +155,10 @@ def _claim_names(pod: Obj, where: str) -> list[str]:
 
 
 def allocated_devices(claim: Obj, name: str, pod: str) -> list[str]:
-    """Return the devices that a claim was given, as `<driver>/<pool>/<device>`.
+    """Return the devices allocated to a claim, as `<driver>/<pool>/<device>`.
 
     Raises:
-        TurnFailed: It was given none.
+        TurnFailed: It has none.
     """
     allocation: Any = (claim.get("status") or {}).get("allocation")
     results = ((allocation or {}).get("devices") or {}).get("results") or ()

@@ -1,6 +1,6 @@
-"""The turn: which process of a node may hold memory of an accelerator, by one lock for each device.
+"""The turn: which process of a node may hold accelerator memory, decided by one lock for each device.
 
-The trainer takes it, too, so nothing here imports anything but the standard library
+Trainers import this package, too, so it uses nothing but the standard library
 (docs/decisions/020-one-lock-shared-by-every-process.md).
 """
 

@@ -1,7 +1,6 @@
-"""How much memory the accelerators that this process sees have left, and whether what others had is back.
+"""The free memory of the accelerators that this process sees, and whether an earlier holder's memory is back.
 
-nvidia-smi tells it. It is not asked through torch: that would make a context on the device, in a process that has no
-other use for one.
+The figures come from nvidia-smi: torch would make a context on the device, in a process that needs none.
 """
 
 from __future__ import annotations
@@ -14,18 +13,25 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from .settings import ASK_SECONDS, BACK_SECONDS, EVERY_SECONDS, QUIET_SECONDS
+from .settings import (
+    MEMORY_POLL_SECONDS,
+    MEMORY_QUIET_SECONDS,
+    MEMORY_RETURN_SECONDS,
+    NVIDIA_SMI_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 GROWS = "it still grows"
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
 
 _COMMAND = (
     "nvidia-smi",
     "--query-gpu=index,uuid,memory.free,memory.total",
     "--format=csv,noheader,nounits",
 )
+_logged: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +43,14 @@ class Free:
 
 
 Look = Callable[[], Awaitable[Mapping[str, Free]]]
+"""Returns the memory of each device; empty if it is not known."""
 
 
 async def free_memory() -> dict[str, Free]:
-    """Return the memory of each visible device; nothing where there is no nvidia-smi or no answer.
-
-    That nobody can look is logged once.
-    """
+    """Return the memory of each visible device; empty, and logged once, if nvidia-smi is missing or fails."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which(_COMMAND[0]) is None:
-        return _blind("there is no nvidia-smi")
+        return _note_unknown("nvidia-smi is not installed")
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,
         stdin=asyncio.subprocess.DEVNULL,
@@ -54,86 +58,79 @@ async def free_memory() -> dict[str, Free]:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with asyncio.timeout(ASK_SECONDS):
-            told, _ = await process.communicate()
+        async with asyncio.timeout(NVIDIA_SMI_SECONDS):
+            output, _ = await process.communicate()
     except TimeoutError:
-        return _blind(f"nvidia-smi does not answer within {ASK_SECONDS:g} s")
+        return _note_unknown(f"nvidia-smi does not answer within {NVIDIA_SMI_SECONDS:g} s")
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    found = parsed(told.decode(errors="replace"), visible)
+    found = parsed(output.decode(errors="replace"), visible)
     if not found:
-        return _blind(
-            f"nvidia-smi tells no free memory of the devices in CUDA_VISIBLE_DEVICES ({visible}), as for parts of a"
+        return _note_unknown(
+            f"nvidia-smi lists no free memory of the devices in CUDA_VISIBLE_DEVICES ({visible}), as for parts of a"
             " GPU (MIG)"
         )
     if MPS in os.environ:
-        _say_once(
-            f"{MPS} is set: the MPS server frees memory of a client that died when it likes, and a lock says"
-            " nothing of that"
+        _warn_once(
+            f"{MPS} is set: the MPS server may free the memory of a client that died late, and a lock does not show that"
         )
     return found
 
 
-MPS = "CUDA_MPS_PIPE_DIRECTORY"
-_said: set[str] = set()
-
-
-def _blind(why: str) -> dict[str, Free]:
-    _say_once(
-        f"{why}, so nobody looks whether the memory of who had the devices before is back: the locks alone decide"
+def _note_unknown(why: str) -> dict[str, Free]:
+    _warn_once(
+        f"{why}, so nobody can check that an earlier holder's memory is back: the locks alone decide"
     )
     return {}
 
 
-def _say_once(what: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        logger.warning("%s", what)
+def _warn_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
+        logger.warning("%s", text)
 
 
-def parsed(told: str, visible: str | None) -> dict[str, Free]:
-    """Read nvidia-smi's answer.
+def parsed(output: str, visible: str | None) -> dict[str, Free]:
+    """Parse the output of nvidia-smi.
 
     Args:
-        told: a line `index, uuid, MiB free, MiB in all` for each device.
-        visible: `CUDA_VISIBLE_DEVICES`, indices or the beginnings of UUIDs; None for all.
+        output: a line `index, uuid, MiB free, MiB in total` for each device.
+        visible: `CUDA_VISIBLE_DEVICES`: indices or beginnings of UUIDs; None: all devices.
     """
     found = {}
     wanted = None if visible is None else [part.strip() for part in visible.split(",")]
-    for line in told.splitlines():
+    for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 4 or not (fields[2].isdigit() and fields[3].isdigit()):
-            continue  # a device that is lost or divided says so in words
+            continue  # a device that is lost or divided has words there
         index, uuid = fields[:2]
-        if wanted is None or any(_names(each, index, uuid) for each in wanted):
+        if wanted is None or any(
+            each == index or (each.startswith("GPU-") and uuid.startswith(each)) for each in wanted
+        ):
             found[f"GPU {index}"] = Free(int(fields[2]) * MIB, int(fields[3]) * MIB)
     return found
 
 
-def _names(wanted: str, index: str, uuid: str) -> bool:
-    return wanted == index or (wanted.startswith("GPU-") and uuid.startswith(wanted))
-
-
 def shortfall(now: Mapping[str, Free], needs: Mapping[str, int]) -> str | None:
-    """Say which device has less memory free than is needed of it; None if none has."""
+    """Return a sentence about the first device with less free memory than needed, or None."""
     for device, need in needs.items():
         left = now.get(device)
         if left is not None and left.free < need:
+            missing = need - left.free
+            amount = (
+                f"{missing / GIB:.1f} GiB" if missing >= GIB else f"{max(1, missing // MIB)} MiB"
+            )
             return (
                 f"{device} has {left.free / GIB:.1f} of {left.total / GIB:.1f} GiB free, {need / GIB:.1f} GiB are"
-                f" needed: {_amount(need - left.free)} are missing"
+                f" needed: {amount} are missing"
             )
     return None
 
 
-def _amount(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{max(1, size // MIB)} MiB"
-
-
 def grows(now: Mapping[str, Free], before: Mapping[str, Free]) -> bool:
-    """Whether memory is still being given back: the driver does so after a process has ended."""
+    """Return whether the free memory has grown: the driver returns memory after a process has ended."""
     return any(
         device in before and left.free > before[device].free + MIB for device, left in now.items()
     )
@@ -141,38 +138,38 @@ def grows(now: Mapping[str, Free], before: Mapping[str, Free]) -> bool:
 
 async def wait_for_memory(
     needs: Mapping[str, int],
-    seconds: float = BACK_SECONDS,
+    seconds: float = MEMORY_RETURN_SECONDS,
     *,
     look: Look = free_memory,
     tell: Callable[[str, Mapping[str, Free]], None] = lambda why, now: None,
     wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[str | None, Mapping[str, Free]]:
-    """Wait until the memory of who had the devices before is back: the one rule for workers and trainers.
+    """Wait until an earlier holder's memory is back; workers and trainers share this one rule.
 
-    It is back once as much is free as is needed. Where that isn't known, once nothing more has come for
-    `QUIET_SECONDS`. Where nobody can look, at once.
+    It is back once as much is free as is needed. If the need is unknown: once nothing more has come for
+    `MEMORY_QUIET_SECONDS`. If the free memory is unknown: at once.
 
     Args:
-        needs: bytes that must be free, by device; empty if it isn't known.
+        needs: bytes that must be free, by device; empty if unknown.
         seconds: how long to wait.
         look: returns the free memory of each device.
-        tell: is told what is waited for, and what the devices have free.
-        wanted: whether to go on.
+        tell: gets the reason for the wait, and the free memory.
+        wanted: polled; once it returns False the wait ends.
 
     Returns:
-        What is still missing when the time is up, else None; and the last look.
+        What is still missing when the time is up, else None; and the last free memory.
     """
     now, began = await look(), time.monotonic()
     grew = began
     while now and wanted():
         at = time.monotonic()
         why = shortfall(now, needs)
-        if why is None and (needs or at - grew >= QUIET_SECONDS):
+        if why is None and (needs or at - grew >= MEMORY_QUIET_SECONDS):
             return None, now
         if at - began > seconds:
-            return why or (GROWS if at - grew < 2 * EVERY_SECONDS else None), now
+            return why or (GROWS if at - grew < 2 * MEMORY_POLL_SECONDS else None), now
         tell(why or GROWS, now)
-        await asyncio.sleep(EVERY_SECONDS)
+        await asyncio.sleep(MEMORY_POLL_SECONDS)
         before, now = now, await look() or now
         if grows(now, before):
             grew = time.monotonic()

@@ -1,10 +1,10 @@
-"""Why a turn can't be had.
+"""Why a process can't have the turn.
 
 Errors::
 
     TurnError              the locks can't be used
-    ├── TurnReplaced       not before processes that share an old lock file have ended
-    └── TurnTimeout        somebody else has the turn
+    ├── TurnReplaced       processes that share an old lock file must end first
+    └── TurnTimeout        another process has the turn
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ class TurnError(Exception):
 
 
 class TurnReplaced(TurnError):
-    """Processes share a lock file that isn't the one any more: they must end before the next turn."""
+    """Processes share a lock file that was replaced: they must end before the next turn."""
 
 
 class TurnTimeout(TurnError):
-    """Others kept the turn for longer than the caller wanted to wait.
+    """Other processes kept the turn for longer than the caller wanted to wait.
 
     Attributes:
-        waiting_for: who held which device when the time was up.
+        waiting_for: the holder of each device that was waited for when the time was up.
     """
 
     def __init__(self, timeout: float, waiting_for: Mapping[str, str]) -> None:
-        who = ", ".join(f"{device} is held by {who}" for device, who in waiting_for.items())
+        held = ", ".join(f"{device} is held by {holder}" for device, holder in waiting_for.items())
         why = (
-            f"{who}; wait longer, or end who holds it"
-            if who
+            f"{held}; wait longer, or end the holder"
+            if held
             else "the lock files did not open in time"
         )
         super().__init__(f"no turn within {timeout:g} s: {why}")

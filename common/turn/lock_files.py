@@ -1,7 +1,7 @@
 """The lock files of a node: one for each device, in one directory that every pod mounts.
 
-Whoever holds `flock(LOCK_EX)` on a device's file has the turn for it. What stands in the file names the
-holder for people; nothing is decided by it.
+The process that holds `flock(LOCK_EX)` on a device's file has the turn for it. The text in the file names the
+holder for people; it decides nothing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,29 @@ import fcntl
 import json
 import os
 import secrets
+import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from rollout_common.turn.errors import TurnError
 
+from .settings import QUEUE_COURTESY_SECONDS, QUEUE_POLL_SECONDS
+
 UNNAMED = "a process that left no name"
 _NOTE_BYTES = 4096
 _NAME_BYTES = 255
-# Somebody who replaces a lock file each time we have opened it would keep us here for ever.
-_TRIES = 100
+_OPEN_TRIES = 100
+"""Ends the loop if somebody removes the lock file each time that it is made."""
 
 
 def lock_name(device: str) -> str:
     """Return the name of a device's lock file.
 
     Raises:
-        TurnError: no file can be called so.
+        TurnError: no file can have this name.
     """
     name = quote(device, safe="")
     if not name or name.startswith(".") or len(name) > _NAME_BYTES:
@@ -39,19 +43,103 @@ def lock_name(device: str) -> str:
     return name
 
 
-def open_lock(directory: Path, device: str) -> int:
-    """Open a device's lock file, which is made where there is none; nothing is locked yet.
+class LockFile:
+    """The open lock file of one device; every process with a copy of its descriptors shares its lock.
 
-    Raises:
-        TurnError: the directory is missing, full, or not ours to write in.
+    Attributes:
+        filenos: Its descriptors: the file, and the keeper that makes its lock outlive all else in a dying process.
     """
-    path = directory / lock_name(device)
+
+    def __init__(self, directory: Path, device: str) -> None:
+        """Open the file, and make it if it is missing; this locks nothing.
+
+        Raises:
+            TurnError: the directory is missing, full, or not writable for this user; or this user has too many
+                files in queues.
+        """
+        self._path = directory / lock_name(device)
+        self._file = _open_lock(self._path)
+        try:
+            self.filenos = (self._file, _make_keeper(self._file))
+        except TurnError:
+            os.close(self._file)
+            raise
+
+    def lock(self, on_wait: Callable[[], None]) -> None:
+        """Wait until this process has the lock; call `on_wait` if it is not free.
+
+        Raises:
+            OSError: the file system has no such locks.
+        """
+        try:
+            if not self._enter_queue():
+                on_wait()
+                # Pass a process that stays in the queue, because it may be stopped.
+                until = time.monotonic() + QUEUE_COURTESY_SECONDS
+                while not self._enter_queue() and time.monotonic() < until:
+                    time.sleep(QUEUE_POLL_SECONDS)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+        finally:
+            with contextlib.suppress(OSError):
+                self._set_queue_lock(fcntl.F_UNLCK)
+
+    def unlock(self) -> None:
+        """Free the lock, for every process that shares it."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    # A process that unlocks a flock and locks it again at once is faster than a waiter, which must be woken first.
+    # So each process stands in a queue of length one before it locks: a lock on the file's first byte that belongs
+    # to the open file, as the flock does (OFD). The queue only orders; the flock alone excludes.
+
+    def _enter_queue(self) -> bool:
+        try:
+            self._set_queue_lock(fcntl.F_WRLCK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # the file system has no such locks: go on without an order
+        return True
+
+    def _set_queue_lock(self, kind: int) -> None:
+        # The bytes are a `struct flock` for the first byte of the file.
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 1, 0))
+
+    def is_current(self) -> bool:
+        """Return whether others still find this file by its name."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except OSError:
+            return False
+
+    def write_note(self, holder: str) -> None:
+        """Write the holder's name into the file; an empty name says that nobody holds it."""
+        note = json.dumps({"holder": holder, "since": time.time()}) + "\n" if holder else ""
+        # On a full disk people miss a name; the lock itself needs no space.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, note.encode(), 0)
+
+    def noted_holder(self) -> str | None:
+        """Return the holder that the file names, or None; any user may have written it."""
+        return _noted_holder(self._file)
+
+    def close(self) -> None:
+        """Close the file; its lock stays with other processes that share it."""
+        for file in self.filenos:
+            os.close(file)
+
+
+def _open_lock(path: Path) -> int:
     try:
-        for _ in range(_TRIES):
+        for _ in range(_OPEN_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 # No O_CREAT: with fs.protected_regular the kernel forbids it on a file of another user.
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            _make(path)
+            _make_lock(path)
     except OSError as error:
         raise TurnError(
             f"can't open the lock {str(path)!r} ({error.strerror}): mount the node's lock directory "
@@ -60,8 +148,8 @@ def open_lock(directory: Path, device: str) -> int:
     raise TurnError(f"the lock {str(path)!r} vanishes again and again: find out who removes it")
 
 
-def _make(path: Path) -> None:
-    """Make a lock file that every user can open from its first moment on: linked with its mode set."""
+def _make_lock(path: Path) -> None:
+    # Linked once its mode is set: from the first moment on every user can open it.
     new = path.parent / f".new-{secrets.token_hex(8)}"
     file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -73,40 +161,27 @@ def _make(path: Path) -> None:
         os.unlink(new)
 
 
-def is_current(file: int, directory: Path, device: str) -> bool:
-    """Tell whether an open lock file is still the one that others find by its name."""
+def _make_keeper(file: int) -> int:
+    """Return a socket that makes the lock of an open file outlive all else that a dying process has open.
+
+    The kernel closes a dying process's descriptors one after the other, the highest first, and a lock ends with
+    the last copy of its open file. If the device was opened before the lock, the next holder would get the turn
+    while the memory is still there. So one more copy of the file waits in the queue of this socket, which nobody
+    reads: the kernel closes queued files only after all descriptors of the process.
+    """
     try:
-        return os.path.samestat(os.fstat(file), os.stat(directory / lock_name(device)))
-    except OSError:
-        return False
+        sender, keeper = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with sender, keeper:
+            socket.send_fds(sender, [b"turn"], [file])
+            return keeper.detach()
+    except OSError as error:
+        raise TurnError(
+            f"can't keep a lock until this process has ended ({error.strerror}): allow this user more open files "
+            "(RLIMIT_NOFILE)"
+        ) from error
 
 
-def write_note(file: int, holder: str) -> None:
-    """Say in a lock file who holds it; an empty `holder` says that nobody does."""
-    note = json.dumps({"holder": holder, "since": time.time()}) + "\n" if holder else ""
-    # A full disk or a strange file system costs people a name, and nobody the turn.
-    with contextlib.suppress(OSError):
-        os.ftruncate(file, 0)
-        os.pwrite(file, note.encode(), 0)
-
-
-def read_note(directory: Path, device: str) -> str:
-    """Return who says that they hold a device; any user may have written there, so trust nothing."""
-    try:
-        file = os.open(
-            directory / lock_name(device),
-            os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
-        )
-    except OSError:
-        return UNNAMED
-    try:
-        return noted(file) or UNNAMED
-    finally:
-        os.close(file)
-
-
-def noted(file: int) -> str | None:
-    """Return whom an open lock file names, None for nobody."""
+def _noted_holder(file: int) -> str | None:
     try:
         holder = json.loads(os.pread(file, _NOTE_BYTES, 0))["holder"]
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
@@ -116,11 +191,17 @@ def noted(file: int) -> str | None:
     return holder[:_NAME_BYTES] or None
 
 
+def read_note(directory: Path, device: str) -> str:
+    """Return the name that the holder of a device has left; any user may have written it."""
+    with _open_to_read(directory, device) as file:
+        return (None if file is None else _noted_holder(file)) or UNNAMED
+
+
 def holders(directory: Path) -> dict[str, str | None]:
-    """Return who holds each device that has a lock file here, None where nobody does; for people.
+    """Return the holder of each device that has a lock file here, or None if it is free; for people.
 
     Raises:
-        TurnError: there is no such directory, or it isn't readable.
+        TurnError: the directory is missing or not readable.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
@@ -129,28 +210,27 @@ def holders(directory: Path) -> dict[str, str | None]:
             f"can't read the lock directory {str(directory)!r}: {error.strerror}"
         ) from error
     devices = [unquote(name) for name in names if not name.startswith(".")]
-    return {
-        device: read_note(directory, device) if _is_locked(directory, device) else None
-        for device in devices
-    }
+    return {device: _find_holder(directory, device) for device in devices}
 
 
-def _is_locked(directory: Path, device: str) -> bool:
-    """Try the lock, shared and for a moment: two who look don't see each other."""
-    with _opened(directory / lock_name(device)) as file:
+def _find_holder(directory: Path, device: str) -> str | None:
+    with _open_to_read(directory, device) as file:
         if file is None:
-            return False
+            return None
         try:
+            # Shared, and closed at once: two processes that look don't see each other's lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-        return False
+            return _noted_holder(file) or UNNAMED
+        return None
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
+def _open_to_read(directory: Path, device: str) -> Iterator[int | None]:
+    # O_NONBLOCK: whatever stands there may be a pipe that a stranger has made.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(directory / lock_name(device), flags)
     except OSError:
         yield None
         return

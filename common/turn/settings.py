@@ -1,45 +1,35 @@
-"""How long things may take in this package, and why."""
+"""Durations of this package, in seconds, each with its reason."""
 
 from __future__ import annotations
 
-# lock_queue.py
+HOLDER_POLL_SECONDS = 0.1
+"""How often a waiter reads the holder's name and checks that the turn is still wanted.
+
+A verb that ends the wait answers that much later; ten reads of a small file per second cost nothing.
+"""
+
+OPEN_GRACE_SECONDS = 5.0
+"""Extra time to open the files of a free turn, so that a slow disk isn't reported as a holder."""
+
+QUEUE_COURTESY_SECONDS = 1.0
+"""The longest time that a stopped process at the head of the queue delays the others."""
 
 QUEUE_POLL_SECONDS = 0.001
-
-
-# looks.py
-
-HOLDER_POLL_SECONDS = 1.0
-
-
-# device_memory.py
-
-ASK_SECONDS = 10.0
-
-BACK_SECONDS = 30.0
-"""How long memory may take to come back from who had the turn before."""
-
-EVERY_SECONDS = 0.2
-
-QUIET_SECONDS = 2.0
-"""Where nobody knows how much is to come: so long nothing more must come before it counts as all. A driver may begin late."""
-
-
-# lock_queue.py
-
-COURTESY_SECONDS = 1.0
-"""So long who wants the lock lets somebody else stand in its door."""
-
-
-# looks.py
-
-# Who waits is told of it at once, then looks at each second whether another one holds the turn.
-FIRST_POLL_SECONDS = 0.05
-
-# So much longer than asked for may opening the files of a free turn last before it counts as not had.
-OPEN_GRACE_SECONDS = 5.0
-
-
-# sharing.py
+"""Short, because the head of the queue usually leaves it within microseconds."""
 
 JOIN_TIMEOUT_SECONDS = 30.0
+"""The parent answers from memory; a machine that swaps may still take long."""
+
+NVIDIA_SMI_SECONDS = 10.0
+"""nvidia-smi takes about a second when persistence mode is off."""
+
+MEMORY_RETURN_SECONDS = 30.0
+"""How long the driver may take to return the memory of the holder before."""
+
+MEMORY_POLL_SECONDS = 0.2
+
+MEMORY_QUIET_SECONDS = 2.0
+"""If nobody knows how much memory returns: all has returned once nothing came for this long.
+
+A driver may begin late, so two polls without growth prove nothing.
+"""

@@ -1,8 +1,8 @@
-"""How processes of one holder share its turn: they get its open lock files over a Unix socket.
+"""How the processes of one holder share its turn: they get its open lock files over a Unix socket.
 
-A lock falls when the last copy of its open file is closed, or when the holder unlocks it. So a process that
-joined keeps the turn after its parent was killed, until it has ended itself and all that it had open is closed
-(`keeping`), and a holder that gives the turn back needs no word from anybody.
+A lock ends when the last copy of its open file is closed, or when the holder unlocks it. So a process that joined
+keeps the turn after its parent was killed, until it has ended itself (see `lock_files.make_keeper`). A holder that gives
+the turn back unlocks for all of them and needs no answer from any.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .settings import JOIN_TIMEOUT_SECONDS
 logger = logging.getLogger(__name__)
 
 SOCKET = "ROLLOUT_TURN_SOCKET"
-# Linux passes at most 253 descriptors in one message (SCM_MAX_FD).
-_MOST_FILES = 253
+_MAX_FILES = 253
+"""Linux passes at most 253 descriptors in one message (SCM_MAX_FD)."""
 
-# Kept for this process's life, for nothing else keeps the turn while it has memory of the device.
+# Never closed: these copies keep the turn for as long as this process may have memory of the device.
 _joined: dict[str, list[int]] = {}
-_joining = threading.Lock()
+_join_guard = threading.Lock()
 _own: set[str] = set()
-"""Sockets at which this very process, or what it was forked from, shares its turn."""
+"""Sockets of this process, and of the process that it was forked from."""
 
 
 class Sharing:
@@ -41,7 +41,7 @@ class Sharing:
         """Listen.
 
         Args:
-            files: returns what is to be shared (`Turn.fileno_list`).
+            files: returns the descriptors to share (`Turn.fileno_list`).
         """
         self._files = files
         self._folder = Path(tempfile.mkdtemp(prefix="rollout-turn-"))
@@ -62,13 +62,13 @@ class Sharing:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment to join."""
+        """The environment variable by which a process finds the socket."""
         return {SOCKET: str(self.path)}
 
     def close(self) -> None:
-        """Listen no more; who has joined keeps what it has."""
+        """Stop listening; processes that have joined keep their copies."""
         self._closed.set()
-        # A thread in accept() hears of a shutdown, not of a close.
+        # A thread in accept() notices a shutdown, not a close.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -79,7 +79,7 @@ class Sharing:
             try:
                 peer, _ = self._socket.accept()
             except OSError:
-                # Out of descriptors, say: whoever wants to join waits for us.
+                # Perhaps out of descriptors: the process that wants to join waits until there are some.
                 if self._closed.wait(0.1):
                     return
                 continue
@@ -94,32 +94,32 @@ class Sharing:
 def join() -> None:
     """Share the turn of the process that started this one; call it before touching a device.
 
-    Does nothing where nobody shares one (`ROLLOUT_TURN_SOCKET` is unset), in the process that does or a
-    fork of it (which have the files), and the second time.
+    Does nothing without `ROLLOUT_TURN_SOCKET`, on a repeated call, and in the process that shares the turn or a
+    fork of it, which have the files already.
 
     Raises:
-        TurnError: whoever shared it is gone or hasn't the turn, so the device may be somebody else's.
+        TurnError: the process that shared the turn is gone or hasn't the turn, so others may use the device.
     """
     path = os.environ.get(SOCKET)
     if not path or path in _own:
         return
-    with _joining:
+    with _join_guard:
         if path not in _joined:
-            _joined[path] = _receive(path)
+            _joined[path] = _receive_files(path)
 
 
-def _receive(path: str) -> list[int]:
+def _receive_files(path: str) -> list[int]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(JOIN_TIMEOUT_SECONDS)
             peer.connect(path)
-            said, files, _, _ = socket.recv_fds(peer, 16, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+            data, files, _, _ = socket.recv_fds(peer, 16, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise TurnError(
             f"the process that shares its turn for the devices at {path!r} is gone "
             f"({error.strerror or error}): this one must not touch them"
         ) from error
-    if not said or not files:
+    if not data or not files:
         raise TurnError(
             f"the process at {path!r} has no turn for the devices to share: see its log; this one "
             f"must not touch them"

@@ -1,37 +1,64 @@
-"""`Turn`: the locks of several devices, all or none, from the first of their names to the last."""
+"""`Turn`: the locks of several devices, all or none, locked in the order of their names."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_common.turn import keeping, lock_files, lock_queue
-from rollout_common.turn.errors import TurnError, TurnReplaced
-from rollout_common.turn.looks import Look, Waiting
+from rollout_common.turn.errors import TurnError, TurnReplaced, TurnTimeout
+from rollout_common.turn.lock_files import LockFile, lock_name, read_note
+
+from .settings import HOLDER_POLL_SECONDS, OPEN_GRACE_SECONDS
+
+ReportHolder = Callable[[Mapping[str, str]], None]
+"""Gets the device that is waited for and its holder."""
 
 
-@dataclass(slots=True, eq=False)
 class _Attempt:
-    """One wish for the turn: `done` ends with it, `locked` are the devices that it has so far."""
+    """One caller's wait for the turn: `done` ends with it, `locked` are its devices so far."""
 
-    done: Future[None] = field(default_factory=Future)
-    locked: list[str] = field(default_factory=list)
-    pid: int = field(default_factory=os.getpid)
+    def __init__(self, timeout: float | None, report: ReportHolder | None) -> None:
+        self.done: Future[None] = Future()
+        self.locked: list[str] = []
+        self._timeout = timeout
+        self._report = report
+        self._reported: Mapping[str, str] = {}
+        self._start = time.monotonic()
+        self._pid = os.getpid()
 
     @property
-    def forked(self) -> bool:
-        """Whether this is a forked child, whose parent's it is: its unlocking would be the parent's, too."""
-        return self.pid != os.getpid()
+    def is_forked(self) -> bool:
+        """Whether this is the copy of a forked child: if it unlocked, its parent would lose the locks."""
+        return self._pid != os.getpid()
+
+    def poll_seconds(self) -> float:
+        """Return how long to wait until the next `poll`."""
+        if self._timeout is None:
+            return HOLDER_POLL_SECONDS
+        left = self._timeout - (time.monotonic() - self._start)
+        return max(0.001, min(HOLDER_POLL_SECONDS, left))
+
+    def poll(self, blocked_by: Mapping[str, str]) -> None:
+        """Report the holder if it has changed; raise `TurnTimeout` if the time is up."""
+        if blocked_by and blocked_by != self._reported:
+            self._reported = blocked_by
+            if self._report is not None:
+                self._report(blocked_by)
+        if self._timeout is None:
+            return
+        # If nobody holds the turn, its files are being opened, which takes a moment.
+        grace = 0.0 if blocked_by else OPEN_GRACE_SECONDS
+        if time.monotonic() - self._start >= self._timeout + grace:
+            raise TurnTimeout(self._timeout, blocked_by)
 
 
 class Turn:
-    """The right to hold memory of some devices, shared with every process that got the open files.
+    """The right to hold memory of some devices, shared by every process that has the open lock files.
 
     It may be taken and given back any number of times, always on the same open files: a process that shares
     them holds the turn whenever this object does, and keeps it if this process is killed. All methods may be
@@ -39,26 +66,26 @@ class Turn:
     """
 
     def __init__(self, directory: Path, devices: Sequence[str], holder: str) -> None:
-        """Only remember what is asked for: nothing is opened before the turn is taken.
+        """Remember the arguments; `take` opens the files.
 
         Args:
             directory: of the node's lock files.
-            devices: such as `gpu.nvidia.com/node-1/gpu-0`; their order doesn't matter.
-            holder: tells people who has the turn.
+            devices: such as `gpu.nvidia.com/node-1/gpu-0`, in any order.
+            holder: the name that other waiters read.
 
         Raises:
-            TurnError: no device, one of them twice, or one that can't name a file.
+            TurnError: no device, a device that is named twice, or one that can't name a file.
         """
         if not devices or len(set(devices)) != len(devices):
             raise TurnError(f"name at least one device, and each once, instead of {list(devices)}")
         for device in devices:
-            lock_files.lock_name(device)
+            lock_name(device)
         self._directory = directory
         self._devices = tuple(sorted(devices))
-        self._holder = holder
+        self.holder = holder
+        """The name that other waiters read, from the next `take` on."""
         self._guard = threading.Lock()
-        self._open: dict[str, int] = {}
-        self._keepers: dict[str, int] = {}
+        self._files: dict[str, LockFile] = {}
         self._left_by: Mapping[str, str] = {}
         self._shared = False
         self._left = False
@@ -79,140 +106,143 @@ class Turn:
 
     @property
     def blocked_by(self) -> Mapping[str, str]:
-        """The device that this object waits for now, and who holds it; nothing if it doesn't wait."""
+        """The device that this object waits for now, and its holder; empty if it doesn't wait."""
         device = self._blocked_at if self._attempt is not None else None
-        return {} if device is None else {device: lock_files.read_note(self._directory, device)}
+        return {} if device is None else {device: read_note(self._directory, device)}
 
     @property
     def left_by(self) -> Mapping[str, str]:
-        """The devices that were not given back before this turn, and who had them: that one died.
+        """The devices that a holder before this turn did not give back, and its name: that holder died.
 
-        Its processes have ended, but a driver may still be taking back their memory. Whoever may write in the directory
-        may have written this: it is a reason to look, and no more.
+        Its processes have ended, but the driver may still be returning their memory. Anybody who may write in the
+        directory can forge this, so it is a reason to check the free memory and nothing more.
         """
         return self._left_by
 
-    def take(self, timeout: float | None = None, waiting: Waiting | None = None) -> None:
-        """Wait until every device is ours; does nothing if they are.
+    def take(self, timeout: float | None = None, waiting: ReportHolder | None = None) -> None:
+        """Wait until this object has the turn for every device; return at once if it does.
 
         Args:
-            timeout: so many seconds, without end if it is None; 0 asks for a turn that is free now.
-            waiting: is told the device that it waits for and its holder, whenever that changes.
+            timeout: in seconds; None: no limit; 0: only a turn that is free now.
+            waiting: gets the device that is waited for and its holder, whenever that changes.
 
         Raises:
-            TurnTimeout: others kept it; nothing is held.
+            TurnTimeout: others kept the turn; nothing is held.
             TurnError: the locks can't be used, or another thread waits with this object.
         """
-        attempt = self._begin()
+        attempt = self._begin(timeout, waiting)
         if attempt is None:
             return
-        look = Look(lambda: self.blocked_by, timeout, waiting)
         try:
-            while not wait([attempt.done], look.seconds()).done:
-                look()
-            return attempt.done.result()
+            while not wait([attempt.done], attempt.poll_seconds()).done:
+                attempt.poll(self.blocked_by)
+            attempt.done.result()
         except BaseException:
             self._abandon(attempt)
             raise
 
     async def take_async(
-        self, timeout: float | None = None, waiting: Waiting | None = None
-    ) -> None:
-        """As `take`, for an event loop; whoever is cancelled holds nothing afterwards.
+        self,
+        timeout: float | None = None,
+        waiting: ReportHolder | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """As `take`, for an event loop; a caller that is cancelled holds nothing afterwards.
+
+        Args:
+            timeout: as for `take`.
+            waiting: as for `take`.
+            wanted: polled; once it returns False the wait ends.
+
+        Returns:
+            Whether this object has the turn; False only if it is not `wanted`.
 
         Raises:
-            TurnTimeout: others kept it; nothing is held.
+            TurnTimeout: others kept the turn; nothing is held.
             TurnError: the locks can't be used, or another task waits with this object.
         """
-        attempt = self._begin()
+        attempt = self._begin(timeout, waiting)
         if attempt is None:
-            return
-        look = Look(lambda: self.blocked_by, timeout, waiting)
+            return True
         try:
             done = asyncio.wrap_future(attempt.done)
-            while not (await asyncio.wait({done}, timeout=look.seconds()))[0]:
-                look()
-            return done.result()
+            while wanted():
+                if (await asyncio.wait({done}, timeout=attempt.poll_seconds()))[0]:
+                    done.result()
+                    return True
+                attempt.poll(self.blocked_by)
         except BaseException:
             self._abandon(attempt)
             raise
+        self._abandon(attempt)
+        return False
 
     def give(self) -> None:
-        """Give the turn back for every process that shares it; does nothing if it isn't held.
+        """Give the turn back for every process that shares it; do nothing if it isn't held.
 
         A forked child gives nothing back: the turn is its parent's, and the child shares it until it has ended.
         """
         held = self._held
-        if held is None or held.forked:
+        if held is None or held.is_forked:
             return
         with self._guard:
             if self._held is held:
-                self._held = None
                 self._give()
 
     def replaced_files(self) -> list[str]:
-        """Return those of the devices that this object has whose lock files others don't find any more."""
+        """Return the held devices whose lock files others can't find any more."""
         with self._guard:
             held = self._devices if self._held is not None else ()
-            return [
-                each
-                for each in held
-                if not lock_files.is_current(self._open[each], self._directory, each)
-            ]
+            return [device for device in held if not self._files[device].is_current()]
 
     def fileno_list(self) -> list[int]:
-        """Return what processes need that shall hold the turn, too (`pass_fds`): the open lock files, and their keepers.
+        """Return the descriptors that make another process hold the turn, too: lock files and keepers.
 
         Raises:
             TurnError: the turn was never taken, so nothing is open.
         """
         with self._guard:
-            if len(self._open) < len(self._devices) or self._left:
+            if len(self._files) < len(self._devices) or self._left:
                 raise TurnError("take the turn before you share it: no lock file is open yet")
             self._shared = True
-            return [
-                each[device] for each in (self._open, self._keepers) for device in self._devices
-            ]
+            return [file for device in self._devices for file in self._files[device].filenos]
 
     def leave(self) -> None:
-        """Let go without giving back: who joined keeps the turn until they have ended, too.
+        """Close the files without unlocking: processes that share them keep the turn until they have ended.
 
-        For a holder whose children should have ended but can't be trusted to. The next turn opens the files
-        anew, and is shared anew.
+        For a holder whose children should have ended but may not have. The next turn opens the files again, and
+        must be shared again.
         """
         with self._guard:
             self._held = None
             self._left = True
             if self._thread is None or not self._thread.is_alive():
-                self._close_left()  # else the thread does it, which may stand in one of the files
+                self._close_left()  # otherwise the thread does it: it may be waiting in one of the files
 
-    def _begin(self) -> _Attempt | None:
+    def _begin(self, timeout: float | None, report: ReportHolder | None) -> _Attempt | None:
         with self._guard:
             if self._held is not None:
                 return None
             if self._attempt is not None:
-                raise TurnError(
-                    "this turn is waited for already: use one object for each who waits"
-                )
-            # One thread, however often somebody gives up: it goes on with the newest attempt. (After a
-            # fork the child's copy of it is no more.)
+                raise TurnError("this turn is waited for already: use one object for each waiter")
+            # One thread serves all attempts in turn: a wait in the kernel can't be interrupted.
+            # After a fork the child has no such thread.
             if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._work, name="turn", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._attempt = _Attempt()
+            self._attempt = _Attempt(timeout, report)
             return self._attempt
 
     def _abandon(self, attempt: _Attempt) -> None:
-        """Give back at once what the attempt has, even if it ended well a moment ago."""
-        if attempt.forked:
+        """Give back at once what an attempt has, even if it succeeded a moment ago."""
+        if attempt.is_forked:
             return
         with self._guard:
             if self._attempt is attempt:
                 self._attempt = None
                 self._unlock(attempt.locked)
             elif self._held is attempt:
-                self._held = None
                 self._give()
 
     def _work(self) -> None:
@@ -225,7 +255,7 @@ class Turn:
                     return
             try:
                 self._lock_all(attempt)
-            except BaseException as error:  # noqa: BLE001  # who waits gets it, whatever it is
+            except BaseException as error:  # noqa: BLE001  # raised again in the waiting caller
                 self._fail(attempt, error)
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> None:
@@ -246,77 +276,63 @@ class Turn:
                 return
             self._attempt = None
             self._held = attempt
-            left = {device: lock_files.noted(self._open[device]) for device in self._devices}
-            self._left_by = {device: who for device, who in left.items() if who is not None}
+            left = {device: self._files[device].noted_holder() for device in self._devices}
+            self._left_by = {device: name for device, name in left.items() if name is not None}
             for device in self._devices:
-                lock_files.write_note(self._open[device], self._holder)
+                self._files[device].write_note(self.holder)
         attempt.done.set_result(None)
 
     def _lock_one(self, attempt: _Attempt, device: str) -> bool:
-        """Wait for one lock; False if nobody wants it any more."""
+        """Wait for one lock; return False if the attempt was abandoned."""
+
+        def note_wait() -> None:
+            self._blocked_at = device
+
         while True:
-            file = self._opened(device)
-            self._flock(file, device)
+            if device not in self._files:
+                self._files[device] = LockFile(self._directory, device)
+            file = self._files[device]
+            try:
+                file.lock(note_wait)
+            except OSError as error:
+                raise TurnError(
+                    f"can't lock {device} in {str(self._directory)!r} ({error.strerror}): mount a directory of "
+                    f"the node's own disk there"
+                ) from error
+            finally:
+                self._blocked_at = None
             with self._guard:
                 if self._attempt is not attempt:
-                    fcntl.flock(file, fcntl.LOCK_UN)
+                    file.unlock()
                     return False
-                if lock_files.is_current(file, self._directory, device):
+                if file.is_current():
                     attempt.locked.append(device)
                     return True
-            self._drop(device)
+            self._drop_replaced(device)
 
-    def _opened(self, device: str) -> int:
-        if device not in self._open:
-            opened = keeping.open_kept(self._directory, device)
-            self._open[device], self._keepers[device] = opened
-        return self._open[device]
-
-    def _flock(self, file: int, device: str) -> None:
-        try:
-            if not lock_queue.try_enter(file):
-                self._blocked_at = device
-                lock_queue.enter(file)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._blocked_at = device
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise TurnError(
-                f"can't lock {device} in {str(self._directory)!r} ({error.strerror}): mount a directory of "
-                f"the node's own disk there"
-            ) from error
-        finally:
-            self._blocked_at = None
-            lock_queue.leave(file)
-
-    def _drop(self, device: str) -> None:
-        """Somebody replaced the file that we waited for: close it, unless others hold it through us."""
-        fcntl.flock(self._open[device], fcntl.LOCK_UN)
+    def _drop_replaced(self, device: str) -> None:
+        """Close a lock file that was replaced during the wait, unless other processes share it."""
+        self._files[device].unlock()
         if self._shared:
             raise TurnReplaced(
                 f"the lock file of {device} in {str(self._directory)!r} was replaced while processes share "
                 f"the old one: end them (restart the engine), and find out who removes files there"
             )
-        self._close(device)
+        self._files.pop(device).close()
 
     def _close_left(self) -> None:
         if self._left:
             self._left = self._shared = False
-            for device in list(self._open):
-                self._close(device)
-
-    def _close(self, device: str) -> None:
-        os.close(self._open.pop(device))
-        os.close(self._keepers.pop(device))
+            while self._files:
+                self._files.popitem()[1].close()
 
     def _give(self) -> None:
-        """Unlock all, the notes first: afterwards they would be the next holder's."""
+        self._held = None
+        # Before unlocking: afterwards the note is the next holder's.
         for device in self._devices:
-            lock_files.write_note(self._open[device], "")
+            self._files[device].write_note("")
         self._unlock(self._devices)
 
     def _unlock(self, devices: Sequence[str]) -> None:
         for device in devices:
-            fcntl.flock(self._open[device], fcntl.LOCK_UN)
+            self._files[device].unlock()

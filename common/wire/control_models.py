@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
-from .bounded_lists import bounded_length
 from .weights_models import CommitResponse, WeightsState
 from .wire_base import (
     Body,
@@ -23,7 +18,23 @@ from .wire_base import (
     Progress,
     Seconds,
     Wire,
+    bounded_length,
 )
+
+__all__ = [
+    "AbortRequest",
+    "AbortResponse",
+    "Committed",
+    "Hold",
+    "PauseRequest",
+    "ReleaseRequest",
+    "ResetRequest",
+    "Resident",
+    "SleepRequest",
+    "TurnState",
+    "WakeRequest",
+    "WorkerState",
+]
 
 
 class Resident(Wire):
@@ -73,7 +84,7 @@ class WorkerState(Wire):
     )
     drain_seconds: float | None = Field(
         default=None,
-        description="What running requests get when the process is told to end; a worker that"
+        description="What running requests get when the process is asked to end; a worker that"
         " does not say takes no other value.",
     )
     in_flight: int = 0

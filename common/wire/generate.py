@@ -6,20 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from .bounded_lists import bounded_length
 from .wire_base import (
     MAX_TOKEN_ID,
     AbortReason,
     Body,
     Bool,
     Float,
+    Identified,
     Identity,
     InFlightPolicy,
     Int,
@@ -29,7 +24,27 @@ from .wire_base import (
     TokenId,
     Wire,
     _is_absent,
+    bounded_length,
 )
+
+__all__ = [
+    "MAX_BATCH_N",
+    "SAMPLING_FIELDS",
+    "Capabilities",
+    "DoneOutput",
+    "GenerateOutput",
+    "GenerateRequest",
+    "GenerateResponse",
+    "SamplingParams",
+    "StopMatch",
+    "StreamDelta",
+    "StreamDone",
+    "Timing",
+    "TokenKey",
+    "Usage",
+    "WeightsSpan",
+    "WorkerInfo",
+]
 
 MAX_BATCH_N = 128
 """Largest `n` of one request."""
@@ -135,11 +150,9 @@ class StopMatch(Wire):
     text: str | None = Field(default=None, exclude_if=_is_absent)
 
 
-class WeightsSpan(Wire):
+class WeightsSpan(Identified):
     """A forward pass of these weights produced tokens `[start, end)` of an output."""
 
-    epoch: Identity
-    version: Identity
     start: int = Field(ge=0)
     end: int = Field(ge=0)
     stale_kv: bool = Field(

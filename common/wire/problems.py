@@ -1,12 +1,13 @@
 """Every error a caller can get, as RFC 9457 problems.
 
 `KINDS` lists them all: slug, HTTP status, title. The code that raises an error writes its detail,
-which says how to fix it. Slugs that name a state of the worker are 503 for a request that can't
+which says how to fix it. Slugs that name a state of the worker have status 503 for a request that can't
 run now, and 409 for a verb that is out of order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from .wire_base import Problem
@@ -96,6 +97,42 @@ def conflict_problem(slug: str, detail: str, **facts: Any) -> ProblemError:
     return ProblemError(slug, detail, status=409, **facts)
 
 
-def too_large_problem(limit: str) -> ProblemError:
-    """The problem of a body above a limit, such as "more than 9 MiB"."""
-    return ProblemError("body-too-large", f"the body has {limit}: send less at once")
+MAX_ERRORS = 16
+MAX_NAME = 80
+"""Characters of a field's name, which a caller chose, that a message repeats."""
+
+
+def invalid_request_problem(found_errors: Sequence[Mapping[str, Any]]) -> ProblemError:
+    """Turn pydantic's errors about a body or a header into a problem."""
+    # An error that follows from one further inside is left out: the inner one is what to fix.
+    outer = {each["loc"][:size] for each in found_errors for size in range(len(each["loc"]))}
+    inner = [each for each in found_errors if each["loc"] not in outer]
+    errors = [
+        {"field": _field_path(each["loc"]), "message": _error_message(each)}
+        for each in inner[:MAX_ERRORS]
+    ]
+    said = "; ".join(f"{each['field'] or 'body'}: {each['message']}" for each in errors)
+    return ProblemError("invalid-request", said, errors=errors)
+
+
+def _error_message(error: Mapping[str, Any]) -> str:
+    """What is wrong, in JSON's terms."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "tuple_type":
+            return "must be a list"
+        case "dict_type" | "model_type" | "model_attributes_type" | "mapping_type":
+            return "must be an object"
+        case "extra_forbidden":
+            return "unknown field: correct its name or remove it; /openapi.json lists all fields"
+        case "too_short":
+            return f"needs at least {context['min_length']} item(s)"
+        case "value_error":
+            return str(context["error"])
+    return str(error["msg"])
+
+
+def _field_path(location: Sequence[int | str]) -> str:
+    """`('body', 'sampling', 'top_p')` → `sampling.top_p`, as the client wrote it."""
+    parts = location[1:] if location[:1] == ("body",) else location
+    return ".".join(str(part)[:MAX_NAME] for part in parts)

@@ -1,4 +1,4 @@
-"""The hash of a whole set of tensors: what a worker computes of the bytes it read, and a manifest promises."""
+"""The root hash over a set of tensors: a worker computes it of the bytes it read, and a manifest promises it."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
-"""Wire models of weights: their source, what is staged and active, and the verbs that change it; one list."""
+"""Wire models of weights: their source, what is staged and active, and the verbs that change it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
-from .bounded_lists import bounded_length
 from .wire_base import (
     Body,
     Float,
+    Identified,
     Identity,
     InFlightPolicy,
     OnDeadline,
@@ -21,7 +18,33 @@ from .wire_base import (
     WeightsId,
     Wire,
     _is_absent,
+    bounded_length,
 )
+
+__all__ = [
+    "CASTABLE",
+    "ActiveWeights",
+    "Base",
+    "Checkpoint",
+    "CommitRequest",
+    "CommitResponse",
+    "DiscardRequest",
+    "DiscardResponse",
+    "KeptWeights",
+    "OfferRequest",
+    "OfferResponse",
+    "Peer",
+    "Pushed",
+    "PushedBytes",
+    "RequireRequest",
+    "StageRequest",
+    "StageSource",
+    "StagedWeights",
+    "Transfer",
+    "WeightsDtypes",
+    "WeightsSource",
+    "WeightsState",
+]
 
 
 class Checkpoint(Body):
@@ -29,11 +52,11 @@ class Checkpoint(Body):
 
 
 class Pushed(Body):
-    """Names the bytes that the trainer pushes to the workers, and that members pass on, as the source."""
+    """Names the bytes that the trainer pushes to the workers, and that workers pass on, as the source."""
 
 
-class WeightsSource(Body):
-    """Where to read the bytes of a version; exactly one field is set."""
+class SourceFields(Body):
+    """What both kinds of sources share; each adds its `pushed`, and exactly one field is set."""
 
     path: str | None = Field(
         default=None,
@@ -45,25 +68,26 @@ class WeightsSource(Body):
     checkpoint: Checkpoint | None = Field(
         default=None, exclude_if=_is_absent, description="The model's own checkpoint."
     )
-    pushed: Pushed | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="What the trainer pushes to each worker, and who has it passes on.",
-    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        _check_one(self.path, self.checkpoint, self.pushed)
+        if sum(value is not None for _, value in self) != 1:
+            raise ValueError("give exactly one of source.path, source.checkpoint and source.pushed")
         return self
 
 
-def _check_one(*fields: object) -> None:
-    if sum(field is not None for field in fields) != 1:
-        raise ValueError("give exactly one of source.path, source.checkpoint and source.pushed")
+class WeightsSource(SourceFields):
+    """Where to read the bytes of a version; exactly one field is set."""
+
+    pushed: Pushed | None = Field(
+        default=None,
+        exclude_if=_is_absent,
+        description="What the trainer pushes to each worker; workers that have it pass it on.",
+    )
 
 
 Ticket = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-"""128 random bits: whoever shows it may use one connection to the weights' port."""
+"""128 random bits: a caller that shows them may use one connection to the weights' port."""
 
 
 class Peer(Body):
@@ -74,11 +98,9 @@ class Peer(Body):
     ticket: Ticket
 
 
-class Base(Body):
+class Base(Identified, Body):
     """The version that a delta is to be applied to: what serves, with its bytes still there."""
 
-    epoch: Identity
-    version: Identity
     root_hash: str = Field(max_length=128)
 
 
@@ -108,19 +130,9 @@ class PushedBytes(Body):
         return self
 
 
-class StageSource(Body):
+class StageSource(SourceFields):
     """Where to take the bytes of a version from; exactly one field is set."""
 
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=1024,
-        exclude_if=_is_absent,
-        description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
-    )
-    checkpoint: Checkpoint | None = Field(
-        default=None, exclude_if=_is_absent, description="The model's own checkpoint."
-    )
     pushed: PushedBytes | None = Field(
         default=None, exclude_if=_is_absent, description="What a sender or peers bring."
     )
@@ -128,13 +140,8 @@ class StageSource(Body):
     @model_validator(mode="before")
     @classmethod
     def _of_a_name(cls, given: object) -> object:
-        """Take the source as a pool's spec names it, too: from Python either will do."""
+        """Accept the source as a pool's spec names it, too."""
         return dict(cls.of(given)) if isinstance(given, WeightsSource) else given
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        _check_one(self.path, self.checkpoint, self.pushed)
-        return self
 
     @classmethod
     def of(cls, source: WeightsSource) -> Self:
@@ -161,15 +168,13 @@ class Transfer(Wire):
     )
     node: str | None = Field(
         default=None,
-        description="Boot id of the kernel, device and inode of that socket: equal for who reaches the same one.",
+        description="Boot id of the kernel, device and inode of that socket: equal for processes that reach the same socket.",
     )
 
 
-class StagedWeights(Wire):
+class StagedWeights(Identified):
     """The staging slot, as `POST /v1/weights/stage` and `GET /v1/weights` report it."""
 
-    epoch: Identity
-    version: Identity
     source: WeightsSource
     phase: Literal["Staging", "Staged", "Failed"]
     bytes_done: int = 0
@@ -195,27 +200,18 @@ class StagedWeights(Wire):
     )
 
 
-class KeptWeights(Wire):
+class KeptWeights(Identified):
     """The pushed version that this worker can give to others, and load again."""
 
-    epoch: Identity
-    version: Identity
     root_hash: str = Field(max_length=128)
     bytes: int
 
 
-class ActiveWeights(Wire):
+class ActiveWeights(Identified):
     """The serving weights, or those that served before the last commit."""
 
-    epoch: Identity
-    version: Identity
     root_hash: str | None = Field(default=None, max_length=128)
     labels: Mapping[str, str] = Field(default_factory=dict)
-
-    @property
-    def identity(self) -> WeightsId:
-        """The identity alone, without the content."""
-        return WeightsId(epoch=self.epoch, version=self.version)
 
 
 class WeightsState(Wire):
@@ -256,22 +252,18 @@ Labels = Annotated[
 ]
 
 
-class StageRequest(Body):
+class StageRequest(Identified, Body):
     """Body of `POST /v1/weights/stage`."""
 
-    epoch: Identity
-    version: Identity
     source: StageSource
     root_hash: str | None = Field(default=None, max_length=128)
     labels: Labels = Field(default_factory=dict)
     deadline_seconds: Float = Field(default=600, gt=0, le=86400)
 
 
-class CommitRequest(Body):
+class CommitRequest(Identified, Body):
     """Body of `POST /v1/weights/commit`."""
 
-    epoch: Identity
-    version: Identity
     root_hash: str | None = Field(default=None, max_length=128)
     in_flight: InFlightPolicy = "Drain"
     deadline_seconds: Float = Field(default=30, ge=0, le=86400)
@@ -290,11 +282,8 @@ class CommitResponse(Wire):
     kept: int
 
 
-class DiscardRequest(Body):
+class DiscardRequest(Identified, Body):
     """Body of `POST /v1/weights/discard`."""
-
-    epoch: Identity
-    version: Identity
 
 
 class DiscardResponse(Wire):
@@ -303,11 +292,8 @@ class DiscardResponse(Wire):
     outcome: Literal["discarded", "unchanged"]
 
 
-class OfferRequest(Body):
+class OfferRequest(Identified, Body):
     """Body of `POST /v1/weights/offer`."""
-
-    epoch: Identity
-    version: Identity
 
 
 class OfferResponse(Wire):
@@ -325,10 +311,10 @@ class RequireRequest(Body):
 
     From then on, stage and commit refuse epochs below `epoch` (`stale-epoch`). With `min_version`
     the worker serves only weights at or above (epoch, min_version). Without it the floor, and the
-    fence of a fresh process, stay as they are: this is how the operator shuts out a dead trainer
-    while the old weights keep serving.
+    fence of a fresh process, stay as they are: so the operator shuts out a dead trainer while the old
+    weights keep serving.
 
-    With `drain_seconds` running requests get that much when the process is told to end, from now on.
+    From now on, running requests get `drain_seconds` to finish when the process is asked to end.
     """
 
     epoch: Identity

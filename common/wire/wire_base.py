@@ -1,16 +1,47 @@
-"""The building blocks of every wire model: strict scalars, identities of weights, enumerations."""
+"""The building blocks of every wire model: strict scalars, bounded lists, identities of weights, enumerations."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticKnownError
+
+__all__ = [
+    "CHECKPOINT",
+    "MAX_IDENTITY",
+    "MAX_TOKEN_ID",
+    "NOT_FINITE",
+    "AbortReason",
+    "Bool",
+    "Float",
+    "Identity",
+    "InFlightPolicy",
+    "Int",
+    "Lifecycle",
+    "LogprobsOf",
+    "MemoryTag",
+    "OnDeadline",
+    "Problem",
+    "Progress",
+    "Seconds",
+    "StopReason",
+    "TokenId",
+    "WeightsId",
+    "Wire",
+]
 
 MAX_IDENTITY = 2**53 - 1
 """Largest epoch or version: the largest integer that JSON numbers represent exactly."""
-
-
 MAX_TOKEN_ID = 2**31 - 1
 """Largest token id that engines can store; real vocabularies are far smaller."""
 
@@ -22,7 +53,7 @@ class Wire(BaseModel):
 
 
 MAX_UNKNOWN = 64
-"""Unknown fields that are told or ignored one by one; a body with more of them is refused whole."""
+"""Unknown fields that are reported or ignored one by one; a body with more of them is refused as a whole."""
 
 
 def refuse_many_unknown(model: type[BaseModel], given: Any) -> Any:
@@ -38,31 +69,77 @@ class Body(Wire):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, given: Any) -> Any:
+    def _refuse_many_fields(cls, given: Any) -> Any:
         return refuse_many_unknown(cls, given)
 
 
 # JSON tells numbers, booleans and strings apart; a client that mixes them up has a bug to find.
 Int = Annotated[int, Field(strict=True)]
-
-
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
 Bool = Annotated[bool, Field(strict=True)]
-
-
 Identity = Annotated[Int, Field(ge=0, le=MAX_IDENTITY)]
-
-
 TokenId = Annotated[Int, Field(ge=0, le=MAX_TOKEN_ID)]
-
-
 Seconds = Annotated[Float, Field(ge=0)]
 
 
+SLICE_LENGTH = 2**14
+"""Elements of a list that are validated at once, which takes about a millisecond."""
+
+
+def bounded_length(most: int) -> WrapValidator:
+    """Validate a list or a mapping of at most `most` elements, in steps and only up to the first bad element.
+
+    Between two steps the event loop gets its turn, wherever the validation runs.
+    """
+
+    def validate_bounded_value(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, list | dict) or len(value) <= 1:
+            return handler(value)
+        if len(value) > most:
+            kind = "Dictionary" if isinstance(value, dict) else "List"
+            sizes = {"field_type": kind, "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", sizes)
+        if isinstance(value, dict):
+            return _validate_mapping(value, handler)
+        return handler(value) if len(value) <= SLICE_LENGTH else _validate_slices(value, handler)
+
+    return WrapValidator(validate_bounded_value)
+
+
+def _validate_mapping(
+    value: dict[Any, Any], handler: ValidatorFunctionWrapHandler
+) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, each in value.items():
+        found.update(handler({key: each}))
+    return found
+
+
+def _validate_slices(value: list[Any], handler: ValidatorFunctionWrapHandler) -> Any:
+    found: list[Any] = []
+    for start in range(0, len(value), SLICE_LENGTH):
+        try:
+            found += (part := handler(value[start : start + SLICE_LENGTH]))
+        except ValidationError as error:
+            raise ValidationError.from_exception_data(
+                error.title, [_shift_error(each, start) for each in error.errors()]
+            ) from None
+    return type(part)(found)
+
+
+def _shift_error(error: Any, start: int) -> InitErrorDetails:
+    """Return an error of a slice with the index that its element has in the whole list."""
+    index, *rest = error["loc"]
+    return InitErrorDetails(
+        type=error["type"],
+        loc=(start + index, *rest),
+        input=error["input"],
+        ctx=error.get("ctx", {}),
+    )
+
+
 def _is_absent(value: object) -> bool:
-    """Whether to omit a field from JSON: an unset field is left out, not written as null."""
+    """Whether to leave a field out of JSON, instead of writing null."""
     return value is None
 
 
@@ -90,6 +167,18 @@ class WeightsId(Wire):
 
     def __str__(self) -> str:
         return f"({self.epoch}, {self.version})"
+
+
+class Identified(Wire):
+    """A model that names a version of the weights."""
+
+    epoch: Identity
+    version: Identity
+
+    @property
+    def identity(self) -> WeightsId:
+        """The identity alone."""
+        return WeightsId(epoch=self.epoch, version=self.version)
 
 
 CHECKPOINT = WeightsId(epoch=0, version=0)
@@ -133,14 +222,8 @@ class Lifecycle(StrEnum):
 
 
 LogprobsOf = Literal["sampling", "raw"]
-
-
 InFlightPolicy = Literal["Drain", "Abort", "Keep", "Recompute", "Pin"]
-
-
 OnDeadline = Literal["Abort", "Keep"]
-
-
 MemoryTag = Literal["weights", "kv_cache"]
 
 

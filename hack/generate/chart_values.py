@@ -15,7 +15,7 @@ import yaml
 
 from rollout_operator.api.crd import structural_schema
 from rollout_operator.api.names import CONTROL_TLS_NAME
-from rollout_operator.api.spec_env import EnvVar
+from rollout_operator.api.spec_engine import EnvVar
 from rollout_operator.api.spec_pod import PodTemplate
 
 Schema = dict[str, Any]

@@ -7,6 +7,7 @@ other defaults belong to the operator and are named in the description.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -28,6 +29,8 @@ _KEPT_KEYWORDS: Final = (
     *("x-kubernetes-preserve-unknown-fields", "x-kubernetes-map-type", "x-kubernetes-list-type"),
     *("x-kubernetes-list-map-keys", VALIDATIONS_KEYWORD),
 )
+_LINE_BREAK: Final = re.compile(r"(?<!\n)\n(?!\n)")
+"""A line break within a paragraph: the docstrings of fields are wrapped, descriptions are not."""
 _DROPPED_KEYWORDS: Final = ("title", API_DEFAULT_KEYWORD, "$defs", "const")
 
 PRINTER_COLUMNS: Final = (
@@ -67,6 +70,8 @@ def _convert_schema(node: Mapping[str, Any], definitions: Mapping[str, Any], whe
             out[key] = merged[key]
     if unknown := merged.keys() - set(_KEPT_KEYWORDS) - set(_DROPPED_KEYWORDS):
         raise UnsupportedSchema(f"{where}: {sorted(unknown)} is not possible in a CRD")
+    if "description" in out:
+        out["description"] = _LINE_BREAK.sub(" ", out["description"])
     if "properties" in out:
         out["properties"] = {
             name: _convert_schema(child, definitions, f"{where}.{name}")

@@ -51,8 +51,8 @@ CURRENT_SCHEME = "v1"
 
 _MAX_CACHED_REVISIONS = 4096
 _revision_cache: OrderedDict[tuple[int, str], tuple[RolloutReplicaSpec, str]] = OrderedDict()
-"""By the spec's id and the scheme. A pass asks for every pod and specs can't be hashed; the spec
-is kept beside its revision, so that no other one can get its id."""
+"""By the spec's id and the scheme. A pass asks for every pod and specs can't be hashed; the cache
+keeps the spec, too, so that no other one can get its id."""
 
 
 def pod_revision(spec: RolloutReplicaSpec, scheme: str = CURRENT_SCHEME) -> str:

@@ -26,7 +26,10 @@ SchemaExtra = dict[str, Any]
 
 
 class ApiModel(BaseModel):
-    """Base of spec and status: frozen, camelCase on the wire, snake_case in Python."""
+    """Base of spec and status: frozen, camelCase on the wire, snake_case in Python.
+
+    The docstring below a field is its description in the CRD.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -34,6 +37,7 @@ class ApiModel(BaseModel):
         alias_generator=to_camel,
         validate_by_name=True,
         validate_by_alias=True,
+        use_attribute_docstrings=True,
     )
 
 

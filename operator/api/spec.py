@@ -22,12 +22,22 @@ from .schema import (
     field_path,
     schema_extra,
 )
-from .spec_colocation import COLOCATED_RULES, Colocation, PoolMode
-from .spec_engine import EngineSpec, EngineType, HubSource, ModelSource, ModelSpec
-from .spec_env import EnvVar
-from .spec_hybrid import HYBRID_RULES
+from .spec_colocation import COLOCATED_RULES, HYBRID_RULES, Colocation, PoolMode
+from .spec_engine import (
+    OPERATOR_CLASS_RULE,
+    AcceleratorSpec,
+    EngineSpec,
+    EngineType,
+    EnvVar,
+    HubSource,
+    ModelSource,
+    ModelSpec,
+    Parallelism,
+    SleepSpec,
+    SpillSpec,
+    WorkerProcess,
+)
 from .spec_pod import PodTemplate, ResourceRequirements
-from .spec_shape import OPERATOR_CLASS_RULE, AcceleratorSpec, Parallelism
 from .spec_weights import (
     InFlightSpec,
     RestartPolicy,
@@ -37,7 +47,6 @@ from .spec_weights import (
     WeightsStrategy,
     WeightsTarget,
 )
-from .spec_worker import SleepSpec, SpillSpec, WorkerProcess
 
 __all__ = [
     "Colocation",
@@ -164,93 +173,57 @@ class RolloutReplicaSpec(ApiModel):
         *HYBRID_RULES,
     )
 
-    operator_class: Dns1123Label | None = Field(
-        default=None,
-        description="Only the operator with this `--class` acts on the object; if unset, the one without. "
-        "Immutable.",
-    )
-    replicas: int = Field(
-        default=1,
-        ge=0,
-        le=9999,
-        description="Number of engine replicas; `kubectl scale` changes this. Leave it out in mode "
-        "Hybrid: there is one in each of the trainer's pods.",
-        json_schema_extra=api_default(),
-    )
+    operator_class: Dns1123Label | None = None
+    """Only the operator with this `--class` acts on the object; if unset, the one without.
+    Immutable."""
+    replicas: int = Field(default=1, ge=0, le=9999, json_schema_extra=api_default())
+    """Number of engine replicas; `kubectl scale` changes this. Leave it out in mode Hybrid: there
+    is one in each of the trainer's pods."""
     mode: PoolMode = Field(
         default=PoolMode.STANDALONE,
-        description="Standalone: the pool has its own accelerators. Colocated: its engines use those of a "
-        "trainer's pods, by turns. Hybrid: its engines run in the trainer's own processes. Immutable.",
         json_schema_extra=api_default()
         | schema_extra(
             cel_rule("self == oldSelf", "spec.mode is immutable: create another RolloutReplica")
         ),
     )
-    colocation: Colocation | None = Field(
-        default=None,
-        description="Beside which pods the engines run, or in which; required in the modes Colocated and "
-        "Hybrid. Immutable.",
-    )
-    state: DesiredState = Field(
-        default=DesiredState.ACTIVE,
-        description="Desired lifecycle. Paused: no generation, memory is kept. Asleep: memory is "
-        "released.",
-        json_schema_extra=api_default(),
-    )
-    sleep: SleepSpec = Field(default=SleepSpec(), description="How the engines sleep.")
-    suspend: bool = Field(
-        default=False,
-        description="If true, no pods run but the objects stay; overrides state.",
-        json_schema_extra=api_default(),
-    )
-    engine: EngineSpec = Field(description="Inference engine and how to run it.")
-    model: ModelSpec = Field(
-        default=ModelSpec(source=ModelSource()),
-        description="Model that the pool serves; required unless the mode is Hybrid, where it is the "
-        "trainer's own.",
-    )
-    parallelism: Parallelism = Field(
-        default=Parallelism(),
-        description="How one replica is spread across accelerators and pods. Immutable.",
-        json_schema_extra=api_default(),
-    )
-    accelerator: AcceleratorSpec | None = Field(
-        default=None,
-        description="Accelerator that the engine runs on; if unset, CPU with one rank. Immutable.",
-    )
-    resources: ResourceRequirements = Field(
-        default=ResourceRequirements(),
-        description="Compute resources of the worker container, excluding the accelerator.",
-    )
-    weights: WeightsSpec = Field(
-        default=WeightsSpec(), description="Which weights the pool serves, and how it updates them."
-    )
-    update_strategy: UpdateStrategy = Field(
-        default=UpdateStrategy(), description="Rolling update of pods."
-    )
-    restart_policy: RestartPolicy = Field(
-        default=RestartPolicy(), description="Back-off for failing replicas."
-    )
-    drain_seconds: int = Field(
-        default=30,
-        ge=0,
-        le=86400,
-        description="Time that running requests get to finish before sleep, update or deletion. The "
-        "pod's termination grace period is 15 seconds longer.",
-    )
-    worker: WorkerProcess = Field(
-        default=WorkerProcess(),
-        description="Settings of the worker processes; changing them replaces the pods.",
-    )
-    service_account_name: Dns1123 = Field(
-        default="rollout-worker",
-        description="Service account of the pods. In mode Hybrid: which one the trainer's pods must have "
-        "to be members.",
-    )
-    pod_template: PodTemplate = Field(
-        default=PodTemplate(),
-        description="Fields merged into the pods; changing them replaces the pods.",
-    )
+    """Standalone: the pool has its own accelerators. Colocated: its engines use those of a
+    trainer's pods, by turns. Hybrid: its engines run in the trainer's own processes. Immutable."""
+    colocation: Colocation | None = None
+    """Next to which pods the engines run, or in which; required in the modes Colocated and Hybrid.
+    Immutable."""
+    state: DesiredState = Field(default=DesiredState.ACTIVE, json_schema_extra=api_default())
+    """Desired lifecycle. Paused: no generation, memory is kept. Asleep: memory is released."""
+    sleep: SleepSpec = SleepSpec()
+    """How the engines sleep."""
+    suspend: bool = Field(default=False, json_schema_extra=api_default())
+    """If true, no pods run but the objects stay; overrides state."""
+    engine: EngineSpec
+    """Inference engine and how to run it."""
+    model: ModelSpec = ModelSpec(source=ModelSource())
+    """Model that the pool serves; required unless the mode is Hybrid, where it is the trainer's
+    own."""
+    parallelism: Parallelism = Field(default=Parallelism(), json_schema_extra=api_default())
+    """How one replica is spread across accelerators and pods. Immutable."""
+    accelerator: AcceleratorSpec | None = None
+    """Accelerator that the engine runs on; if unset, CPU with one rank. Immutable."""
+    resources: ResourceRequirements = ResourceRequirements()
+    """Compute resources of the worker container, excluding the accelerator."""
+    weights: WeightsSpec = WeightsSpec()
+    """Which weights the pool serves, and how it updates them."""
+    update_strategy: UpdateStrategy = UpdateStrategy()
+    """Rolling update of pods."""
+    restart_policy: RestartPolicy = RestartPolicy()
+    """Back-off for failing replicas."""
+    drain_seconds: int = Field(default=30, ge=0, le=86400)
+    """Time that running requests get to finish before sleep, update or deletion. The pod's
+    termination grace period is 15 seconds longer."""
+    worker: WorkerProcess = WorkerProcess()
+    """Settings of the worker processes; changing them replaces the pods."""
+    service_account_name: Dns1123 = "rollout-worker"
+    """Service account of the pods. In mode Hybrid: which one the trainer's pods must have to be
+    members."""
+    pod_template: PodTemplate = PodTemplate()
+    """Fields merged into the pods; changing them replaces the pods."""
 
     @property
     def world_size(self) -> int:

@@ -18,8 +18,7 @@ from .schema import (
     config_with_rules,
     schema_extra,
 )
-from .spec_pod import LABEL_KEY_PATTERN, label_keys_rule
-from .spec_scheduling import LabelValue
+from .spec_pod import LABEL_KEY_PATTERN, LabelValue, label_keys_rule
 
 DEVICES_CLAIM_NAME = "rollout-devices"
 """What a colocated pod calls the trainer's claim."""
@@ -47,18 +46,12 @@ class LabelSelectorRequirement(ApiModel):
         )
     )
 
-    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY_PATTERN)] = Field(
-        description="Label key."
-    )
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
-        description="How the label is compared with values."
-    )
-    values: tuple[LabelValue, ...] = Field(
-        default=(),
-        max_length=32,
-        description="Values, for In and NotIn.",
-        json_schema_extra=ATOMIC_LIST,
-    )
+    key: Annotated[str, Field(min_length=1, max_length=317, pattern=LABEL_KEY_PATTERN)]
+    """Label key."""
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    """How the label is compared with values."""
+    values: tuple[LabelValue, ...] = Field(default=(), max_length=32, json_schema_extra=ATOMIC_LIST)
+    """Values, for In and NotIn."""
 
     def to_query(self) -> str:
         """Return the condition as a query has it."""
@@ -96,17 +89,15 @@ class TrainerSelector(ApiModel):
     match_labels: Mapping[str, LabelValue] = Field(
         default_factory=dict,
         max_length=32,
-        description="Labels that a pod must have.",
         json_schema_extra=schema_extra(
             label_keys_rule("spec.colocation.trainerSelector.matchLabels"), **ATOMIC_MAP
         ),
     )
+    """Labels that a pod must have."""
     match_expressions: tuple[LabelSelectorRequirement, ...] = Field(
-        default=(),
-        max_length=32,
-        description="Further conditions on labels.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=32, json_schema_extra=ATOMIC_LIST
     )
+    """Further conditions on labels."""
 
     def to_query(self) -> str:
         """Return the selector as a query of the API server has it."""
@@ -123,7 +114,7 @@ class TrainerSelector(ApiModel):
 
 
 class Colocation(ApiModel):
-    """Beside or in which pods the engines run, and which part of their devices they use. Immutable."""
+    """Next to or in which pods the engines run, and which part of their devices they use. Immutable."""
 
     model_config = config_with_rules(
         cel_rule(
@@ -132,23 +123,15 @@ class Colocation(ApiModel):
         )
     )
 
-    trainer_selector: TrainerSelector = Field(
-        description="Label selector of the trainer's pods, in the pool's namespace. They are ordered by "
-        "name, numbers in it by their value."
-    )
-    slots: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="Colocated: rollout pods beside each trainer pod; each uses an equal share of the "
-        "claim's devices.",
-        json_schema_extra=api_default(),
-    )
-    request: Dns1123Label | None = Field(
-        default=None,
-        description="Colocated: request of the trainer's ResourceClaim whose devices the engines use; if "
-        "unset, the only one.",
-    )
+    trainer_selector: TrainerSelector
+    """Label selector of the trainer's pods, in the pool's namespace. They are ordered by name,
+    numbers in it by their value."""
+    slots: int = Field(default=1, ge=1, le=256, json_schema_extra=api_default())
+    """Colocated: rollout pods next to each trainer pod; each uses an equal share of the claim's
+    devices."""
+    request: Dns1123Label | None = None
+    """Colocated: request of the trainer's ResourceClaim whose devices the engines use; if unset,
+    the only one."""
 
 
 COLOCATED_RULES = (
@@ -180,3 +163,80 @@ COLOCATED_RULES = (
     ),
 )
 """Rules of the whole spec that are about the mode."""
+
+
+_ENGINE_REASON = "the trainer starts the engine with settings of its own"
+_PODS_REASON = "the pods are the trainer's, and the operator never touches them"
+_MEMORY_REASON = "the worker runs in the trainer's process, whose memory is the trainer's to plan"
+
+_REFUSED_FIELDS = (
+    # field below spec, and why
+    ("engine.image", _PODS_REASON),
+    ("engine.imagePullPolicy", _PODS_REASON),
+    ("engine.args", _ENGINE_REASON),
+    ("engine.env", _ENGINE_REASON),
+    ("engine.logprobs", _ENGINE_REASON),
+    ("engine.cache", _PODS_REASON),
+    ("model", "the trainer starts the engine with its own model"),
+    ("accelerator", _PODS_REASON),
+    ("resources", _PODS_REASON),
+    ("sleep.spill", _MEMORY_REASON),
+    ("weights.volume", "the pods are the trainer's, so mount it there"),
+    ("weights.stagingMemory", _MEMORY_REASON),
+    ("weights.transport", _ENGINE_REASON),
+    ("updateStrategy", _PODS_REASON),
+    ("restartPolicy", _PODS_REASON),
+    ("worker", _ENGINE_REASON),
+    ("podTemplate", _PODS_REASON),
+    ("colocation.request", "the engine uses whatever the trainer's process has"),
+)
+
+
+def _is_set_expression(field: str) -> str:
+    """The CEL expression that says whether a field is set."""
+    parts = field.split(".")
+    steps = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return " && ".join(f"has(self.{step})" for step in steps)
+
+
+HYBRID_RULES = (
+    *(
+        cel_rule(
+            f"self.mode != 'Hybrid' || !({_is_set_expression(field)})",
+            f"spec.{field} must not be set in mode Hybrid: {why}; remove it",
+            path=f".{field.partition('.')[0]}",
+        )
+        for field, why in _REFUSED_FIELDS
+    ),
+    cel_rule(
+        "self.mode == 'Hybrid' || has(self.model)",
+        "spec.model is required: name the checkpoint in spec.model.source",
+        path=".model",
+    ),
+    cel_rule(
+        "self.mode != 'Hybrid' || self.replicas == 1",
+        "'spec.replicas: a Hybrid pool has one replica in each pod of its trainer, not %d: leave it "
+        "out, and scale the trainer'.format([self.replicas])",
+        expression=True,
+        path=".replicas",
+    ),
+    cel_rule(
+        "self.mode != 'Hybrid' || !self.suspend",
+        "spec.suspend must be false in mode Hybrid: the pods are the trainer's; set spec.state to Asleep "
+        "to get their memory back",
+        path=".suspend",
+    ),
+    cel_rule(
+        "self.mode != 'Hybrid' || (self.parallelism.tensor == 1 && self.parallelism.pipeline == 1 && "
+        "self.parallelism.data == 1 && self.parallelism.nodes == 1)",
+        f"spec.parallelism must not be set in mode Hybrid: {_ENGINE_REASON}; remove it",
+        path=".parallelism",
+    ),
+    cel_rule(
+        "self.mode != 'Hybrid' || !has(self.colocation) || self.colocation.slots == 1",
+        "spec.colocation.slots must be 1 in mode Hybrid: each of the trainer's pods is one replica; "
+        "remove it",
+        path=".colocation",
+    ),
+)
+"""Rules of the whole spec that are about mode Hybrid."""

@@ -35,7 +35,8 @@ class WeightsStrategy(StrEnum):
 class VolumeClaim(ApiModel):
     """A PersistentVolumeClaim in the pool's namespace; mounted read-only."""
 
-    name: Dns1123 = Field(description="Name of the claim.")
+    name: Dns1123
+    """Name of the claim."""
     sub_path: SubPath | None = Field(default=None, description=SUB_PATH_MEANING)
 
 
@@ -75,18 +76,11 @@ class WeightsTarget(ApiModel):
         x_kubernetes_map_type="atomic",
     )
 
-    epoch: int = Field(
-        ge=0,
-        le=MAX_IDENTITY,
-        description="Fencing token: a trainer that takes over uses a higher epoch.",
-    )
-    version: int = Field(
-        ge=0, le=MAX_IDENTITY, description="Version chosen by the trainer; must increase."
-    )
+    epoch: int = Field(ge=0, le=MAX_IDENTITY)
+    """Fencing token: a trainer that takes over uses a higher epoch."""
+    version: int = Field(ge=0, le=MAX_IDENTITY)
+    """Version chosen by the trainer; must increase."""
     source: WeightsSource = Field(
-        description="Where the weights are: exactly one of path, checkpoint and pushed. The files must "
-        "not change until a later version is committed. Pushed: the trainer has staged the bytes on the "
-        "replicas before it sets this; no volume has them.",
         json_schema_extra=schema_extra(
             cel_rule(
                 "[has(self.path), has(self.checkpoint), has(self.pushed)].exists_one(x, x)",
@@ -99,8 +93,11 @@ class WeightsTarget(ApiModel):
                 "relative to /rollout/weights",
                 path=".path",
             ),
-        ),
+        )
     )
+    """Where the weights are: exactly one of path, checkpoint and pushed. The files must not change
+    until a later version is committed. Pushed: the trainer has staged the bytes on the replicas
+    before it sets this; no volume has them."""
 
     @property
     def identity(self) -> WeightsId:
@@ -111,30 +108,23 @@ class WeightsTarget(ApiModel):
 class WeightsVolume(ApiModel):
     """Volume with the trainer's weights, mounted read-only at `/rollout/weights`."""
 
-    claim: VolumeClaim = Field(description="PersistentVolumeClaim that holds the weights.")
+    claim: VolumeClaim
+    """PersistentVolumeClaim that holds the weights."""
 
 
 class InFlightSpec(ApiModel):
     """What happens to running requests when new weights are committed."""
 
-    policy: Literal["Drain", "Abort", "Keep", "Recompute", "Pin"] = Field(
-        default="Drain",
-        description="Drain: they finish on the old weights, within the deadline. Abort: they end "
-        "with partial output. Keep: they continue on the new weights with the KV cache they have. "
-        "Recompute: they continue on the new weights, which recompute their KV cache. Pin (engine "
-        "hf): they finish on the old weights, which stay in memory while new requests use the new "
-        "ones.",
-    )
-    deadline_seconds: int | None = Field(
-        default=None,
-        ge=0,
-        le=86400,
-        description="How long Drain waits, and how long Pin waits for requests that are already "
-        "pinned; defaults to spec.drainSeconds.",
-    )
-    on_deadline: Literal["Abort", "Keep"] = Field(
-        default="Abort", description="What happens to requests still running at the deadline."
-    )
+    policy: Literal["Drain", "Abort", "Keep", "Recompute", "Pin"] = "Drain"
+    """Drain: they finish on the old weights, within the deadline. Abort: they end with partial
+    output. Keep: they continue on the new weights with the KV cache they have. Recompute: they
+    continue on the new weights, which recompute their KV cache. Pin (engine hf): they finish on the
+    old weights, which stay in memory while new requests use the new ones."""
+    deadline_seconds: int | None = Field(default=None, ge=0, le=86400)
+    """How long Drain waits, and how long Pin waits for requests that are already pinned; defaults
+    to spec.drainSeconds."""
+    on_deadline: Literal["Abort", "Keep"] = "Abort"
+    """What happens to requests still running at the deadline."""
 
 
 class TransportSpec(ApiModel):
@@ -144,8 +134,6 @@ class TransportSpec(ApiModel):
         default=WEIGHTS_PORT,
         ge=1024,
         le=65535,
-        description="TCP port of every worker for pushed weights; a change replaces the pods. The "
-        "chart's NetworkPolicy opens the ports in networkPolicy.weightsPorts (8002).",
         json_schema_extra=schema_extra(
             cel_rule(
                 f"!(self in [{DATA_PORT}, {CONTROL_PORT}, {GANG_PORT}])",
@@ -154,17 +142,14 @@ class TransportSpec(ApiModel):
             )
         ),
     )
-    tls: Literal["Off", "Required"] = Field(
-        default="Off",
-        description="Required: that port takes TLS alone, with the certificate of the control ports, "
-        "which the chart's workers.controlTLS brings, and trainers and workers check it; a change "
-        "replaces the pods.",
-    )
+    """TCP port of every worker for pushed weights; a change replaces the pods. The chart's
+    NetworkPolicy opens the ports in networkPolicy.weightsPorts (8002)."""
+    tls: Literal["Off", "Required"] = "Off"
+    """Required: that port takes TLS alone, with the certificate of the control ports, which the
+    chart's workers.controlTLS brings, and trainers and workers check it; a change replaces the
+    pods."""
     egress: Quantity | None = Field(
         default=None,
-        description="Most bytes a second, such as 500M, that a worker sends of weights to others: to the "
-        "next of a chain, to joiners and to the other nodes of its replica together. If unset, no limit. "
-        "A change replaces the pods.",
         json_schema_extra=schema_extra(
             cel_rule(
                 "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
@@ -178,56 +163,39 @@ class TransportSpec(ApiModel):
             ),
         ),
     )
-    gang_fetch: Literal["Needed", "All"] = Field(
-        default="Needed",
-        description="What the nodes of a replica take of pushed weights. Needed: what their ranks read, as "
-        "far as that was seen. All: everything, for a model whose loader changes its mind. A change "
-        "replaces the pods.",
-    )
+    """Most bytes a second, such as 500M, that a worker sends of weights to others: to the next of a
+    chain, to joiners and to the other nodes of its replica together. If unset, no limit. A change
+    replaces the pods."""
+    gang_fetch: Literal["Needed", "All"] = "Needed"
+    """What the nodes of a replica take of pushed weights. Needed: what their ranks read, as far as
+    that was seen. All: everything, for a model whose loader changes its mind. A change replaces the
+    pods."""
 
 
 class WeightsSpec(ApiModel):
     """Which weights the pool serves, and how it updates them."""
 
-    target: WeightsTarget | None = Field(
-        default=None,
-        description="Weights that the pool must serve; if unset, (0, 0), the model's own "
-        "checkpoint. Never decreases and cannot be removed. Trainers set it, so keep it out of "
-        "GitOps manifests.",
-    )
-    volume: WeightsVolume | None = Field(
-        default=None, description="Volume that holds source.path, in addition to the model's."
-    )
+    target: WeightsTarget | None = None
+    """Weights that the pool must serve; if unset, (0, 0), the model's own checkpoint. Never
+    decreases and cannot be removed. Trainers set it, so keep it out of GitOps manifests."""
+    volume: WeightsVolume | None = None
+    """Volume that holds source.path, in addition to the model's."""
     strategy: WeightsStrategy = Field(
-        default=WeightsStrategy.ALL_AT_ONCE,
-        description="AllAtOnce: commit when every serving replica has staged. Rolling: at most "
-        "maxUnavailable replicas at a time. Eager: each replica as soon as it can.",
-        json_schema_extra=api_default(),
+        default=WeightsStrategy.ALL_AT_ONCE, json_schema_extra=api_default()
     )
-    max_unavailable: int = Field(
-        default=1,
-        ge=1,
-        le=9999,
-        description="Maximum number of replicas that Rolling updates at a time.",
-    )
-    transport: TransportSpec = Field(
-        default=TransportSpec(), description="How pushed weights travel."
-    )
-    in_flight: InFlightSpec = Field(
-        default=InFlightSpec(), description="What happens to running requests at a commit."
-    )
-    deadline_seconds: int = Field(
-        default=600,
-        ge=1,
-        le=86400,
-        description="Time limit for staging, and anew for committing; past it, status says so and "
-        "retries continue.",
-    )
+    """AllAtOnce: commit when every serving replica has staged. Rolling: at most maxUnavailable
+    replicas at a time. Eager: each replica as soon as it can."""
+    max_unavailable: int = Field(default=1, ge=1, le=9999)
+    """Maximum number of replicas that Rolling updates at a time."""
+    transport: TransportSpec = TransportSpec()
+    """How pushed weights travel."""
+    in_flight: InFlightSpec = InFlightSpec()
+    """What happens to running requests at a commit."""
+    deadline_seconds: int = Field(default=600, ge=1, le=86400)
+    """Time limit for staging, and another for committing; past it, status says so and retries
+    continue."""
     staging_memory: Quantity | None = Field(
         default=None,
-        description="Most memory that staged weights may take in a pod, beside what its engine takes: at "
-        "least the size of a version. A version that has no room is refused. If unset, what "
-        "spec.resources.limits.memory leaves, which bounds it anyway.",
         json_schema_extra=schema_extra(
             cel_rule(
                 "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
@@ -241,14 +209,16 @@ class WeightsSpec(ApiModel):
             ),
         ),
     )
+    """Most memory that staged weights may take in a pod, in addition to what its engine takes: at
+    least the size of a version. A version that has no room is refused. If unset, what
+    spec.resources.limits.memory leaves, which bounds it anyway."""
 
 
 class UpdateStrategy(ApiModel):
     """Rolling update of pods after a change that needs new ones."""
 
-    max_unavailable: int = Field(
-        default=1, ge=1, le=9999, description="Maximum number of replicas replaced at a time."
-    )
+    max_unavailable: int = Field(default=1, ge=1, le=9999)
+    """Maximum number of replicas replaced at a time."""
 
 
 class RestartPolicy(ApiModel):
@@ -263,16 +233,9 @@ class RestartPolicy(ApiModel):
         )
     )
 
-    base_delay_seconds: int = Field(
-        default=10,
-        ge=1,
-        le=86400,
-        description="Delay before the second restart in a row (the first is immediate); then doubles.",
-    )
-    max_delay_seconds: int = Field(default=300, ge=1, le=86400, description="Maximum delay.")
-    max_restarts: int | None = Field(
-        default=None,
-        ge=0,
-        le=INT32_MAX,
-        description="Restarts after which a replica stays Failed; if unset, no limit.",
-    )
+    base_delay_seconds: int = Field(default=10, ge=1, le=86400)
+    """Delay before the second restart in a row (the first is immediate); then doubles."""
+    max_delay_seconds: int = Field(default=300, ge=1, le=86400)
+    """Maximum delay."""
+    max_restarts: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """Restarts after which a replica stays Failed; if unset, no limit."""

@@ -67,8 +67,10 @@ ObjectName = Annotated[str, Field(max_length=253)]
 class StatusId(ApiModel):
     """An identity of weights."""
 
-    epoch: Identity = Field(description="Epoch of the identity.")
-    version: Identity = Field(description="Version of the identity.")
+    epoch: Identity
+    """Epoch of the identity."""
+    version: Identity
+    """Version of the identity."""
 
     @property
     def identity(self) -> WeightsId:
@@ -84,191 +86,180 @@ class StatusId(ApiModel):
 class CommittedWeights(StatusId):
     """Weights that new and restarted workers load; no worker below them is Ready."""
 
-    source: WeightsSource = Field(description="Where the weights are.")
-    root_hash: Annotated[str, Field(max_length=128)] | None = Field(
-        default=None, description="Hash of the content, once a worker has computed it."
-    )
+    source: WeightsSource
+    """Where the weights are."""
+    root_hash: Annotated[str, Field(max_length=128)] | None = None
+    """Hash of the content, once a worker has computed it."""
 
 
 class ActiveRange(ApiModel):
     """Lowest and highest identity being served."""
 
-    min: StatusId = Field(description="Lowest identity being served.")
-    max: StatusId = Field(description="Highest identity being served.")
+    min: StatusId
+    """Lowest identity being served."""
+    max: StatusId
+    """Highest identity being served."""
 
 
 class LastUpdate(StatusId):
     """Latest weights update, finished or in progress."""
 
-    source: WeightsSource | None = Field(
-        default=None,
-        description="Where its weights are; kept because the target may have moved on.",
-    )
-    phase: UpdatePhase = Field(description="Phase of the update.")
-    attempts: Count = Field(default=0, description="Number of attempts.")
-    started_at: Timestamp | None = Field(
-        default=None, description="When staging began; its deadline counts from here."
-    )
-    completed_at: Timestamp | None = Field(default=None, description="When it ended.")
-    commit_started_at: Timestamp | None = Field(
-        default=None,
-        description="When committing began: from then on workers may have the new weights. Its "
-        "deadline counts from here.",
-    )
-    root_hash: Annotated[str, Field(max_length=128)] | None = Field(
-        default=None,
-        description="Hash of the content that is committed; no worker commits any other.",
-    )
-    message: Message = Field(default="", description="One sentence on its progress.")
+    source: WeightsSource | None = None
+    """Where its weights are; kept because the target may have moved on."""
+    phase: UpdatePhase
+    """Phase of the update."""
+    attempts: Count = 0
+    """Number of attempts."""
+    started_at: Timestamp | None = None
+    """When staging began; its deadline counts from here."""
+    completed_at: Timestamp | None = None
+    """When it ended."""
+    commit_started_at: Timestamp | None = None
+    """When committing began: from then on workers may have the new weights. Its deadline counts
+    from here."""
+    root_hash: Annotated[str, Field(max_length=128)] | None = None
+    """Hash of the content that is committed; no worker commits any other."""
+    message: Message = ""
+    """One sentence on its progress."""
 
 
 class WeightsStatus(ApiModel):
     """Weights of the pool."""
 
-    committed: CommittedWeights | None = Field(
-        default=None,
-        description="Weights that new and restarted workers load; no worker below them is Ready.",
-    )
-    active: ActiveRange | None = Field(
-        default=None, description="Weights observed on the serving replicas."
-    )
-    staged_replicas: Count = Field(
-        default=0, description="Replicas that have staged the update in progress."
-    )
-    last_update: LastUpdate | None = Field(
-        default=None, description="Latest weights update, finished or in progress."
-    )
+    committed: CommittedWeights | None = None
+    """Weights that new and restarted workers load; no worker below them is Ready."""
+    active: ActiveRange | None = None
+    """Weights observed on the serving replicas."""
+    staged_replicas: Count = 0
+    """Replicas that have staged the update in progress."""
+    last_update: LastUpdate | None = None
+    """Latest weights update, finished or in progress."""
 
 
 class StateTransition(ApiModel):
     """A change of the pool's lifecycle."""
 
-    from_: PoolState | None = Field(default=None, alias="from", description="Previous lifecycle.")
-    to: PoolState = Field(description="Requested lifecycle.")
-    started_at: Timestamp = Field(description="When the change began.")
-    completed_at: Timestamp | None = Field(
-        default=None, description="When every replica had completed it; unset while in progress."
-    )
-    message: Message = Field(default="", description="One sentence on its progress.")
+    from_: PoolState | None = Field(default=None, alias="from")
+    """Previous lifecycle."""
+    to: PoolState
+    """Requested lifecycle."""
+    started_at: Timestamp
+    """When the change began."""
+    completed_at: Timestamp | None = None
+    """When every replica had completed it; unset while in progress."""
+    message: Message = ""
+    """One sentence on its progress."""
 
 
 class MemberStatus(ApiModel):
     """A head pod, as its worker reports it."""
 
-    name: ObjectName = Field(description="Name of the pod.")
-    node: ObjectName | None = Field(default=None, description="Node that it runs on.")
-    state: Annotated[str, Field(max_length=32)] = Field(
-        description="The worker's lifecycle, or Pending, Terminating or Unreachable."
-    )
-    epoch: Identity | None = Field(default=None, description="Epoch of its active weights.")
-    version: Identity | None = Field(default=None, description="Version of its active weights.")
-    ready: bool = Field(description="Whether it serves.")
-    restarts: Count = Field(default=0, description="Restarts of the replica.")
-    turn: Literal["Held", "Waiting", "Released"] | None = Field(
-        default=None,
-        description="Whether it may hold memory of the devices that it shares with a trainer; unset if it "
-        "shares none.",
-    )
-    message: ShortMessage = Field(default="", description="What it is waiting for, or what failed.")
+    name: ObjectName
+    """Name of the pod."""
+    node: ObjectName | None = None
+    """Node that it runs on."""
+    state: Annotated[str, Field(max_length=32)]
+    """The worker's lifecycle, or Pending, Terminating or Unreachable."""
+    epoch: Identity | None = None
+    """Epoch of its active weights."""
+    version: Identity | None = None
+    """Version of its active weights."""
+    ready: bool
+    """Whether it serves."""
+    restarts: Count = 0
+    """Restarts of the replica."""
+    turn: Literal["Held", "Waiting", "Released"] | None = None
+    """Whether it may hold memory of the devices that it shares with a trainer; unset if it shares
+    none."""
+    message: ShortMessage = ""
+    """What it is waiting for, or what failed."""
 
 
 class LastError(ApiModel):
     """Something that went wrong."""
 
-    time: Timestamp = Field(description="When it was observed.")
-    message: Message = Field(description="What went wrong and where.")
-    log: LogTail = Field(
-        default="",
-        description="End of the log of the container that failed, as the kubelet had it; empty if it is "
-        "not known. The pod itself has been replaced.",
-    )
+    time: Timestamp
+    """When it was observed."""
+    message: Message
+    """What went wrong and where."""
+    log: LogTail = ""
+    """End of the log of the container that failed, as the kubelet had it; empty if it is not known.
+    The pod itself has been replaced."""
 
 
 class PendingReplacement(ApiModel):
     """A replica whose failed pods are deleted and whose new pods are not all there yet."""
 
-    replica: Count = Field(description="Index of the replica.")
-    restarts: Count = Field(description="Failures in a row, to be noted on the new pods.")
+    replica: Count
+    """Index of the replica."""
+    restarts: Count
+    """Failures in a row, to be noted on the new pods."""
 
 
 class PoolCondition(ApiModel):
     """One condition; `reason` is for programs, `message` for people."""
 
-    type: Annotated[str, Field(min_length=1, max_length=316)] = Field(
-        description="Ready, Progressing, Degraded, WeightsSynced, Asleep or Suspended."
-    )
-    status: Literal["True", "False", "Unknown"] = Field(description="True, False or Unknown.")
+    type: Annotated[str, Field(min_length=1, max_length=316)]
+    """Ready, Progressing, Degraded, WeightsSynced, Asleep or Suspended."""
+    status: Literal["True", "False", "Unknown"]
+    """True, False or Unknown."""
     reason: Annotated[
         str,
         Field(min_length=1, max_length=256, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"),
-    ] = Field(description="CamelCase reason, for programs.")
-    message: Annotated[Message, Field(max_length=32768)] = Field(
-        default="", description="One sentence, for people."
-    )
-    last_transition_time: TimestampSeconds = Field(description="When status last changed.")
-    observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
-        default=None, description="Generation of the spec that this describes."
-    )
+    ]
+    """CamelCase reason, for programs."""
+    message: Annotated[Message, Field(max_length=32768)] = ""
+    """One sentence, for people."""
+    last_transition_time: TimestampSeconds
+    """When status last changed."""
+    observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = None
+    """Generation of the spec that this describes."""
 
 
 class RolloutReplicaStatus(ApiModel):
     """What was observed of the pool; one server-side apply writes it whole."""
 
-    observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = Field(
-        default=None, description="Generation of the spec that this status describes."
-    )
-    phase: PoolPhase | None = Field(
-        default=None, description="Summary for people, derived from the conditions."
-    )
-    message: Message = Field(
-        default="", description="One sentence on what the pool is waiting for, or what is wrong."
-    )
-    replicas: Count = Field(default=0, description="Replicas that have pods.")
-    desired_replicas: Count = Field(
-        default=0,
-        description="Replicas that should run: spec.replicas, or one for each of the trainer's pods in "
-        "mode Hybrid.",
-    )
-    ready_replicas: Count = Field(default=0, description="Replicas that serve.")
-    updated_replicas: Count = Field(default=0, description="Replicas at the latest revision.")
-    asleep_replicas: Count = Field(default=0, description="Replicas that are asleep.")
-    selector: Annotated[str, Field(max_length=MAX_SELECTOR_LENGTH)] | None = Field(
-        default=None,
-        description="Label selector that matches one pod per replica, for HPA and PDB.",
-    )
-    weights: WeightsStatus = Field(
-        default=WeightsStatus(), description="Weights of the pool, as observed."
-    )
-    last_transition: StateTransition | None = Field(
-        default=None, description="Latest change of the pool's lifecycle."
-    )
+    observed_generation: Annotated[int, Field(ge=0, le=MAX_IDENTITY)] | None = None
+    """Generation of the spec that this status describes."""
+    phase: PoolPhase | None = None
+    """Summary for people, derived from the conditions."""
+    message: Message = ""
+    """One sentence on what the pool is waiting for, or what is wrong."""
+    replicas: Count = 0
+    """Replicas that have pods."""
+    desired_replicas: Count = 0
+    """Replicas that should run: spec.replicas, or one for each of the trainer's pods in mode
+    Hybrid."""
+    ready_replicas: Count = 0
+    """Replicas that serve."""
+    updated_replicas: Count = 0
+    """Replicas at the latest revision."""
+    asleep_replicas: Count = 0
+    """Replicas that are asleep."""
+    selector: Annotated[str, Field(max_length=MAX_SELECTOR_LENGTH)] | None = None
+    """Label selector that matches one pod per replica, for HPA and PDB."""
+    weights: WeightsStatus = WeightsStatus()
+    """Weights of the pool, as observed."""
+    last_transition: StateTransition | None = None
+    """Latest change of the pool's lifecycle."""
     members: tuple[MemberStatus, ...] = Field(
-        default=(),
-        max_length=MAX_MEMBERS,
-        description="Head pods, unready ones first; at most 50.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=MAX_MEMBERS, json_schema_extra=ATOMIC_LIST
     )
-    restarts: Count = Field(
-        default=0, description="Restarts of replicas since the pool was created."
-    )
+    """Head pods, unready ones first; at most 50."""
+    restarts: Count = 0
+    """Restarts of replicas since the pool was created."""
     replacing: tuple[PendingReplacement, ...] = Field(
-        default=(),
-        max_length=9999,
-        description="Failed replicas between their old pods and their new ones.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=9999, json_schema_extra=ATOMIC_LIST
     )
+    """Failed replicas between their old pods and their new ones."""
     last_errors: tuple[LastError, ...] = Field(
-        default=(),
-        max_length=MAX_ERRORS,
-        description="Recent errors, newest first; at most 5.",
-        json_schema_extra=ATOMIC_LIST,
+        default=(), max_length=MAX_ERRORS, json_schema_extra=ATOMIC_LIST
     )
+    """Recent errors, newest first; at most 5."""
     conditions: tuple[PoolCondition, ...] = Field(
-        default=(),
-        max_length=32,
-        description="Ready, Progressing, Degraded, WeightsSynced, Asleep, Suspended.",
-        json_schema_extra=map_list("type"),
+        default=(), max_length=32, json_schema_extra=map_list("type")
     )
+    """Ready, Progressing, Degraded, WeightsSynced, Asleep, Suspended."""
 
     def find_condition(self, kind: str) -> PoolCondition | None:
         """Return the condition of this type, if it is there."""

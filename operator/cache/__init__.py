@@ -1,4 +1,4 @@
 """What the operator believes the cluster holds, and which pools to look at next.
 
-Watch streams and lists fill it. Nothing is decided in here, and it never asks a worker.
+Watch streams and lists fill it. It decides nothing and never asks a worker.
 """

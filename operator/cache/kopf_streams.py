@@ -1,4 +1,4 @@
-"""The watch streams, which kopf runs: inside this process, or around it under `kopf run`."""
+"""The watch streams, which kopf runs: inside our process, or around it under `kopf run`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kopf
 
 from rollout_operator.api.names import GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import ResourceName
-from rollout_operator.kube.credentials import load_connection_info
+from rollout_operator.kube.credentials import load_kopf_login
 
 from .resync import MANAGED_SELECTOR, OUR_SLICES_SELECTOR
 from .settings import STREAM_BACKOFF_SECONDS, STREAM_CALM_SECONDS
@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 EventSink = Callable[[ResourceName, str | None, Any], None]
 """Takes resource, type of event (None: from a list) and raw object."""
+
+_STREAMS: dict[ResourceName, tuple[str, str, str]] = {
+    "pools": (GROUP, VERSION, PLURAL),
+    "pods": ("", "v1", "pods"),
+    "services": ("", "v1", "services"),
+    "endpointslices": ("discovery.k8s.io", "v1", "endpointslices"),
+}
 
 
 class KopfStreams:
@@ -111,25 +118,13 @@ def register_handlers(sink: EventSink, registry: kopf.OperatorRegistry | None = 
 
     @kopf.on.login(registry=registry, id="rollout")
     async def _login(**_: Any) -> kopf.ConnectionInfo:
-        return await load_connection_info()
+        return await load_kopf_login()
 
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="pools")
-    async def _pools(event: kopf.RawEvent, **_: Any) -> None:
-        sink("pools", event["type"], event["object"])
+    async def _feed(*, event: kopf.RawEvent, param: Any = None, **_: Any) -> None:
+        sink(param, event["type"], event["object"])
 
-    @kopf.on.event("", "v1", "pods", registry=registry, id="pods")
-    async def _pods(event: kopf.RawEvent, **_: Any) -> None:
-        sink("pods", event["type"], event["object"])
-
-    @kopf.on.event("", "v1", "services", registry=registry, id="services")
-    async def _services(event: kopf.RawEvent, **_: Any) -> None:
-        sink("services", event["type"], event["object"])
-
-    @kopf.on.event(
-        "discovery.k8s.io", "v1", "endpointslices", registry=registry, id="endpointslices"
-    )
-    async def _slices(event: kopf.RawEvent, **_: Any) -> None:
-        sink("endpointslices", event["type"], event["object"])
+    for resource, where in _STREAMS.items():
+        kopf.on.event(*where, registry=registry, id=resource, param=resource)(_feed)
 
 
 def configure_kopf(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
@@ -150,7 +145,7 @@ def configure_kopf(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     settings.networking.error_backoffs = [0.5, 1, 2, 4]
     settings.persistence.finalizer = f"{GROUP}/{MANAGER_NAME}"
     settings.persistence.diffbase_storage = _NoDiffStorage()
-    # Embedded, the end of kopf is no reason to kill the process: our own exit is bounded.
+    # Embedded, the process does not end with kopf, and our own exit is bounded.
     settings.process.ultimate_exiting_timeout = None if embedded else 25
 
 

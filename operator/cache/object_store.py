@@ -1,14 +1,14 @@
 """What the operator believes the cluster holds: pools, and what is labelled as theirs.
 
-That is pods, Services and, of Hybrid pools, EndpointSlices. Fed by the watch streams (`take`), by the
-answers to our own writes (`upsert_written`) and by whole lists (`replace_listed`). A list removes ghosts: objects
-whose DELETED event never came, which happens after a 410 and when a stream was cut. Order is by
-`resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a tombstone until
-the next list, and what is older than a list is not believed after it. Nothing is copied on reading:
-callers must not change what they get.
+That is pods, Services and, of Hybrid pools, EndpointSlices. They come from the watch streams (`apply_event`),
+from the answers to our own writes (`upsert_written`) and from whole lists (`replace_listed`). A list removes
+ghosts: objects whose DELETED event never came, which happens after a 410 and when a stream was cut. Objects
+are ordered by `resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a
+tombstone until the next list, and nothing older than a list is believed after it. Nothing is copied on
+reading: callers must not change what they get.
 
-Pools of another operator's class are known, too, so that their children are taken for nobody's: of such a
-pool the store shows nothing.
+The store also keeps pools of another operator's class, so that their children do not seem to lack a pool;
+it shows neither these pools nor their children.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, Resour
 
 
 class ObjectStore:
-    """Raw objects by pool; see the module.
+    """Raw objects by pool.
 
     Args:
         operator_class: `spec.operatorClass` of the pools that this operator acts on; empty: of those
@@ -40,7 +40,7 @@ class ObjectStore:
         return found if self._is_ours(found) else None
 
     def _is_ours(self, pool: Obj | None) -> bool:
-        """Whether it is of our class; a pool that is not there (any more) may have left children."""
+        """Return whether it is of our class; a missing pool counts, since it may have left children."""
         spec = {} if pool is None else pool.get("spec") or {}
         return pool is None or (spec.get("operatorClass") or "") == self._class
 
@@ -63,7 +63,7 @@ class ObjectStore:
         return self._pool_objects("services", key)
 
     def pool_slices(self, key: PoolKey) -> list[Obj]:
-        """Return the EndpointSlices that we made for the pool, sorted by name; Hybrid pools have some."""
+        """Return the EndpointSlices that we made for the pool, sorted by name; only Hybrid pools have any."""
         return self._pool_objects("endpointslices", key)
 
     def pool_keys(self) -> list[PoolKey]:
@@ -82,14 +82,14 @@ class ObjectStore:
         return self._pools_to_wake(resource, touched)
 
     def _pools_to_wake(self, resource: ResourceName, touched: set[PoolKey]) -> set[PoolKey]:
-        """Which of the touched pools to look at: one whose name went to another class is let go."""
+        """Return the touched pools to look at; a pool that went to another class is still one, to be let go."""
         return touched if resource == "pools" else {key for key in touched if self._is_our_key(key)}
 
     def upsert_written(self, resource: ResourceName, obj: Obj) -> bool:
         """Take the answer to a write of ours, so that the next pass sees it before the watch.
 
         Returns:
-            Whether the store shows something else now: not where the watch was faster.
+            Whether this changed the store; False if the watch was faster.
         """
         return bool(self._kinds[resource].put_object(obj))
 
@@ -103,7 +103,7 @@ class ObjectStore:
             answer: The object, or a `Status`.
 
         Returns:
-            Whether the store shows something else now.
+            Whether this changed the store.
         """
         kind = self._kinds[resource]
         if (answer.get("metadata") or {}).get("deletionTimestamp"):
@@ -119,7 +119,7 @@ class ObjectStore:
         listed_at: str,
         namespace: str | None = None,
     ) -> tuple[set[PoolKey], int]:
-        """Take a finished list: what it holds, and what it lacks although it should hold it.
+        """Take a finished list: add and change what it holds, remove what it lacks.
 
         Args:
             resource: What was listed.
@@ -282,9 +282,9 @@ _KEPT_CONTAINER_FIELDS = ("name", "image", "ports", "resources")
 
 
 def trim_object(resource: ResourceName, obj: Obj) -> Obj:
-    """Return the object without `managedFields`, and a pod without what else is large and nobody reads.
+    """Return the object without `managedFields`; a pod also without large fields that nothing reads.
 
-    About a third of a pod is left, besides those fields; thousands are kept.
+    That leaves about a third of a pod, and the store keeps thousands.
     """
     out = obj
     if "managedFields" in obj["metadata"]:

@@ -10,11 +10,13 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 
+from rollout_common.kube.errors import Forbidden, Gone, KubeError, NotFound
+from rollout_common.kube.reflector import list_pages
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER_NAME, PLURAL
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
-from rollout_operator.kube.errors import Forbidden, Gone, KubeError, NotFound
-from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.kube.kube_client import KubeClient, resource_collection
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .object_store import ObjectStore, trim_object
@@ -48,7 +50,7 @@ RESYNC_WAKE_SPREAD = 0.5
 
 
 class Resync:
-    """See the module.
+    """Lists everything at an interval, or sooner if asked.
 
     Args:
         kube: The client.
@@ -173,12 +175,11 @@ class Resync:
     ) -> tuple[list[Obj], str]:
         objs: list[Obj] = []
         version = ""
-        pages = self._kube.list_pages(
-            RESOURCE_PATHS[resource], namespace, selector=RESOURCE_SELECTORS[resource]
-        )
-        async for page in pages:
-            version = version or page.resource_version
-            objs.extend(trim_object(resource, obj) for obj in page.items)
+        of = resource_collection(RESOURCE_PATHS[resource], namespace, RESOURCE_SELECTORS[resource])
+        async with aclosing(list_pages(self._kube, of)) as pages:
+            async for page in pages:
+                version = version or page.resource_version
+                objs.extend(trim_object(resource, obj) for obj in page.items)
         return objs, version
 
 

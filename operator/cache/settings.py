@@ -1,44 +1,45 @@
-"""How long things may take in this package, and why."""
+"""How long things may take in this package, in seconds, and why."""
 
 from __future__ import annotations
 
-# kopf_streams.py
+# Streams of kopf.
 
 STREAM_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Short at first: a single failure should hardly delay pools."""
 
 STREAM_CALM_SECONDS = 60.0
 """Streams that ran this long restart after the shortest delay."""
 
-
-# neighbour_informer.py
-
-WATCH_TIMEOUT_SECONDS = 120.0
-"""How long events are followed before the next list."""
-
-LIST_RETRY_SECONDS = 1.0
-"""Least time from one list to the next; doubled with each failure."""
-
-MAX_LIST_RETRY_SECONDS = 30.0
-
-
-# resync.py
-
-RESYNC_RETRY_SECONDS = 2.0
-
-MAX_RESYNC_RETRY_SECONDS = 30.0
-
-
-# watch_events.py
-
 RELIST_DELAY_SECONDS = 5.0
+"""Several streams lose their place at once: one list follows all of them."""
 
 MAX_BATCH_SECONDS = 0.5
 """How long changes to a pool's parts are collected, per pod that it has: a pass costs more in a
 larger pool, and a pool that is starting changes five times per pod."""
 
+# Neighbours.
 
-# workqueue.py
+WATCH_TIMEOUT_SECONDS = 120.0
+"""How long events are followed before the next list: a pool may have to wait for what a watch missed."""
+
+LIST_RETRY_SECONDS = 1.0
+"""The shortest pause between two watches: there may be hundreds."""
+
+MAX_LIST_RETRY_SECONDS = 30.0
+"""The longest: a list that a role forbids stays forbidden until somebody changes the role."""
+
+# Full lists.
+
+RESYNC_RETRY_SECONDS = 2.0
+"""After the first list that failed; nothing is decided before one succeeds."""
+
+MAX_RESYNC_RETRY_SECONDS = 30.0
+"""A full list is the largest request: an API server that starts again must not get it every second."""
+
+# The queue.
 
 BASE_BACKOFF_SECONDS = 0.5
+"""After a pool's first failure, which is mostly a conflict with another writer."""
 
 MAX_BACKOFF_SECONDS = 60.0
+"""A pool that was corrected outside of its spec is looked at within a minute."""

@@ -27,8 +27,8 @@ UNBATCHED_PODS = 16
 class WatchEventHandler:
     """The sink of the streams; see the module.
 
-    A stream that lists again has lost its place, and kopf does not say what was deleted meanwhile,
-    so a resync follows such a list.
+    A stream that lists again has lost its place, and kopf does not say what was deleted until then, so a
+    resync follows such a list.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from .settings import BASE_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 K = TypeVar("K", bound=Hashable)
 
 BACKOFF_JITTER = 0.2
-"""A delay is stretched by up to this share, so that keys that failed together part."""
+"""A delay is stretched by up to this share, so that keys that failed together come back one by one."""
 
 
 class QueueClosed(Exception):
@@ -29,7 +29,7 @@ class QueueClosed(Exception):
 
 
 class WorkQueue(Generic[K]):
-    """See the module. All methods belong to one event loop.
+    """Keys by due time. All methods belong to one event loop.
 
     Args:
         clock: Monotonic seconds; must be the loop's own pace where `get` is used.

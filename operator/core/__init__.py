@@ -1,4 +1,4 @@
-"""Decisions: plain values in, plain values out. `plan_pass` is the door.
+"""Decisions: plain values in, plain values out. `pass_planning.plan_pass` is the entry.
 
 No clock, no network, no cache, no logging in here: the caller passes everything in.
 """

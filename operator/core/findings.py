@@ -1,23 +1,88 @@
-"""What there is to say about a pool: an ordered list of checks, the first hit of each kind wins.
+"""What there is to report about a pool: an ordered list of checks, the first hit of each kind wins.
 
-Each check looks at one `View` and returns a `Finding` or None. The same sentence goes into the
+Each check looks at one `PoolView` and returns a `Finding` or None. The same sentence goes into the
 condition, the status message, the log and the event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from rollout_common.wire import Lifecycle
-from rollout_operator.api.spec import DesiredState, PoolMode
+from rollout_common.wire import Lifecycle, WeightsId
+from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import UpdatePhase
 
+from .observed_pool import ObservedPool, is_asleep
 from .pass_plan import ControlVerb
 from .placement import PlacementProblem
-from .pool_view import PoolView
-from .replica_heads import describe_wait
+from .pod_planning import PodGang, PodPlan
+from .replica_heads import ReplicaHead, describe_wait
+from .replica_troubles import ReplicaTroubles
+from .updates.weights_plan import WeightsPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """What the checks may look at: spec, world and what this pass decided."""
+
+    spec: RolloutReplicaSpec
+    seen: ObservedPool
+    gangs: Mapping[int, PodGang]
+    heads: Mapping[str, ReplicaHead]
+    pods: PodPlan
+    weights: WeightsPlan
+    target: WeightsId
+    ailments: ReplicaTroubles
+    was_at_rest: bool = False
+    """By the stored status the pool has reached the rest that spec still asks for."""
+
+    @property
+    def wanted_replicas(self) -> int:
+        """Replicas that should run."""
+        return 0 if self.spec.suspend else self.spec.replicas
+
+    @property
+    def ready_replicas(self) -> int:
+        """Replicas whose head is Ready: it serves."""
+        return sum(h.is_serving for h in self.heads.values())
+
+    def count_in_lifecycle(self, lifecycle: Lifecycle) -> int:
+        """Replicas whose worker reports this state."""
+        states = (h.worker.state for h in self.heads.values())
+        return sum(state is not None and state.lifecycle is lifecycle for state in states)
+
+    @property
+    def asleep_replicas(self) -> int:
+        """Replicas whose worker reports that it sleeps, with all its memory given back."""
+        states = (h.worker.state for h in self.heads.values())
+        return sum(state is not None and is_asleep(state) for state in states)
+
+    @property
+    def unknown_replicas(self) -> int:
+        """Replicas that once did what was asked of them and do not report what they do now."""
+        return sum(
+            h.worker.state is None and h.pod.proven_since is not None and not h.is_finished
+            for h in self.heads.values()
+        )
+
+    @property
+    def replicas_at_rest(self) -> int:
+        """Replicas that are paused or asleep, as spec wants them; unknown ones count as unchanged."""
+        paused = self.spec.state is DesiredState.PAUSED
+        known = self.count_in_lifecycle(Lifecycle.PAUSED) if paused else self.asleep_replicas
+        return known + (self.unknown_replicas if self.was_at_rest else 0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Every replica is where spec wants it."""
+        if self.spec.suspend:
+            return not self.seen.pods
+        if self.spec.state is DesiredState.ACTIVE:
+            return self.ready_replicas >= self.wanted_replicas
+        return self.replicas_at_rest >= self.wanted_replicas
 
 
 class FindingKind(StrEnum):
@@ -29,9 +94,8 @@ class FindingKind(StrEnum):
     """Progressing=False although the pool is not where it should be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing worth saying."""
+class Finding(NamedTuple):
+    """One thing worth reporting."""
 
     kind: FindingKind
     reason: str
@@ -41,113 +105,69 @@ class Finding:
 FindingCheck = Callable[[PoolView], Finding | None]
 
 
-def _check_name_conflict(view: PoolView) -> Finding | None:
-    for text in view.seen.conflicts.values():
-        return Finding(FindingKind.DEGRADED, "NameConflict", text)
-    return None
+def _check_texts(
+    reason: str,
+    find: Callable[[PoolView], Iterable[str]],
+    kind: FindingKind = FindingKind.DEGRADED,
+) -> FindingCheck:
+    """Make the check that reports the first of these sentences, under one reason."""
+
+    def check(view: PoolView) -> Finding | None:
+        return next((Finding(kind, reason, text) for text in find(view)), None)
+
+    return check
 
 
-def _check_rejected_write(view: PoolView) -> Finding | None:
-    for text in view.seen.rejections.values():
-        return Finding(FindingKind.DEGRADED, "Rejected", text)
-    return None
+def _check_problems(find: Callable[[PoolView], Iterable[PlacementProblem]]) -> FindingCheck:
+    """Make the check that reports the first of these problems, under its own reason."""
+
+    def check(view: PoolView) -> Finding | None:
+        problems = find(view)
+        return next((Finding(FindingKind.DEGRADED, p.reason, p.message) for p in problems), None)
+
+    return check
 
 
-def _check_api_error(view: PoolView) -> Finding | None:
-    for text in view.seen.api_errors.values():
-        return Finding(FindingKind.DEGRADED, "ApiError", text)
-    return None
-
-
-def _check_placement(view: PoolView) -> Finding | None:
-    return _first_placement_finding(view.pods.misplaced)
-
-
-def _first_placement_finding(told: Iterable[PlacementProblem]) -> Finding | None:
-    for each in told:
-        return Finding(FindingKind.DEGRADED, each.reason, each.message)
-    return None
-
-
-def _check_stuck_pod(view: PoolView) -> Finding | None:
-    for text in view.pods.stuck:
-        return Finding(FindingKind.DEGRADED, "PodStuck", text)
-    return None
-
-
-def _check_restarts_exhausted(view: PoolView) -> Finding | None:
-    for text in view.pods.exhausted.values():
-        return Finding(FindingKind.DEGRADED, "RestartsExhausted", text)
-    return None
-
-
-def _check_crash_loop(view: PoolView) -> Finding | None:
+def _crash_loops(view: PoolView) -> Iterator[str]:
     looping = view.ailments.looping
-    # First who is down now: of the others it is not known whether their failures have ended.
-    for index in (*view.pods.backing_off, *looping):
-        return Finding(FindingKind.DEGRADED, "CrashLooping", looping[index])
-    return None
+    # First replicas that are down now: the failures of the others may have ended.
+    return (looping[index] for index in (*view.pods.backing_off, *looping))
 
 
-def _check_unreachable(view: PoolView) -> Finding | None:
-    told = view.ailments.unreachable
-    for text in told.values():
-        return Finding(
-            FindingKind.DEGRADED,
-            "Unreachable",
-            text + _more_suffix(told, f"of {view.wanted_replicas} replicas"),
-        )
-    return None
-
-
-def _check_unschedulable(view: PoolView) -> Finding | None:
-    told = view.ailments.unscheduled
-    for text in told.values():
-        return Finding(FindingKind.PROGRESSING, "Unschedulable", text + _more_suffix(told, "pods"))
-    return None
-
-
-def _more_suffix(told: Sized, what: str) -> str:
+def _more_suffix(found: Sized, what: str) -> str:
     """What follows the first of several sentences: how many others there are."""
-    return f" (and {len(told) - 1} more {what})" if len(told) > 1 else ""
+    return f" (and {len(found) - 1} more {what})" if len(found) > 1 else ""
 
 
-def _check_unsupported_policy(view: PoolView) -> Finding | None:
-    if not view.weights.unsupported:
-        return None
-    return Finding(FindingKind.DEGRADED, "Unsupported", view.weights.failures[0])
+def _unreachable_replicas(view: PoolView) -> Iterator[str]:
+    found = view.ailments.unreachable
+    more = _more_suffix(found, f"of {view.wanted_replicas} replicas")
+    return (text + more for text in found.values())
 
 
-def _check_content_mismatch(view: PoolView) -> Finding | None:
+def _unschedulable_pods(view: PoolView) -> Iterator[str]:
+    found = view.ailments.unscheduled
+    return (text + _more_suffix(found, "pods") for text in found.values())
+
+
+def _unsupported_policies(view: PoolView) -> Iterable[str]:
+    return view.weights.failures if view.weights.unsupported else ()
+
+
+def _mismatches(view: PoolView) -> Iterator[str]:
     for uid, version in view.weights.version_for.items():
-        text = view.heads[uid].mismatch_message(version)
-        if text:
-            return Finding(FindingKind.DEGRADED, "ContentMismatch", text)
-    return None
+        if text := view.heads[uid].mismatch_message(version):
+            yield text
 
 
-def _check_live_copy(view: PoolView) -> Finding | None:
-    if view.weights.no_copy is None:
-        return None
-    return Finding(FindingKind.DEGRADED, "NoLiveCopy", view.weights.no_copy)
-
-
-def _check_failed_update(view: PoolView) -> Finding | None:
-    if not view.weights.failures:
-        return None
-    return Finding(FindingKind.DEGRADED, "WeightsFailed", view.weights.failures[0])
-
-
-def _check_failed_load(view: PoolView) -> Finding | None:
+def _failed_loads(view: PoolView) -> Iterator[str]:
     for uid, version in view.weights.version_for.items():
-        text = view.heads[uid].failure_message(version.identity, "stage", "commit")
-        if text:
-            return Finding(FindingKind.DEGRADED, "WeightsFailed", text)
-    return None
+        if text := view.heads[uid].failure_message(version.identity, "stage", "commit"):
+            yield text
 
 
-def _check_late_commit(view: PoolView) -> Finding | None:
-    """It still drains for a commit that the others have finished."""
+def _late_commits(view: PoolView) -> Iterator[str]:
+    """Heads that still drain for a commit that the others have finished."""
     committed = view.weights.committed.identity
     for head in view.heads.values():
         state = head.worker.state
@@ -155,78 +175,69 @@ def _check_late_commit(view: PoolView) -> Finding | None:
         if floor is None or floor >= committed or head.has_at_least(committed):
             continue
         if ControlVerb.COMMIT in head.worker.running:
-            text = f"{head.pod.name} gets no requests: it has not committed weights {committed} yet"
-            return Finding(FindingKind.DEGRADED, "WeightsFailed", text)
-    return None
+            yield f"{head.pod.name} gets no requests: it has not committed weights {committed} yet"
 
 
-def _check_failed_engine(view: PoolView) -> Finding | None:
+def _failed_engines(view: PoolView) -> Iterator[str]:
     for head in view.heads.values():
         state = head.worker.state
         if state is not None and state.lifecycle is Lifecycle.FAILED:
-            why = state.last_error or "no reason given"
-            return Finding(FindingKind.DEGRADED, "EngineFailed", f"{head.pod.name}: {why}")
-    return None
+            yield f"{head.pod.name}: {state.last_error or 'no reason given'}"
 
 
-def _check_other_engine(view: PoolView) -> Finding | None:
+def _other_engines(view: PoolView) -> Iterator[str]:
     """The trainer chooses the engine of a Hybrid pool, and may choose another one than spec says."""
     wanted = view.spec.engine.type.value
     for head in view.heads.values():
         state = head.worker.state
         if view.spec.mode is PoolMode.HYBRID and state is not None and state.engine != wanted:
-            text = (
+            yield (
                 f"{head.pod.name} runs engine {state.engine}, spec.engine.type is {wanted}: start that "
                 "engine in the trainer, or create another RolloutReplica"
             )
-            return Finding(FindingKind.DEGRADED, "OtherEngine", text)
-    return None
 
 
-def _check_failed_call(view: PoolView) -> Finding | None:
+def _failed_calls(view: PoolView) -> Iterator[str]:
     verbs = ("require", "pause", "resume", "sleep", "wake", "discard")
     for head in () if view.is_settled else view.heads.values():
         text = head.failure_message(None, *verbs)
         if text and not head.waits_for_turn:
-            return Finding(FindingKind.DEGRADED, "ControlFailed", text)
-    return None
+            yield text
 
 
-def _check_pod_trouble(view: PoolView) -> Finding | None:
+def _pod_troubles(view: PoolView) -> Iterator[str]:
     for pod in view.seen.pods:
-        # A trainer's pod that has ended may start again by itself: nothing else tells of it.
+        # A trainer's pod that has ended may start again by itself: nothing else reports it.
         there = (pod.ended or not pod.is_finished) and not pod.is_deleting
         if pod.trouble and there and not pod.lacks_node:
-            return Finding(FindingKind.DEGRADED, "PodTrouble", f"{pod.name}: {pod.trouble}")
-    return None
+            yield f"{pod.name}: {pod.trouble}"
 
 
-def _check_foreign_pod(view: PoolView) -> Finding | None:
-    return _first_placement_finding(view.pods.strangers)
+def _waiting_replicas(view: PoolView) -> Iterator[str]:
+    return (f"replica {index} {what}" for index, what in sorted(view.pods.waiting.items()))
 
 
 def _check_stalled(view: PoolView) -> Finding | None:
-    update = view.weights.update
+    weights, update = view.weights, view.weights.update
     if view.pods.exhausted:
-        return Finding(
-            FindingKind.STALLED, "RestartsExhausted", next(iter(view.pods.exhausted.values()))
-        )
-    if view.weights.unsupported:
-        return Finding(FindingKind.STALLED, "Unsupported", view.weights.failures[0])
-    if view.weights.overdue and update is not None:
-        return Finding(
-            FindingKind.STALLED,
-            "DeadlineExceeded",
+        reason, text = "RestartsExhausted", next(iter(view.pods.exhausted.values()))
+    elif weights.unsupported:
+        reason, text = "Unsupported", weights.failures[0]
+    elif weights.overdue and update is not None:
+        reason = "DeadlineExceeded"
+        text = (
             f"weights {update.identity} did not reach every replica within "
-            f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}",
+            f"{view.spec.weights.deadline_seconds} s, retrying: {update.message}"
         )
-    if update is not None and update.phase is UpdatePhase.FAILED:
+    elif update is not None and update.phase is UpdatePhase.FAILED:
+        reason = "WeightsFailed"
         text = (
             f"no replica could load weights epoch {update.epoch}, version {update.version} (retrying): "
             f"{update.message}"
         )
-        return Finding(FindingKind.STALLED, "WeightsFailed", text)
-    return None
+    else:
+        return None
+    return Finding(FindingKind.STALLED, reason, text)
 
 
 def _check_scaling_down(view: PoolView) -> Finding | None:
@@ -234,9 +245,8 @@ def _check_scaling_down(view: PoolView) -> Finding | None:
     if not surplus:
         return None
     what = "suspended" if view.spec.suspend else "scaled down"
-    text = (
-        f"{what}: waiting for {len(surplus)} pod{'s' * (len(surplus) != 1)} to drain and terminate"
-    )
+    pods = f"{len(surplus)} pod{'s' * (len(surplus) != 1)}"
+    text = f"{what}: waiting for {pods} to drain and terminate"
     return Finding(FindingKind.PROGRESSING, "ScalingDown", text)
 
 
@@ -256,20 +266,12 @@ def _check_rolling_update(view: PoolView) -> Finding | None:
     return Finding(FindingKind.PROGRESSING, "RollingUpdate", text)
 
 
-def _check_waiting_for_trainer(view: PoolView) -> Finding | None:
-    for index, what in sorted(view.pods.waiting.items()):
-        return Finding(FindingKind.PROGRESSING, "WaitingForTrainer", f"replica {index} {what}")
-    return None
-
-
 def _check_state_change(view: PoolView) -> Finding | None:
-    if view.spec.suspend or view.spec.state is DesiredState.ACTIVE:
+    if view.spec.suspend or view.spec.state is DesiredState.ACTIVE or view.is_settled:
         return None
     asleep = view.spec.state is DesiredState.ASLEEP
-    if view.is_settled:
-        return None
-    verb = "fall asleep" if asleep else "pause"
-    text = f"waiting for {view.wanted_replicas - view.replicas_at_rest} of {view.wanted_replicas} workers to {verb}"
+    left, verb = view.wanted_replicas - view.replicas_at_rest, "fall asleep" if asleep else "pause"
+    text = f"waiting for {left} of {view.wanted_replicas} workers to {verb}"
     return Finding(FindingKind.PROGRESSING, "FallingAsleep" if asleep else "Pausing", text)
 
 
@@ -278,10 +280,9 @@ def _check_starting(view: PoolView) -> Finding | None:
     if view.spec.state is not DesiredState.ACTIVE or missing <= 0:
         return None
     waking = view.count_in_lifecycle(Lifecycle.WAKING) + view.count_in_lifecycle(Lifecycle.ASLEEP)
-    what = describe_first_wait(view)
-    text = f"waiting for {missing} of {view.wanted_replicas} replicas to serve" + (
-        what and f": {what}"
-    )
+    text = f"waiting for {missing} of {view.wanted_replicas} replicas to serve"
+    if what := describe_first_wait(view):
+        text += f": {what}"
     return Finding(FindingKind.PROGRESSING, "Waking" if waking else "Starting", text)
 
 
@@ -291,49 +292,51 @@ def describe_first_wait(view: PoolView) -> str:
     for index in range(view.wanted_replicas):
         head = by_replica.get(index)
         if head is None:
-            waited = next((p.name for p in view.seen.predecessors if p.replica == index), None)
-            if waited is not None:
-                return (
-                    f"pod {waited!r} of a deleted RolloutReplica of this name is still terminating"
-                )
-            ours = (p for p in view.seen.pods if p.replica == index and p.is_deleting)
-            going = next(ours, None)
-            if going is not None:
-                where = f" on node {going.node!r}" if going.node else ""
-                return f"pod {going.name!r} is still terminating{where}: its replacement waits for the name"
-            return f"replica {index} has no pod yet"
+            return _describe_missing_replica(view, index)
         if not head.pod.ready or head.is_finished:
             between = ":" if head.pod.trouble else ""
             return f"{head.pod.name}{between} {describe_wait(head)}"
     return ""
 
 
+def _describe_missing_replica(view: PoolView, index: int) -> str:
+    waited = next((p.name for p in view.seen.predecessors if p.replica == index), None)
+    if waited is not None:
+        return f"pod {waited!r} of a deleted RolloutReplica of this name is still terminating"
+    ours = (p for p in view.seen.pods if p.replica == index and p.is_deleting)
+    going = next(ours, None)
+    if going is None:
+        return f"replica {index} has no pod yet"
+    where = f" on node {going.node!r}" if going.node else ""
+    return f"pod {going.name!r} is still terminating{where}: its replacement waits for the name"
+
+
 FINDING_CHECKS: tuple[FindingCheck, ...] = (
-    _check_name_conflict,
-    _check_rejected_write,
-    _check_api_error,
-    _check_placement,
-    _check_stuck_pod,
-    _check_restarts_exhausted,
-    _check_unsupported_policy,
-    _check_content_mismatch,
-    _check_live_copy,
-    _check_failed_update,
-    _check_failed_load,
-    _check_late_commit,
-    _check_crash_loop,
-    _check_failed_engine,
-    _check_other_engine,
-    _check_unreachable,
-    _check_failed_call,
-    _check_pod_trouble,
-    _check_foreign_pod,
+    _check_texts("NameConflict", lambda view: view.seen.conflicts.values()),
+    _check_texts("Rejected", lambda view: view.seen.rejections.values()),
+    _check_texts("ApiError", lambda view: view.seen.api_errors.values()),
+    _check_problems(lambda view: view.pods.misplaced),
+    _check_texts("PodStuck", lambda view: view.pods.stuck),
+    _check_texts("RestartsExhausted", lambda view: view.pods.exhausted.values()),
+    _check_texts("Unsupported", _unsupported_policies),
+    _check_texts("ContentMismatch", _mismatches),
+    _check_texts("NoLiveCopy", lambda view: filter(None, [view.weights.no_copy])),
+    _check_texts("WeightsFailed", lambda view: view.weights.failures),
+    _check_texts("WeightsFailed", _failed_loads),
+    _check_texts("WeightsFailed", _late_commits),
+    _check_texts("CrashLooping", _crash_loops),
+    _check_texts("EngineFailed", _failed_engines),
+    _check_texts("OtherEngine", _other_engines),
+    _check_texts("Unreachable", _unreachable_replicas),
+    _check_texts("ControlFailed", _failed_calls),
+    _check_texts("PodTrouble", _pod_troubles),
+    _check_problems(lambda view: view.pods.strangers),
     _check_stalled,
     _check_weights_update,
     _check_scaling_down,
-    _check_unschedulable,
+    _check_texts("Unschedulable", _unschedulable_pods, FindingKind.PROGRESSING),
     _check_rolling_update,
-    _check_waiting_for_trainer,
+    _check_texts("WaitingForTrainer", _waiting_replicas, FindingKind.PROGRESSING),
     _check_state_change,
     _check_starting,
 )

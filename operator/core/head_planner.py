@@ -1,4 +1,4 @@
-"""What to call on each head next; whole, as calls exclude each other. Pure.
+"""What to call on each head next, and whether its readiness gate changes. Pure.
 
 One answer per head and pass: the first check that finds something to do wins, the others wait for
 the next pass. Every call is idempotent, so repeating one costs nothing but time.
@@ -28,7 +28,6 @@ from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from .hybrid import unfit_reason
 from .observed_pool import ObservedPool, is_asleep
 from .pass_plan import CallBody, CallWorker, ControlVerb, RequeueAfter, SetGate
-from .readiness_gates import gate_change
 from .replica_heads import ReplicaHead, WeightsVersion
 from .settings import CALL_SLACK_SECONDS, QUICK_CALL_SECONDS, WEIGHTS_LOAD_SECONDS
 from .updates.content_hashes import unsupported_by_head
@@ -36,7 +35,7 @@ from .updates.pushed_copies import awaits_pointer
 from .updates.weights_plan import WeightsPlan
 
 WAKING_VERBS = frozenset({ControlVerb.WAKE, ControlVerb.PAUSE, ControlVerb.RESUME})
-"""Calls that may wait for a device which somebody else has, maybe whoever wants the pool asleep."""
+"""Calls that may wait for a device that another program has, maybe the one that wants the pool asleep."""
 
 
 class HeadPlanner:
@@ -58,7 +57,7 @@ class HeadPlanner:
         self.wait = wait
         heard = {uid: each for uid, each in seen.workers.items() if each.state is not None}
         self._heard = replace(seen, workers=heard)
-        """The world without workers that are silent: `unfit` looks there for each head."""
+        """The world without silent workers: `unfit_reason` looks there for each head."""
 
     def plan_calls(self, head: ReplicaHead) -> list[CallWorker]:
         """Return what to call on this head now: at most one control call and one stage."""
@@ -81,7 +80,7 @@ class HeadPlanner:
         return []
 
     def _may_call(self, head: ReplicaHead, call: CallWorker) -> bool:
-        """Not while another call runs on that head, nor before a failed one is due again."""
+        """No other call runs on that head, and none that failed still waits for its next try."""
         running, verb = head.worker.running, call.verb
         others = running - {ControlVerb.STAGE} - call.instead_of
         if verb in running or (verb is not ControlVerb.STAGE and others):
@@ -94,46 +93,32 @@ class HeadPlanner:
             return False
         return True
 
-    def _make_call(
-        self,
-        head: ReplicaHead,
-        verb: ControlVerb,
-        body: CallBody,
-        seconds: float = QUICK_CALL_SECONDS,
-    ) -> CallWorker:
-        return CallWorker(head.pod.uid, head.pod.name, verb, body, seconds)
-
     def _require_floor(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
-        """Set the floor: it lifts the fence of a fresh process and shuts out older weights."""
+        """Set the floor: a fresh process may serve after it, and older weights may not."""
         floor, update = self.floor, self.weights.update
         if update is not None and head.pod.uid in self.weights.out_of_service:
             floor = update.identity
         if state.weights.required is not None and state.weights.required >= floor:
             return self._set_drain_seconds(head, state)
         body = RequireRequest(epoch=floor.epoch, min_version=floor.version)
-        return self._make_call(head, ControlVerb.REQUIRE, body)
+        return _make_call(head, ControlVerb.REQUIRE, body)
 
     def _set_drain_seconds(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
-        """Tell a worker how long to drain at its end: its environment has what was so at its start."""
+        """Set how long a worker drains at its end: its environment has the value of its start."""
         drain = self.spec.drain_seconds
         if state.drain_seconds in (None, drain):
             return None
         body = RequireRequest(epoch=state.weights.fence_epoch, drain_seconds=drain)
-        return self._make_call(head, ControlVerb.REQUIRE, body)
-
-    def _own_hold(self, state: WorkerState) -> Hold | None:
-        return next((h for h in state.holds if h.holder == state.caller), None)
+        return _make_call(head, ControlVerb.REQUIRE, body)
 
     def _sleep_or_pause(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
         """Put to sleep or pause; an update that has begun to commit is finished first."""
         wanted = self.spec.state
-        # One that some head refuses may never be finished, and goes on while the pool is paused.
-        first = self.weights.is_committing and not (
-            wanted is DesiredState.PAUSED and self.weights.failures
-        )
-        if wanted is DesiredState.ACTIVE or first:
+        # An update that some head refuses may never finish: the pool pauses while it goes on.
+        refused = wanted is DesiredState.PAUSED and self.weights.failures
+        if wanted is DesiredState.ACTIVE or (self.weights.is_committing and not refused):
             return None
-        mine = self._own_hold(state)
+        mine = _own_hold(state)
         if wanted is DesiredState.ASLEEP:
             if mine is not None and mine.state == "Asleep" and is_asleep(state):
                 return None
@@ -143,52 +128,43 @@ class HeadPlanner:
         if self._replaces_weights_on_wake(head, state) and not self._may_keep_old_weights(head):
             return self._wake_weights(head, state)
         held = None if mine is None else mine.state
-        # Asleep under our Paused: somebody else's hold keeps it there.
+        # A worker that sleeps under our Paused does so for the hold of another caller.
         if held == "Paused" and state.lifecycle in (Lifecycle.PAUSED, Lifecycle.ASLEEP):
             return None
         return self._pause_call(head, waking=held == "Asleep")
 
     def _pause_call(self, head: ReplicaHead, *, waking: bool) -> CallWorker:
         """Pause; our own hold goes from Asleep to Paused without a gap."""
-        body = PauseRequest(
-            mode="drain",
-            deadline_seconds=self.spec.drain_seconds,
-            generation=self.seen.generation,
-        )
+        drain, generation = self.spec.drain_seconds, self.seen.generation
+        body = PauseRequest(mode="drain", deadline_seconds=drain, generation=generation)
         extra = WEIGHTS_LOAD_SECONDS if waking else CALL_SLACK_SECONDS
-        return self._make_call(head, ControlVerb.PAUSE, body, self.spec.drain_seconds + extra)
+        return _make_call(head, ControlVerb.PAUSE, body, drain + extra)
 
     def _sleep_call(self, head: ReplicaHead) -> CallWorker:
+        drain, level = self.spec.drain_seconds, self.spec.sleep.level
         body = SleepRequest(
-            level=self.spec.sleep.level,
-            mode="drain",
-            deadline_seconds=self.spec.drain_seconds,
-            generation=self.seen.generation,
+            level=level, mode="drain", deadline_seconds=drain, generation=self.seen.generation
         )
-        seconds = self.spec.drain_seconds + WEIGHTS_LOAD_SECONDS
-        return self._make_call(head, ControlVerb.SLEEP, body, seconds)
+        return _make_call(head, ControlVerb.SLEEP, body, drain + WEIGHTS_LOAD_SECONDS)
 
     def _wake_call(self, head: ReplicaHead) -> CallWorker:
         body = WakeRequest(generation=self.seen.generation)
-        return self._make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
+        return _make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
 
     def _replaces_weights_on_wake(self, head: ReplicaHead, state: WorkerState) -> bool:
         """It sleeps, and gets other weights before it serves.
 
-        Then their memory wakes first, without values, and the KV cache once they are committed: what
-        it had is not read for nothing, and no KV cache is there beside two copies of weights.
+        Then their memory wakes first, without values, and the KV cache after they are committed: the
+        worker does not read old weights for nothing, and holds no KV cache while it has two copies.
         """
-        mine, version = self._own_hold(state), self._wanted_version(head)
+        mine, version = _own_hold(state), self._wanted_version(head)
         if mine is None or mine.state != "Asleep" or state.held_by_others:
             return False
         return state.wakes_empty and version is not None and self._can_load(head, version)
 
     def _can_load(self, head: ReplicaHead, version: WeightsVersion) -> bool:
         """Nothing is known to keep it from these weights: what it has may go."""
-        if (
-            head.failure_message(version.identity, ControlVerb.STAGE, ControlVerb.COMMIT)
-            is not None
-        ):
+        if _has_failed(head, version):
             return False
         given = head.has_staged(version) or head.pod.uid in self.weights.peers
         return given or not version.is_pushed
@@ -196,38 +172,34 @@ class HeadPlanner:
     def _may_keep_old_weights(self, head: ReplicaHead) -> bool:
         """It can't take the weights that it is to have, and may pause with those that it had."""
         version = self._wanted_version(head)
-        # Without a version, or where pausing fails, those can't be had, either.
+        # A pause that failed needed the old weights, and they could not be restored.
         if version is None or ControlVerb.PAUSE in head.worker.failures:
             return False
-        return (
-            head.failure_message(version.identity, ControlVerb.STAGE, ControlVerb.COMMIT)
-            is not None
-        )
+        return _has_failed(head, version)
 
     def _wake_weights(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
         if state.resident.weights:
             return None
         body = WakeRequest(tags=("weights",), load=False, generation=self.seen.generation)
-        return self._make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
+        return _make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
 
     def _release_hold(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
-        """Drop our own hold once the pool is to be active; others' holds are theirs."""
-        mine = self._own_hold(state)
+        """Drop our own hold once the pool is to be active; the holds of other callers stay."""
+        mine = _own_hold(state)
         if self.spec.state is not DesiredState.ACTIVE or mine is None:
             return None
         if mine.state == "Asleep":
             replaces = self._replaces_weights_on_wake(head, state)
             return self._wake_weights(head, state) if replaces else self._wake_call(head)
-        return self._make_call(
-            head, ControlVerb.RESUME, ReleaseRequest(generation=self.seen.generation)
-        )
+        body = ReleaseRequest(generation=self.seen.generation)
+        return _make_call(head, ControlVerb.RESUME, body)
 
     def _discard_call(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
         staged = state.weights.staged
         if staged is None:
             return None
         body = DiscardRequest(epoch=staged.epoch, version=staged.version)
-        return self._make_call(head, ControlVerb.DISCARD, body)
+        return _make_call(head, ControlVerb.DISCARD, body)
 
     def _can_change_weights(self, state: WorkerState) -> bool:
         """Its weights may change: it doesn't sleep, or its weights wake first, to be replaced."""
@@ -246,12 +218,12 @@ class HeadPlanner:
         in the whole pool), or something earlier that is still under way.
         """
         version, staged = self._wanted_version(head), state.weights.staged
-        if version is None or staged is None or not self._can_change_weights(state):
+        held = head.staged_identity
+        if version is None or staged is None or held is None:
             return None
-        if self._awaits_pointer(head, version):
+        if not self._can_change_weights(state) or self._awaits_pointer(head, version):
             return None
-        held, wanted = (staged.epoch, staged.version), version.identity.as_tuple()
-        pushed = staged.source.pushed is not None
+        wanted, pushed = version.identity, staged.source.pushed is not None
         foreign = held == wanted and staged.source != version.source and not pushed
         late = held < wanted and staged.phase == "Staging"
         odd = self._has_staged_wrong_bytes(head, version)
@@ -262,23 +234,22 @@ class HeadPlanner:
         return awaits_pointer(self.weights, head, version, seconds, self.wait)
 
     def _has_staged_wrong_bytes(self, head: ReplicaHead, version: WeightsVersion) -> bool:
-        """It has staged other bytes and refused the right hash: the next attempt reads them anew."""
+        """It has staged other bytes and refused the right hash: the next attempt reads them again."""
         failure = head.worker.failures.get(ControlVerb.STAGE)
-        told = failure is not None and failure.about == version.identity
-        due = failure is not None and failure.retry_in <= 0
-        other = head.staged_hash(version) is not None and not head.has_staged(version)
-        return other and told and due
+        if failure is None or failure.about != version.identity or failure.retry_in > 0:
+            return False
+        return head.staged_hash(version) is not None and not head.has_staged(version)
 
     def _raise_fence(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
-        """Shut the old trainer out by the new one's epoch, before its staged weights are dropped.
+        """Shut the old trainer out by the new one's epoch, before its staged weights are discarded.
 
-        Until then it may stage again what was dropped.
+        Without the fence it might stage them again.
         """
         epoch = self.weights.fence_epoch
         version = self._wanted_version(head)
         if version is None or version.identity.epoch < epoch or state.weights.fence_epoch >= epoch:
             return None
-        return self._make_call(head, ControlVerb.REQUIRE, RequireRequest(epoch=epoch))
+        return _make_call(head, ControlVerb.REQUIRE, RequireRequest(epoch=epoch))
 
     def _commit_staged(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
         version, staged = self._wanted_version(head), state.weights.staged
@@ -288,7 +259,7 @@ class HeadPlanner:
             return None
         policy = self.spec.weights.in_flight
         deadline = self.spec.in_flight_deadline_seconds
-        # Nothing may run below the committed weights: a policy that the engine lacks is not needed.
+        # A head below the committed weights runs no requests: it needs no policy that its engine lacks.
         able = head.is_in_service(self.floor) or unsupported_by_head(head, policy) is None
         body = CommitRequest(
             epoch=version.identity.epoch,
@@ -298,7 +269,7 @@ class HeadPlanner:
             deadline_seconds=deadline,
             on_deadline=policy.on_deadline if able else "Abort",
         )
-        return self._make_call(head, ControlVerb.COMMIT, body, deadline + WEIGHTS_LOAD_SECONDS)
+        return _make_call(head, ControlVerb.COMMIT, body, deadline + WEIGHTS_LOAD_SECONDS)
 
     def _stage_version(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
         version = self._wanted_version(head)
@@ -308,7 +279,7 @@ class HeadPlanner:
             return None
         slot = state.weights.staged
         if slot is not None and slot.source.pushed is not None and head.is_receiving(version):
-            return None  # a trainer is bringing it, wherever else it may lie
+            return None  # a trainer is bringing it, even if it lies on a path, too
         peers = self.weights.peers.get(head.pod.uid, ())
         if self._awaits_pointer(head, version) or (version.is_pushed and not peers):
             return None
@@ -320,9 +291,59 @@ class HeadPlanner:
             deadline_seconds=self.spec.weights.deadline_seconds,
         )
         seconds = self.spec.weights.deadline_seconds + CALL_SLACK_SECONDS
-        return replace(self._make_call(head, ControlVerb.STAGE, body, seconds), peers=peers)
+        return replace(_make_call(head, ControlVerb.STAGE, body, seconds), peers=peers)
 
     def plan_gate(self, head: ReplicaHead, leaving: bool) -> SetGate | None:
         """Return the change of the readiness gate, if one is due."""
-        why = unfit_reason(head, self._heard) if self.spec.mode is PoolMode.HYBRID else None
-        return gate_change(self.spec, self.weights, head, self.now, leaving=leaving, unfit=why)
+        pod, state = head.pod, head.worker.state
+        if leaving:
+            return _close_gate(head, "it is being deleted")
+        if head.lost_member is not None:
+            return _close_gate(head, f"{head.lost_member.name} of its gang has ended")
+        if self.spec.state is not DesiredState.ACTIVE or self.spec.suspend:
+            return _close_gate(head, "the pool is not active") or self._mark_proven(head)
+        if pod.uid in self.weights.out_of_service:
+            return _close_gate(head, "it failed to commit the weights that the others serve")
+        hybrid = self.spec.mode is PoolMode.HYBRID
+        if hybrid and (why := unfit_reason(head, self._heard)) is not None:
+            return _close_gate(head, why)
+        if state is None or ControlVerb.COMMIT in head.worker.running:
+            return None  # silence proves nothing, and a commit flips no gate
+        if not (state.serving and head.has_at_least(self.floor)):
+            return _close_gate(head, f"the worker is {state.lifecycle} and not serving")
+        if pod.gate and pod.gate_boot == state.boot_id:
+            return None
+        proven = self.now if pod.proven_since is None else pod.proven_since
+        return SetGate(pod.name, pod.uid, True, state.boot_id, "Serving", proven)
+
+    def _mark_proven(self, head: ReplicaHead) -> SetGate | None:
+        """Note that a worker has come to rest that has never served."""
+        pod, state = head.pod, head.worker.state
+        if self.spec.suspend or pod.proven_since is not None:
+            return None
+        if state is None or state.lifecycle != self.spec.state.value:
+            return None
+        reason = f"the pool is {state.lifecycle}"
+        return SetGate(pod.name, pod.uid, False, state.boot_id, reason, self.now)
+
+
+def _own_hold(state: WorkerState) -> Hold | None:
+    return next((h for h in state.holds if h.holder == state.caller), None)
+
+
+def _has_failed(head: ReplicaHead, version: WeightsVersion) -> bool:
+    verbs = ControlVerb.STAGE, ControlVerb.COMMIT
+    return head.failure_message(version.identity, *verbs) is not None
+
+
+def _make_call(
+    head: ReplicaHead, verb: ControlVerb, body: CallBody, seconds: float = QUICK_CALL_SECONDS
+) -> CallWorker:
+    return CallWorker(head.pod.uid, head.pod.name, verb, body, seconds)
+
+
+def _close_gate(head: ReplicaHead, reason: str) -> SetGate | None:
+    pod = head.pod
+    if not pod.gate:
+        return None
+    return SetGate(pod.name, pod.uid, False, head.boot_id or "", reason, pod.proven_since)

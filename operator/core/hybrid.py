@@ -1,7 +1,7 @@
 """The members of a Hybrid pool: the trainer's own pods, read as other modes' pods are. Pure.
 
-The operator makes none of them and changes none of them. A container may end and start again in its
-pod: that is another process of the same member, which begins fenced.
+The operator creates and changes none of them. A container may end and start again in its pod: that
+is another process of the same member, which begins fenced.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 
-from .endpoint_slices import EndpointGate
 from .observed_pool import ObservedPool, Pod
 from .placement import foreign_pod_problems
 from .pod_planning import PodPlan
-from .pod_reader import has_container_run
-from .pod_trouble import describe_trouble, memory_limits, parse_timestamp
+from .pods.pod_reader import has_container_run
+from .pods.pod_trouble import describe_trouble, memory_limits, parse_timestamp
 from .replica_heads import ReplicaHead
+from .services import EndpointGate
+from .trainer_pods import may_be_trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,13 @@ class MemberCandidate:
 
     pod: Pod
     account: str
-    """The service account that it runs under, which nobody can change."""
+    """The service account that it runs under; it can't change."""
 
 
 def parse_candidate(obj: Obj) -> MemberCandidate | None:
-    """Read a pod; None if it is none of a trainer's: it has ended, or a pool of ours has it."""
+    """Read a pod; None if it is not a trainer's: it has ended, or a pool of ours has it."""
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
-    if (meta.get("labels") or {}).get(names.LABEL_MANAGED_BY) == names.MANAGER_NAME:
-        return None
-    if status.get("phase") in ("Failed", "Succeeded"):
+    if not may_be_trainer(obj):
         return None
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     containers = _worker_containers(spec, status)
@@ -73,7 +72,7 @@ def _worker_containers(spec: Obj, status: Obj) -> list[Obj]:
 
 
 def _has_worker_ended(containers: Iterable[Obj]) -> bool:
-    """Nothing of it runs, and something has: whatever a worker said there is of a process that is gone."""
+    """None of them runs, and one has run: the worker's last answer is of a process that is gone."""
     states = [container.get("state") or {} for container in containers]
     ended = (
         (container.get(part) or {}).get("terminated")
@@ -90,21 +89,33 @@ def select_members(
 ) -> tuple[Pod, ...]:
     """Return the pods as members, numbered by name.
 
-    Only pods of the right service account are members, and get the operator's token. Labels may be given
-    to any pod that is there, its account is chosen when it is made.
+    Only pods of the right service account are members, and get the operator's token. Anybody may label
+    a pod that exists, but its account can't change.
     """
     own = (each.pod for each in candidates if each.account == spec.service_account_name)
     ordered = sorted(own, key=lambda pod: (natural_sort_key(pod.name), pod.name))
-    return tuple(_to_member(pod, index, gates) for index, pod in enumerate(ordered))
+
+    def to_member(index: int, pod: Pod) -> Pod:
+        gate = gates.get(pod.uid, EndpointGate())
+        return replace(
+            pod,
+            replica=index,
+            gate=gate.on,
+            gate_boot=gate.boot,
+            gate_since=gate.since,
+            proven_since=gate.proven,
+        )
+
+    return tuple(to_member(index, pod) for index, pod in enumerate(ordered))
 
 
 def foreign_pod_messages(
     spec: RolloutReplicaSpec, candidates: Iterable[MemberCandidate]
 ) -> tuple[str, ...]:
-    """Return what there is to tell of selected pods that are no members, ordered by name."""
+    """Return a sentence on each selected pod that is not a member, ordered by name."""
     wanted = spec.service_account_name
     return tuple(
-        f"{each.pod.name}: it runs under service account {each.account!r}, so it is no member and gets no "
+        f"{each.pod.name}: it runs under service account {each.account!r}, so it is not a member and gets no "
         f"calls: give the trainer's pods {wanted!r}, set spec.serviceAccountName, or remove the labels of "
         "spec.colocation.trainerSelector from it"
         for each in sorted(candidates, key=lambda each: each.pod.name)
@@ -112,22 +123,10 @@ def foreign_pod_messages(
     )
 
 
-def _to_member(pod: Pod, index: int, gates: Mapping[str, EndpointGate]) -> Pod:
-    gate = gates.get(pod.uid, EndpointGate())
-    return replace(
-        pod,
-        replica=index,
-        gate=gate.on,
-        gate_boot=gate.boot,
-        gate_since=gate.since,
-        proven_since=gate.proven,
-    )
-
-
 def unfit_reason(head: ReplicaHead, seen: ObservedPool) -> str | None:
-    """Why a member can't serve, which in other modes its node finds out by our probes.
+    """Why a member can't serve; in other modes the kubelet's probes show it.
 
-    Who is silent leaves if others answer; if nobody does, it may be us who hears nothing.
+    A silent member leaves if others answer; if none does, the fault may be the operator's own.
     """
     if head.is_finished or not head.pod.ready:
         return "its pod is not Ready"
@@ -147,12 +146,11 @@ def with_member_count(spec: RolloutReplicaSpec, seen: ObservedPool) -> RolloutRe
 
 
 def plan_hybrid_pods(spec: RolloutReplicaSpec, seen: ObservedPool) -> PodPlan:
-    """Return the plan for the trainer's pods: none of them is made, deleted or replaced here."""
-    told = foreign_pod_problems(seen)
-    if seen.pods or spec.colocation is None:
-        return PodPlan(strangers=told)
-    selector = spec.colocation.trainer_selector.to_query()
-    return PodPlan(
-        strangers=told,
-        waiting={0: f"waits for a pod that spec.colocation.trainerSelector selects: {selector}"},
-    )
+    """Return the plan for the trainer's pods: the operator creates, deletes and replaces none."""
+    plan = PodPlan(strangers=foreign_pod_problems(seen))
+    if not seen.pods and spec.colocation is not None:
+        selector = spec.colocation.trainer_selector.to_query()
+        plan.waiting[0] = (
+            f"waits for a pod that spec.colocation.trainerSelector selects: {selector}"
+        )
+    return plan

@@ -1,4 +1,4 @@
-"""What a pass sees, in plain values: pods (read by `podreader`), workers' answers, what was written."""
+"""What a pass sees, in plain values: pods, workers' answers, and what became of earlier writes."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Pod:
     is_booting: bool = False
     """The kubelet says that the worker has not passed its startup probe."""
     witnessed: float = 0.0
-    """Seconds for which this process has seen it terminating, or else finished. Such an interval
-    holds when a clock is set; the API server's times and our wall clock are the rest."""
+    """Seconds for which this process has seen it terminating, or else finished: an interval that
+    holds even if somebody sets a clock."""
     forced_ago: float | None = None
     """Seconds since this process tried to remove it by force."""
     ended: bool = False
-    """Its process has ended, and its pod may start another one: of a trainer's pod."""
+    """Of a trainer's pod: its process has ended, and the pod may start another one."""
     colocated: bool = False
-    """It uses a trainer's devices: it is never removed by force, for its engine may hold them still."""
+    """It uses a trainer's devices: never removed by force, because its engine may still hold them."""
     taken: RecordedPlacement | None = None
     """The place that it was made for, if it is colocated."""
 
@@ -105,14 +105,14 @@ class FailedCall:
 
 
 def is_loaded(state: WorkerState) -> bool:
-    """Whether a worker that says this has a model, if perhaps no weights: it may wait for a commit."""
+    """Whether a worker in this state has a model; its weights may still wait for a commit."""
     without = (Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED)
     known = state.weights.active is not None or state.lifecycle is Lifecycle.ASLEEP
     return known and state.lifecycle not in without
 
 
 def is_asleep(state: WorkerState) -> bool:
-    """Whether a worker that says this has given all its memory back; waking, it takes it in steps."""
+    """Whether a worker in this state has given all its memory back; a wake takes it in steps."""
     there = state.resident
     return state.lifecycle is Lifecycle.ASLEEP and not (there.weights or there.kv_cache)
 
@@ -129,11 +129,11 @@ class ObservedWorker:
     last: WorkerState | None = None
     """Its last answer to this process, however old; `state`, as long as that is believed."""
     slot_seconds: float = 0.0
-    """For how long this process has seen the same version in its slot, in the same phase."""
+    """For how long this process has seen the same version and phase in its slot."""
     silent_since: float | None = None
     """Wall clock, seconds: its last answer before polls failed, or the first poll; None: it answers."""
     silent_seconds: float = 0.0
-    """How long that is ago, by a clock that nobody sets."""
+    """How long ago that was, by the monotonic clock."""
     active: WeightsId | None = field(init=False, default=None)
     """Identity of the weights it would serve with."""
 
@@ -147,12 +147,12 @@ class ObservedWorker:
 
     @property
     def is_loaded(self) -> bool:
-        """It has a model and can be told what to do."""
+        """It has a model and takes calls."""
         return self.state is not None and is_loaded(self.state)
 
 
 RECALLED_KEY = "status"
-"""Key of what stood in the way of the process before this one, until it is tried again."""
+"""Key of an obstacle of the process before this one, until the write is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +183,11 @@ class ObservedPool:
     api_errors: Mapping[str, str] = field(default_factory=dict)
     """Writes that the API server could not do, creations by `kind/name` → sentence."""
     undeleted: frozenset[str] = frozenset()
-    """Uids of pods whose deletion the API server refused: what they do for the pool goes on."""
+    """Uids of pods whose deletion the API server refused: they go on working for the pool."""
     beside: ObservedTrainers = field(default_factory=ObservedTrainers)
     """The trainer's pods and claims, of a colocated pool."""
     strangers: tuple[str, ...] = ()
-    """What there is to tell of pods that look like the pool's and are not: they are left alone."""
+    """A sentence on each pod that looks like the pool's and is not: no pass touches them."""
 
     def find_worker(self, pod: Pod) -> ObservedWorker:
         """What is known of a head's worker."""

@@ -1,20 +1,19 @@
-"""Turn what the user wants and what is observed into a plan. Pure: no clock, API or logging."""
+"""Turns what the user wants and what is observed into a plan: the entry of this package. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from rollout_common.wire import WorkerState
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 
+from .findings import PoolView
 from .head_planner import HeadPlanner
 from .hybrid import plan_hybrid_pods, with_member_count
 from .observed_pool import UNKNOWN_WORKER, ObservedPool, Pod, is_loaded
-from .pass_plan import CallWorker, ControlVerb, EventNote, PassPlan, RequeueAfter, SetGate
+from .pass_plan import ControlVerb, EventNote, PassPlan, RequeueAfter, SetGate
 from .pod_planning import group_gangs, plan_pods
-from .pool_view import PoolView
 from .replica_heads import ReplicaHead
 from .replica_troubles import find_replica_troubles
 from .settings import KUBELET_READY_SECONDS
@@ -52,27 +51,19 @@ def plan_pass(
         settling = _settling_replicas(spec, heads, weights, now, wait)
         pods = plan_pods(spec, seen, now, _healthy_replicas(spec, heads), wait, settling)
     going = {d.uid for d in pods.delete}
-    leaving = going - seen.undeleted  # an update of weights would wait for it for ever
+    # A pod whose deletion the API server refuses stays: an update of weights would wait for it forever.
+    leaving = going - seen.undeleted
     planner = HeadPlanner(spec, seen, weights, now, wait)
-    gates, calls = _plan_gates_and_calls(planner, heads.values(), leaving)
-    gates += _gates_to_close(seen, heads, going)
+    gates, calls = _gates_to_close(seen, heads, going), []
+    for uid, head in heads.items():
+        gates += filter(None, [planner.plan_gate(head, uid in leaving)])
+        calls += [] if uid in leaving else planner.plan_calls(head)
     gangs, errors = group_gangs(spec, seen), stored.last_errors
     ailments = find_replica_troubles(spec, seen, gangs, heads.values(), pods, errors, now, wait)
-    view = PoolView(
-        spec,
-        seen,
-        gangs,
-        heads,
-        pods,
-        weights,
-        target_version(spec).identity,
-        ailments,
-        was_at_rest=_was_at_rest(spec, stored),
-    )
+    target, at_rest = target_version(spec).identity, _was_at_rest(spec, stored)
+    view = PoolView(spec, seen, gangs, heads, pods, weights, target, ailments, at_rest)
     status = build_status(view, stored, now)
-    notes = [
-        EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()
-    ] + weights.notes
+    failed = [EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()]
     return PassPlan(
         status=status,
         seek=tuple(pods.seek),
@@ -80,7 +71,7 @@ def plan_pass(
         delete=tuple(pods.delete),
         gates=tuple(gates),
         calls=tuple(calls),
-        notes=tuple(notes),
+        notes=(*failed, *weights.notes),
         restarts=pods.restarts,
         barrier=weights.barrier,
         requeue=wait.seconds,
@@ -88,20 +79,6 @@ def plan_pass(
         unreachable=len(ailments.unreachable),
         in_a_row=ailments.in_a_row,
     )
-
-
-def _plan_gates_and_calls(
-    planner: HeadPlanner, heads: Iterable[ReplicaHead], leaving: Collection[str]
-) -> tuple[list[SetGate], list[CallWorker]]:
-    """Return the gates of the heads to set, and the calls to those that do not leave."""
-    gates: list[SetGate] = []
-    calls: list[CallWorker] = []
-    for head in heads:
-        gate = planner.plan_gate(head, head.pod.uid in leaving)
-        gates += [gate] if gate else []
-        if head.pod.uid not in leaving:
-            calls += planner.plan_calls(head)
-    return gates, calls
 
 
 def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, ReplicaHead]:
@@ -115,13 +92,12 @@ def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, Rep
     for pod in sorted(seen.pods, key=lambda p: p.rank):
         if pod.rank and pod.owned and not pod.is_deleting:
             members.setdefault(pod.replica, []).append(pod)
-    return {pod.uid: _make_head(seen, pod, members.get(pod.replica, ())) for pod in wanted}
-
-
-def _make_head(seen: ObservedPool, pod: Pod, members: Iterable[Pod]) -> ReplicaHead:
-    """A head with its gang; what it says once a member has ended is of no use to anybody."""
-    head = ReplicaHead(pod, seen.find_worker(pod), tuple(members))
-    return replace(head, worker=UNKNOWN_WORKER) if head.lost_member else head
+    heads = {}
+    for pod in wanted:
+        head = ReplicaHead(pod, seen.find_worker(pod), tuple(members.get(pod.replica, ())))
+        # After a member has ended, the answers of its head mean nothing.
+        heads[pod.uid] = replace(head, worker=UNKNOWN_WORKER) if head.lost_member else head
+    return heads
 
 
 def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:
@@ -130,7 +106,7 @@ def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool
 
 
 def _healthy_replicas(spec: RolloutReplicaSpec, heads: dict[str, ReplicaHead]) -> frozenset[int]:
-    """Replicas whose head does what spec asks for, or would if nobody else held it."""
+    """Replicas whose head does what spec asks for, or would if no other caller held it."""
 
     def works(head: ReplicaHead) -> bool:
         if spec.state is DesiredState.ACTIVE and head.pod.ready and not head.is_finished:
@@ -141,7 +117,7 @@ def _healthy_replicas(spec: RolloutReplicaSpec, heads: dict[str, ReplicaHead]) -
 
 
 def _is_at_rest(spec: RolloutReplicaSpec, state: WorkerState) -> bool:
-    """It is paused or asleep, as spec or somebody else's hold wants it."""
+    """It is paused or asleep, as spec or the hold of another caller wants it."""
     reached = spec.state is not DesiredState.ACTIVE and state.lifecycle == spec.state.value
     return reached or (is_loaded(state) and state.held_by_others)
 
@@ -149,16 +125,12 @@ def _is_at_rest(spec: RolloutReplicaSpec, state: WorkerState) -> bool:
 def _may_be_at_rest(spec: RolloutReplicaSpec, head: ReplicaHead) -> bool:
     """It is silent, and was at rest when it last answered: silence proves nothing.
 
-    A process that has heard nothing of it knows only whether it ever did what was asked.
+    If this process has had no answer yet, only the pod says whether it ever did what was asked.
     """
-    last = head.worker.last
-    if last is None:
-        return (
-            spec.state is not DesiredState.ACTIVE
-            and head.is_silent
-            and head.pod.proven_since is not None
-        )
-    return head.is_silent and _is_at_rest(spec, last)
+    if head.worker.last is not None:
+        return head.is_silent and _is_at_rest(spec, head.worker.last)
+    proven = head.pod.proven_since is not None
+    return spec.state is not DesiredState.ACTIVE and head.is_silent and proven
 
 
 def _settling_replicas(
@@ -180,9 +152,9 @@ def _settling_replicas(
             return False
         if not (state.serving and head.pod.gate):
             return True
-        # All that is left to do is the kubelet's.
+        # All that is left is for the kubelet to do.
         left = 0.0 if since is None else since + KUBELET_READY_SECONDS - now
-        if left > KUBELET_READY_SECONDS + 1:  # the clock was set back: an hour may be meant by it
+        if left > KUBELET_READY_SECONDS + 1:  # the clock was set back, perhaps by an hour
             left = 0.0
         if left > 0 and not head.pod.ready:
             wait.at_most(left)

@@ -1,11 +1,11 @@
-"""Beside which trainer pod each colocated pod runs, and with which of its devices. Pure.
+"""Next to which trainer pod each colocated pod runs, and with which of its devices. Pure.
 
-Pod number i = replica · nodes + rank runs beside trainer pod ⌊i / slots⌋, ordered by name, and has the
+Pod number i = replica · nodes + rank runs next to trainer pod ⌊i / slots⌋, ordered by name, and has the
 (i mod slots)-th equal share of the devices of its claim. That is so whatever came first.
 
-A trainer's pod that restarts is missing for a while, and those behind it have its number meanwhile. So who
-has a place stays there while its claim lives, and moves once the trainer's pods have been the same for
-`TRAINERS_SETTLED_SECONDS`. Who has none gets one at once, but not while one of the trainer's pods has just gone.
+While a trainer's pod restarts it is missing, and the next ones have its number. So a pod stays in its place
+while its claim lives, and moves once the trainer's pods have been the same for `TRAINERS_SETTLED_SECONDS`.
+A pod without a place gets one at once, but not just after one of the trainer's pods has gone.
 """
 
 from __future__ import annotations
@@ -55,12 +55,7 @@ PlacementResult = PodPlacement | PlacementPending | PlacementProblem
 
 
 class PlacementPlanner:
-    """Where the pods of one pool belong, as far as the world of this pass tells.
-
-    Args:
-        spec: a colocated pool.
-        beside: the trainer's pods and claims.
-    """
+    """Finds the places of a colocated pool's pods among the trainer's pods and claims."""
 
     def __init__(self, spec: RolloutReplicaSpec, beside: ObservedTrainers) -> None:
         assert spec.colocation is not None, "only colocated pools have places"
@@ -68,9 +63,9 @@ class PlacementPlanner:
         self._with: Colocation = spec.colocation
         self._beside = beside
         self.strangers: list[PlacementProblem] = []
-        """Pods that the selector selects and that don't count as the trainer's, and why."""
+        """Why selected pods don't count as the trainer's."""
         self.moves_in: float | None = None
-        """Seconds until the order of the trainer's pods counts, if somebody waits for that."""
+        """Seconds until the order of the trainer's pods counts, if a pod waits for that."""
         self._trainers = self._count_trainers()
         self._known = {claim.uid: claim for claim in (beside.claims or {}).values()}
 
@@ -111,17 +106,13 @@ class PlacementPlanner:
         return self._changed_share_reason(pod, self.placement_for(pod.replica, pod.rank))
 
     def move_reason(self, pod: Pod) -> str | None:
-        """Why a pod that may stay belongs elsewhere; None: it is there, or nobody knows yet."""
+        """Why a pod that may stay belongs elsewhere; None: it is there, or that is not known yet."""
         now = self.placement_for(pod.replica, pod.rank)
-        if (
-            not isinstance(now, PodPlacement)
-            or pod.taken is None
-            or pod.taken.claim_uid == now.claim_uid
-        ):
+        if not isinstance(now, PodPlacement) or pod.taken is None:
             return None
-        if self._is_unsettled():
+        if pod.taken.claim_uid == now.claim_uid or self._is_unsettled():
             return None
-        return f"its place is beside the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
+        return f"its place is next to the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
 
     def _is_unsettled(self) -> bool:
         left = TRAINERS_SETTLED_SECONDS - self._beside.stable_seconds
@@ -146,7 +137,7 @@ class PlacementPlanner:
         counted: list[TrainerPod] = []
         for each in sorted(self._beside.trainers, key=lambda t: (t.deleting, t.created, t.name)):
             whole = each.claims and not each.unmade and not (each.extended and each.node is None)
-            # Until all of its claims are made, it looks like others of its kind.
+            # Before all of its claims are made, its set of claims may equal another pod's.
             twin = users.setdefault(tuple(sorted(each.claims)), each) if whole else each
             if each.has_devices and twin is each:
                 counted.append(each)
@@ -158,7 +149,7 @@ class PlacementPlanner:
         return f": {self._beside.unknown}" if self._beside.unknown else ""
 
     def _too_few_trainers(self) -> PlacementProblem | None:
-        """While one is missing nobody knows which, so nothing is made and nothing moved."""
+        """It is unknown which one is missing, so nothing is made and nothing moves."""
         pods = self._spec.replicas * self._spec.parallelism.nodes
         needed = -(-pods // self._with.slots)
         have = len(self._trainers)
@@ -191,8 +182,8 @@ class PlacementPlanner:
                 f"waits for the ResourceClaim {missing!r} of {what}, which does not exist yet"
             )
         if trainer.node is None:  # a claim for an extended resource is made as it is scheduled
-            told = f", which needs ResourceClaim {trainer.claims[0]!r}" if trainer.claims else ""
-            return PlacementPending(f"waits for {what} to be scheduled{told}")
+            listed = f", which needs ResourceClaim {trainer.claims[0]!r}" if trainer.claims else ""
+            return PlacementPending(f"waits for {what} to be scheduled{listed}")
         chosen = self._choose_claim(what, [known[name] for name in trainer.claims])
         if isinstance(chosen, PlacementProblem):
             return chosen
@@ -211,18 +202,20 @@ class PlacementPlanner:
         wanted = self._with.request
         having = [c for c in claims if wanted is None or wanted in c.requests]
         if not having:
-            told = "; ".join(f"{c.name} has {', '.join(c.requests)}" for c in claims)
+            listed = "; ".join(f"{c.name} has {', '.join(c.requests)}" for c in claims)
             return PlacementProblem(
                 "NoClaim",
-                f"no ResourceClaim of {what} has a request {wanted!r} as in spec.colocation.request: {told}",
+                f"no ResourceClaim of {what} has a request {wanted!r} as in spec.colocation.request: {listed}",
             )
         count = sum(len(c.requests) for c in having) if wanted is None else len(having)
         if count == 1:
             return having[0]
-        told = ", ".join(f"{c.name}/{r}" for c in having for r in c.requests if wanted in (None, r))
+        listed = ", ".join(
+            f"{c.name}/{r}" for c in having for r in c.requests if wanted in (None, r)
+        )
         fix = "set spec.colocation.request" if wanted is None else "name their requests differently"
         return PlacementProblem(
-            "AmbiguousClaim", f"{what} has {count} requests of devices ({told}): {fix}"
+            "AmbiguousClaim", f"{what} has {count} requests of devices ({listed}): {fix}"
         )
 
     def _device_share(
@@ -243,9 +236,9 @@ class PlacementPlanner:
         if slots > 1 and (unknown := [name for name in mine if name not in self._beside.uuids]):
             return PlacementProblem(
                 "NoDeviceUuid",
-                f"the driver of {unknown[0]} publishes no attribute uuid of it in a ResourceSlice, so which "
-                f"of the {len(devices)} devices of ResourceClaim {claim.name!r} a pod is to use can't be told "
-                "it: use a driver that does, or spec.colocation.slots 1",
+                f"the driver of {unknown[0]} publishes no attribute uuid of it in a ResourceSlice, so a pod "
+                f"can't know which of the {len(devices)} devices of ResourceClaim {claim.name!r} are its own: "
+                "use a driver that does, or spec.colocation.slots 1",
             )
         uuids = tuple(self._beside.uuids[name] for name in mine) if slots > 1 else ()
         assert trainer.node is not None, "an allocated claim is looked at on its node only"

@@ -7,7 +7,7 @@ carries the count in an annotation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -15,12 +15,14 @@ from rollout_operator.api import names
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 
-from .failures import backoff_seconds, consecutive_failures, failure_message_prefix
 from .observed_pool import RECALLED_KEY, ObservedPool, Pod
 from .pass_plan import CreatePod, DeletePod, RequeueAfter, SeekPod
 from .placement import PlacementProblem, foreign_pod_problems
 from .pool_placements import PoolPlacements
-from .stuck_pods import plan_forced_deletion, stuck_message
+from .settings import FAILURE_RESET_SECONDS, FORCED_DELETION_SECONDS
+
+_LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
+_OUTDATED_REASON = "its pod template is outdated"
 
 
 @dataclass(slots=True)
@@ -46,13 +48,13 @@ class PodPlan:
     outdated: int = 0
     """Gangs at an old revision that still wait for their turn."""
     waiting: dict[int, str] = field(default_factory=dict)
-    """What replicas without pods wait for, of the trainer beside which they belong."""
+    """What replicas without pods wait for, of the trainer whose devices they share."""
     misplaced: list[PlacementProblem] = field(default_factory=list)
     """Why replicas have no place at all."""
     strangers: list[PlacementProblem] = field(default_factory=list)
     """Pods that look like the trainer's or the pool's and are not: they change nothing."""
     stuck: list[str] = field(default_factory=list)
-    """Pods that don't go and may not be removed by force."""
+    """Pods that outlive their deletion and may not be removed by force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,26 @@ class PodGang:
 
     index: int
     pods: tuple[Pod, ...]
-    living: tuple[Pod, ...]
-    """Pods that are not being deleted."""
     size: int
+
+    @property
+    def living(self) -> tuple[Pod, ...]:
+        """Pods that are not being deleted."""
+        return tuple(pod for pod in self.pods if not pod.is_deleting)
 
     @property
     def is_complete(self) -> bool:
         """Every rank is there and none has ended."""
         return len(self.living) == self.size and not any(p.is_finished for p in self.living)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks without a pod, of a gang that has any."""
+        return sorted({*range(self.size)} - {p.rank for p in self.pods}) if self.pods else []
+
+    def is_current(self, spec: RolloutReplicaSpec) -> bool:
+        """All its pods are of the latest revision."""
+        return all(is_current_revision(pod.revision, spec) for pod in self.living)
 
 
 def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[int, PodGang]:
@@ -76,15 +90,8 @@ def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[int, PodGa
     by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
     for pod in seen.pods:
         by_index.setdefault(pod.replica, []).append(pod)
-    return {
-        index: PodGang(
-            index,
-            tuple(pods),
-            tuple(pod for pod in pods if not pod.is_deleting),
-            spec.parallelism.nodes,
-        )
-        for index, pods in sorted(by_index.items())
-    }
+    nodes = spec.parallelism.nodes
+    return {i: PodGang(i, tuple(pods), nodes) for i, pods in sorted(by_index.items())}
 
 
 def plan_pods(
@@ -102,208 +109,273 @@ def plan_pods(
         seen: the world; pods that are not ours are never touched.
         now: wall clock, seconds.
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
-        wait: told when to look again.
+        wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
     """
-    plan = PodPlan()
-    gangs = group_gangs(spec, seen)
-    places = PoolPlacements(spec, seen)
-    for pod in (*seen.pods, *seen.predecessors):
-        if pod.owned:
-            forced = plan_forced_deletion(pod, now, wait)
-            plan.delete += [forced] if forced else []
-            told = stuck_message(pod, now)
-            plan.stuck += [told] if told else []
-    for gang in gangs.values():
-        if spec.suspend or gang.index >= spec.replicas:
-            reason = "the pool is suspended" if spec.suspend else "scaled down"
-            _delete_gang(spec, gang, plan, reason)
+    planner = _PodPlanner(spec, seen, now, wait)
+    planner.force_late_deletions()
+    planner.delete_surplus()
     if not spec.suspend:
-        taken = {pod.replica for pod in seen.predecessors}
-        for gang in gangs.values():
-            if gang.index < spec.replicas and (gang.pods or gang.index not in taken):
-                _reconcile_gang(spec, seen, gang, places, now, plan, wait)
-        _roll_outdated_gangs(spec, gangs, healthy, settling, plan)
-        there, busy = {g.index: g.pods for g in gangs.values()}, bool(plan.create or plan.delete)
-        for index, why in places.plan_moves(
-            there, healthy, wait, busy=busy, pushed=_is_target_pushed(spec)
-        ):
-            _delete_gang(spec, gangs[index], plan, why)
-    plan.replacing = _failures_under_replacement(spec, seen, gangs, plan)
-    plan.waiting, plan.misplaced = places.waiting, places.misplaced
-    plan.strangers = [*places.strangers, *foreign_pod_problems(seen)]
-    return plan
+        planner.reconcile_gangs()
+        planner.roll_outdated(healthy, settling)
+        planner.move_one(healthy)
+    planner.report()
+    return planner.plan
 
 
-def _is_target_pushed(spec: RolloutReplicaSpec) -> bool:
-    target = spec.weights.target
-    return target is not None and target.source.pushed is not None
+class _PodPlanner:
+    """Decides about one gang after the other; `plan` holds what is decided so far."""
 
+    def __init__(
+        self, spec: RolloutReplicaSpec, seen: ObservedPool, now: float, wait: RequeueAfter
+    ) -> None:
+        self.plan = PodPlan()
+        self._spec = spec
+        self._seen = seen
+        self._now = now
+        self._wait = wait
+        self._gangs = group_gangs(spec, seen)
+        self._places = PoolPlacements(spec, seen)
+        self._wanted = [g for g in self._gangs.values() if g.index < spec.replicas]
 
-def _failures_under_replacement(
-    spec: RolloutReplicaSpec, seen: ObservedPool, gangs: dict[int, PodGang], plan: PodPlan
-) -> dict[int, int]:
-    """Failures of replicas between their old pods and their new ones."""
-    wanted = 0 if spec.suspend else spec.replicas
-    kept = {
-        index: count
-        for index, count in seen.restarts_of.items()
-        if index < wanted and not gangs[index].is_complete
-    }
-    return kept | plan.restarts
+    def force_late_deletions(self) -> None:
+        for pod in (*self._seen.pods, *self._seen.predecessors):
+            if pod.owned:
+                forced = plan_forced_deletion(pod, self._now, self._wait)
+                self.plan.delete += [forced] if forced else []
+                text = stuck_message(pod, self._now)
+                self.plan.stuck += [text] if text else []
 
+    def delete_surplus(self) -> None:
+        reason = "the pool is suspended" if self._spec.suspend else "scaled down"
+        for gang in self._gangs.values():
+            if self._spec.suspend or gang.index >= self._spec.replicas:
+                self._delete_gang(gang, reason)
 
-def _missing_ranks(gang: PodGang) -> set[int]:
-    return {*range(gang.size)} - {p.rank for p in gang.pods} if gang.pods else set()
+    def reconcile_gangs(self) -> None:
+        taken = {pod.replica for pod in self._seen.predecessors}
+        for gang in self._wanted:
+            if gang.pods or gang.index not in taken:
+                self._reconcile_gang(gang)
 
+    def roll_outdated(self, healthy: frozenset[int], settling: frozenset[int]) -> None:
+        """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
+        going = {d.name for d in self.plan.delete}
+        outdated = [
+            gang
+            for gang in self._wanted
+            if gang.is_complete
+            and not gang.is_current(self._spec)
+            and not any(p.name in going for p in gang.living)
+        ]
+        self.plan.outdated = len(outdated)
+        down = sum(gang.index not in healthy for gang in self._wanted)
+        budget = self._spec.update_strategy.max_unavailable - down
+        for gang in sorted(outdated, key=lambda g: (g.index in healthy, -g.index)):
+            if gang.index in healthy:
+                if budget <= 0:
+                    continue
+                budget -= 1
+            elif gang.index in settling and budget < 0:
+                continue  # with those that are down already it would be one too many
+            self._delete_gang(gang, _OUTDATED_REASON)
 
-def _delete_gang(spec: RolloutReplicaSpec, gang: PodGang, plan: PodPlan, reason: str) -> None:
-    """Delete a gang, its members once nothing of it drains any more: they run the head's requests."""
-    if gang.size > 1 and len(gang.living) == len(gang.pods):
-        plan.seek += [SeekPod(gang.index, rank) for rank in sorted(_missing_ranks(gang))]
-    head = next((p for p in gang.pods if p.rank == 0 and p.owned), None)
-    members = [p for p in gang.living if p is not head]
-    whole = len(members) == gang.size - 1 and not any(p.is_finished for p in members)
-    if head is not None and not head.is_finished and whole:
-        _delete_pods(spec, [] if head.is_deleting else [head], plan, reason)
-    else:
-        _delete_pods(spec, gang.living, plan, reason)
+    def move_one(self, healthy: frozenset[int]) -> None:
+        """Delete the gang whose turn it is to leave its place for the one where it belongs."""
+        there = {index: gang.pods for index, gang in self._gangs.items()}
+        target = self._spec.weights.target
+        moves = self._places.plan_moves(
+            there,
+            healthy,
+            self._wait,
+            busy=bool(self.plan.create or self.plan.delete),
+            pushed=target is not None and target.source.pushed is not None,
+        )
+        for index, why in moves:
+            self._delete_gang(self._gangs[index], why)
 
+    def report(self) -> None:
+        """Note what replicas wait for, and which are between their old pods and their new ones."""
+        wanted = 0 if self._spec.suspend else self._spec.replicas
+        kept = {
+            index: count
+            for index, count in self._seen.restarts_of.items()
+            if index < wanted and not self._gangs[index].is_complete
+        }
+        self.plan.replacing = kept | self.plan.restarts
+        self.plan.waiting, self.plan.misplaced = self._places.waiting, self._places.misplaced
+        self.plan.strangers = [*self._places.strangers, *foreign_pod_problems(self._seen)]
 
-def _delete_pods(spec: RolloutReplicaSpec, pods: Sequence[Pod], plan: PodPlan, reason: str) -> None:
-    plan.delete += [
-        DeletePod(p.name, p.uid, _grace_seconds(spec, p), reason) for p in pods if p.owned
-    ]
-
-
-def _grace_seconds(spec: RolloutReplicaSpec, pod: Pod) -> int | None:
-    """Seconds for a pod to end; None: its own, which spec has not changed since it was made."""
-    if pod.is_finished and not pod.colocated:
-        return 0
-    return None if pod.own_grace in (None, spec.grace_seconds) else spec.grace_seconds
-
-
-def _reconcile_gang(
-    spec: RolloutReplicaSpec,
-    seen: ObservedPool,
-    gang: PodGang,
-    places: PoolPlacements,
-    now: float,
-    plan: PodPlan,
-    wait: RequeueAfter,
-) -> None:
-    """Replace a gang that failed, or lost a pod or its place; create a missing one."""
-    failed = [p for p in gang.living if p.is_finished]
-    going = len(gang.living) < len(gang.pods)
-    missing = _missing_ranks(gang)
-    if going:
-        # What ends beside a pod that somebody deletes ends because of it: that is no failure.
-        _delete_gang(spec, gang, plan, "its replica lost a pod and restarts as a whole")
-    elif lost := places.lost_reason(gang.living):
-        _delete_gang(spec, gang, plan, lost)
-    elif failed:
-        _replace_failed_gang(spec, seen, gang, failed, now, plan, wait)
-    elif gang.pods and missing:
-        if not all(is_current_revision(p.revision, spec) for p in gang.living):
-            # What the API server refuses may be for what the first ones take, by the old template.
-            _delete_gang(spec, gang, plan, "its pod template is outdated")
-        elif _were_never_created(seen, gang, missing) or not any(p.started for p in gang.pods):
-            restarts = max(p.restarts for p in gang.pods)
-            _create_ranks(gang, places, sorted(missing), restarts, plan)
+    def _delete_gang(self, gang: PodGang, reason: str) -> None:
+        """Delete a gang, its members only after the head has drained: they run the head's requests."""
+        if gang.size > 1 and len(gang.living) == len(gang.pods):
+            self.plan.seek += [SeekPod(gang.index, rank) for rank in gang.missing_ranks]
+        head = next((p for p in gang.pods if p.rank == 0 and p.owned), None)
+        members = [p for p in gang.living if p is not head]
+        whole = len(members) == gang.size - 1 and not any(p.is_finished for p in members)
+        if head is not None and not head.is_finished and whole:
+            self._delete_pods([] if head.is_deleting else [head], reason)
         else:
-            _delete_gang(spec, gang, plan, "its replica lost a pod and restarts as a whole")
-    elif not gang.pods:
-        restarts = seen.restarts_of.get(gang.index, 0)
-        _create_ranks(gang, places, range(gang.size), restarts, plan)
+            self._delete_pods(gang.living, reason)
 
-
-def _create_ranks(
-    gang: PodGang, places: PoolPlacements, ranks: Sequence[int], restarts: int, plan: PodPlan
-) -> None:
-    """Create these ranks, as soon as there is a place for each.
-
-    Until then those are sought that a claim knows: such a pod lost its labels, and may be what keeps
-    the trainer waiting.
-    """
-    found = places.place_ranks(gang.index, ranks)
-    plan.create += [CreatePod(gang.index, rank, restarts, place) for rank, place in found]
-    if not found:
-        plan.seek += [
-            SeekPod(gang.index, rank) for rank in places.unlabelled_ranks(gang.index, ranks)
+    def _delete_pods(self, pods: Sequence[Pod], reason: str) -> None:
+        self.plan.delete += [
+            DeletePod(p.name, p.uid, self._grace_seconds(p), reason) for p in pods if p.owned
         ]
 
+    def _grace_seconds(self, pod: Pod) -> int | None:
+        """Seconds for a pod to end; None: its own, which spec has not changed since it was made."""
+        if pod.is_finished and not pod.colocated:
+            return 0
+        grace = self._spec.grace_seconds
+        return None if pod.own_grace in (None, grace) else grace
 
-def _were_never_created(seen: ObservedPool, gang: PodGang, missing: set[int]) -> bool:
-    """The API server has refused these ranks so far: the others wait for them, and lost none."""
-    refused = (seen.conflicts, seen.rejections, seen.api_errors, seen.awaited)
-    if any(RECALLED_KEY in those for those in refused):
-        return True  # the process before this one was refused something: trying will show
-    wanted = (f"pod/{names.pod_name(seen.name, gang.index, rank)}" for rank in missing)
-    return all(any(name in those for those in refused) for name in wanted)
+    def _reconcile_gang(self, gang: PodGang) -> None:
+        """Replace a gang that failed, or lost a pod or its place; create a missing one."""
+        failed = [p for p in gang.living if p.is_finished]
+        missing = gang.missing_ranks
+        if len(gang.living) < len(gang.pods):
+            # A pod that ends while somebody deletes another of its gang ends because of that: no failure.
+            self._delete_gang(gang, _LOST_POD_REASON)
+        elif lost := self._places.lost_reason(gang.living):
+            self._delete_gang(gang, lost)
+        elif failed:
+            self._replace_failed_gang(gang, failed)
+        elif missing and not gang.is_current(self._spec):
+            # The API server may refuse these for what the first ones have, by the old template.
+            self._delete_gang(gang, _OUTDATED_REASON)
+        elif missing and self._may_complete(gang, missing):
+            self._create_ranks(gang, missing, max(p.restarts for p in gang.pods))
+        elif missing:
+            self._delete_gang(gang, _LOST_POD_REASON)
+        elif not gang.pods:
+            restarts = self._seen.restarts_of.get(gang.index, 0)
+            self._create_ranks(gang, range(gang.size), restarts)
+
+    def _may_complete(self, gang: PodGang, missing: Iterable[int]) -> bool:
+        """No pod of the gang has run, or the API server refused the missing ones so far: none is lost."""
+        refused = (
+            self._seen.conflicts,
+            self._seen.rejections,
+            self._seen.api_errors,
+            self._seen.awaited,
+        )
+        if any(RECALLED_KEY in those for those in refused):
+            return True  # the process before this one was refused something: trying will show
+        wanted = [f"pod/{names.pod_name(self._seen.name, gang.index, rank)}" for rank in missing]
+        never_created = all(any(name in those for those in refused) for name in wanted)
+        return never_created or not any(p.started for p in gang.pods)
+
+    def _create_ranks(self, gang: PodGang, ranks: Sequence[int], restarts: int) -> None:
+        """Create these ranks, as soon as there is a place for each.
+
+        Until then seek those that a claim knows: such a pod lost its labels, and may be what keeps
+        the trainer waiting.
+        """
+        found = self._places.place_ranks(gang.index, ranks)
+        self.plan.create += [CreatePod(gang.index, rank, restarts, place) for rank, place in found]
+        if not found:
+            unlabelled = self._places.unlabelled_ranks(gang.index, ranks)
+            self.plan.seek += [SeekPod(gang.index, rank) for rank in unlabelled]
+
+    def _replace_failed_gang(self, gang: PodGang, failed: list[Pod]) -> None:
+        plan, policy, index = self.plan, self._spec.restart_policy, gang.index
+        # The rank that ended first says why. Clocks of nodes differ, but a rank that followed says so.
+        pod = min(failed, key=lambda p: (p.followed, p.ended_at, p.rank))
+        plan.in_a_row[index] = count = 1 + consecutive_failures(
+            self._spec, self._seen, gang.pods, pod
+        )
+        why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
+        if gang.size > 1 and pod.trouble:
+            why = f"{pod.name}: {why}"
+        if policy.max_restarts is not None and count > policy.max_restarts:
+            plan.exhausted[index] = (
+                f"replica {index} failed {count} times (maxRestarts {policy.max_restarts}): {why}; "
+                "fix the cause, then change the spec or set a new value for rollout.dev/retry"
+            )
+            return
+        left = backoff_seconds(self._spec, count) - max(self._now - pod.ended_at, pod.witnessed)
+        if left > 0:
+            at = datetime.fromtimestamp(self._now + left, UTC).strftime("%H:%M:%S")
+            plan.backing_off[index] = (
+                f"replica {index} failed {count} times in a row and restarts at {at} UTC: {why}"
+            )
+            self._wait.at_most(left)
+            return
+        plan.restarts[index] = count
+        if self._seen.restarts_of.get(index) != count:
+            plan.failed[index] = f"{failure_message_prefix(index)}{why}"
+            plan.logs[index] = pod.last_log
+        self._delete_pods(gang.living, f"its replica failed ({why})")
 
 
-def _replace_failed_gang(
+def consecutive_failures(
     spec: RolloutReplicaSpec,
     seen: ObservedPool,
-    gang: PodGang,
-    failed: list[Pod],
-    now: float,
-    plan: PodPlan,
-    wait: RequeueAfter,
-) -> None:
-    # Who ended first says why; the clocks of nodes differ, but who followed says so itself.
-    pod = min(failed, key=lambda p: (p.followed, p.ended_at, p.rank))
-    count = consecutive_failures(spec, seen, gang.pods, pod) + 1
-    plan.in_a_row[gang.index] = count
+    gang: Collection[Pod],
+    pod: Pod,
+    at: float | None = None,
+) -> int:
+    """Failures in a row of a replica, the pods `gang`, before its `pod`; 0 after a reset.
+
+    `at`: now, if the pod runs; None: when it ended. What the head has proven counts for all its ranks.
+    """
+    proven = [p.proven_since for p in gang if p.proven_since is not None]
+    moment = pod.ended_at if at is None else at
+    if proven and moment - min(proven) >= FAILURE_RESET_SECONDS:
+        return 0
+    if not is_current_revision(pod.revision, spec) or pod.retry != seen.retry:
+        return 0
+    return pod.restarts
+
+
+def backoff_seconds(spec: RolloutReplicaSpec, count: int) -> float:
+    """Seconds between the `count`-th failure in a row and its replacement; none after the first."""
     policy = spec.restart_policy
-    why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
-    if gang.size > 1 and pod.trouble:
-        why = f"{pod.name}: {why}"
-    if policy.max_restarts is not None and count > policy.max_restarts:
-        plan.exhausted[gang.index] = (
-            f"replica {gang.index} failed {count} times (maxRestarts {policy.max_restarts}): {why}; "
-            "fix the cause, then change the spec or set a new value for rollout.dev/retry"
-        )
-        return
-    left = backoff_seconds(spec, count) - max(now - pod.ended_at, pod.witnessed)
-    if left > 0:
-        at = datetime.fromtimestamp(now + left, UTC).strftime("%H:%M:%S")
-        plan.backing_off[gang.index] = (
-            f"replica {gang.index} failed {count} times in a row and restarts at {at} UTC: {why}"
-        )
-        wait.at_most(left)
-        return
-    plan.restarts[gang.index] = count
-    if seen.restarts_of.get(gang.index) != count:
-        plan.failed[gang.index] = f"{failure_message_prefix(gang.index)}{why}"
-        plan.logs[gang.index] = pod.last_log
-    _delete_pods(spec, gang.living, plan, f"its replica failed ({why})")
+    if count <= 1:
+        return 0.0
+    doubled: float = policy.base_delay_seconds * 2.0 ** min(count - 2, 30)
+    return min(doubled, policy.max_delay_seconds)
 
 
-def _roll_outdated_gangs(
-    spec: RolloutReplicaSpec,
-    gangs: dict[int, PodGang],
-    healthy: frozenset[int],
-    settling: frozenset[int],
-    plan: PodPlan,
-) -> None:
-    """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
-    going = {d.name for d in plan.delete}
-    wanted = [g for g in gangs.values() if g.index < spec.replicas]
-    outdated = [
-        g
-        for g in wanted
-        if g.is_complete
-        and not any(p.name in going for p in g.living)
-        and not all(is_current_revision(p.revision, spec) for p in g.living)
-    ]
-    plan.outdated = len(outdated)
-    budget = spec.update_strategy.max_unavailable - sum(g.index not in healthy for g in wanted)
-    for gang in sorted(outdated, key=lambda g: (g.index in healthy, -g.index)):
-        if gang.index in healthy:
-            if budget <= 0:
-                continue
-            budget -= 1
-        elif gang.index in settling and budget < 0:
-            continue  # with those that are down already it would be one too many
-        _delete_gang(spec, gang, plan, "its pod template is outdated")
+def failure_message_prefix(index: int) -> str:
+    """Return how the sentence about a replica's failure begins; its cause follows."""
+    return f"replica {index} failed and restarts: "
+
+
+def plan_forced_deletion(pod: Pod, now: float, wait: RequeueAfter) -> DeletePod | None:
+    """Return the deletion by force of a pod that outlived its grace period, if it is due.
+
+    Never of a colocated pod: its container may run on after it, with the trainer's devices.
+    """
+    if pod.deletion_at is None:
+        return None
+    left = _seconds_until_forced(pod, now)
+    wait.at_most(left if left > 0 else FORCED_DELETION_SECONDS)
+    if left > 0 or pod.colocated:
+        return None
+    return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
+
+
+def stuck_message(pod: Pod, now: float) -> str | None:
+    """Say that a colocated pod outlived its grace period, and what helps."""
+    if not pod.colocated or pod.deletion_at is None or _seconds_until_forced(pod, now) > 0:
+        return None
+    where = f" on node {pod.node!r}" if pod.node else ""
+    return (
+        f"pod {pod.name!r}{where} outlived its grace period and is not removed by force, because its engine "
+        "may hold the trainer's devices: mend the node, or delete the Node object once it is off"
+    )
+
+
+def _seconds_until_forced(pod: Pod, now: float) -> float:
+    """Seconds until a terminating pod is deleted by force: first, or once more.
+
+    Only what this process has seen of the pod counts: by a clock that is ahead, a pod that has just
+    begun to drain would be removed, and with it the requests that it runs.
+    """
+    if pod.forced_ago is not None:
+        return FORCED_DELETION_SECONDS - pod.forced_ago
+    if pod.grace is None:
+        return FORCED_DELETION_SECONDS + (pod.deletion_at or now) - now
+    return FORCED_DELETION_SECONDS + pod.grace - pod.witnessed

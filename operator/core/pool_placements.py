@@ -16,12 +16,7 @@ from .placement import PlacementPending, PlacementPlanner, PlacementProblem, Pod
 
 
 class PoolPlacements:
-    """See the module.
-
-    Args:
-        spec: the wanted pool.
-        seen: the world.
-    """
+    """Gives places to the pods of a pool, and notes what replicas without one wait for."""
 
     def __init__(self, spec: RolloutReplicaSpec, seen: ObservedPool) -> None:
         self._placement = None if spec.colocation is None else PlacementPlanner(spec, seen.beside)
@@ -37,7 +32,7 @@ class PoolPlacements:
         self.waiting: dict[int, str] = {}
         """What replicas without pods wait for, of the trainer."""
         self.misplaced: list[PlacementProblem] = []
-        """What somebody has to change, each thing once."""
+        """What a person has to change, each thing once."""
 
     def place_ranks(
         self, replica: int, ranks: Iterable[int]
@@ -56,7 +51,7 @@ class PoolPlacements:
         return found
 
     def unlabelled_ranks(self, replica: int, ranks: Iterable[int]) -> list[int]:
-        """Return those of the missing ranks that a claim knows: they are there, without our labels."""
+        """Return those of the missing ranks that a claim names: their pods exist without our labels."""
         return [r for r in ranks if names.pod_name(self._pool, replica, r) in self._users]
 
     def lost_reason(self, pods: Iterable[Pod]) -> str | None:
@@ -78,14 +73,14 @@ class PoolPlacements:
         """Return which replica leaves its place for the one where it belongs, and why: one at most.
 
         One after the other, as in a rolling update: an engine that moves loads its model again, and
-        has pushed weights from the others alone. Who does nothing useful goes first, then whose
-        place is free; if none is, one gives its own up.
+        gets pushed weights only from the others. A replica that does nothing useful goes first, then
+        one whose new place is free; if none is, one gives its own up.
 
         Args:
             replicas: pods by replica.
             healthy: replicas that do what the spec asks for.
-            wait: told when to look again.
-            busy: pods are made or deleted for other reasons; nobody moves meanwhile.
+            wait: notes when to look again.
+            busy: pods are made or deleted for other reasons, and no replica moves before that ends.
             pushed: the weights are in the replicas' memory alone; the last copy stays where it is.
         """
         if self._placement is None:
@@ -95,7 +90,7 @@ class PoolPlacements:
         if self._placement.moves_in is not None:
             wait.at_most(self._placement.moves_in)
         drifts = {index: drift for index, drift in found.items() if drift is not None}
-        # Who is down and in its place has just moved, or has a trouble of its own.
+        # A replica that is down in its right place has just moved, or has a trouble of its own.
         if busy or not drifts or any(i not in healthy and i not in drifts for i in there):
             return []
         first = min(drifts, key=lambda index: (index in healthy, drifts[index][0], index))
@@ -121,7 +116,7 @@ class PoolPlacements:
     def _free_placement(
         self, replica: int, rank: int
     ) -> PodPlacement | PlacementPending | PlacementProblem | None:
-        """The place of a pod, once nobody of this pool has its devices any more."""
+        """The place of a pod, once no other pod of this pool has its devices."""
         if self._placement is None:
             return None
         place = self._placement.placement_for(replica, rank)

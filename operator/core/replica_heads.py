@@ -12,7 +12,7 @@ from .observed_pool import ObservedWorker, Pod, is_loaded
 IN_SERVICE_LIFECYCLES = (Lifecycle.ACTIVE, Lifecycle.PAUSING, Lifecycle.PAUSED, Lifecycle.DRAINING)
 
 CONTENT_MISMATCH_SLUG = "content-mismatch"
-"""The problem of a worker that finds other bytes under an identity than it was told to."""
+"""The problem of a worker that finds other bytes under an identity than the pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ReplicaHead:
 
     @property
     def waits_for_turn(self) -> bool:
-        """Others have its devices; however long they do, a wake that waits for them is no failure."""
+        """Another program has its devices; a wake may wait for them for any time without a failure."""
         state = self.worker.state
         return state is not None and state.turn is not None and state.turn.state == "Waiting"
 
@@ -79,6 +79,12 @@ class ReplicaHead:
     def staged_slot(self) -> StagedWeights | None:
         """Its staging slot."""
         return self.worker.state.weights.staged if self.worker.state else None
+
+    @property
+    def staged_identity(self) -> WeightsId | None:
+        """Identity of what is in its staging slot, in whatever phase."""
+        slot = self.staged_slot
+        return None if slot is None else WeightsId(epoch=slot.epoch, version=slot.version)
 
     def has_at_least(self, identity: WeightsId) -> bool:
         """It serves, or would serve, with this identity or a later one."""
@@ -90,11 +96,9 @@ class ReplicaHead:
         From the version's source, or pushed: a trainer may write what it pushes to a path, too.
         """
         slot = self.staged_slot
-        if slot is None or slot.phase != "Staged":
+        if slot is None or slot.phase != "Staged" or self.staged_identity != version.identity:
             return None
-        if slot.source != version.source and slot.source.pushed is None:
-            return None
-        return slot.root_hash if (slot.epoch, slot.version) == version.identity.as_tuple() else None
+        return slot.root_hash if slot.source == version.source or slot.source.pushed else None
 
     def has_staged(self, version: WeightsVersion) -> bool:
         """It could commit this version now, or has it already."""
@@ -105,27 +109,23 @@ class ReplicaHead:
     def is_receiving(self, version: WeightsVersion) -> bool:
         """Its slot is being filled with this version."""
         slot = self.staged_slot
-        return (
-            slot is not None
-            and slot.phase == "Staging"
-            and (slot.epoch, slot.version) == version.identity.as_tuple()
-        )
+        staging = slot is not None and slot.phase == "Staging"
+        return staging and self.staged_identity == version.identity
 
     def newer_push_message(self, version: WeightsVersion) -> str | None:
-        """That a trainer has pushed later weights into its slot: nobody else could bring them again."""
-        slot = self.staged_slot
+        """Say that a trainer has pushed later weights into its slot: nothing else brings them again."""
+        slot, later = self.staged_slot, self.staged_identity
         if slot is None or slot.source.pushed is None or slot.phase == "Failed":
             return None
-        if (slot.epoch, slot.version) <= version.identity.as_tuple():
+        if later is None or later <= version.identity or self.has_at_least(version.identity):
             return None
-        later = f"({slot.epoch}, {slot.version})"
         return f"{self.pod.name}: weights {later} were pushed to it instead of {version.identity}"
 
     def is_in_service(self, committed: WeightsId) -> bool:
         """It serves, or would if the pool were not paused.
 
-        Silence proves nothing: of who is silent the last answer counts, and if this process has
-        heard none, whether it ever was in the Service.
+        Silence proves nothing: of a silent head the last answer counts, or, if this process has had
+        none, whether it ever was in the Service.
         """
         if self.is_finished:
             return False
@@ -139,12 +139,8 @@ class ReplicaHead:
             failed = self.worker.failures.get(verb)
             if failed is not None and failed.about == identity:
                 return f"{self.pod.name}: {failed.message}"
-        slot = self.staged_slot
-        if "stage" not in verbs or slot is None or slot.phase != "Failed" or identity is None:
-            return None
-        if (slot.epoch, slot.version) != identity.as_tuple():
-            return None
-        return f"{self.pod.name}: {slot.error or 'staging failed'}"
+        slot = self._failed_slot(identity) if "stage" in verbs else None
+        return f"{self.pod.name}: {slot.error or 'staging failed'}" if slot else None
 
     def mismatch_message(self, version: WeightsVersion) -> str | None:
         """How its bytes differ from those that the pool has under this identity."""
@@ -156,15 +152,17 @@ class ReplicaHead:
             )
         for verb in ("stage", "commit"):
             failed = self.worker.failures.get(verb)
-            if failed is None or failed.about != version.identity:
-                continue
-            if failed.slug == CONTENT_MISMATCH_SLUG:
+            if failed and (failed.about, failed.slug) == (version.identity, CONTENT_MISMATCH_SLUG):
                 return f"{self.pod.name}: {failed.message}"
+        slot = self._failed_slot(version.identity)
+        mismatch = slot is not None and slot.slug == CONTENT_MISMATCH_SLUG
+        return f"{self.pod.name}: {slot.error}" if slot and mismatch else None
+
+    def _failed_slot(self, identity: WeightsId | None) -> StagedWeights | None:
+        """Its staging slot, if staging of this identity failed there."""
         slot = self.staged_slot
-        if slot is None or slot.phase != "Failed" or slot.slug != CONTENT_MISMATCH_SLUG:
-            return None
-        about = (slot.epoch, slot.version) == version.identity.as_tuple()
-        return f"{self.pod.name}: {slot.error}" if about else None
+        failed = slot is not None and slot.phase == "Failed"
+        return slot if failed and self.staged_identity == identity else None
 
 
 def _is_state_in_service(state: WorkerState, committed: WeightsId) -> bool:
@@ -198,8 +196,8 @@ def describe_wait(head: ReplicaHead) -> str:
     if state is None:
         return _describe_startup(head)
     if state.progress is not None:
-        told = state.progress.fraction is None or "%" in state.progress.message
-        part = "" if told else f" {state.progress.fraction:.0%}"
+        said = state.progress.fraction is None or "%" in state.progress.message
+        part = "" if said else f" {state.progress.fraction:.0%}"
         return f"is {state.lifecycle}: {state.progress.message}{part}"
     others = [h.holder for h in state.holds if h.holder != state.caller]
     if others:

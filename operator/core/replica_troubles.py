@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastError
 
-from .failures import consecutive_failures, failure_message_prefix
 from .observed_pool import ObservedPool, Pod
 from .pass_plan import RequeueAfter
-from .pod_planning import PodGang, PodPlan
+from .pod_planning import PodGang, PodPlan, consecutive_failures, failure_message_prefix
 from .replica_heads import ReplicaHead
 from .settings import FAILURE_RESET_SECONDS, UNREACHABLE_AFTER_SECONDS, UNSCHEDULABLE_AFTER_SECONDS
 
@@ -50,9 +49,9 @@ def find_replica_troubles(
         gangs: its pods by replica.
         heads: living heads of wanted replicas.
         pods: what is done about pods that have ended.
-        errors: what status tells of the last errors: the causes of earlier failures.
+        errors: the last errors in status: the causes of earlier failures.
         now: wall clock, seconds.
-        wait: told when to look again.
+        wait: notes when to look again.
     """
     if spec.suspend:
         return ReplicaTroubles()
@@ -67,19 +66,13 @@ def find_replica_troubles(
         for index, count in counts.items()
         if count >= CRASH_LOOP_FAILURES
     }
+    silent = {head.pod.replica: _unreachable_message(spec, head, wait) for head in heads}
+    wanted = [pod for pod in seen.pods if pod.replica < spec.replicas]
+    homeless = {pod.name: _unschedulable_message(spec, pod, now, wait) for pod in wanted}
     return ReplicaTroubles(
-        unreachable={
-            head.pod.replica: told
-            for head in heads
-            if (told := _unreachable_message(spec, head, wait)) is not None
-        },
+        unreachable={replica: text for replica, text in silent.items() if text},
         looping=looping,
-        unscheduled={
-            pod.name: told
-            for pod in seen.pods
-            if pod.replica < spec.replicas
-            and (told := _unschedulable_message(spec, pod, now, wait)) is not None
-        },
+        unscheduled={name: text for name, text in homeless.items() if text},
         in_a_row=max(counts.values(), default=0),
     )
 
@@ -110,20 +103,17 @@ def _crash_loop_message(index: int, count: int, plan: PodPlan, errors: Iterable[
     messages = (plan.failed.get(index, ""), *(error.message for error in errors))
     cause = next((m.removeprefix(begin) for m in messages if m.startswith(begin)), "")
     why = f"; last cause: {cause}" if cause else "; status.lastErrors has the causes"
-    minutes = FAILURE_RESET_SECONDS / 60
-    return (
-        f"replica {index} failed {count} times in a row and has not yet done its work for "
-        f"{minutes:g} minutes{why}"
-    )
+    minutes = f"{FAILURE_RESET_SECONDS / 60:g} minutes"
+    return f"replica {index} failed {count} times in a row and has not yet done its work for {minutes}{why}"
 
 
 def _unreachable_message(
     spec: RolloutReplicaSpec, head: ReplicaHead, wait: RequeueAfter
 ) -> str | None:
-    """That a control port has been silent for too long, and what to look at.
+    """Say that a control port has been silent for too long, and what to look at.
 
-    A process that has just been started listens once its libraries are imported. In a pool's own
-    pods the kubelet says when that is over; a trainer's pod may start its worker whenever it likes.
+    A new process listens only after it has imported its libraries. In a pool's own pods the kubelet
+    says when that is over; a trainer's pod may start its worker at any time.
     """
     worker = head.worker
     if head.is_finished or worker.silent_since is None:
@@ -141,43 +131,38 @@ def _unreachable_message(
     at = datetime.fromtimestamp(worker.silent_since, UTC).strftime("%Y-%m-%d %H:%M:%S")
     where = f" on node {head.pod.node!r}" if head.pod.node else ""
     lost = " (the pod is not Ready: see whether its node is)" if not head.pod.ready else ""
+    error = (worker.error or "").lower()
+    found = (
+        fix for parts, fix in UNREACHABLE_ADVICE.items() if any(part in error for part in parts)
+    )
     return (
         f"the control port of {head.pod.name}{where} has not answered for more than "
-        f"{UNREACHABLE_AFTER_SECONDS:g} s, {last} at {at} UTC{lost}: {worker.error}; {_unreachable_advice(worker.error)}"
+        f"{UNREACHABLE_AFTER_SECONDS:g} s, {last} at {at} UTC{lost}: {worker.error}; {next(found)}"
     )
 
 
-UNREACHABLE_ADVICE = (
+UNREACHABLE_ADVICE = {
+    ("401 ",): "check that the worker runs with --auth kubernetes, and the API server's audiences",
     (
-        ("401 ",),
-        "check that the worker runs with --auth kubernetes, and the API server's audiences",
-    ),
+        "403 ",
+        "503 ",
+        "auth-unavailable",
+    ): "the worker's service account needs to create tokenreviews and "
+    "localsubjectaccessreviews: see the chart's workers.namespaces",
     (
-        ("403 ", "503 ", "auth-unavailable"),
-        "the worker's service account needs to create tokenreviews and localsubjectaccessreviews: "
-        "see the chart's workers.namespaces",
-    ),
+        "certificate",
+        "ssl",
+        "tls",
+    ): "check --control-ca-file of the operator and the certificate that workers are given",
     (
-        ("certificate", "ssl", "tls"),
-        "check --control-ca-file of the operator and the certificate that workers are given",
-    ),
+        "refused",
+    ): "nothing listens on port 8001: look at the pod's log, and for a service mesh in its way",
     (
-        ("refused",),
-        "nothing listens on port 8001: look at the pod's log, and for a service mesh in its way",
-    ),
-)
-"""What the error has in it, and what to check then."""
-
-
-def _unreachable_advice(error: str | None) -> str:
-    text = (error or "").lower()
-    for parts, advice in UNREACHABLE_ADVICE:
-        if any(part in text for part in parts):
-            return advice
-    return (
-        "check that a NetworkPolicy or service mesh lets the operator reach port 8001, and that the pod's "
-        "node is Ready"
-    )
+        "",
+    ): "check that a NetworkPolicy or service mesh lets the operator reach port 8001, and that the pod's "
+    "node is Ready",
+}
+"""What to check if the error has one of these parts in it; every error has the empty one."""
 
 
 def _unschedulable_message(
@@ -190,10 +175,10 @@ def _unschedulable_message(
         wait.at_most(left)
         return None
     device = spec.accelerator.resource if spec.accelerator else None
-    wanted = (
+    nodes = (
         f"nodes with free {device} (spec.accelerator.resource)" if device else "a node with room"
     )
     return (
-        f"{pod.name}: {pod.trouble}; provide {wanted}, lower spec.replicas, or change what "
+        f"{pod.name}: {pod.trouble}; provide {nodes}, lower spec.replicas, or change what "
         "spec.resources, spec.podTemplate.nodeSelector and tolerations ask for"
     )

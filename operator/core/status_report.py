@@ -1,14 +1,13 @@
-"""The status that describes what a pass saw: counters, members, conditions, phase. Pure."""
+"""The status that a pass writes: what it reports, and which changes of it are worth a write. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any, Literal
 
-from rollout_common.wire import WeightsId
 from rollout_operator.api import names
 from rollout_operator.api.names import ConditionType
-from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import DesiredState, PoolMode
 from rollout_operator.api.status import (
     MAX_ERRORS,
@@ -21,25 +20,35 @@ from rollout_operator.api.status import (
     RolloutReplicaStatus,
     StateTransition,
     UpdatePhase,
+    WeightsStatus,
 )
 
-from .findings import Finding, FindingKind, describe_first_wait, first_findings
-from .pod_planning import PodGang
-from .pod_trouble import NO_IMAGE_TEXT
-from .pool_view import PoolView
+from .findings import Finding, FindingKind, PoolView, describe_first_wait, first_findings
+from .pods.pod_trouble import NO_IMAGE_TEXT
 from .replica_heads import ReplicaHead, describe_wait
-from .updates.weights_status import weights_status
+from .updates.weights_plan import weights_status
 
 ConditionVerdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""
+
+_OUR_CONDITIONS = frozenset(c.value for c in ConditionType)
+
+_PROGRESS_FIELDS = frozenset(
+    {
+        "members", "message", "lastErrors",
+        "replicas", "readyReplicas", "updatedReplicas", "asleepReplicas",
+    }
+)  # fmt: skip
+"""Fields of status that change with mere progress."""
 
 
 def build_status(view: PoolView, stored: RolloutReplicaStatus, now: float) -> RolloutReplicaStatus:
     """Return the whole status; times of what did not change are kept from `stored`."""
     found = first_findings(view)
     wanted = [g for g in view.gangs.values() if g.index < view.wanted_replicas]
-    current = [g for g in wanted if g.is_complete and _is_gang_current(view, g)]
-    conditions = _build_conditions(view, found, stored, now)
+    # A trainer's pods have no revision.
+    theirs = view.spec.mode is PoolMode.HYBRID
+    current = [g for g in wanted if g.is_complete and (theirs or g.is_current(view.spec))]
     return RolloutReplicaStatus(
         observed_generation=view.seen.generation,
         phase=_pool_phase(view, found),
@@ -59,14 +68,8 @@ def build_status(view: PoolView, stored: RolloutReplicaStatus, now: float) -> Ro
             for index, count in sorted(view.pods.replacing.items())
         ),
         last_errors=_last_errors(view, found.get(FindingKind.DEGRADED), stored, now),
-        conditions=conditions,
+        conditions=_build_conditions(view, found, stored, now),
     )
-
-
-def _is_gang_current(view: PoolView, gang: PodGang) -> bool:
-    """Whether all its pods are of the latest revision; a trainer's pods have none."""
-    theirs = view.spec.mode is PoolMode.HYBRID
-    return theirs or all(is_current_revision(pod.revision, view.spec) for pod in gang.living)
 
 
 def _label_selector(view: PoolView) -> str:
@@ -77,9 +80,9 @@ def _label_selector(view: PoolView) -> str:
 
 
 def _new_restarts(view: PoolView, stored: RolloutReplicaStatus) -> int:
-    """Replicas that this pass restarts; one whose deletion failed has been counted.
+    """Replicas that this pass restarts; one whose deletion failed is counted already.
 
-    A trainer's containers restart in their pods: what status had of each member tells which are new.
+    A trainer's containers restart in their pods: the stored status shows which restarts are new.
     """
     if view.spec.mode is not PoolMode.HYBRID:
         return len(view.pods.failed)
@@ -115,14 +118,8 @@ def _pool_phase(view: PoolView, found: dict[FindingKind, Finding]) -> PoolPhase:
 
 
 def _is_updating(view: PoolView) -> bool:
-    update = view.weights.update
-    running = update is not None and update.phase in (
-        UpdatePhase.STAGING,
-        UpdatePhase.COMMITTING,
-        UpdatePhase.FAILED,
-    )
     falling = view.spec.state is not DesiredState.ACTIVE and bool(view.heads)
-    return running or falling or bool(view.pods.outdated)
+    return view.weights.running_update is not None or falling or bool(view.pods.outdated)
 
 
 def _build_conditions(
@@ -138,20 +135,19 @@ def _build_conditions(
     }
     out = []
     for kind, (holds, reason, message) in verdicts.items():
-        status = "True" if holds else "False"
+        status: Literal["True", "False"] = "True" if holds else "False"
         before = stored.find_condition(kind)
         kept = before is not None and before.status == status
         since = before.last_transition_time if kept and before else datetime.fromtimestamp(now, UTC)
-        out.append(
-            PoolCondition(
-                type=kind,
-                status="True" if holds else "False",
-                reason=reason,
-                message=message,
-                last_transition_time=since,
-                observed_generation=view.seen.generation,
-            )
+        condition = PoolCondition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message,
+            last_transition_time=since,
+            observed_generation=view.seen.generation,
         )
+        out.append(condition)
     return tuple(out)
 
 
@@ -168,10 +164,9 @@ def _ready_verdict(view: PoolView) -> ConditionVerdict:
 
 
 def _progressing_verdict(view: PoolView, found: dict[FindingKind, Finding]) -> ConditionVerdict:
-    if FindingKind.STALLED in found:
-        return False, found[FindingKind.STALLED].reason, found[FindingKind.STALLED].message
-    if FindingKind.PROGRESSING in found:
-        return True, found[FindingKind.PROGRESSING].reason, found[FindingKind.PROGRESSING].message
+    for kind in (FindingKind.STALLED, FindingKind.PROGRESSING):
+        if kind in found:
+            return kind is FindingKind.PROGRESSING, found[kind].reason, found[kind].message
     return False, "Complete", _status_message(view, {})
 
 
@@ -186,56 +181,44 @@ def _degraded_verdict(view: PoolView, found: dict[FindingKind, Finding]) -> Cond
 
 
 def _weights_synced_verdict(view: PoolView, stored: RolloutReplicaStatus) -> ConditionVerdict:
-    update, target = view.weights.update, view.target
-    actives = [h.worker.active for h in view.heads.values()]
-    ahead = [
-        a for a in actives if a is not None and a > max(target, _running_identity(view) or target)
-    ]
-    if ahead:
+    weights, target, running = view.weights, view.target, view.weights.running_update
+    actives = [h.worker.active for h in view.heads.values() if h.worker.active is not None]
+    highest, expected = max(actives, default=target), running.identity if running else target
+    if highest > max(target, expected):
         text = (
-            f"a worker serves {max(ahead)}, ahead of the target {target}; workers are never "
+            f"a worker serves {highest}, ahead of the target {target}; workers are never "
             "rolled back: raise the target"
         )
         return False, "AheadOfTarget", text
-    if update is not None and update.phase is UpdatePhase.FAILED:
-        late = "DeadlineExceeded" if view.weights.overdue else "WeightsFailed"
-        reason = "Unsupported" if view.weights.unsupported else late
-        return False, reason, update.message
-    if _running_identity(view) is not None and update is not None:
-        return False, update.phase.value, update.message
-    if view.weights.withheld:
+    if running is not None and running.phase is UpdatePhase.FAILED:
+        late = "DeadlineExceeded" if weights.overdue else "WeightsFailed"
+        return False, "Unsupported" if weights.unsupported else late, running.message
+    if running is not None:
+        return False, running.phase.value, running.message
+    if weights.withheld:
         text = f"nobody has the bytes of weights {target}: publish again, under a higher version"
         return False, "NoLiveCopy", text
     if view.spec.suspend:
         return False, "Suspended", f"no worker runs; {target} will be loaded before any serves"
-    there = sum(a == target for a in actives)
-    text = f"{there} of {view.wanted_replicas} replicas have weights {target}"
+    return _loaded_verdict(view, stored, sum(active == target for active in actives))
+
+
+def _loaded_verdict(view: PoolView, stored: RolloutReplicaStatus, there: int) -> ConditionVerdict:
+    """Whether the replicas have the target, of which `there` report it; no update is under way."""
+    text = f"{there} of {view.wanted_replicas} replicas have weights {view.target}"
     if there >= view.wanted_replicas:
         return True, "Synced", text
-    before = stored.find_condition(ConditionType.WEIGHTS_SYNCED)
-    known = stored.weights.committed
-    if (
-        before is not None
-        and before.status == "True"
-        and known is not None
-        and known.identity == target
-        and there + view.unknown_replicas >= view.wanted_replicas
-    ):
-        return True, "Synced", before.message  # unknown is not out of date
+    before, known = stored.find_condition(ConditionType.WEIGHTS_SYNCED), stored.weights.committed
+    same_target = known is not None and known.identity == view.target
+    enough = there + view.unknown_replicas >= view.wanted_replicas  # unknown is not out of date
+    if before and before.status == "True" and same_target and enough:
+        return True, "Synced", before.message
     return False, "Asleep" if view.spec.state is DesiredState.ASLEEP else "Loading", text
 
 
-def _running_identity(view: PoolView) -> WeightsId | None:
-    update = view.weights.update
-    if update is None or update.phase in (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED):
-        return None
-    return update.identity
-
-
 def _asleep_verdict(view: PoolView) -> ConditionVerdict:
-    count = (
-        view.replicas_at_rest if view.spec.state is DesiredState.ASLEEP else view.asleep_replicas
-    )
+    asleep = view.spec.state is DesiredState.ASLEEP
+    count = view.replicas_at_rest if asleep else view.asleep_replicas
     whole = 0 < view.wanted_replicas <= count
     reason = "Asleep" if whole else "PartlyAsleep" if count else "Awake"
     return whole, reason, f"{count} of {view.wanted_replicas} replicas are asleep"
@@ -244,45 +227,36 @@ def _asleep_verdict(view: PoolView) -> ConditionVerdict:
 def _suspended_verdict(view: PoolView) -> ConditionVerdict:
     if not view.spec.suspend:
         return False, "NotSuspended", "spec.suspend is false"
-    left = len(view.seen.pods)
-    if left:
-        return (
-            False,
-            "Suspending",
-            f"waiting for {left} pod{'s' * (left != 1)} to drain and terminate",
-        )
+    if left := len(view.seen.pods):
+        text = f"waiting for {left} pod{'s' * (left != 1)} to drain and terminate"
+        return False, "Suspending", text
     return True, "Suspended", "no pods run"
 
 
 def _last_transition(
     view: PoolView, stored: RolloutReplicaStatus, now: float
 ) -> StateTransition | None:
-    """The lifecycle's last change: begun when spec asked for it, ended when all have done it."""
+    """The lifecycle's last change: it begins when spec asks for it and ends when all have done it."""
     wanted = "Suspended" if view.spec.suspend else view.spec.state
-    last = stored.last_transition
+    last, moment = stored.last_transition, datetime.fromtimestamp(now, UTC)
     if last is None or last.to != wanted:
-        moment = datetime.fromtimestamp(now, UTC)
         last = StateTransition(from_=last.to if last else None, to=wanted, started_at=moment)
     if last.completed_at is not None:
         return last
     if view.is_settled:
-        moment = datetime.fromtimestamp(now, UTC)
         return last.model_copy(update={"completed_at": moment, "message": "done"})
-    return last.model_copy(update={"message": _transition_message(view)})
-
-
-def _transition_message(view: PoolView) -> str:
-    return f"bringing {view.wanted_replicas} replicas to state {view.spec.state}"
+    text = f"bringing {view.wanted_replicas} replicas to state {view.spec.state}"
+    return last.model_copy(update={"message": text})
 
 
 def _member_status(view: PoolView, head: ReplicaHead) -> MemberStatus:
     state, active = head.worker.state, head.worker.active
     pod = head.pod
-    told = "Terminating" if pod.is_deleting else "Unreachable" if pod.started else "Pending"
+    silent = "Terminating" if pod.is_deleting else "Unreachable" if pod.started else "Pending"
     return MemberStatus(
         name=pod.name,
         node=pod.node,
-        state=state.lifecycle if state else told,
+        state=state.lifecycle if state else silent,
         epoch=active.epoch if active else None,
         version=active.version if active else None,
         ready=head.is_serving,
@@ -294,23 +268,24 @@ def _member_status(view: PoolView, head: ReplicaHead) -> MemberStatus:
 
 def _member_statuses(view: PoolView) -> tuple[MemberStatus, ...]:
     silent = view.ailments.unreachable
-    order = sorted(
-        view.heads.values(),
-        key=lambda h: (h.is_serving, h.pod.replica not in silent, h.pod.replica),
-    )
-    return tuple(_member_status(view, head) for head in order[:MAX_MEMBERS])
+
+    def order(head: ReplicaHead) -> tuple[bool, bool, int]:
+        return head.is_serving, head.pod.replica not in silent, head.pod.replica
+
+    first = sorted(view.heads.values(), key=order)[:MAX_MEMBERS]
+    return tuple(_member_status(view, head) for head in first)
 
 
 def _last_errors(
     view: PoolView, finding: Finding | None, stored: RolloutReplicaStatus, now: float
 ) -> tuple[LastError, ...]:
     at = datetime.fromtimestamp(now, UTC)
-    # Made first: that cuts a text to its bound, as those in status are.
+    # The model cuts a text to its bound: only then it compares with those in status.
     made = [
         LastError(time=at, message=message, log=view.pods.logs.get(index, ""))
         for index, message in view.pods.failed.items()
     ]
-    # Of a crash loop the failures are there, each once.
+    # A crash loop adds nothing: its failures are in the list, each once.
     if finding is not None and finding.reason != "CrashLooping":
         made.append(LastError(time=at, message=finding.message))
     known = {_error_key(each.message) for each in stored.last_errors}
@@ -319,6 +294,94 @@ def _last_errors(
 
 
 def _error_key(message: str) -> str:
-    """What makes an error another one: the kubelet tells of one image in turn in two ways."""
+    """What makes an error a new one: the kubelet reports a missing image under two alternating reasons."""
     before, found, _ = message.partition(NO_IMAGE_TEXT)
     return before if found else message
+
+
+def owned_fields(status: RolloutReplicaStatus) -> dict[str, Any]:
+    """The part of status that the operator owns, as a document: no conditions of others."""
+    document = status.to_document()
+    kept = [c for c in document.get("conditions", ()) if c["type"] in _OUR_CONDITIONS]
+    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
+    return document
+
+
+def is_same_decision(before: WeightsStatus, after: WeightsStatus) -> bool:
+    """Whether a new status decides nothing about weights that the old one doesn't say."""
+    return _weights_decision(before) == _weights_decision(after)
+
+
+def _weights_decision(weights: WeightsStatus) -> tuple[object, ...]:
+    update = weights.last_update
+    if update is None:
+        return (weights.committed,)
+    return weights.committed, update.identity, update.source, update.phase, update.root_hash
+
+
+def without_progress(document: dict[str, Any]) -> dict[str, Any]:
+    """Status without the texts and counts that change with mere progress."""
+    out = {k: v for k, v in document.items() if k not in _PROGRESS_FIELDS}
+    out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
+    weights = _without(out.get("weights", {}), "active", "stagedReplicas")
+    out["weights"] = weights | {"lastUpdate": _without(weights.get("lastUpdate", {}), "message")}
+    out["lastTransition"] = _without(out.get("lastTransition", {}), "message")
+    return out
+
+
+def _without(document: Mapping[str, Any], *fields: str) -> dict[str, Any]:
+    return {k: v for k, v in document.items() if k not in fields}
+
+
+def status_for_invalid_spec(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
+) -> RolloutReplicaStatus:
+    """Return the stored status, Degraded: this operator can't read the spec and touches nothing."""
+    degraded = _degraded_condition(stored, pool, why, now, reason="InvalidSpec")
+    others = tuple(c for c in stored.conditions if c.type != ConditionType.DEGRADED)
+    return stored.model_copy(
+        update={
+            "observed_generation": degraded.observed_generation,
+            "phase": PoolPhase.DEGRADED,
+            "message": why[:1024],
+            "conditions": (*others, degraded),
+        }
+    )
+
+
+def document_for_unreadable_status(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float
+) -> dict[str, Any] | None:
+    """Return the object's own status, with nothing changed but Degraded; None: it is so already.
+
+    A newer operator needs what this one can't read: a status made of what this one understood would
+    erase it, the committed weights first of all.
+    """
+    degraded = _degraded_condition(stored, pool, why, now, reason="UnreadableStatus")
+    if stored.find_condition(ConditionType.DEGRADED) == degraded:
+        return None
+    kept = dict(pool["status"])
+    found = kept["conditions"] if isinstance(kept.get("conditions"), list) else []
+    others = [c for c in found if not _is_degraded(c)]
+    kept["conditions"] = [*others, degraded.model_dump(by_alias=True)]
+    return kept
+
+
+def _degraded_condition(
+    stored: RolloutReplicaStatus, pool: Mapping[str, Any], why: str, now: float, *, reason: str
+) -> PoolCondition:
+    """Return the condition Degraded, which keeps its time while it stays true."""
+    before = stored.find_condition(ConditionType.DEGRADED)
+    since = before.last_transition_time if before and before.status == "True" else None
+    return PoolCondition(
+        type=ConditionType.DEGRADED,
+        status="True",
+        reason=reason,
+        message=why,
+        last_transition_time=since or datetime.fromtimestamp(now, UTC),
+        observed_generation=pool["metadata"].get("generation", 0),
+    )
+
+
+def _is_degraded(condition: object) -> bool:
+    return isinstance(condition, Mapping) and condition.get("type") == ConditionType.DEGRADED

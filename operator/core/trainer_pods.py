@@ -1,6 +1,6 @@
 """A trainer's pods and their ResourceClaims, read once into plain values. Pure.
 
-What a trainer reads of them, too, stands in `rollout_common.device_claims`.
+The trainer reads some of it, too: that is in `rollout_common.device_claims`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrainerPod:
 
     @property
     def has_devices(self) -> bool:
-        """Whether it has a ResourceClaim, or is about to get one: a pod without any is no trainer."""
+        """It has a ResourceClaim, or is about to get one: a pod without any is not a trainer's."""
         return bool(self.claims or self.unmade) or (self.extended and self.node is None)
 
 
@@ -86,7 +86,7 @@ class DeviceSlice:
 
 @dataclass(frozen=True, slots=True)
 class ObservedTrainers:
-    """What may be beside a colocated pool's pods."""
+    """The trainer's pods and claims, as far as a colocated pool needs them."""
 
     trainers: tuple[TrainerPod, ...] = ()
     claims: Mapping[str, DeviceClaim] | None = None
@@ -97,17 +97,17 @@ class ObservedTrainers:
     has_shrunk: bool = False
     """There were more of them a short time ago."""
     uuids: Mapping[str, str] = field(default_factory=dict)
-    """Of devices by name, as their drivers publish them; only if the pool shares devices out."""
+    """Of devices by name, as their drivers publish them; only if the pool divides a claim's devices."""
 
     @property
     def is_list_pending(self) -> bool:
-        """The API server has been asked what there is, and may answer yet."""
+        """The API server has been asked for the lists, and has not answered yet."""
         return self.claims is None and not self.unknown
 
 
 @dataclass(slots=True)
 class TrainerWatch:
-    """For how long this process has seen the same pods of a trainer; forgetting it costs a wait."""
+    """For how long this process has seen the same pods of a trainer; to forget it costs a wait."""
 
     changed_at: float = -math.inf
     """Monotonic seconds."""
@@ -121,19 +121,13 @@ class TrainerWatch:
         return len(self._uids) < self._most
 
     def note_trainers(self, trainers: Iterable[TrainerPod], now: float) -> float:
-        """Note which pods there are; return seconds since that last changed.
-
-        Args:
-            trainers: the trainer's pods.
-            now: monotonic seconds.
-        """
+        """Note which pods there are at `now`, monotonic; return seconds since that last changed."""
         uids = frozenset(each.uid for each in trainers if each.has_devices)
         if uids != self._uids:
             self._uids, self.changed_at = uids, now
         seconds = now - self.changed_at
-        self._most = (
-            len(uids) if seconds >= TRAINERS_SETTLED_SECONDS else max(self._most, len(uids))
-        )
+        settled = seconds >= TRAINERS_SETTLED_SECONDS
+        self._most = len(uids) if settled else max(self._most, len(uids))
         return seconds
 
 
@@ -147,12 +141,9 @@ class RecordedPlacement:
 
 
 def parse_trainer(obj: Obj) -> TrainerPod | None:
-    """Read a pod; None if it is none of a trainer's: it has ended, or it is a rollout pod itself."""
-    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
-    labels = meta.get("labels") or {}
-    if labels.get(names.LABEL_MANAGED_BY) == names.MANAGER_NAME:
-        return None
-    if status.get("phase") in ("Failed", "Succeeded"):
+    """Read a pod; None if it is not a trainer's: it has ended, or a pool of ours has it."""
+    meta, spec = obj["metadata"], obj.get("spec") or {}
+    if not may_be_trainer(obj):
         return None
     claims, unmade = pod_claims(obj)
     return TrainerPod(
@@ -167,8 +158,15 @@ def parse_trainer(obj: Obj) -> TrainerPod | None:
     )
 
 
+def may_be_trainer(obj: Obj) -> bool:
+    """Return whether a pod has not ended and is not in a pool of ours."""
+    labels, status = obj["metadata"].get("labels") or {}, obj.get("status") or {}
+    ours = labels.get(names.LABEL_MANAGED_BY) == names.MANAGER_NAME
+    return not ours and status.get("phase") not in ("Failed", "Succeeded")
+
+
 def _requests_extended_resource(spec: Obj) -> bool:
-    """Whether a limit of the pod's is an extended resource, as Kubernetes tells them by their names."""
+    """Whether a limit of the pod has the name of an extended resource, by the rule of Kubernetes."""
     names_of = (
         name
         for container in spec.get("containers") or ()
@@ -189,11 +187,8 @@ def parse_resource_slice(obj: Obj) -> DeviceSlice:
 
 def published_uuids(slices: Iterable[DeviceSlice]) -> dict[str, str]:
     """Return the uuids of all devices; of a pool's slices those of its latest generation count."""
-    return {
-        name: uuid
-        for each in sorted(slices, key=lambda each: each.generation)
-        for name, uuid in each.uuids
-    }
+    ordered = sorted(slices, key=lambda each: each.generation)
+    return {name: uuid for each in ordered for name, uuid in each.uuids}
 
 
 def parse_resource_claim(obj: Obj) -> DeviceClaim:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rollout_common.kube.errors import KubeError
 from rollout_operator.api.names import MANAGER_NAME
 from rollout_operator.api.objects import Obj
 
-from .errors import KubeError
 from .kube_client import KubeClient
 from .settings import EVENT_FLUSH_SECONDS, EVENT_REPEAT_SECONDS
 

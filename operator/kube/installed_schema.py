@@ -11,11 +11,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rollout_common.kube.errors import KubeError
 from rollout_operator.api.crd import CRD_NAME, structural_schema
 from rollout_operator.api.names import KIND
 from rollout_operator.api.status import RolloutReplicaStatus
 
-from .errors import KubeError
 from .kube_client import KubeClient
 from .settings import SCHEMA_CHECK_SECONDS, SCHEMA_RETRY_SECONDS
 

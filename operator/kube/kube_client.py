@@ -1,69 +1,69 @@
-"""A thin asynchronous client of the API server: the few verbs and resources that we use.
+"""The resources and verbs of the API server that the operator uses.
 
-Every request has a deadline, is counted, and either returns the object or raises one error of
-`errors`. Writes are fenced (see `transport`).
+Every request has a deadline, is counted, and either returns the object or raises a `KubeError`. Writes
+are fenced (see `rollout_common.kube.api_client`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from rollout_operator.api.names import API_VERSION, GROUP, KIND, MANAGER_NAME, PLURAL, VERSION
+from rollout_common.kube.api_client import ApiClient, ApiRequest
+from rollout_common.kube.errors import Forbidden
+from rollout_common.kube.reflector import Collection
+from rollout_common.kube.settings import REQUEST_TIMEOUT_SECONDS
+from rollout_operator.api.names import API_VERSION, GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import Obj
 
-from .errors import Forbidden, from_answer
-from .settings import REQUEST_TIMEOUT_SECONDS
-from .transport import ApiRequest, ApiTransport, PatchKind
+from .aiohttp_connections import AiohttpConnections
+from .credentials import load_operator_access
 
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""
 
-
-@dataclass(frozen=True, slots=True)
-class _ResourceType:
-    prefix: str
-    api_version: str
-    kind: str
-
-
-RESOURCE_TYPES: Mapping[str, _ResourceType] = {
-    PLURAL: _ResourceType(f"/apis/{GROUP}/{VERSION}", API_VERSION, KIND),
-    "pods": _ResourceType("/api/v1", "v1", "Pod"),
-    "services": _ResourceType("/api/v1", "v1", "Service"),
-    "endpointslices": _ResourceType(
-        "/apis/discovery.k8s.io/v1", "discovery.k8s.io/v1", "EndpointSlice"
-    ),
-    "resourceclaims": _ResourceType(
-        "/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceClaim"
-    ),
-    "resourceslices": _ResourceType(
-        "/apis/resource.k8s.io/v1", "resource.k8s.io/v1", "ResourceSlice"
-    ),
-    "serviceaccounts": _ResourceType("/api/v1", "v1", "ServiceAccount"),
-    "leases": _ResourceType("/apis/coordination.k8s.io/v1", "coordination.k8s.io/v1", "Lease"),
-    "events": _ResourceType("/apis/events.k8s.io/v1", "events.k8s.io/v1", "Event"),
+PatchKind = Literal["merge", "json", "apply"]
+_CONTENT_TYPES: Mapping[PatchKind, str] = {
+    "merge": "application/merge-patch+json",
+    "json": "application/json-patch+json",
+    "apply": "application/apply-patch+yaml",
+}
+_PATHS = {
+    PLURAL: f"/apis/{GROUP}/{VERSION}",
+    "pods": "/api/v1",
+    "services": "/api/v1",
+    "endpointslices": "/apis/discovery.k8s.io/v1",
+    "resourceclaims": "/apis/resource.k8s.io/v1",
+    "resourceslices": "/apis/resource.k8s.io/v1",
+    "serviceaccounts": "/api/v1",
+    "leases": "/apis/coordination.k8s.io/v1",
+    "events": "/apis/events.k8s.io/v1",
 }
 
 
-class ListPage(NamedTuple):
-    """A part of a list; `resource_version` is that of the whole list."""
+def resource_collection(
+    resource: str, namespace: str | None, selector: str | None = None
+) -> Collection:
+    """Return what to list or watch; namespace None: all of them, or none."""
+    params = {"labelSelector": selector} if selector else {}
+    what = f"{resource} {namespace or '*'}"
+    return Collection(resource, _resource_path(resource, namespace), what, params)
 
-    items: list[Obj]
-    resource_version: str
+
+def _resource_path(resource: str, namespace: str | None) -> str:
+    scope = f"/namespaces/{namespace}" if namespace is not None else ""
+    return f"{_PATHS[resource]}{scope}/{resource}"
 
 
-class KubeClient:
-    """See the module; use it as an async context manager, or call `close`.
+class KubeClient(ApiClient):
+    """The API server, and tokens of the operator's own account.
 
     Args:
-        on_request: Called with (verb, resource, code) after each request; code 0: no answer.
-        write_seconds: Seconds for which writes are allowed still; 0 or less: fenced.
-        service_account: (namespace, name) of the account that `token` mints for.
+        on_request: As `ApiClient` calls it.
+        write_seconds: As `ApiClient` calls it.
+        service_account: (namespace, name) of the account that `get_token` mints for.
     """
 
     def __init__(
@@ -73,41 +73,31 @@ class KubeClient:
         write_seconds: Callable[[], float] = lambda: REQUEST_TIMEOUT_SECONDS,
         service_account: tuple[str, str] | None = None,
     ) -> None:
-        self._transport = ApiTransport(on_request, write_seconds)
+        super().__init__(
+            load_operator_access,
+            AiohttpConnections,
+            on_request=on_request,
+            write_seconds=write_seconds,
+        )
         self._account = service_account
         self._tokens: dict[str, tuple[float, str]] = {}
         self._token_locks: dict[str, asyncio.Lock] = {}
 
-    async def __aenter__(self) -> KubeClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._transport.close()
-
-    def fence_with(self, write_seconds: Callable[[], float]) -> None:
-        """Set who says for how long writes are allowed."""
-        self._transport.write_seconds = write_seconds
-
     async def get(self, resource: str, namespace: str, name: str) -> Obj:
         """Return one object, or raise `NotFound`."""
-        return await self._send_request("get", resource, namespace, name)
+        return await self._ask("get", resource, namespace, name)
 
     async def get_openapi(self) -> Obj:
         """Return the OpenAPI document of our API group, as the API server publishes it."""
         url = f"/openapi/v3/apis/{GROUP}/{VERSION}"
         what = f"get the OpenAPI document of {API_VERSION}"
-        request = ApiRequest("get", "openapi", url, what, None, {}, None, fenced=False)
-        return await self._transport.send_request(request)
+        return await self.send_request(ApiRequest("get", "openapi", url, what))
 
     async def create(self, resource: str, obj: Obj) -> Obj:
         """Create an object; unknown fields are an error (`Invalid`), a taken name `AlreadyExists`."""
         params = {"fieldManager": MANAGER_NAME, "fieldValidation": "Strict"}
         namespace = obj["metadata"]["namespace"]
-        return await self._send_request("create", resource, namespace, body=obj, params=params)
+        return await self._ask("create", resource, namespace, body=obj, params=params)
 
     async def delete(
         self,
@@ -118,7 +108,7 @@ class KubeClient:
         uid: str | None = None,
         grace: int | None = None,
     ) -> Obj:
-        """Delete an object; with `uid` only that very object (else `Conflict`).
+        """Delete an object; with `uid` only the object that has it (else `Conflict`).
 
         Returns:
             The object as it terminates, or a `Status` if it is gone at once.
@@ -128,7 +118,7 @@ class KubeClient:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
-        return await self._send_request("delete", resource, namespace, name, body=options)
+        return await self._ask("delete", resource, namespace, name, body=options)
 
     async def patch(
         self,
@@ -142,75 +132,26 @@ class KubeClient:
     ) -> Obj:
         """Patch an object or a subresource of it.
 
-        `apply` is a server-side apply as field manager `rollout-operator`, by force; `body` needs
-        apiVersion and kind then, and may carry `metadata.resourceVersion` to be refused
-        (`Conflict`) where somebody else was faster. `merge` may carry it too.
+        `apply` is a server-side apply as field manager `rollout-operator`, by force; its `body` needs
+        apiVersion and kind. With `metadata.resourceVersion`, which `merge` may carry too, the patch is a
+        `Conflict` if somebody else was faster.
         """
         params = {"fieldManager": MANAGER_NAME}
         if kind == "apply":
             params["force"] = "true"
         path = f"{name}/{subresource}" if subresource else name
-        return await self._send_request(
-            "patch", resource, namespace, path, body=body, params=params, content=kind
+        return await self._ask(
+            "patch",
+            resource,
+            namespace,
+            path,
+            body=body,
+            params=params,
+            content_type=_CONTENT_TYPES[kind],
         )
 
-    async def list_pages(
-        self,
-        resource: str,
-        namespace: str | None,
-        *,
-        selector: str | None = None,
-        limit: int = 500,
-    ) -> AsyncIterator[ListPage]:
-        """Yield a list page by page; namespace None: all of them.
-
-        Raises:
-            Gone: The continuation expired (the list took minutes): begin again.
-        """
-        known = RESOURCE_TYPES[resource]
-        params = {"limit": str(limit)}
-        if selector:
-            params["labelSelector"] = selector
-        while True:
-            answer = await self._send_request("list", resource, namespace, params=params)
-            items = answer.get("items") or []
-            for item in items:
-                item.setdefault("apiVersion", known.api_version)
-                item.setdefault("kind", known.kind)
-            meta = answer.get("metadata") or {}
-            yield ListPage(items, str(meta.get("resourceVersion", "")))
-            if not meta.get("continue"):
-                return
-            params["continue"] = meta["continue"]
-
-    async def watch(
-        self,
-        resource: str,
-        namespace: str | None,
-        version: str,
-        *,
-        selector: str | None = None,
-        seconds: float,
-    ) -> AsyncIterator[tuple[str, Obj]]:
-        """Yield the events after `version`, as (type, object), for so many seconds.
-
-        Raises:
-            Gone: The API server has not kept the events since then: list again.
-        """
-        params = {"watch": "true", "resourceVersion": version, "timeoutSeconds": f"{seconds:.0f}"}
-        if selector:
-            params["labelSelector"] = selector
-        what = f"watch {resource} {namespace or '*'}"
-        url = _resource_url(RESOURCE_TYPES[resource], resource, namespace, "")
-        request = ApiRequest("watch", resource, url, what, None, params, None, fenced=False)
-        async for event in self._transport.stream_objects(request, seconds):
-            kind, obj = event["type"], event["object"]
-            if kind == "ERROR":
-                raise from_answer(int(obj.get("code", 500)), json.dumps(obj).encode(), what, None)
-            yield kind, obj
-
     async def get_token(self, audience: str, seconds: int = 600) -> str:
-        """Return a token of the operator's own account for one audience, from a cache if fresh.
+        """Return a token of the operator's own account for one audience, a cached one while it is fresh.
 
         Raises:
             Forbidden: No service account was named, or it may not mint tokens.
@@ -243,32 +184,27 @@ class KubeClient:
             "kind": "TokenRequest",
             "spec": {"audiences": [audience], "expirationSeconds": seconds},
         }
-        answer = await self._send_request(
+        answer = await self._ask(
             "create", "serviceaccounts", namespace, f"{name}/token", body=body, fenced=False
         )
         return str(answer["status"]["token"])
 
-    async def _send_request(
+    async def _ask(
         self,
         verb: str,
         resource: str,
-        namespace: str | None,
+        namespace: str,
         path: str = "",
         *,
         body: Any = None,
         params: Mapping[str, str] | None = None,
-        content: PatchKind | None = None,
+        content_type: str = "application/json",
         fenced: bool | None = None,
     ) -> Obj:
-        what = f"{verb} {resource} {namespace or '*'}/{path}".rstrip("/")
-        url = _resource_url(RESOURCE_TYPES[resource], resource, namespace, path)
+        what = f"{verb} {resource} {namespace}/{path}".rstrip("/")
+        url = f"{_resource_path(resource, namespace)}/{path}".rstrip("/")
         if fenced is None:
             # The Lease is how the fence is kept; reading changes nothing.
-            fenced = verb not in ("get", "list") and resource != "leases"
-        request = ApiRequest(verb, resource, url, what, body, params or {}, content, fenced)
-        return await self._transport.send_request(request)
-
-
-def _resource_url(known: _ResourceType, resource: str, namespace: str | None, path: str) -> str:
-    scope = f"/namespaces/{namespace}" if namespace is not None else ""
-    return f"{known.prefix}{scope}/{resource}" + (f"/{path}" if path else "")
+            fenced = verb != "get" and resource != "leases"
+        request = ApiRequest(verb, resource, url, what, params or {}, body, content_type, fenced)
+        return await self.send_request(request)

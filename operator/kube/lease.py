@@ -1,10 +1,10 @@
-"""Who may write: one process at a time, by a `coordination.k8s.io/Lease`.
+"""One process at a time may write: the holder of a `coordination.k8s.io/Lease`.
 
-The holder renews every two seconds. Its permission to write ends `RENEW_SECONDS` after the last
-successful renewal was *sent*, five seconds before anybody else may take the Lease, and every
-write's deadline lies before that moment. While the API server is away the holder is fenced but
-stays: if nobody else has held the Lease meanwhile (the update carries the resourceVersion that we
-wrote last), it continues with all it knows. If somebody has, this process exits.
+The holder renews every two seconds. Its permission to write ends `RENEW_DEADLINE_SECONDS` after the
+last successful renewal was *sent*, five seconds before anybody else may take the Lease, and every
+write's deadline lies before that moment. While the API server is away the holder is fenced but stays.
+Its next update carries the resourceVersion that it wrote last: if nobody else has held the Lease since
+then, it continues with all it knows; otherwise this process exits.
 
 Time is the boot clock, which also runs while the machine sleeps; other machines' clocks are never
 compared with ours. A standby counts from when it last saw the Lease change itself, and from when it
@@ -19,9 +19,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from rollout_common.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from rollout_operator.api.objects import Obj
 
-from .errors import AlreadyExists, Conflict, KubeError, NotFound
 from .kube_client import KubeClient
 from .settings import (
     LEASE_DURATION_SECONDS,
@@ -51,7 +51,7 @@ class Leadership:
         kube: The client; requests for Leases are not fenced.
         namespace: Where the Lease is.
         name: Its name.
-        identity: Who we are, unique for this process.
+        identity: Name of this process, unique.
         clock: `boot_clock`, or a test's.
     """
 
@@ -79,11 +79,6 @@ class Leadership:
         self._missed_at: float | None = None
         """When the Lease that had been there was first seen to be gone."""
         self._tried_at = clock()
-
-    @property
-    def identity(self) -> str:
-        """Holder identity in the Lease while we hold it."""
-        return self._identity
 
     def has_lease(self) -> bool:
         """Return whether the Lease is ours as far as we know (we may be fenced right now)."""
@@ -178,7 +173,7 @@ class Leadership:
         return True
 
     def _was_just_deleted(self, now: float) -> bool:
-        """Its holder may write still; it creates the Lease anew if it can. Who starts knows of none."""
+        """Return whether its holder may still write, and create it again; a new process has seen none."""
         if not self._seen_version:
             return False
         self._missed_at = now if self._missed_at is None else self._missed_at
@@ -225,7 +220,7 @@ class Leadership:
         self._renewed_at = sent
 
     async def _reread_lease(self) -> None:
-        """Continue if the Lease still names us although somebody wrote it, say `kubectl edit`."""
+        """Continue if the Lease still names us although somebody wrote it, for example by `kubectl edit`."""
         lease = await self._kube.get("leases", self._namespace, self._name)
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if holder != self._identity:
@@ -249,8 +244,6 @@ class Leadership:
 
 class SoleLeader:
     """Stands in for `Leadership` under `--no-leader-elect`: this process always may write."""
-
-    identity = "sole"
 
     def has_lease(self) -> bool:
         """Return True."""

@@ -1,48 +1,33 @@
-"""How long things may take in this package, and why."""
+"""How long things may take in this package, in seconds, and why."""
 
 from __future__ import annotations
 
-# credentials.py
-
-TOKEN_REREAD_SECONDS = 600
-"""How long a token that was read from the file is used; the kubelet renews it with hours to go."""
-
-
-# event_recorder.py
+KOPF_LOGIN_SECONDS = 600.0
+"""kopf logs in again after this time, so that it follows tokens that the kubelet renews with hours to go."""
 
 EVENT_REPEAT_SECONDS = 600.0
+"""An event is not repeated within this time: `kubectl describe` shows events of the last hour."""
 
 EVENT_FLUSH_SECONDS = 2.0
-
-
-# installed_schema.py
+"""A process that ends posts its last events this long; its pod has 30 s to end in all."""
 
 SCHEMA_CHECK_SECONDS = 300.0
+"""CRDs change with an upgrade, which somebody watches for minutes."""
 
 SCHEMA_RETRY_SECONDS = 10.0
 """How soon to look again while something is lacking, or could not be read."""
 
-
-# lease.py
-
 LEASE_DURATION_SECONDS = 15
+"""A standby takes a Lease that was not renewed for this long; as in kube-controller-manager."""
 
 RENEW_DEADLINE_SECONDS = 10.0
+"""The holder stops writing this long after its last renewal: 5 s before a standby may begin."""
 
 RENEW_INTERVAL_SECONDS = 2.0
+"""Several renewals may fail before the deadline."""
 
 STANDBY_POLL_SECONDS = 1.0
 """A standby looks this often, so that it takes over within 2 s of a release."""
 
 LEASE_REQUEST_SECONDS = 5.0
-"""Deadline of one request for the Lease."""
-
-
-# transport.py
-
-REQUEST_TIMEOUT_SECONDS = 30.0
-
-STREAM_SLACK_SECONDS = 10.0
-"""How much longer than it was asked for a stream may last: the API server ends it, if it lives."""
-
-CONNECT_TIMEOUT_SECONDS = 5.0
+"""Deadline of one request for the Lease: a second one fits in before the renewal is overdue."""

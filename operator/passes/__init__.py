@@ -1,4 +1,4 @@
 """One pass over a pool: observe, decide, act; and the loop that runs passes.
 
-The only room that writes to the cluster. What to write is decided in `core`.
+The only package that writes to the cluster. What to write is decided in `core`.
 """

@@ -1,4 +1,4 @@
-"""The first third of a pass: what it starts from. Nobody is asked; polls bring the answers."""
+"""The first third of a pass: what it starts from. It calls no worker; polls bring the answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.endpoint_slices import read_gates
 from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
 from rollout_operator.core.observed_pool import ObservedPool, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import ControlVerb
+from rollout_operator.core.services import read_gates
 from rollout_operator.core.trainer_pods import (
     DeviceClaim,
     DeviceSlice,
@@ -44,15 +44,15 @@ def observe_pool(
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
     if spec.mode is PoolMode.HYBRID:
-        told, beside, foreign = _observe_members(ctx, key, spec, meta["uid"])
-        pods = told
+        pods, beside, foreign = _observe_members(ctx, key, spec, meta["uid"])
+        predecessors: tuple[Pod, ...] = ()
     else:
-        ours, predecessors = memory.pods.read_pods(
-            ctx.store.pool_pods(key), key.name, meta["uid"], spec
-        )
+        objs = ctx.store.pool_pods(key)
+        ours, others = memory.pods.read_pods(objs, key.name, meta["uid"], spec)
         foreign = memory.pods.strangers
-        told = memory.witness.with_seen_seconds((*ours, *predecessors), ctx.monotonic())
-        pods, beside = told[: len(ours)], _observe_trainers(ctx, key, spec, memory)
+        found = memory.witness.with_seen_seconds((*ours, *others), ctx.monotonic())
+        pods, predecessors = found[: len(ours)], found[len(ours) :]
+        beside = _observe_trainers(ctx, key, spec, memory)
     heads = [p for p in pods if p.rank == 0]
     return ObservedPool(
         name=key.name,
@@ -67,7 +67,7 @@ def observe_pool(
         barrier=memory.barrier,
         paused=notes.get(names.ANNOTATION_PAUSED) == "true",
         retry=notes.get(names.ANNOTATION_RETRY, ""),
-        predecessors=told[len(pods) :],
+        predecessors=predecessors,
         awaited=memory.obstacles.awaited,
         api_errors=memory.obstacles.api_errors,
         undeleted=memory.obstacles.undeleted,
@@ -79,7 +79,7 @@ def observe_pool(
 def _observe_members(
     ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec, uid: str
 ) -> tuple[tuple[Pod, ...], ObservedTrainers, tuple[str, ...]]:
-    """The trainer's pods as members of a Hybrid pool; none while they are not listed. And who is none."""
+    """The members of a Hybrid pool, none while they are not listed; and sentences on selected others."""
     assert spec.colocation is not None, "the CRD demands a selector"
     found = ctx.neighbours.subscribe_inside(key, spec.colocation.trainer_selector)
     if found.unknown is not None:
@@ -96,7 +96,7 @@ def _observe_members(
 def _observe_trainers(
     ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec, memory: PoolMemory
 ) -> ObservedTrainers:
-    """What the trainer has; only colocated pools ask."""
+    """The trainer's pods and devices, for a colocated pool."""
     if spec.colocation is None:
         return ObservedTrainers()
     selector, shared = spec.colocation.trainer_selector, spec.colocation.slots > 1
@@ -132,9 +132,9 @@ def wait_for_first_polls(
 
 
 def stop_polling(ctx: PassContext, memory: PoolMemory) -> None:
-    """Poll no head of a pool about which nothing can be decided: nobody would notice who goes.
+    """Poll no head of a pool whose object can't be read: no pass would notice which pods are gone.
 
-    Once something can, all are polled before it is, as by a process that has just started.
+    After it can be read again, the first decision waits for polls of all, as in a new process.
     """
     for uid in memory.polled:
         ctx.workers.poller.unwatch_head(uid)
@@ -149,10 +149,8 @@ def poll_heads(
     memory: PoolMemory,
 ) -> None:
     """Have the heads polled: often while something is under way, seldom otherwise."""
-    conditions = (
-        status.find_condition(c) for c in (ConditionType.PROGRESSING, ConditionType.DEGRADED)
-    )
-    moving = any(c is not None and c.status == "True" for c in conditions)
+    watched = (ConditionType.PROGRESSING, ConditionType.DEGRADED)
+    moving = any(c.type in watched and c.status == "True" for c in status.conditions)
     updating = update_phase(status) in (UpdatePhase.STAGING, UpdatePhase.COMMITTING)
     heads = [p for p in seen.pods if p.rank == 0]
     update = status.weights.last_update if updating else None
@@ -169,7 +167,7 @@ def poll_heads(
 
 
 def _has_news(worker: ObservedWorker | None, update: LastUpdate | None) -> bool:
-    """Whether a look may show how far an update is: not of who has come to it, or is told to commit."""
+    """Whether a poll may show how far an update is: not of a head that has it staged or commits it."""
     if update is None or worker is None or worker.state is None:
         return update is not None
     slot, wanted = worker.state.weights.staged, update.identity.as_tuple()

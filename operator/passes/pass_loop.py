@@ -1,8 +1,4 @@
-"""The N tasks that take keys from the queue and run one pass each.
-
-A pass that fails is retried with the key's own back-off. A pass that has to wait returns the
-seconds to wait; nothing sleeps inside a pass.
-"""
+"""The tasks that take keys from the queue and run passes."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from rollout_common.kube.errors import Conflict, FencedError, KubeError, Unavailable
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
-from rollout_operator.kube.errors import Conflict, FencedError, KubeError, Unavailable
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .pass_context import ReconcileFunction
@@ -23,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class PassLoop:
-    """See the module.
+    """Runs N passes at once, each over another pool.
+
+    A pass that fails is retried with the key's own back-off. A pass that has to wait returns the
+    seconds to wait; nothing sleeps inside a pass.
 
     Args:
         reconcile: The pass.
@@ -66,9 +65,8 @@ class PassLoop:
             return
         _, late = await asyncio.wait({task}, timeout=seconds)
         if late:
-            logger.warning(
-                "cancelling %d passes that did not end in time", self._queue.busy_count()
-            )
+            left = self._queue.busy_count()
+            logger.warning("cancelling %d passes that did not end in time", left)
             task.cancel()
             await asyncio.wait({task}, timeout=1)
 
@@ -102,27 +100,25 @@ class PassLoop:
             self._queue.add(key, FENCED_RETRY_SECONDS)
             return "fenced"
         except Conflict as error:
-            # Somebody else wrote in between: routine, the next pass sees the newer object.
+            # Another client wrote in between: routine, the next pass sees the newer object.
             logger.debug("%s", error, extra=where)
             self._queue.add(key, rate_limited=True)
             return "conflict"
         except Unavailable as error:
             logger.warning("the pass failed and will be retried: %s", error, extra=where)
-            self._queue.add(key, error.retry_after or 0.0, rate_limited=True)
-            return self._count_failure(key)
+            return self._retry_failed(key, error.retry_after or 0.0)
         except KubeError as error:
             logger.error("the pass failed: %s", error, extra=where)  # noqa: TRY400 - its message says all
-            self._queue.add(key, rate_limited=True)
-            return self._count_failure(key)
+            return self._retry_failed(key)
         except Exception:
             logger.exception("the pass failed", extra=where)
-            self._queue.add(key, rate_limited=True)
-            return self._count_failure(key)
+            return self._retry_failed(key)
         self._queue.reset_backoff(key)
         if again is not None:
             self._queue.add(key, again)
         return "ok"
 
-    def _count_failure(self, key: PoolKey) -> str:
+    def _retry_failed(self, key: PoolKey, delay: float = 0.0) -> str:
+        self._queue.add(key, delay, rate_limited=True)
         self._telemetry.count_failed_pass(key)
         return "error"

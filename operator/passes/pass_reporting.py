@@ -27,6 +27,21 @@ logger = logging.getLogger(__name__)
 
 EventType = Literal["Normal", "Warning"]
 
+WAITING_REASON = "WaitingForTrainer"
+UNSCHEDULABLE_REASON = "Unschedulable"
+"""The two reasons of Progressing that are worth an event: somebody may have to act."""
+
+FINAL_PHASES = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
+
+CONDITION_EVENTS: dict[tuple[str, str], tuple[EventType, str]] = {
+    ("Ready", "True"): ("Normal", "Ready"),
+    ("Ready", "False"): ("Normal", "NotReady"),
+    ("Degraded", "False"): ("Normal", "Recovered"),
+    ("Asleep", "True"): ("Normal", "Asleep"),
+    ("Suspended", "True"): ("Normal", "Suspended"),
+}
+"""Type and reason of the event when a condition of this type turns to this status."""
+
 
 def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory) -> None:
     """Post an event for each note and each condition that changed; log a new sentence."""
@@ -43,13 +58,6 @@ def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolM
         logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
 
 
-WAITING_REASON = "WaitingForTrainer"
-UNSCHEDULABLE_REASON = "Unschedulable"
-"""The two reasons of Progressing that are worth an event: somebody may have to act."""
-
-FINAL_PHASES = (UpdatePhase.COMPLETE, UpdatePhase.SUPERSEDED)
-
-
 def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:
     """Count what became of a weights update in this pass, if anything did."""
     for update, outcome in update_outcomes(look.stored.weights, plan.status.weights):
@@ -63,14 +71,14 @@ def update_outcomes(
 ) -> Iterator[tuple[LastUpdate, UpdatePhase]]:
     """Yield the updates that reached an outcome between two statuses, and which one."""
     before, after = stored.last_update, new.last_update
-    is_told = False
+    is_known = False
     if before is not None and after is not None and _is_same_update(before, after):
-        is_told = before.phase is after.phase
+        is_known = before.phase is after.phase
     elif before is not None and before.phase not in FINAL_PHASES:
         # Within one pass it ended and another one began.
         there = new.committed is not None and new.committed.identity >= before.identity
         yield before, UpdatePhase.COMPLETE if there else UpdatePhase.SUPERSEDED
-    if after is not None and after.phase in (*FINAL_PHASES, UpdatePhase.FAILED) and not is_told:
+    if after is not None and after.phase in (*FINAL_PHASES, UpdatePhase.FAILED) and not is_known:
         yield after, after.phase
 
 
@@ -85,7 +93,7 @@ def update_pool_metrics(
     status: RolloutReplicaStatus,
     plan: PassPlan | None = None,
 ) -> None:
-    """Show the pool's figures on the page of metrics."""
+    """Set the pool's metrics."""
     target = (pool["spec"].get("weights") or {}).get("target") or {"epoch": 0, "version": 0}
     weights = {"target": (int(target["epoch"]), int(target["version"]))}
     if status.weights.committed is not None:
@@ -110,14 +118,14 @@ def update_pool_metrics(
 
 
 def _desired_replicas(pool: Obj, status: RolloutReplicaStatus) -> int:
-    """Replicas that should run: how many a Hybrid pool has, only its status knows."""
+    """Replicas that should run: only the status of a Hybrid pool has their number."""
     if pool["spec"].get("mode") == PoolMode.HYBRID:
         return status.desired_replicas
     return int(pool["spec"].get("replicas", 1))
 
 
 def _condition_reason(status: RolloutReplicaStatus, kind: ConditionType) -> str | None:
-    """Reason of a condition that is True; None if it isn't."""
+    """Reason of a condition if it is True."""
     found = status.find_condition(kind)
     return found.reason if found is not None and found.status == "True" else None
 
@@ -136,16 +144,9 @@ def _has_changed(condition: PoolCondition, before: PoolCondition | None) -> bool
 
 def _condition_event(condition: PoolCondition) -> tuple[EventType, str] | None:
     """Type and reason of the event for a condition's change; None if it is not worth one."""
-    table: dict[tuple[str, str], tuple[EventType, str]] = {
-        ("Ready", "True"): ("Normal", "Ready"),
-        ("Ready", "False"): ("Normal", "NotReady"),
-        ("Degraded", "True"): ("Warning", condition.reason),
-        ("Degraded", "False"): ("Normal", "Recovered"),
-        ("Asleep", "True"): ("Normal", "Asleep"),
-        ("Suspended", "True"): ("Normal", "Suspended"),
-    }
     if condition.reason == WAITING_REASON:
         return "Normal", WAITING_REASON
-    if condition.reason == UNSCHEDULABLE_REASON:
-        return "Warning", UNSCHEDULABLE_REASON
-    return table.get((condition.type, condition.status))
+    degraded = condition.type == ConditionType.DEGRADED and condition.status == "True"
+    if degraded or condition.reason == UNSCHEDULABLE_REASON:
+        return "Warning", condition.reason
+    return CONDITION_EVENTS.get((condition.type, condition.status))

@@ -6,16 +6,20 @@ import logging
 import math
 from contextlib import suppress
 
+from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.endpoint_slices import with_gates
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.pods.builder import PodBuilder
-from rollout_operator.core.status_changes import is_same_decision, owned_fields, without_progress
-from rollout_operator.core.unreadable_objects import document_for_unreadable_status
-from rollout_operator.kube.errors import Conflict, FencedError, KubeError, NotFound
+from rollout_operator.core.services import with_gates
+from rollout_operator.core.status_report import (
+    document_for_unreadable_status,
+    is_same_decision,
+    owned_fields,
+    without_progress,
+)
 
 from .pass_context import PassContext
 from .pass_input import PassInput, poll_heads, update_phase
@@ -23,7 +27,6 @@ from .pass_reporting import count_update, post_events, update_pool_metrics
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
 from .settings import STATUS_PROGRESS_SECONDS
-from .slice_writes import write_slices
 from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
@@ -34,12 +37,12 @@ async def apply_plan(
 ) -> float | None:
     """Carry the plan out; return when to look again.
 
-    Status goes first: it holds the decisions that others rely on. Where the API server does not take
-    it, everything goes on but what takes weights from a worker or gives it others.
+    Status goes first: it holds the decisions that others rely on. If the API server does not take it,
+    only the calls wait that take weights from a worker or give it others.
     """
     obstacles = memory.obstacles
     obstacles.begin_pass()
-    # Looks change nothing, and their answers come while status is written.
+    # Polls change nothing, and their answers arrive while the status is written.
     poll_heads(ctx, look.key, look.seen, plan.status, memory)
     writer = PoolWriter(ctx, look.key, look.seen.uid, obstacles)
     try:
@@ -81,7 +84,7 @@ async def write_status(
 
     Raises:
         NotFound: the object is gone; the watch will say so.
-        Conflict: somebody else has written the object since it was read.
+        Conflict: another client has written the object since it was read.
     """
     ctx, key, status = writer.ctx, writer.key, plan.status
     update_pool_metrics(ctx, key, pool, status, plan)
@@ -104,11 +107,11 @@ async def write_status(
         raise
     except KubeError as error:
         if isinstance(error, Conflict) and memory.overtaken != version:
-            # A trainer that writes each second is no refusal; only the same version over and over is.
+            # A trainer that writes each second causes conflicts, too; only on one version they repeat.
             memory.overtaken = version
             memory.obstacles.clear_obstacle(STATUS_LABEL)
-        request = ("patch", names.PLURAL)
-        met = writer.note_failure(STATUS_LABEL, f"the status of {key.name!r}", request, error)
+        what, request = f"the status of {key.name!r}", ("patch", names.PLURAL)
+        met = writer.note_failure(STATUS_LABEL, what, request, error)
         if not met.reason:
             raise
         memory.unwritten = status
@@ -123,7 +126,7 @@ async def write_status(
 async def write_unreadable_status(
     ctx: PassContext, key: PoolKey, pool: Obj, why: str, stored: RolloutReplicaStatus
 ) -> None:
-    """Say that the status can't be read, and write back all that it holds."""
+    """Report that the status can't be read, and write back all that it holds."""
     update_pool_metrics(ctx, key, pool, stored)
     document = document_for_unreadable_status(stored, pool, why, ctx.clock())
     if document is None:
@@ -142,7 +145,7 @@ async def _write_children(
     if spec.mode is PoolMode.HYBRID:
         await writer.write_services(selecting=False)
         members = with_gates(seen.pods, plan.gates, ctx.clock())
-        writer.changed |= await write_slices(writer, members)
+        await writer.write_slices(members)
         return
     defaults = ctx.config.engine_defaults(spec.engine.type)
     turn = ctx.config.turn_claim
@@ -158,25 +161,24 @@ async def _write_children(
         writer.seek_pod(builder.build_pod(s.replica, s.rank, 0)) for s in plan.seek
     )
     if writer.relabelled > before:
-        return  # its gang is whole: the plan was made without it
+        return  # the gang is complete again, and this plan counts on the opposite
     # Out of the Service first, then away.
     await writer.run_all(writer.set_gate(g) for g in plan.gates if not g.serving)
     for deletion in plan.delete:
         if deletion.forced:
             memory.witness.note_forced(deletion.uid, ctx.monotonic())
     await writer.run_all(writer.delete_pod(p) for p in plan.delete)
-    if builder.missing_setting is None:
+    missing = builder.missing_setting
+    if missing is None:
         creates = (builder.build_pod(c.replica, c.rank, c.restarts, c.place) for c in plan.create)
         await writer.create_pods(creates)
     elif plan.create:
-        writer.obstacles.note_obstacle(
-            builder.missing_setting[0], REJECTED, builder.missing_setting[1], math.inf
-        )
+        writer.obstacles.note_obstacle(missing[0], REJECTED, missing[1], math.inf)
     await writer.run_all(writer.set_gate(g) for g in plan.gates if g.serving)
 
 
 def _start_calls(ctx: PassContext, look: PassInput, plan: PassPlan, *, decided: bool) -> None:
-    """Start calls to workers; what changes weights for good only if that stands in status."""
+    """Start calls to workers; irreversible ones only if status holds the decision."""
     by_uid = {p.uid: p for p in look.seen.pods}
     for call in plan.calls:
         if call.is_irreversible and not decided:
@@ -186,5 +188,5 @@ def _start_calls(ctx: PassContext, look: PassInput, plan: PassPlan, *, decided: 
 
 
 def soonest_requeue(*seconds: float | None) -> float | None:
-    """Return the least of these waits; None: none of them asks for a look."""
+    """Return the shortest of these waits; None: none of them needs another pass."""
     return min((s for s in seconds if s is not None), default=None)

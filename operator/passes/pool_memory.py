@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout_operator.api.names import ANNOTATION_RETRY, ConditionType
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
-from rollout_operator.core.pod_reader import PodReader
-from rollout_operator.core.status_changes import owned_fields
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.pods.pod_reader import PodReader
+from rollout_operator.core.status_report import owned_fields
 from rollout_operator.core.trainer_pods import TrainerWatch
 
-from .ended_pod_clock import EndedPodClock
 from .write_obstacles import WriteObstacles
+
+
+@dataclass(slots=True)
+class EndedPodClock:
+    """For how long this process has seen pods of a pool end, in monotonic seconds.
+
+    Such an interval holds even if somebody sets a clock.
+    """
+
+    _since: dict[tuple[str, bool], float] = field(default_factory=dict)
+    """First sight, by uid and whether the pod was terminating."""
+    _forced: dict[str, float] = field(default_factory=dict)
+    """Last attempt to remove a terminating pod by force, by uid."""
+
+    def note_forced(self, uid: str, now: float) -> None:
+        """Note that this pod is about to be removed by force."""
+        self._forced[uid] = now
+
+    def with_seen_seconds(self, pods: Iterable[Pod], now: float) -> tuple[Pod, ...]:
+        """Return the pods with what was seen of their end, and forget those that are gone."""
+        before, self._since = self._since, {}
+
+        def with_seconds(pod: Pod) -> Pod:
+            if not pod.is_deleting and not pod.is_finished:
+                return pod
+            key = (pod.uid, pod.is_deleting)
+            since = self._since[key] = before.get(key, now)
+            forced = self._forced.get(pod.uid)
+            forced_ago = None if forced is None else now - forced
+            return replace(pod, witnessed=now - since, forced_ago=forced_ago)
+
+        found = tuple(with_seconds(pod) for pod in pods)
+        left = {uid for uid, _ in self._since}
+        self._forced = {uid: at for uid, at in self._forced.items() if uid in left}
+        return found
 
 
 @dataclass(slots=True)
@@ -32,9 +68,9 @@ class PoolMemory:
     first_look: float | None = None
     """When this process first looked at the pool, monotonic."""
     first_polls_done: bool = False
-    """Each head was polled once, or had its time: what is decided now is not a guess."""
+    """Each head was polled once, or had its time: a decision is not a guess now."""
     overtaken: str = ""
-    """Version of the object over which somebody else's write was faster than its status."""
+    """Version of the object in whose place another client's write came before our status."""
     written_at: float | None = None
     """When status was last written, monotonic."""
     sentence: str = ""
@@ -42,16 +78,16 @@ class PoolMemory:
     """The object that `stored` was read from; the store never changes one."""
     stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
     unreadable: str | None = None
-    """What of the object's status could not be read: none of it may be written then."""
+    """What of the object's status could not be read: the operator may write none of it then."""
     stored_fields: dict[str, Any] = field(default_factory=dict)
-    """What of `stored` the operator owns, as a document."""
+    """The part of `stored` that the operator owns, as a document."""
     unwritten: RolloutReplicaStatus | None = None
     """The newest status, while the API server does not take it."""
     spec: tuple[tuple[str, int], RolloutReplicaSpec] | None = None
-    """The last spec that could be read, and of which object and generation it is."""
+    """The last spec that could be read, after its object's uid and generation."""
 
     def recall_obstacles(self) -> None:
-        """Take for true, until it is tried, what the last process met: it has not gone since."""
+        """Believe in what the last process met until this one has tried the write itself."""
         before = self.stored.find_condition(ConditionType.DEGRADED)
         if before is not None and before.status == "True":
             self.obstacles.recall_obstacle(before.reason, before.message)
@@ -59,21 +95,23 @@ class PoolMemory:
     def notice_user_change(self, pool: Obj) -> None:
         """Try at once what was refused, if the user has changed spec or asked for it.
 
-        A trainer's publishes and turns are no such change: they come each second, for days.
+        A trainer's publishes and turns do not count: they come each second, for days.
         """
         if self.pool is pool:
             return
-        wishes = _user_wishes(pool)
+        spec, notes = pool["spec"], pool["metadata"].get("annotations") or {}
+        weights = {**(spec.get("weights") or {}), "target": None}
+        wishes = {**spec, "weights": weights, "state": None}, notes.get(ANNOTATION_RETRY, "")
         if self.wishes not in (None, wishes):
             self.obstacles.retry_now()
         self.wishes = wishes
 
     @property
     def believed_status(self) -> RolloutReplicaStatus:
-        """What the next status follows: the newest one, with what stands written about weights.
+        """What the next status follows: the newest one, with the weights of the written one.
 
-        Whatever was decided about weights and can't be written is decided anew, so no commit rests
-        on it; counts, times and events go on.
+        A pass decides again what was decided about weights and could not be written, so no commit
+        rests on it; counts, times and events go on.
         """
         if self.unwritten is None:
             return self.stored
@@ -96,17 +134,8 @@ class PoolMemory:
         Raises:
             InvalidSpec: this operator can't read it.
         """
-        generation = _spec_generation(pool)
+        meta = pool["metadata"]
+        generation = meta["uid"], meta.get("generation", 0)
         if self.spec is None or self.spec[0] != generation:
             self.spec = (generation, parse_spec(pool))
         return self.spec[1]
-
-
-def _user_wishes(pool: Obj) -> tuple[object, ...]:
-    spec, notes = pool["spec"], pool["metadata"].get("annotations") or {}
-    weights = {**(spec.get("weights") or {}), "target": None}
-    return {**spec, "weights": weights, "state": None}, notes.get(ANNOTATION_RETRY, "")
-
-
-def _spec_generation(pool: Obj) -> tuple[str, int]:
-    return pool["metadata"]["uid"], pool["metadata"].get("generation", 0)

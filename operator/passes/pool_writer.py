@@ -1,8 +1,8 @@
 """Writes to the API server: children, gates and the status of one pool.
 
-Names are deterministic, so 409 on create is success if the object is ours, and 404 on delete as soon
-as the watch shows it. An object of somebody else under that name is remembered as a conflict and never touched. Each write
-stands alone: whatever the API server answers to one is an obstacle of it, and the others go on.
+Names are deterministic: 409 on create is success if the object is ours, and 404 on delete as soon as
+the watch shows it. An object of another owner under such a name counts as a conflict, and the operator
+leaves it alone. Each write stands alone: what the API server answers to one hinders no other.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+from rollout_common.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 from rollout_operator.api import names
-from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.core.endpoint_slices import is_controlled_by
+from rollout_operator.api.objects import Obj, PoolKey, ResourceName
+from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import DeletePod, SetGate
-from rollout_operator.core.pod_reader import BOOT_PREFIX, foreign_pod_reason, is_leftover
-from rollout_operator.core.services import pool_services, service_difference, service_patch
-from rollout_operator.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
+from rollout_operator.core.pods.pod_reader import BOOT_PREFIX, foreign_pod_reason, is_leftover
+from rollout_operator.core.services import (
+    is_controlled_by,
+    pool_services,
+    pool_slices,
+    service_difference,
+    service_patch,
+    slice_difference,
+    slice_patch,
+)
 
 from .pass_context import PassContext
 from .settings import REFUSED_RETRY_SECONDS
@@ -29,12 +37,13 @@ from .write_runner import WriteRunner
 logger = logging.getLogger(__name__)
 
 PODS: Final = "pods"
+SLICES: Final = "endpointslices"
 
 
 class PoolWriter(WriteRunner):
     """The writes of one pass over one pool.
 
-    All but `status` raise only what ends a pass, see `WriteRunner`.
+    All but `apply_status` raise only what ends a pass, see `WriteRunner`.
     """
 
     def __init__(
@@ -54,20 +63,17 @@ class PoolWriter(WriteRunner):
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
     ) -> None:
         """Create the two Services, or repair what somebody changed."""
-        there = {o["metadata"]["name"]: o for o in self.ctx.store.pool_services(self.key)}
-        waited_for = {name for name, o in there.items() if self.will_be_deleted(o)}
-        stored = {
-            name: o for name, o in there.items() if self.is_ours(o) and name not in waited_for
-        }
-        key = self.key
+        key, stored = self.key, self.ctx.store.pool_services(self.key)
+        ours, going = self._split_children(stored)
         for want in pool_services(
             key.name, key.namespace, self.uid, weights_port, selecting=selecting
         ):
             name = want["metadata"]["name"]
-            have = stored.get(name)
+            have = ours.get(name)
+            if name in going:
+                continue
             if have is None:
-                if name not in waited_for:
-                    await self.create_child("services", want)
+                await self.create_child("services", want)
             elif reason := service_difference(want, have):
                 text = "repairing Service %s: somebody changed %s"
                 logger.info(text, name, reason, extra=self.extra)
@@ -79,24 +85,48 @@ class PoolWriter(WriteRunner):
                 )
 
     async def _send_service_repair(self, want: Obj, have: Obj) -> None:
-        """Bring exactly this Service back."""
-        name = want["metadata"]["name"]
         body = service_patch(want, have["metadata"]["uid"])
         try:
-            answer = await self.ctx.kube.patch(
-                "services", self.key.namespace, name, body, kind="json"
-            )
-        except Invalid as error:  # so the API server says that it is another one by now
+            await self._patch("services", want["metadata"]["name"], body, kind="json")
+        except Invalid as error:  # the API server's answer when the Service is another one by now
             raise Conflict.from_error(error) from error
-        self.ctx.store.upsert_written("services", answer)
+
+    async def write_slices(self, members: Iterable[Pod]) -> None:
+        """Have the EndpointSlices of a Hybrid pool show these members; write only what differs."""
+        key, stored = self.key, self.ctx.store.pool_slices(self.key)
+        ours, going = self._split_children(stored)
+        for want in pool_slices(key.name, key.namespace, self.uid, members, ours.values()):
+            name = want["metadata"]["name"]
+            have = ours.get(name)
+            if name in going or (have is not None and slice_difference(want, have) is None):
+                continue
+            if have is None:
+                have = await self.create_child(SLICES, want)
+                self.changed |= have is not None
+            # One that we made before and the watch does not show may be out of date.
+            if have is not None and slice_difference(want, have):
+                rewrite = partial(self._send_slice_patch, want, have)
+                what = f"the change of endpointslice {name!r}"
+                await self.run_guarded(f"repair {name}", what, ("patch", SLICES), rewrite)
+
+    async def _send_slice_patch(self, want: Obj, have: Obj) -> None:
+        name, changed = want["metadata"]["name"], slice_difference(want, have)
+        await self._patch(SLICES, name, slice_patch(want, have))
+        self.changed = True
+        logger.info("wrote EndpointSlice %s: %s", name, changed, extra=self.extra)
+
+    def _split_children(self, stored: Iterable[Obj]) -> tuple[dict[str, Obj], set[str]]:
+        """Of stored children, by name: ours that stay, and the names that get free by themselves."""
+        there = {o["metadata"]["name"]: o for o in stored}
+        going = {name for name, o in there.items() if self._will_be_deleted(o)}
+        return {n: o for n, o in there.items() if self._is_ours(o) and n not in going}, going
 
     async def create_pods(self, bodies: Iterable[Obj]) -> None:
         """Create pods, few at first: what refuses one often refuses all."""
-        await self.slow_start_batch(
-            PODS, {_object_label(b): partial(self.create_child, PODS, b) for b in bodies}
-        )
+        creates = {_object_label(b): partial(self.create_child, PODS, b) for b in bodies}
+        await self.slow_start_batch(PODS, creates)
 
-    async def create_child(self, resource: str, body: Obj) -> Obj | None:
+    async def create_child(self, resource: ResourceName, body: Obj) -> Obj | None:
         """Create a child; a taken name is success only if the object there is ours.
 
         Returns:
@@ -106,42 +136,43 @@ class PoolWriter(WriteRunner):
         create = partial(self._send_create, resource, body, label)
         return await self.run_guarded(label, what, ("create", resource), create)
 
-    async def _send_create(self, resource: str, body: Obj, label: str) -> Obj | None:
+    async def _send_create(self, resource: ResourceName, body: Obj, label: str) -> Obj | None:
         try:
             made = await self.ctx.kube.create(resource, body)
         except AlreadyExists:
             return await self._inspect_namesake(resource, body, label)
-        self.changed |= self.ctx.store.upsert_written(resource, made)  # type: ignore[arg-type]
+        self.changed |= self.ctx.store.upsert_written(resource, made)
         logger.info("created %s", label, extra=self.extra)
         return made
 
     async def _inspect_namesake(
-        self, resource: str, body: Obj, label: str, *, seeking: bool = False
+        self, resource: ResourceName, body: Obj, label: str, *, seeking: bool = False
     ) -> Obj | None:
-        name, later = body["metadata"]["name"], self.ctx.monotonic() + REFUSED_RETRY_SECONDS
+        name, now = body["metadata"]["name"], self.ctx.monotonic()
+        note, later = self.obstacles.note_obstacle, now + REFUSED_RETRY_SECONDS
         try:
             found = await self.ctx.kube.get(resource, self.key.namespace, name)
         except NotFound:
             if not seeking:  # gone in between: the next pass creates it
-                self.obstacles.note_obstacle(label, "", "", self.ctx.monotonic(), 0)
+                note(label, "", "", self.ctx.monotonic(), 0)
             return None
-        self.ctx.store.upsert_written(resource, found)  # type: ignore[arg-type]
-        if self.will_be_deleted(found):
-            if not self.is_ours(found):
+        self.ctx.store.upsert_written(resource, found)
+        if self._will_be_deleted(found):
+            if not self._is_ours(found):
                 # Its name gets free, and perhaps no event says when.
-                self.obstacles.note_obstacle(label, "", "", later, 0)
+                note(label, "", "", later, 0)
             return None
-        if not self.is_ours(found):
+        if not self._is_ours(found):
             text = f"{label} exists but is not ours: delete it, or give the RolloutReplica another name"
-            self.obstacles.note_obstacle(label, CONFLICT, text, later)
+            note(label, CONFLICT, text, later)
             return None
-        if resource == "pods":
+        if resource == PODS:
             if why := _foreign_namesake_reason(found, body, self.key.name):
-                self.obstacles.note_obstacle(label, CONFLICT, why, later)
+                note(label, CONFLICT, why, later)
                 return None
             # Not its revision, nor what the user adds: this may be a pod of an older template.
             ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
-            labels = {label: body["metadata"]["labels"][label] for label in ours}
+            labels = {key: body["metadata"]["labels"][key] for key in ours}
             await self.relabel_pod(name, found["metadata"]["uid"], labels)
         return found
 
@@ -155,33 +186,17 @@ class PoolWriter(WriteRunner):
     async def relabel_pod(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         """Give a pod of ours these labels again: without them neither we nor Services find it.
 
-        Through its status, which the API server lets carry labels: the operator may write no more
-        of a pod than that.
+        Its status carries them, because the operator may write no other part of a pod.
         """
-        what, relabel = (
-            f"the labels of pod {name!r}",
-            partial(self._send_relabel, name, uid, labels),
-        )
+        what, relabel = f"the labels of pod {name!r}", partial(self._send_labels, name, uid, labels)
         await self.run_guarded(f"relabel {uid}", what, ("patch", PODS), relabel)
 
-    async def _send_relabel(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
+    async def _send_labels(self, name: str, uid: str, labels: Mapping[str, str]) -> None:
         body = {"metadata": {"uid": uid, "labels": dict(labels)}}
-        answer = await self.ctx.kube.patch(
-            "pods", self.key.namespace, name, body, subresource="status"
-        )
-        self.ctx.store.upsert_written("pods", answer)
+        answer = await self._patch(PODS, name, body, subresource="status")
         self.relabelled += labels.items() <= (answer["metadata"].get("labels") or {}).items()
         text = "repairing pod %s: somebody changed the labels by which it is found"
         logger.info(text, name, extra=self.extra)
-
-    def will_be_deleted(self, obj: Obj) -> bool:
-        """Whether it terminates, or the garbage collector will delete it: its name gets free."""
-        going = obj["metadata"].get("deletionTimestamp") is not None
-        return going or is_leftover(obj, self.key.name, self.uid)
-
-    def is_ours(self, obj: Obj) -> bool:
-        """Whether the pool's object is its controller."""
-        return is_controlled_by(obj, self.uid)
 
     async def delete_pod(self, pod: DeletePod) -> None:
         """Delete exactly this pod."""
@@ -189,64 +204,59 @@ class PoolWriter(WriteRunner):
         await self.run_guarded(f"delete {pod.uid}", what, ("delete", PODS), delete)
 
     async def _send_delete(self, pod: DeletePod) -> None:
-        answer = await self.ctx.kube.delete(
-            PODS, self.key.namespace, pod.name, uid=pod.uid, grace=pod.grace
-        )
-        self.changed |= self.ctx.store.upsert_deleted(
-            PODS, PoolKey(self.key.namespace, pod.name), pod.uid, answer
-        )
+        namespace, store = self.key.namespace, self.ctx.store
+        answer = await self.ctx.kube.delete(PODS, namespace, pod.name, uid=pod.uid, grace=pod.grace)
+        key = PoolKey(namespace, pod.name)
+        self.changed |= store.upsert_deleted(PODS, key, pod.uid, answer)
         logger.info("deleted pod %s: %s", pod.name, pod.reason, extra=self.extra)
 
     async def set_gate(self, gate: SetGate) -> None:
         """Set the readiness gate, bound to the process that earned it."""
-        what = f"the readiness gate of pod {gate.name!r}"
-        await self.run_guarded(
-            f"gate {gate.uid}", what, ("patch", PODS), partial(self._send_gate, gate)
-        )
+        what, send = f"the readiness gate of pod {gate.name!r}", partial(self._send_gate, gate)
+        await self.run_guarded(f"gate {gate.uid}", what, ("patch", PODS), send)
 
     async def _send_gate(self, gate: SetGate) -> None:
-        body = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": gate.name, "namespace": self.key.namespace, "uid": gate.uid},
-            "status": {"conditions": _gate_conditions(gate, self.ctx.clock())},
-        }
+        meta = {"name": gate.name, "namespace": self.key.namespace, "uid": gate.uid}
+        status = {"conditions": _gate_conditions(gate, self.ctx.clock())}
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "status": status}
         try:
-            answer = await self.ctx.kube.patch(
-                "pods", self.key.namespace, gate.name, body, kind="apply", subresource="status"
-            )
+            await self._patch(PODS, gate.name, body, kind="apply", subresource="status")
         except Invalid as error:
-            if "metadata.uid" in error.message:  # another one: taken for a change of its uid
+            if "metadata.uid" in error.message:  # another pod: the server sees a change of its uid
                 raise Conflict.from_error(error) from error
             raise
-        self.ctx.store.upsert_written("pods", answer)
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self.extra)
 
     async def apply_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
         """Apply the whole status, as a document; raises each `KubeError`.
 
-        `Conflict`: somebody else wrote the object in between.
+        `Conflict`: another client wrote the object in between.
         """
-        body = {
-            "apiVersion": names.API_VERSION,
-            "kind": names.KIND,
-            "metadata": {
-                "name": self.key.name,
-                "namespace": self.key.namespace,
-                "uid": self.uid,
-                "resourceVersion": resource_version,
-            },
-            "status": status,
-        }
+        meta = {**self.key._asdict(), "uid": self.uid, "resourceVersion": resource_version}
+        kind = {"apiVersion": names.API_VERSION, "kind": names.KIND}
         answer = await self.ctx.kube.patch(
-            "rolloutreplicas",
+            names.PLURAL,
             self.key.namespace,
             self.key.name,
-            body,
+            kind | {"metadata": meta, "status": status},
             kind="apply",
             subresource="status",
         )
         self.ctx.store.upsert_written("pools", answer)
+
+    async def _patch(self, resource: ResourceName, name: str, body: Any, **how: Any) -> Obj:
+        """Patch a child; the store takes the answer."""
+        answer = await self.ctx.kube.patch(resource, self.key.namespace, name, body, **how)
+        self.ctx.store.upsert_written(resource, answer)
+        return answer
+
+    def _will_be_deleted(self, obj: Obj) -> bool:
+        """Whether it terminates, or the garbage collector will delete it: its name gets free."""
+        going = obj["metadata"].get("deletionTimestamp") is not None
+        return going or is_leftover(obj, self.key.name, self.uid)
+
+    def _is_ours(self, obj: Obj) -> bool:
+        return is_controlled_by(obj, self.uid)
 
 
 def _object_label(body: Obj) -> str:
@@ -254,7 +264,7 @@ def _object_label(body: Obj) -> str:
 
 
 def _gate_conditions(gate: SetGate, now: float) -> list[Obj]:
-    """The readiness gate; and, once it is so, since when the worker has proven itself."""
+    """The readiness gate; and, if the worker has proven itself, since when."""
     serving = {
         "type": names.GATE_SERVING,
         "status": "True" if gate.serving else "False",
@@ -279,10 +289,9 @@ def _format_time(seconds: float) -> str:
 
 
 def _foreign_namesake_reason(found: Obj, body: Obj, pool: str) -> str | None:
-    """Why the pod that has a name of ours is none of ours, although its controller is."""
+    """Why the pod that has a name of ours is not ours, although its controller is."""
     meta, account = body["metadata"], body["spec"]["serviceAccountName"]
     labels = found["metadata"].get("labels") or {}
     current = labels.get(names.LABEL_REVISION) == meta["labels"][names.LABEL_REVISION]
-    return foreign_pod_reason(
-        found, meta["name"], names.heads_service(pool), account, current=current
-    )
+    subdomain = names.heads_service(pool)
+    return foreign_pod_reason(found, meta["name"], subdomain, account, current=current)

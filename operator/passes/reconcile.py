@@ -7,15 +7,15 @@ import logging
 from contextlib import suppress
 from dataclasses import replace
 
+from rollout_common.kube.errors import Conflict, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import InvalidSpec, PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.pass_plan import EventNote, PassPlan, RequeueAfter
+from rollout_operator.core.pass_plan import PassPlan, RequeueAfter
 from rollout_operator.core.pass_planning import plan_pass
-from rollout_operator.core.stuck_pods import plan_forced_deletion
-from rollout_operator.core.unreadable_objects import status_for_invalid_spec
-from rollout_operator.kube.errors import Conflict, NotFound
+from rollout_operator.core.pod_planning import plan_forced_deletion
+from rollout_operator.core.status_report import status_for_invalid_spec
 
 from .pass_context import PassContext
 from .pass_input import PassInput, observe_pool, stop_polling, wait_for_first_polls
@@ -26,7 +26,7 @@ from .pool_writer import PoolWriter
 logger = logging.getLogger(__name__)
 
 THREADED_PLAN_PODS = 500
-"""From so many on `plan_pass` takes more than 50 ms, a second with as many as the CRD allows."""
+"""From so many pods on `plan_pass` takes more than 50 ms, and a second with as many as the CRD allows."""
 
 
 class Reconciler:
@@ -80,33 +80,32 @@ class Reconciler:
         try:
             return await apply_plan(self.ctx, look, plan, memory)
         except Conflict as error:
-            # Somebody wrote the object since it was read: retry with what the watch brings.
-            logger.debug("%s changed meanwhile: %s", key, error)
+            # Another client wrote the object since it was read: retry with what the watch brings.
+            logger.debug("%s changed since it was read: %s", key, error)
             return 0.2
 
     def _memory_of(self, key: PoolKey, pool: Obj) -> PoolMemory:
         """Return what is remembered of exactly this object."""
         memory = self._memory.setdefault(key, PoolMemory())
         if memory.pool is not None and memory.pool["metadata"]["uid"] != pool["metadata"]["uid"]:
-            # Made anew under the same name between two passes: what hindered that one is not its own.
+            # Created again under the same name between two passes: the old obstacles are not its own.
             stop_polling(self.ctx, memory)
             memory = self._memory[key] = PoolMemory(witness=memory.witness)
         return memory
 
     def _knows_too_little(self, look: PassInput) -> bool:
-        """Whether nothing can be decided yet of a pool beside a trainer, or in it."""
+        """Whether too little is known yet of the trainer whose devices or pods the pool shares."""
         beside = look.seen.beside
         if look.spec.mode is not PoolMode.HYBRID:
             return look.spec.colocation is not None and beside.is_list_pending
         if beside.unknown:
-            # Without its members nothing can be said of it: status and Services stay as they are.
+            # Without its members there is nothing to report: status and Services stay as they are.
             why = f"can't list the trainer's pods: {beside.unknown}"
-            note = EventNote("Warning", "TrainerUnknown", why)
-            self.ctx.recorder.record_event(look.pool, note.type, note.reason, note.message)
+            self.ctx.recorder.record_event(look.pool, "Warning", "TrainerUnknown", why)
         return beside.claims is None
 
     async def _forget_deleted_pool(self, key: PoolKey, pool: Obj | None) -> float | None:
-        """Let go of a deleted object: the garbage collector does the rest, except for stuck pods."""
+        """Forget a deleted object: the garbage collector does the rest, except for stuck pods."""
         memory = self._memory.setdefault(key, PoolMemory())
         for uid in memory.polled:
             self.ctx.workers.forget_head(uid)
@@ -116,7 +115,7 @@ class Reconciler:
             self.ctx.kube.forget_token(names.token_audience(key.namespace, key.name))
         again = await self._force_delete_orphans(key, memory)
         if pool is None:
-            # An object of that name that comes later is another one; what pods did is no other.
+            # A later object of that name is another one, but its predecessor's pods are the same.
             self._memory[key] = PoolMemory(witness=memory.witness)
             if not self.ctx.store.pool_pods(key):
                 del self._memory[key]
@@ -136,7 +135,7 @@ class Reconciler:
 
 
 async def compute_plan(look: PassInput, now: float) -> PassPlan:
-    """Decide; about a large pool in a thread, because the event loop has the other pools to serve."""
+    """Decide; for a large pool in a thread, because the event loop has the other pools to serve."""
     if len(look.seen.pods) < THREADED_PLAN_PODS:
         return plan_pass(look.spec, look.seen, look.stored, now)
     return await asyncio.to_thread(plan_pass, look.spec, look.seen, look.stored, now)
@@ -145,19 +144,14 @@ async def compute_plan(look: PassInput, now: float) -> PassPlan:
 def _paused_plan(plan: PassPlan, stored: RolloutReplicaStatus) -> PassPlan:
     """Observe and report, but change nothing; decisions about weights wait, too."""
     text = f"reconciling is paused by the annotation {names.ANNOTATION_PAUSED}"
-    status = plan.status.model_copy(
-        update={
-            "message": text,
-            "weights": plan.status.weights.model_copy(
-                update={
-                    "committed": stored.weights.committed,
-                    "last_update": stored.weights.last_update,
-                }
-            ),
-            "restarts": stored.restarts,
-            "replacing": stored.replacing,
-        }
-    )
+    known = {"committed": stored.weights.committed, "last_update": stored.weights.last_update}
+    kept = {
+        "message": text,
+        "weights": plan.status.weights.model_copy(update=known),
+        "restarts": stored.restarts,
+        "replacing": stored.replacing,
+    }
+    status = plan.status.model_copy(update=kept)
     return replace(
         plan, status=status, notes=(), barrier=None, restarts={}, requeue=None, sentence=text
     )

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-# pass_input.py
-
 FIRST_POLLS_SECONDS = 5.0
-"""How long the first answers of a pool's heads may take: a poll's deadline, and its turn."""
-
-
-# pass_loop.py
+"""How long the first answers of a pool's heads may take: a poll's deadline, and its wait for a slot."""
 
 PASS_DEADLINE_SECONDS = 300.0
 """Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""
 
 FENCED_RETRY_SECONDS = 1.0
-
-
-# plan_actions.py
+"""How soon a pass is tried again without the Lease: its renewal takes about that long to succeed."""
 
 STATUS_PROGRESS_SECONDS = 1.0
-"""Least time between two writes of status that only report progress."""
-
-
-# write_obstacles.py
+"""Least time between two writes of status that only report progress: people read no faster."""
 
 REFUSED_RETRY_SECONDS = 10.0
-"""How soon a refused write is tried again, and a name that is taken; doubled after each refusal."""
+"""How soon a refused write is tried again, and a name that is taken; doubled after each refusal. A
+person has to act first, and that takes longer than any shorter time."""
 
 BUSY_RETRY_SECONDS = 1.0
-"""The same, where the API server could not answer or asked to come later."""
+"""The same where the API server could not answer or asked to come later: it may recover by itself."""
 
 MAX_BUSY_RETRY_SECONDS = 30.0
-"""Longest time until what the API server could not take is tried again."""
+"""Longest time until what the API server could not take is tried again: so soon an outage is over."""
 
 MAX_RETRY_SECONDS = 300.0
+"""Longest time until a refused write is tried again: after a fix the pool recovers without a user's
+wish for it."""
 
 MIN_RETRY_SECONDS = 0.2
+"""Shortest time between two passes over a pool that waits for a write: no busy loop."""

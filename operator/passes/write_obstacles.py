@@ -1,4 +1,4 @@
-"""What keeps the writes of one pool from being done, and when each of them is tried again.
+"""Why writes of a pool are not done, and when each of them is tried again.
 
 Each write has a label and a back-off of its own, so what the API server refuses delays nothing else.
 A refused creation holds the others of its kind back for some seconds: an exhausted quota refuses all.
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from rollout_common.kube.errors import Conflict, KubeError, NotFound, Unauthorized, Unavailable
 from rollout_operator.core.observed_pool import RECALLED_KEY
-from rollout_operator.kube.errors import Conflict, KubeError, NotFound, Unauthorized, Unavailable
 
 from .settings import (
     BUSY_RETRY_SECONDS,
@@ -26,8 +26,8 @@ from .settings import (
 CONFLICT, REJECTED, API_ERROR = "NameConflict", "Rejected", "ApiError"
 
 QUIET_TRIES = 4
-"""So often in a row 404 and 409 are routine: the object is gone or another one, which the watch will show, or
-somebody else wrote it, or the quota, in between. What answers so for longer is an admission webhook."""
+"""So many times in a row 404 and 409 are routine: the object is gone or another one, which the watch will
+show, or another client wrote it, or the quota, in between. An admission webhook answers so for longer."""
 
 STATUS_LABEL: Final = "status write"
 _DELETE_LABEL_PREFIX: Final = "delete "
@@ -39,7 +39,7 @@ _REFUSAL_PREFIX = re.compile(r'^[\w./]+ "[^"]*" is (?:forbidden|invalid): ')
 
 @dataclass(frozen=True, slots=True)
 class WriteObstacle:
-    """Why a write was not done; `reason` empty: there is nothing to tell, or not yet."""
+    """Why a write was not done; `reason` empty: there is nothing to report, or not yet."""
 
     reason: str
     text: str
@@ -49,7 +49,7 @@ class WriteObstacle:
 
 
 class WriteObstacles:
-    """The obstacles of one pool, by the label of the write; see the module."""
+    """The obstacles of one pool, by the label of the write."""
 
     def __init__(self) -> None:
         self._met: dict[str, WriteObstacle] = {}
@@ -72,7 +72,7 @@ class WriteObstacles:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """Writes that wait for something that is not worth telling: a name to get free, their turn."""
+        """Writes that wait for something not worth a report: a name to get free, their turn."""
         return frozenset(label for label, met in self._met.items() if not met.reason)
 
     @property
@@ -83,7 +83,7 @@ class WriteObstacles:
 
     @property
     def reported_labels(self) -> frozenset[str]:
-        """What is told of; what is said may differ at each try."""
+        """Writes whose obstacles are reported; the sentences may differ at each try."""
         return frozenset({*self.conflicts, *self.rejections, *self.api_errors})
 
     def _texts_by_label(self, reason: str) -> dict[str, str]:
@@ -94,15 +94,15 @@ class WriteObstacles:
         }
 
     def begin_pass(self) -> None:
-        """Begin to note which writes are wanted still."""
+        """Begin to note which writes the pool still wants."""
         self._wanted = {STATUS_LABEL}
 
     def end_pass(self) -> None:
-        """Drop what stood in the way of writes that nobody wants any more."""
+        """Drop the obstacles of writes that the pool does not want any more."""
         self._met = {label: met for label, met in self._met.items() if label in self._wanted}
 
     def retry_now(self) -> None:
-        """Let everything be tried at once; what is told stays told until then."""
+        """Let every write be tried at once; its obstacle is reported until then."""
         self._met = {x: replace(m, due=0.0, tries=min(m.tries, 1)) for x, m in self._met.items()}
 
     def is_waiting(self, label: str, now: float) -> bool:
@@ -122,12 +122,12 @@ class WriteObstacles:
         return max(MIN_RETRY_SECONDS, self._met[label].due - now)
 
     def is_refused(self, label: str) -> bool:
-        """Whether the API server did not do this write: not because its name is taken."""
+        """Whether the API server did not do this write, for another reason than a taken name."""
         met = self._met.get(label)
         return met is not None and met.tries > 0 and met.reason != CONFLICT
 
     def retry_order(self, label: str) -> int:
-        """Sorts writes of a kind: what is about to be told, what was never tried, what was refused most."""
+        """Sorts writes of a kind: those about to be reported, those never tried, those refused most."""
         met = self._met.get(label)
         return -1 if met is not None and met.tries and not met.reason else self.count_tries(label)
 
@@ -136,7 +136,7 @@ class WriteObstacles:
         return self._met[label].tries if label in self._met else 0
 
     def get(self, label: str) -> WriteObstacle | None:
-        """What stands in the way of this write."""
+        """The obstacle of this write."""
         return self._met.get(label)
 
     def note_obstacle(
@@ -160,7 +160,7 @@ class WriteObstacles:
         busy = isinstance(error, Unavailable | Unauthorized) or error.status in (0, 200)
         doublings = min(tries - 1 - (QUIET_TRIES if routine else 0), 20)
         wait = (BUSY_RETRY_SECONDS if busy else REFUSED_RETRY_SECONDS) * 2.0**doublings
-        # Soon after an outage all goes on, whatever it lasted; a refusal needs somebody to act.
+        # After an outage of any length all goes on soon; a refusal needs a person to act.
         wait = min(MAX_BUSY_RETRY_SECONDS if busy else MAX_RETRY_SECONDS, wait)
         wait = max(wait, min(MAX_RETRY_SECONDS, error.retry_after or 0.0))
         text = _REFUSAL_PREFIX.sub("", error.said)
@@ -182,7 +182,7 @@ class WriteObstacles:
         self.hold_back(rest, due)
 
     def hold_back(self, labels: Iterable[str], due: float) -> None:
-        """Hold these writes back until then, whatever else is known of them."""
+        """Hold these writes back until `due`, whatever else is known of them."""
         for label in labels:
             self._wanted.add(label)
             met = self._met.get(label)
@@ -196,6 +196,6 @@ class WriteObstacles:
         self._met.pop(label, None)
 
     def recall_obstacle(self, reason: str, text: str) -> None:
-        """Take for true, until it is tried, what the last process met: it has not gone since."""
+        """Believe in what the last process met until the write is tried."""
         if reason in (CONFLICT, REJECTED, API_ERROR):
             self.note_obstacle(RECALLED_KEY, reason, text, 0.0, 0)

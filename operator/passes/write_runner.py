@@ -1,4 +1,4 @@
-"""Sends the writes of a pass so that each stands alone: what hinders one is noted, and the others go on."""
+"""Sends the writes of a pass so that each stands alone: an obstacle of one hinders no other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
+from rollout_common.kube.errors import FencedError, KubeError, Unavailable
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.kube.errors import FencedError, KubeError, Unavailable
 
 from .pass_context import PassContext
 from .write_obstacles import WriteObstacle, WriteObstacles
@@ -16,18 +16,18 @@ from .write_obstacles import WriteObstacle, WriteObstacles
 logger = logging.getLogger(__name__)
 
 MAX_WRITES_IN_FLIGHT = 12
-"""Writes of one pass in flight. Each turn of the event loop serves all of them, and another pool's
-call waits for them at every step: 500 new pods must not make it late."""
+"""Writes of one pass at once. Another pool's call waits for all of them at every step of the event
+loop, and a pass that creates 500 pods must not make it late."""
 
 SILENT_KINDS_OF_DEAD_SERVER = 2
-"""Once requests of so many kinds got no answer, and none got one, the API server counts as dead. Of one
-kind alone a hung admission webhook is more likely."""
+"""When requests of so many kinds got no answer, and none got one, the API server counts as dead. If
+only one kind got none, a hung admission webhook is more likely."""
 
 T = TypeVar("T")
 
 
 class WriteRunner:
-    """See the module. What ends a pass is raised: the fence, and an API server that is dead."""
+    """Runs the writes of one pass; it raises what ends a pass: the fence, and a dead API server."""
 
     def __init__(self, ctx: PassContext, key: PoolKey, obstacles: WriteObstacles | None) -> None:
         self.ctx = ctx
@@ -56,7 +56,7 @@ class WriteRunner:
         """Do one of these writes, by label, then two, four, …, until one is refused.
 
         An exhausted quota or a webhook that is down refuses all: the rest of the kind waits some seconds,
-        and those that were never tried come before the others then.
+        and then those that were never tried come first.
         """
         found = self.obstacles
         now, held = self.ctx.monotonic(), found.get(kind)
@@ -65,7 +65,7 @@ class WriteRunner:
             return
         due = sorted((x for x in writes if not found.is_waiting(x, now)), key=found.retry_order)
         if not due:
-            # Each waits for a time of its own, or there is none: the kind's wakes nobody.
+            # Each write waits for a time of its own, or there is none: no pass waits for the kind.
             found.clear_obstacle(kind)
         size = 1
         while due:
@@ -113,7 +113,7 @@ class WriteRunner:
     def note_failure(
         self, label: str, what: str, request: tuple[str, str], error: KubeError
     ) -> WriteObstacle:
-        """Note that the API server did not do this write; log and count what is worth telling."""
+        """Note that the API server did not do this write; log and count what is worth a report."""
         met = self.obstacles.note_failed_write(label, what, error, self.ctx.monotonic())
         if error.status:
             self._answers += 1

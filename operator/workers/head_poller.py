@@ -1,12 +1,12 @@
 """Asks the heads for their state, a bounded number at once, and wakes a pool when one changes.
 
-Workers don't push: the operator asks `GET /v1/state` twice a second where something is under way
-and every five seconds elsewhere. A head that fails to answer is asked less and less often; its last
-answer stays, marked stale once it is too old to be trusted. Of pools with hundreds of heads under way,
-or thousands in all or that fail, these intervals stretch (`pace`): pools that are starting must not take
-the time that their passes need. After a call of ours its worker is asked at once (`refresh_state`).
-Silent heads delay no others' polls: they have a pace of their own, and a poll that waits for its answer
-soon leaves its place to the next one.
+Workers don't push: the operator asks `GET /v1/state` twice a second while something is under way,
+otherwise every five seconds. A head that fails to answer is asked less and less often; its last
+answer stays, marked stale once it is too old to be trusted. In pools with hundreds of busy heads, or
+thousands of heads, or many failing ones, these intervals stretch (`PollRateLimit`), so that polls leave time
+for passes. After a call of ours its worker is asked at once (`refresh_state`).
+Silent heads do not delay the polls of others: they have a pace of their own, and a poll that waits for its
+answer soon leaves its place to the next one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_common.kube.errors import KubeError
 from rollout_common.wire import WorkerState
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
-from rollout_operator.kube.errors import KubeError
 
-from .poll_rate_limit import PollRateLimit
 from .settings import (
     EARLY_POLL_SECONDS,
     FAST_POLL_SECONDS,
@@ -41,7 +40,10 @@ from .settings import (
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_POLLS = 64
-"""Polls that begin at once."""
+"""How many polls may begin at once."""
+
+MAX_POLLS_PER_SECOND = 200.0
+"""Polls of one pace in a second: of all pools that keep to their share, and of all others."""
 
 POLL_JITTER = 0.1
 
@@ -51,12 +53,12 @@ AskState = Callable[[PoolKey, str], Awaitable[WorkerState]]
 
 @dataclass(frozen=True, slots=True)
 class HeadObservation:
-    """What is known of a head.
+    """What the operator knows of a head.
 
     Attributes:
         state: Its last answer, perhaps of long ago; None: it never answered.
         error: Why the last poll failed; None if it went well.
-        at: Monotonic time of `state`, or of the first poll's end if there is none.
+        at: Monotonic time of `state`; of the end of the first poll if there is none.
         failures: Polls in a row that failed.
         stale: No answer for more than 15 s (longer where the interval is stretched).
         slot_seconds: How long its slot has held the same version in the same phase.
@@ -87,18 +89,45 @@ class _PolledHead:
     """Seconds of silence that it had when it last answered: its next poll was put off accordingly."""
     failures: int = 0
     silent_since: float = 0.0
-    """Wall clock, taken once for each silence: what is told of it must not change by the second."""
+    """Wall clock, taken once for each silence: what a status says of it must not change by the second."""
     was_stale: bool = False
     slot: object = None
-    """Version and phase of its staging slot, and since when they were seen."""
+    """Version and phase of its staging slot; `slot_since` is when they were first seen."""
     slot_since: float = 0.0
     waiters: list[asyncio.Event] = field(default_factory=list)
     due_at: float = 0.0
-    """When it is to be asked next; 0: at once."""
+    """When it is asked next; 0: at once."""
+
+
+class PollRateLimit:
+    """Heads that are asked equally often; `seconds` is the interval while they are few.
+
+    Each pool has a share of the polls, so that large pools do not slow the others. At most
+    `MAX_POLLS_PER_SECOND` are asked in a second, or twice as many while small pools keep to their share.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._pools: dict[PoolKey, set[str]] = {}
+        self._count = 0
+
+    def put(self, key: PoolKey, uid: str, *, inside: bool) -> None:
+        """Count a head, or stop counting it."""
+        heads = self._pools.setdefault(key, set())
+        self._count -= len(heads)
+        (heads.add if inside else heads.discard)(uid)
+        self._count += len(heads)
+        if not heads:
+            del self._pools[key]
+
+    def poll_interval(self, key: PoolKey) -> float:
+        """Return the seconds between two polls of each of a pool's heads."""
+        mine = len(self._pools.get(key, ()))
+        return max(self._seconds, min(mine * len(self._pools), self._count) / MAX_POLLS_PER_SECOND)
 
 
 class HeadPoller:
-    """See the module. `run` must be running for anything to happen.
+    """Polls heads while `run` is running.
 
     Args:
         ask: How a head is asked; it must have a deadline of its own.
@@ -157,7 +186,7 @@ class HeadPoller:
         self._fast.discard(pod_uid)
 
     def note_state(self, pod_uid: str, state: WorkerState) -> None:
-        """Note a state that a call of ours was answered: as good as a poll, and later than one under way."""
+        """Note the state in the answer to a call of ours: it is newer than that of a poll under way."""
         head = self._heads.get(pod_uid)
         if head is not None:
             self._note_outcome(pod_uid, head, state, None)
@@ -247,7 +276,7 @@ class HeadPoller:
         for waiter in waiters:
             waiter.set()
         interval = self._poll_interval(uid, head)
-        if head.due_at == math.inf:  # else somebody has asked for the next one meanwhile
+        if head.due_at == math.inf:  # else somebody asked for the next one during this poll
             head.due_at = self._clock() + interval
         self._queue.add(uid, interval)
         if changed:
@@ -288,7 +317,7 @@ class HeadPoller:
         return max(STALE_STATE_SECONDS, 3 * self._slow_pace.poll_interval(head.key))
 
     def _join_rate_limits(self, uid: str, head: _PolledHead) -> None:
-        """Note to which paces it belongs."""
+        """Count the head in the paces that it belongs to."""
         answers = head.failures == 0
         self._slow_pace.put(head.key, uid, inside=answers)
         self._fast_pace.put(head.key, uid, inside=answers and uid in self._fast)
@@ -300,7 +329,7 @@ class HeadPoller:
                 pace.put(head.key, uid, inside=False)
 
     def _backoff_seconds(self, uid: str, head: _PolledHead) -> float:
-        """Keep this short for a head that is just starting: somebody waits for it to be Ready."""
+        """Return the pause after a failure; short for a head that is starting, which somebody waits for."""
         starting = uid in self._fast and head.answered_at is None
         longest = STARTING_POLL_BACKOFF_SECONDS if starting else MAX_POLL_BACKOFF_SECONDS
         seconds = min(longest, FIRST_POLL_BACKOFF_SECONDS * 2.0 ** min(head.failures - 1, 10))
@@ -315,11 +344,11 @@ class HeadPoller:
 
 
 def _last_answer_at(head: _PolledHead) -> float:
-    """Monotonic time of its last answer; since when it has been polled, if there was none."""
+    """Return when it last answered (monotonic); if never, when its first poll was asked for."""
     return head.since if head.answered_at is None else head.answered_at
 
 
 def _without_load(state: WorkerState) -> object:
-    """Return the answer without its load, which changes all the time and means nothing to a pass."""
+    """Return the answer without its load, which changes all the time and which no pass reads."""
     holds = tuple((hold.holder, hold.state) for hold in state.holds)
     return state.model_copy(update={"in_flight": 0, "queued": 0, "holds": ()}), holds

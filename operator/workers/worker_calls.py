@@ -1,4 +1,4 @@
-"""Slow calls to workers, run beside the passes.
+"""Slow calls to workers, run while passes go on.
 
 A pass never waits for a worker: it starts a call and ends; the end of the call wakes the pool. One
 call at a time runs in each lane; a pod has two, one for staging and one for all other calls. What a
@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from rollout_client.worker_control import ControlError, ControlUnreachable
+from rollout_common.kube.errors import KubeError
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.kube.errors import KubeError
 
 from .settings import CALL_BACKOFF_BASE_SECONDS, CALL_BACKOFF_MAX_SECONDS, CALL_CANCEL_SECONDS
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """How a call has failed, times in monotonic seconds.
+    """How a call has failed; times are monotonic seconds.
 
     Attributes:
         count: Failures in a row.
         message: The last one, in a sentence.
-        at: When.
-        retry_at: Not to be tried before.
-        problem: Slug of the worker's problem, where it answered one.
-        about: What the call was about; another thing may be tried at once.
+        at: When it failed last.
+        retry_at: When it may be tried again.
+        problem: Slug of the worker's problem, if it answered with one.
+        about: What the call was about; a call about something else may start at once.
     """
 
     count: int
@@ -45,16 +45,16 @@ class CallFailure:
 
 
 class WorkerCalls:
-    """Calls in flight and failures, by lane; see the module.
+    """Calls in flight and failures, by lane.
 
     Args:
         wake: Called with the key after each end.
         after: Awaited before that with the lane and what the call returned (None: it failed), to
-            look at the worker again (bounded by the callee); the lane stays taken meanwhile, so that
+            look at the worker again (bounded by the callee); the lane stays taken until then, so that
             the next pass sees what the call did.
         clock: Monotonic seconds.
         may_start: Asked before each start; False refuses it (fenced).
-        failed: Told the key and the name of each call that failed.
+        failed: Takes the key and the name of each call that failed.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class WorkerCalls:
             make: Makes the awaitable; its result is for `after` alone.
             deadline: Seconds after which the call is cancelled and has failed.
             about: Failures are counted as long as this stays the same.
-            instead_of: Names of calls that are given up for this one. The worker may go on with what
-                it was asked; its answer is not waited for, nor taken for a failure.
+            instead_of: Names of calls that this one replaces. The worker may go on with them; their
+                answers are ignored.
 
         Returns:
-            False if the lane is busy, or if this process may not act (any more).
+            False if the lane is busy, or if this process may not act.
         """
         if not self._may_start():
             return False

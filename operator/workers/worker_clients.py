@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
+from rollout_common.kube.errors import KubeError
 from rollout_common.wire import (
     Committed,
     OfferRequest,
@@ -22,7 +23,6 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb
-from rollout_operator.kube.errors import KubeError
 
 from .head_poller import HeadPoller
 from .settings import STAGE_POLL_SECONDS, STALE_FAILURE_SECONDS

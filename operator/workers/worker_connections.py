@@ -2,8 +2,8 @@
 
 Thousands of heads are polled, each over a connection that is kept open. aiohttp finds a host's
 connection by its key; httpx goes through all open ones with every request, which at 400 heads took
-forty times the CPU (measured once). Nobody waits for a connection: a call that waits for a device or drains
-keeps its own for minutes, and the polls of other workers go on. The poller bounds its polls, and each
+forty times the CPU (measured once). No request waits for a connection: a call that waits for a device or drains
+keeps its own for minutes, while the polls of other workers go on. The poller bounds its polls, and each
 head has at most one call in each of its lanes.
 """
 
@@ -44,7 +44,7 @@ class WorkerConnections:
         self._session: aiohttp.ClientSession | None = None
         self._tls = None if ca is None else _tls_context(ca)
         _raise_open_files_limit()
-        # Of its own accord asyncio keeps 256 KiB for each, from its beginning: 2.5 GiB for 9,999 heads.
+        # By default asyncio allocates 256 KiB for each connection at its start: 2.5 GiB for 9,999 heads.
         SSLProtocol.max_size = TLS_BUFFER_BYTES
 
     async def send_request(
@@ -109,7 +109,7 @@ def _tls_context(ca: Path) -> ssl.SSLContext:
 
 def _error_reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientSSLError):
-        return str(error)  # its number is no errno
+        return str(error)  # its number is not an errno
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

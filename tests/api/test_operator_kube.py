@@ -12,6 +12,16 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
+from rollout_common.kube.errors import (
+    AlreadyExists,
+    Conflict,
+    FencedError,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Unavailable,
+)
+from rollout_common.kube.reflector import list_pages
 from rollout_operator.api.names import (
     API_VERSION,
     KIND,
@@ -24,18 +34,9 @@ from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.cache.resync import Resync
 from rollout_operator.cache.workqueue import WorkQueue
-from rollout_operator.kube.errors import (
-    AlreadyExists,
-    Conflict,
-    FencedError,
-    Forbidden,
-    Invalid,
-    NotFound,
-    Unavailable,
-)
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.installed_schema import InstalledSchema
-from rollout_operator.kube.kube_client import KubeClient
+from rollout_operator.kube.kube_client import KubeClient, resource_collection
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from tests.support.manifests import pool, text
 
@@ -202,7 +203,8 @@ async def test_a_list_comes_in_pages_of_one_moment(kube: KubeClient) -> None:
     for name in names:
         await kube.create("services", service(name, of="pages"))
     selector = f"{LABEL_POOL}=pages"
-    pages = [p async for p in kube.list_pages("services", NAMESPACE, selector=selector, limit=2)]
+    services = resource_collection("services", NAMESPACE, selector)
+    pages = [p async for p in list_pages(kube, services, limit=2)]
     assert [len(p.items) for p in pages] == [2, 2, 1]
     assert len({p.resource_version for p in pages}) == 1
     items = [item for p in pages for item in p.items]
@@ -267,7 +269,7 @@ async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.Monkey
     async with KubeClient(on_request=lambda *request: seen.append(request)) as counted:
         with pytest.raises(NotFound):
             await counted.get("pods", NAMESPACE, "none")
-        async for _ in counted.list_pages("pods", NAMESPACE):
+        async for _ in list_pages(counted, resource_collection("pods", NAMESPACE)):
             pass
     assert seen == [("get", "pods", 404), ("list", "pods", 200)]
 

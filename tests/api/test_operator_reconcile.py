@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 
 from localkube import Cluster
+from rollout_common.kube.errors import Conflict
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.core.pass_plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
-from rollout_operator.kube.errors import Conflict
 from rollout_operator.passes.pool_writer import PoolWriter
 from rollout_operator.passes.reconcile import Reconciler
 from tests.support.api.apiclient import Obj

@@ -57,8 +57,7 @@ def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
 @pytest.fixture
 def urls(workers: list[InProcess]) -> dict[str, Any]:
     """Arguments of `from_urls`."""
-    data = [str(w.data.base_url).rstrip("/") for w in workers]
-    return {"urls": data, "control_urls": [str(w.control.base_url).rstrip("/") for w in workers]}
+    return {"urls": [w.url for w in workers], "control_urls": [w.control_url for w in workers]}
 
 
 def blocks(page: str) -> list[str]:
@@ -93,16 +92,12 @@ class Sample:
     "page", ["generate.md", "publish-weights.md", "from-slime-and-prime-rl.md"]
 )
 def test_the_code_of_a_page_runs(
-    page: str,
-    urls: dict[str, Any],
-    volume: Path,
-    tiny_models: TinyModels,
+    page: str, urls: dict[str, Any], volume: Path, tiny_models: TinyModels,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only where the pool is found differs: two workers here instead of a cluster."""
-    local = {"urls": urls["urls"], "control_urls": urls["control_urls"]}
+) -> None:  # fmt: skip
+    """Only the pool's members differ: two workers here instead of a cluster's."""
     for kind in (RolloutPool, AsyncRolloutPool):
-        made = partial(kind.from_urls, **local)
+        made = partial(kind.from_urls, **urls)
         monkeypatch.setattr(kind, "from_cluster", lambda name, namespace, made=made: made())
     names: dict[str, Any] = {
         "FOLDER": volume,
@@ -117,7 +112,7 @@ def test_the_code_of_a_page_runs(
         for block in blocks(page):
             text = block.replace(
                 "from_urls(urls, direct=direct)",
-                f"from_urls({local['urls']}, control_urls={local['control_urls']}, direct=direct)",
+                f"from_urls({urls['urls']}, control_urls={urls['control_urls']}, direct=direct)",
             )
             assert "gpu-1" not in text or "control_urls" in text, "the block has changed"
             exec(compile(text, page, "exec"), names)
@@ -184,10 +179,8 @@ async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
 def test_the_metrics_of_the_client_are_described() -> None:
     registry = CollectorRegistry()
     PrometheusHook("math", registry)
-    names = {
-        metric.name + ("_total" if metric.type == "counter" else "")
-        for metric in registry.collect()
-    }
+    found = [(each.name, each.type == "counter") for each in registry.collect()]
+    names = {name + "_total" * counts for name, counts in found}
     table = (DOCS / "generate.md").read_text().split("## Metrics")[1]
     assert set(re.findall(r"`(rollout_client_\w+)`", table)) == names
 

@@ -24,7 +24,7 @@ from rollout_client import (
     VersionChanged,
 )
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, Command, InProcess, command, in_process
+from tests.support.engine.workers import PROMPT, InProcess, command, in_process
 from tests.support.waiting import until, until_sync
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -37,17 +37,9 @@ def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
         yield [stack.enter_context(in_process(tiny_models.model(1))) for _ in range(2)]
 
 
-def url(worker: InProcess | Command) -> str:
-    return str(worker.data.base_url).rstrip("/")
-
-
-def control_url(worker: InProcess | Command) -> str:
-    return str(worker.control.base_url).rstrip("/")
-
-
 @pytest.fixture
 async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
-    async with AsyncRolloutPool.from_urls([url(w) for w in workers]) as pool:
+    async with AsyncRolloutPool.from_urls([w.url for w in workers]) as pool:
         await pool.wait_serving(len(workers))
         yield pool
 
@@ -128,13 +120,11 @@ async def test_leaving_a_stream_ends_it_on_the_worker(
 async def test_many_keep_their_order_and_report_progress(pool: AsyncRolloutPool) -> None:
     prompts = [[*PROMPT, i] for i in range(30)]
     seen: list[tuple[int, int]] = []
+    short = {**GREEDY, "max_tokens": 3}
     results = await pool.generate_many(
-        prompts,
-        concurrency=7,
-        sampling={**GREEDY, "max_tokens": 3},
-        progress=lambda ended, of: seen.append((ended, of)),
+        prompts, concurrency=7, sampling=short, progress=lambda ended, of: seen.append((ended, of))
     )
-    alone = await pool.generate(prompts[17], sampling={**GREEDY, "max_tokens": 3})
+    alone = await pool.generate(prompts[17], sampling=short)
     assert results[17].token_ids == alone.token_ids
     assert seen == [(i + 1, 30) for i in range(30)]
 
@@ -168,7 +158,7 @@ async def test_nobody_there_is_said_with_the_reason() -> None:
 
 def test_the_synchronous_pool_does_the_same(workers: list[InProcess]) -> None:
     sampling = {**GREEDY, "max_tokens": 5}
-    with RolloutPool.from_urls([url(w) for w in workers]) as pool:
+    with RolloutPool.from_urls([w.url for w in workers]) as pool:
         assert len(pool.wait_serving(2, seconds=10)) == 2
         assert pool.info().engine == "hf"
         result = pool.generate(PROMPT, sampling=sampling)
@@ -176,9 +166,8 @@ def test_the_synchronous_pool_does_the_same(workers: list[InProcess]) -> None:
             streamed = [token for delta in stream for token in delta.token_ids]
         assert tuple(streamed) == result.token_ids == stream.result.token_ids
         assert len(pool.generate_many([PROMPT] * 3, sampling=sampling)) == 3
-        assert {index for index, _ in pool.as_completed([PROMPT] * 3, sampling=sampling)} == {
-            *range(3)
-        }
+        ended = {index for index, _ in pool.as_completed([PROMPT] * 3, sampling=sampling)}
+        assert ended == {0, 1, 2}
 
 
 # Weights that change, sleep, death. Who runs last leaves both workers serving.
@@ -204,12 +193,11 @@ class Publisher:
             await asyncio.to_thread(worker.stage, 1, self.version, self.path)
 
     async def commit(self, *workers: InProcess) -> None:
-        await asyncio.gather(
-            *(
-                asyncio.to_thread(worker.commit, 1, self.version, in_flight="Abort")
-                for worker in workers or self.workers
-            )
-        )
+        commits = [
+            asyncio.to_thread(worker.commit, 1, self.version, in_flight="Abort")
+            for worker in workers or self.workers
+        ]
+        await asyncio.gather(*commits)
 
 
 @pytest.fixture
@@ -235,26 +223,22 @@ async def test_an_output_continues_under_new_weights_with_one_budget(
     assert sum(a.tokens for a in result.attempts) == 500
     # What follows the break is what the new weights say after all tokens before it.
     break_at = result.output.weights[0].end
-    again = workers[0].generate(
-        token_ids=[*PROMPT, *result.token_ids[:break_at]],
-        sampling={**GREEDY, "max_tokens": 20},
-    )
+    prompt = [*PROMPT, *result.token_ids[:break_at]]
+    again = workers[0].generate(token_ids=prompt, sampling={**GREEDY, "max_tokens": 20})
     rest = list(result.token_ids[break_at : break_at + 20])
     assert again.json()["outputs"][0]["token_ids"] == rest
 
 
 @pytest.mark.parametrize("policy", ["restart", "fail"])
 async def test_who_minds_other_weights_restarts_or_fails(
-    pool: AsyncRolloutPool,
-    workers: list[InProcess],
-    publisher: Publisher,
+    pool: AsyncRolloutPool, workers: list[InProcess], publisher: Publisher,
     policy: Literal["restart", "fail"],
-) -> None:
+) -> None:  # fmt: skip
     await publisher.stage()
-    request = pool.generate(
-        PROMPT, sampling={**GREEDY, "max_tokens": 400}, on_version_change=policy
+    sampling = {**GREEDY, "max_tokens": 400}
+    running = asyncio.create_task(
+        pool.generate(PROMPT, sampling=sampling, on_version_change=policy)
     )
-    running = asyncio.create_task(request)
     await started(pool, workers)
     await publisher.commit()
     if policy == "restart":
@@ -281,7 +265,7 @@ async def test_min_version_waits_for_a_replica_that_has_it(
     assert not any(task.done() for task in running)
     await publisher.commit(workers[1])
     results = await asyncio.wait_for(asyncio.gather(*running), 20)
-    new = url(workers[1]).removeprefix("http://")
+    new = workers[1].url.removeprefix("http://")
     assert {r.attempts[-1].replica for r in results} == {new}
     assert {r.output.weights[0].version for r in results} == {publisher.version}
     # Nothing more is asked of the one that is known to be behind.
@@ -303,7 +287,7 @@ async def test_a_sleeper_gets_nothing_until_it_wakes(
     assert moved.attempts[0].cause == "sleep"
     assert len(first.token_ids) == 400
     assert first.token_ids == second.token_ids
-    assert [m.name for m in pool.serving()] == [url(workers[1]).removeprefix("http://")]
+    assert [m.name for m in pool.serving()] == [workers[1].url.removeprefix("http://")]
     await asyncio.to_thread(workers[0].post, "wake")
     await pool.wait_serving(2, seconds=20)
 
@@ -329,10 +313,10 @@ async def test_kill_minus_9_costs_no_received_token(
     sampling = {**GREEDY, "max_tokens": 300}
     prompts = [[*PROMPT, 10 + i] for i in range(8)]
     with command(tiny_models.model(1), tmp_path, wait=False) as victim:
-        async with AsyncRolloutPool.from_urls([url(victim)]) as alone:
+        async with AsyncRolloutPool.from_urls([victim.url]) as alone:
             await alone.wait_serving(seconds=120)
             await alone.generate(PROMPT, sampling={"max_tokens": 1})
-        async with AsyncRolloutPool.from_urls([url(victim), url(workers[0])]) as pool:
+        async with AsyncRolloutPool.from_urls([victim.url, workers[0].url]) as pool:
             batch = asyncio.create_task(pool.generate_many(prompts, sampling=sampling))
             received: list[int] = []
             async with pool.stream(prompts[0], sampling=sampling) as stream:
@@ -363,13 +347,13 @@ async def test_what_came_before_the_pool_was_closed_is_kept(workers: list[InProc
                 await pool.close()
 
     with pytest.raises(PoolClosed) as error:
-        await read(AsyncRolloutPool.from_urls([url(w) for w in workers]))
+        await read(AsyncRolloutPool.from_urls([w.url for w in workers]))
     assert error.value.kept is not None
     assert error.value.kept.token_ids[: len(received)] == tuple(received) != ()
 
 
 def test_a_pool_closed_amid_a_call_says_so(workers: list[InProcess]) -> None:
-    pool = RolloutPool.from_urls([url(w) for w in workers])
+    pool = RolloutPool.from_urls([w.url for w in workers])
     with ThreadPoolExecutor(1) as threads:
         sampling = {**GREEDY, "max_tokens": 1800}
         running = threads.submit(pool.generate, PROMPT, sampling=sampling)

@@ -75,21 +75,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[InProcess]:
-    with (
-        tempfile.TemporaryDirectory(
-            prefix="moe-"
-        ) as short,  # a socket's path has at most 107 bytes
-        in_process(
-            checkpoint, "--weights-port", "0", "--weights-socket", f"{short}/sock"
-        ) as worker,
-    ):
-        yield worker
+    # A socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="moe-") as short:
+        flags = "--weights-port", "0", "--weights-socket", f"{short}/sock"
+        with in_process(checkpoint, *flags) as worker:
+            yield worker
 
 
 @pytest.fixture
 def pool(worker: InProcess) -> Iterator[RolloutPool]:
-    data, control = (str(port.base_url).rstrip("/") for port in (worker.data, worker.control))
-    with RolloutPool.from_urls([data], control_urls=[control]) as pool:
+    with RolloutPool.from_urls([worker.url], control_urls=[worker.control_url]) as pool:
         pool.acquire()
         yield pool
 
@@ -166,11 +161,7 @@ def test_ranks_that_fsdp_has_given_shards_publish_it_together(
     pool: RolloutPool, worker: InProcess, checkpoint: Path, tmp_path: Path
 ) -> None:
     stepped(loaded(checkpoint), 0.3).save_pretrained(tmp_path / "model")
-    story = {
-        "model": str(tmp_path / "model"),
-        "url": str(worker.data.base_url).rstrip("/"),
-        "control": str(worker.control.base_url).rstrip("/"),
-    }
+    story = {"model": str(tmp_path / "model"), "url": worker.url, "control": worker.control_url}
     with ranks(moe_rank.main, 2, tmp_path, json.dumps(story)) as started:
         for rank in started:
             assert rank.status(120) == 0, rank.said

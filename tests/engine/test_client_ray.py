@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.engine.rays import run_job
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import in_process
 
@@ -21,32 +21,12 @@ JOB = ROOT / "tests" / "support" / "engine" / "ray_job.py"
 def test_processes_of_a_ray_job_share_one_pool(tiny_models: TinyModels, tmp_path: Path) -> None:
     model = tiny_models.model(1)
     with in_process(model) as one, in_process(model) as two:
-        urls = [str(w.data.base_url).rstrip("/") for w in (one, two)]
-        alone = one.generate(
-            token_ids=[5, 6, 7, 8],
-            sampling={"max_tokens": 4, "temperature": 0, "ignore_eos": True},
-        ).json()
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
-        env = {
-            **kept,
-            "PYTHONPATH": str(ROOT / "src"),
-            "HOME": str(tmp_path),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",
-            # On a busy machine its processes take minutes to meet.
-            "RAY_raylet_start_wait_time_s": "200",
-        }
-        done = subprocess.run(
-            [PYTHON, JOB, *urls],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
+        sampling = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        alone = one.generate(token_ids=[5, 6, 7, 8], sampling=sampling).json()
+        printed = run_job(
+            [PYTHON, JOB, one.url, two.url], tmp_path, 240, PYTHONPATH=str(ROOT / "src")
         )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(printed.splitlines()[-1])
     tokens = alone["outputs"][0]["token_ids"]
     turns = [*said["first"], *said["second"]]
     assert [turn[0] for turn in turns] == [tokens] * 4

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from rollout_client.errors import PublishFailed
 from rollout_client.integrations.verl import PoolSettings, VerlClient
 from rollout_client.integrations.verl_rollout import VerlRollout
+from tests.support.engine.rays import run_job
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, InProcess, in_process
 from tinymodel import Shape, make_model
@@ -48,10 +48,13 @@ def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
         yield [stack.enter_context(in_process(model, *flags)) for _ in range(2)]
 
 
+def pool_urls(workers: list[InProcess]) -> dict[str, Any]:
+    return {"urls": [w.url for w in workers], "control_urls": [w.control_url for w in workers]}
+
+
 @pytest.fixture
 def urls(workers: list[InProcess]) -> dict[str, list[str]]:
-    data = [str(w.data.base_url).rstrip("/") for w in workers]
-    return {"urls": data, "control_urls": [str(w.control.base_url).rstrip("/") for w in workers]}
+    return pool_urls(workers)
 
 
 @dataclass
@@ -303,10 +306,7 @@ def test_verls_default_trainer_runs_over_a_pool(
     with ExitStack() as stack:
         flags = ["--weights-roots", str(volume), "--weights-port", "0"]
         workers = [stack.enter_context(in_process(bf16, *flags)) for _ in range(2)]
-        pool = {
-            "urls": [str(w.data.base_url).rstrip("/") for w in workers],
-            "control_urls": [str(w.control.base_url).rstrip("/") for w in workers],
-        }
+        pool = pool_urls(workers)
         settings = {
             "yaml": block("yaml"),
             "model": str(bf16),
@@ -315,7 +315,7 @@ def test_verls_default_trainer_runs_over_a_pool(
             "steps": STEPS,
         }
         sleeps = [slept(worker) for worker in workers]
-        said = run_job(settings, plugin, tmp_path)
+        said = run_verl(settings, plugin, tmp_path)
         steps = [line for line in said.splitlines() if re.search(r"\bstep:\d+ - ", line)]
         assert len(steps) == STEPS, said[-5000:]
         for line in steps:
@@ -331,33 +331,16 @@ def test_verls_default_trainer_runs_over_a_pool(
             assert workers[0].sample(8) != before_training.sample(8)
 
 
-def run_job(settings: dict[str, Any], plugin: str, folder: Path) -> str:
+def run_verl(settings: dict[str, Any], plugin: str, folder: Path) -> str:
     """Run verl in a process of its own and return what it printed."""
     (folder / "settings.json").write_text(json.dumps(settings))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
     env = {
-        **kept,
         "PYTHONPATH": f"{ROOT / 'src'}:{VERL}:{JOB.parent}",
         # The processor as verl's accelerator, see verl_cpu.py.
         "VERL_USE_EXTERNAL_MODULES": f"verl_cpu,{plugin}",
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_ENGINE_VENDOR": "nvidia",
-        "HOME": str(folder),
         "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",
-        # On a busy machine its processes take minutes to meet.
-        "RAY_raylet_start_wait_time_s": "200",
     }
-    done = subprocess.run(
-        [sys.executable, JOB, folder / "settings.json"],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done.stdout
+    return run_job([sys.executable, JOB, folder / "settings.json"], folder, 800, **env)

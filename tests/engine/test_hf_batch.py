@@ -1,4 +1,4 @@
-"""A batched answer is the single one, whoever joins and leaves meanwhile."""
+"""A batched output equals the single one, whatever joins and leaves the batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from rollout_worker.engine import EngineRequest
 from tests.support.engine.engines import (
     PROMPT,
-    Output,
     figure,
-    follow,
+    launch,
     reaches,
     request,
     run,
@@ -51,13 +50,6 @@ async def test_greedy_is_transformers_own(tiny_models: TinyModels, reference: Re
     assert output.token_ids == reference.greedy(PROMPT, 40)
 
 
-async def test_seeds_of_the_model_differ(tiny_models: TinyModels, reference_2: Reference) -> None:
-    async with serving(tiny_models.model(1)) as (one, _), serving(tiny_models.model(2)) as (two, _):
-        first, second = await run(one, request()), await run(two, request())
-    assert first.token_ids != second.token_ids
-    assert second.token_ids == reference_2.greedy(PROMPT, 8)
-
-
 @pytest.mark.parametrize("seed", [0, 2])
 async def test_batched_equals_single(tiny_models: TinyModels, seed: int) -> None:
     """With other seeds about one test in 24 draws next to the bound of two tokens, which rounding moves."""
@@ -75,9 +67,8 @@ async def test_joining_and_leaving_changes_nobody(
     tiny_models: TinyModels, reference: Reference
 ) -> None:
     rng = random.Random(11)
-    long = Output()
     async with serving(tiny_models.model(1), "--max-batch-size", "5") as (engine, _):
-        running = asyncio.create_task(follow(engine, request("long", max_tokens=150), long))
+        long, running = launch(engine, "long", max_tokens=150)
         tasks = []
         for index, each in enumerate(mixed(rng, 20, "j")):
             await reaches(long, 5 * (index + 1))
@@ -93,28 +84,6 @@ async def test_prefill_in_pieces_is_the_same(tiny_models: TinyModels, reference:
         both = await run_all(engine, [request("b", prompt), request("c", prompt[:31])])
     assert alone.token_ids == both[0].token_ids == reference.greedy(prompt, 8)
     assert both[1].token_ids == reference.greedy(prompt[:31], 8)
-
-
-async def test_two_hundred_requests_lose_nothing(tiny_models: TinyModels) -> None:
-    rng = random.Random(5)
-    wanted = [
-        request(f"q{i}", [rng.randrange(4096) for _ in range(rng.randint(1, 20))], max_tokens=n)
-        for i, n in enumerate(rng.choices(range(1, 30), k=200))
-    ]
-    most = 0
-    async with serving(tiny_models.model(1), "--max-batch-size", "32") as (engine, _):
-        running = asyncio.gather(*(run(engine, each) for each in wanted))
-        while not running.done():
-            stats = engine.stats()
-            assert stats.running + waiting(engine) <= 200
-            most = max(most, stats.running)
-            await asyncio.sleep(0.005)
-        outputs = await running
-        assert engine.stats().running == waiting(engine) == 0
-    assert most == 32
-    for each, output in zip(wanted, outputs, strict=True):
-        assert len(output.token_ids) == each.sampling.max_tokens
-        assert 1 <= output.deltas <= len(output.token_ids)
 
 
 async def test_memory_bounds_what_runs_together(tiny_models: TinyModels) -> None:

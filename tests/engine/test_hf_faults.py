@@ -85,7 +85,7 @@ def test_an_error_of_the_gpu_in_a_step_ends_the_process(tiny_models: TinyModels)
 
 
 def test_an_error_of_the_gpu_at_the_start_ends_the_process(tiny_models: TinyModels) -> None:
-    with worker(tiny_models.model(1), "engine", "load_model") as process:
+    with worker(tiny_models.model(1), "hf_engine", "load_model") as process:
         try:
             said = Lines(process)
             assert process.wait(120) == EXIT_SPENT

@@ -20,12 +20,10 @@ from tests.support.engine.engines import (
     PROMPT,
     V1,
     V2,
-    Output,
+    begun,
     figure,
     flip,
-    follow,
     nothing,
-    reaches,
     refilling,
     request,
     run,
@@ -107,9 +105,7 @@ async def test_running_outputs_go_on_after_their_kv_was_lost(
     tiny_models: TinyModels, reference: Reference, tags: Any
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
-        output = Output()
-        task = asyncio.create_task(follow(engine, request(max_tokens=60), output))
-        await reaches(output, 5)
+        output, task = await begun(engine, 5, max_tokens=60)
         await engine.pause()
         await engine.sleep(1, tags, nothing)
         await engine.wake(tags, nothing)
@@ -118,20 +114,6 @@ async def test_running_outputs_go_on_after_their_kv_was_lost(
     assert output.token_ids == reference.greedy(PROMPT, 60)
     assert set(output.versions) == {(0, False)}
     assert output.preemptions == 1
-
-
-async def test_staged_waking_serves_the_update(
-    tiny_models: TinyModels, reference_2: Reference
-) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        await engine.pause()
-        await engine.sleep(1, ["weights", "kv_cache"], nothing)
-        await engine.wake(["weights"], nothing)
-        version = await staged(engine, tiny_models.weights(2))
-        await engine.commit(V1, version.sink, "recompute")
-        await engine.wake(["kv_cache"], nothing)
-        await engine.resume()
-        assert (await run(engine, request())).token_ids == reference_2.greedy(PROMPT, 8)
 
 
 async def test_a_refused_refill_leaves_everything_asleep(

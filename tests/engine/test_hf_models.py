@@ -92,7 +92,7 @@ async def test_batches_equal_transformers_own(tmp_path: Path, name: str, attenti
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("T5Config", "no causal language model"),
+        ("T5Config", "not a causal language model"),
         ("MambaConfig", "no cache"),
         ("Qwen3NextConfig", "no cache for layers of the kind linear_attention"),
     ],

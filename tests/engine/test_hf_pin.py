@@ -16,8 +16,9 @@ from tests.support.engine.engines import (
     V1,
     V2,
     Output,
+    begun,
     figure,
-    follow,
+    launch,
     nothing,
     reaches,
     request,
@@ -35,14 +36,9 @@ PROMPTS = (PROMPT, PROMPT[:2], PROMPT * 4)
 
 async def launched(engine: Engine, tokens: int) -> tuple[list[Output], asyncio.Future[Any]]:
     """Begin an output of each prompt and wait until all make tokens."""
-    outputs = [Output() for _ in PROMPTS]
-    tasks = [
-        follow(engine, request(f"old{i}", prompt, max_tokens=tokens), output)
-        for i, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True))
-    ]
-    running = asyncio.gather(*tasks)
-    await asyncio.gather(*(reaches(output, 5) for output in outputs))
-    return outputs, running
+    pairs = [launch(engine, f"old{i}", p, max_tokens=tokens) for i, p in enumerate(PROMPTS)]
+    await asyncio.gather(*(reaches(output, 5) for output, _ in pairs))
+    return [output for output, _ in pairs], asyncio.gather(*(task for _, task in pairs))
 
 
 async def test_old_and_new_run_side_by_side(
@@ -76,9 +72,7 @@ async def test_a_third_version_takes_the_oldest_along(
         one = figure(engine, "hf_engine_weights_bytes")
         old, running = await launched(engine, 200)
         await update(engine, tiny_models.weights(2), V1, kv="pin")
-        middle = Output()
-        task = asyncio.create_task(follow(engine, request("mid", max_tokens=200), middle))
-        await reaches(middle, 5)
+        middle, task = await begun(engine, 5, "mid", max_tokens=200)
         await update(engine, tiny_models.weights(3), V2, kv="pin")
         assert engine.stats().pinned_ids == {"mid"}
         assert figure(engine, "hf_engine_weights_bytes") == 2 * one
@@ -155,35 +149,6 @@ def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
 
 def spans(output: dict[str, Any]) -> list[tuple[int, bool]]:
     return [(span["version"], span["stale_kv"]) for span in output["weights"]]
-
-
-def test_a_pinned_request_ends_on_its_own_version(
-    worker: InProcess, tiny_models: TinyModels
-) -> None:
-    assert "Pin" in worker.data.get("/v1/info").json()["capabilities"]["in_flight"]
-    worker.stage(1, 1, tiny_models.weights(2))
-    sampling = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
-    exact = worker.long("exact", exact_version=0, sampling=sampling)
-    done = worker.commit(1, 1, in_flight="Pin")
-    assert (done["finished"], done["aborted"], done["kept"]) == (0, 0, 1)
-    assert spans(worker.sample()) == [(1, False)]
-    assert not exact.done(), "nobody waited for it"
-    output = exact.result(60).json()["outputs"][0]
-    assert (output["stop_reason"], spans(output)) == ("length", [(0, False)])
-
-
-def test_a_pinned_request_that_may_not_span_ends_before_its_weights_sleep(
-    worker: InProcess, tiny_models: TinyModels
-) -> None:
-    worker.stage(1, 1, tiny_models.weights(2))
-    exact = worker.long("exact", exact_version=0)
-    free = worker.long("free", sampling={"max_tokens": 500, "ignore_eos": True})
-    worker.commit(1, 1, in_flight="Pin")
-    worker.post("sleep", mode="keep")
-    output = exact.result(60).json()["outputs"][0]
-    assert (output["abort_reason"], spans(output)) == ("weights", [(0, False)])
-    worker.post("wake")
-    assert spans(free.result(60).json()["outputs"][0]) == [(0, False), (1, False)]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from rollout_worker.engine import EngineRequest
-from rollout_worker.engines.hf.sampling import BatchSampler
+from rollout_worker.engines.hf.sequence import BatchSampler, OutputSequence
+from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow
 from rollout_worker.engines.sampling.token_draw import seeded_uniform
@@ -132,20 +132,18 @@ async def test_extreme_parameters_stay_finite(
     assert all(math.isfinite(value) for value in output.logprobs or ())
 
 
-@dataclass
-class Sampled:
-    row: SampledRow
-    temperature: float
-    produced: int
-
-
-def sampled(seed: int, produced: int, stops: frozenset[int] = frozenset(), **asked: Any) -> Sampled:
+def sampled(
+    seed: int, produced: int, stops: frozenset[int] = frozenset(), **asked: Any
+) -> OutputSequence:
     params = SamplingParams.model_validate({"seed": seed, **asked})
-    asks = sampling_asks(EngineRequest("r", (0,), params, "sampling"), stops)
-    return Sampled(SampledRow(asks, (0,), ()), params.temperature, produced)
+    wanted = EngineRequest("r", (0,), params, "sampling")
+    row = SampledRow(sampling_asks(wanted, stops), (0,), ())
+    made = OutputSequence(wanted, row, StopChecker(params, stops, None), 0, lambda _: None)
+    made.tokens += [0] * produced
+    return made
 
 
-def rows(count: int, **sampling: Any) -> list[Sampled]:
+def rows(count: int, **sampling: Any) -> list[OutputSequence]:
     return [sampled(seed, seed % 7, **sampling) for seed in range(count)]
 
 
@@ -217,8 +215,9 @@ def test_a_batch_that_stays_counts_on() -> None:
     row = sampled(1, 0, frozenset({3}), **state)
     sampler, logits = BatchSampler(), torch.tensor([[0.0, 3.0, 2.5, 9.0, -9.0]])
     drawn = []
-    for row.produced in range(4):
+    for _ in range(4):
         drawn += sampler.draw_tokens(logits, [row])[0]
+        row.tokens.append(drawn[-1])
     assert drawn == [1, 2, 3, 3]
 
 

@@ -1,8 +1,7 @@
-"""Where outputs end: length, EOS, stop ids and strings, min_tokens."""
+"""Where outputs end, in addition to what the contract suite asks of every engine."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,27 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import InvalidRequest
-from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.engines.request_checks import StopChecker
-from rollout_worker.schemas import SamplingParams, StopMatch, StopReason
+from rollout_worker.schemas import SamplingParams, StopMatch
 from tests.support.engine.engines import PROMPT, request, run, serving
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-
-
-def edited(folder: Path, tmp_path: Path, **generation: Any) -> Path:
-    """Copy a model with another generation_config."""
-    copy = tmp_path / "edited"
-    shutil.copytree(folder, copy)
-    (copy / "generation_config.json").write_text(json.dumps(generation))
-    return copy
-
-
-async def test_length(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        output = await run(engine, request(max_tokens=3))
-    assert (output.stop_reason, output.stop_match) == (StopReason.LENGTH, None)
-    assert len(output.token_ids) == 3
 
 
 async def test_no_max_tokens_runs_up_to_the_maximum_length(tiny_models: TinyModels) -> None:
@@ -46,68 +29,11 @@ async def test_no_max_tokens_runs_up_to_the_maximum_length(tiny_models: TinyMode
     assert (refused.value.field, refused.value.status) == ("sampling.max_tokens", 413)
 
 
-@pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("many", [False, True])
-async def test_eos_of_generation_config(
-    tiny_models: TinyModels, reference: Reference, tmp_path: Path, many: bool, ignore: bool
-) -> None:
-    greedy = reference.greedy(PROMPT, 8)
-    folder = edited(
-        tiny_models.model(1), tmp_path, eos_token_id=[greedy[5], greedy[3]] if many else greedy[3]
-    )
-    async with serving(folder) as (engine, info):
-        output = await run(engine, request(ignore_eos=ignore))
-    assert info.eos_token_ids == ({greedy[3], greedy[5]} if many else {greedy[3]})
-    assert output.token_ids == (greedy if ignore else greedy[:4])
-    if not ignore:
-        assert output.stop_reason is StopReason.STOP
-        assert output.stop_match == StopMatch(token_id=greedy[3])
-
-
-async def test_stop_ids_hold_with_ignore_eos_and_the_last_token_may_match(
-    tiny_models: TinyModels, reference: Reference
-) -> None:
-    greedy = reference.greedy(PROMPT, 8)
-    async with serving(tiny_models.model(1)) as (engine, _):
-        early = await run(engine, request(stop_token_ids=[greedy[2]]))
-        last = await run(engine, request(stop_token_ids=[greedy[7]]))
-    assert early.token_ids == greedy[:3]
-    assert (early.stop_reason, early.stop_match) == ("stop", StopMatch(token_id=greedy[2]))
-    assert (last.stop_reason, last.stop_match) == ("stop", StopMatch(token_id=greedy[7]))
-
-
-async def test_min_tokens_withholds_stops(tiny_models: TinyModels, reference: Reference) -> None:
-    greedy = reference.greedy(PROMPT, 8)
-    async with serving(tiny_models.model(1)) as (engine, _):
-        wanted = request(stop_token_ids=[greedy[2]], min_tokens=6, max_tokens=30)
-        output = await run(engine, wanted)
-    assert output.token_ids[:2] == greedy[:2]
-    assert greedy[2] not in output.token_ids[:6]
-
-
-async def test_stop_strings(tiny_models: TinyModels, reference: Reference) -> None:
-    greedy = reference.greedy(PROMPT, 12)
-    async with serving(tiny_models.model(1)) as (engine, _):
-        # From within the text of one token into the next, so that no id could match.
-        tokenizer = load_tokenizer(tiny_models.model(1))
-        text, upto = (decode_tokens(tokenizer, ids, special=False) for ids in (greedy, greedy[:5]))
-        stop = text[len(upto) - 1 : len(upto) + 2]
-        end = next(
-            n for n in range(13) if stop in decode_tokens(tokenizer, greedy[:n], special=False)
-        )
-        output = await run(engine, request(max_tokens=12, stop=["absent", stop]))
-        late = await run(engine, request(max_tokens=12, stop=[stop], min_tokens=12))
-    assert output.token_ids == greedy[:end]
-    assert (output.stop_reason, output.stop_match) == ("stop", StopMatch(text=stop))
-    assert late.token_ids == greedy
-
-
 async def test_without_a_tokenizer_ids_are_served_and_stop_strings_refused(
     tiny_models: TinyModels, reference: Reference, tmp_path: Path
 ) -> None:
-    folder = edited(tiny_models.model(1), tmp_path, eos_token_id=2)
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_models.model(1), folder, ignore=shutil.ignore_patterns("tokenizer*"))
     async with serving(folder) as (engine, _):
         assert not engine.capabilities.stop_strings
         with pytest.raises(InvalidRequest, match="no tokenizer") as refused:

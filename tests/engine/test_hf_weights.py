@@ -1,4 +1,4 @@
-"""New weights beside the old ones, and the flip."""
+"""New weights next to the serving ones, and the switch to them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.sources.checkpoint_files import open_source
-from rollout_worker.sources.tensor_filling import fill_sink
 from tests.support.engine.engines import (
     PROMPT,
     V1,
     V2,
-    Output,
+    begun,
     figure,
-    follow,
+    launch,
     reaches,
     request,
     run,
@@ -33,33 +32,12 @@ from tests.support.engine.tinymodels import TinyModels
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-async def test_an_update_changes_outputs_and_labels(
-    tiny_models: TinyModels, reference: Reference, reference_2: Reference
-) -> None:
-    async with serving(tiny_models.model(1)) as (engine, info):
-        before = await run(engine, request(max_tokens=20))
-        root = await update(engine, tiny_models.weights(2))
-        after = await run(engine, request(max_tokens=20))
-        back = await staged(engine, tiny_models.model(1))
-        await engine.commit(V2, back.sink, "keep")
-        again = await run(engine, request(max_tokens=20))
-    assert before.token_ids == again.token_ids == reference.greedy(PROMPT, 20)
-    assert after.token_ids == reference_2.greedy(PROMPT, 20)
-    assert root != info.root_hash == back.root_hash
-    assert set(before.versions) == {(0, False)}
-    assert set(after.versions) == {(1, False)}
-    assert set(again.versions) == {(2, False)}
-    assert after.spans[0].epoch == 1
-
-
 async def test_staging_does_not_disturb_what_runs(
     tiny_models: TinyModels, reference: Reference
 ) -> None:
     seen: list[tuple[int, int]] = []
     async with serving(tiny_models.model(1)) as (engine, _):
-        output = Output()
-        task = asyncio.create_task(follow(engine, request(max_tokens=100), output))
-        await reaches(output, 5)
+        output, task = await begun(engine, 5, max_tokens=100)
         version = await staged(
             engine, tiny_models.weights(2), lambda done, total: seen.append((done, total))
         )
@@ -107,12 +85,9 @@ async def test_running_outputs_over_a_commit(
     tiny_models: TinyModels, reference: Reference, reference_2: Reference, kv: Any
 ) -> None:
     async with serving(tiny_models.model(1)) as (engine, _):
-        outputs = [Output() for _ in range(3)]
         prompts = [PROMPT, PROMPT[:2], PROMPT * 4]
-        tasks = [
-            asyncio.create_task(follow(engine, request(f"r{i}", p, max_tokens=90), output))
-            for i, (p, output) in enumerate(zip(prompts, outputs, strict=True))
-        ]
+        pairs = [launch(engine, f"r{i}", p, max_tokens=90) for i, p in enumerate(prompts)]
+        outputs, tasks = zip(*pairs, strict=True)
         await asyncio.gather(*(reaches(output, 10) for output in outputs))
         await update(engine, tiny_models.weights(2), kv=kv)
         fresh = await run(engine, request("fresh"))
@@ -134,9 +109,7 @@ async def test_kept_kv_is_what_transformers_has_with_the_old_keys(
 ) -> None:
     """`keep` mixes KV of both weights; plain transformers with a cache does the same."""
     async with serving(tiny_models.model(1)) as (engine, _):
-        output = Output()
-        task = asyncio.create_task(follow(engine, request(max_tokens=60), output))
-        await reaches(output, 10)
+        output, task = await begun(engine, 10, max_tokens=60)
         await update(engine, tiny_models.weights(2))
         await task
     old = output.versions.count((0, False))
@@ -165,45 +138,6 @@ async def test_queued_requests_run_on_the_new_version(
     assert output.token_ids == reference_2.greedy(PROMPT, 8)
 
 
-def spoil(tensors: dict[str, torch.Tensor], how: str) -> str:
-    """Spoil a version in one way; return what the refusal must name."""
-    norm = tensors[NORM]
-    match how:
-        case "missing":
-            del tensors[NORM]
-        case "shape":
-            tensors[NORM] = norm[:-1].clone()
-        case "dtype":
-            tensors[NORM] = norm.bfloat16()
-        case "head":
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-            return "lm_head.weight"
-        case "extra":
-            tensors["model.layers.2.surprise"] = norm.clone()
-            return "model.layers.2.surprise"
-    return NORM
-
-
-@pytest.mark.parametrize("how", ["missing", "shape", "dtype", "head", "extra"])
-async def test_rejected_weights_change_nothing(
-    tiny_models: TinyModels, reference: Reference, tmp_path: Path, how: str
-) -> None:
-    tensors = load_file(tiny_models.weights(2) / "model.safetensors")
-    named = spoil(tensors, how)
-    save_file(tensors, tmp_path / "model.safetensors")
-    async with serving(tiny_models.model(1)) as (engine, info):
-        output = Output()
-        task = asyncio.create_task(follow(engine, request(max_tokens=60), output))
-        await reaches(output, 3)
-        with pytest.raises(WeightsRejected, match=named) as refused:
-            await fill_sink(engine.open_slot, info.layout, (tmp_path, ()), lambda _: None)
-        await task
-        assert engine.alive() is None
-    assert refused.value.tensor == named
-    assert output.token_ids == reference.greedy(PROMPT, 60)
-    assert set(output.versions) == {(0, False)}
-
-
 async def test_another_compute_dtype_keeps_the_checkpoints_on_disk(
     tiny_models: TinyModels,
 ) -> None:
@@ -228,11 +162,8 @@ async def test_weights_that_are_no_numbers_abort_and_leave_no_trace(
         tmp_path / "model.safetensors",
     )
     async with serving(tiny_models.model(1)) as (engine, _):
-        outputs = [Output() for _ in range(3)]
-        tasks = [
-            asyncio.create_task(follow(engine, request(f"r{i}", max_tokens=500), output))
-            for i, output in enumerate(outputs)
-        ]
+        pairs = [launch(engine, f"r{i}", max_tokens=500) for i in range(3)]
+        outputs, tasks = zip(*pairs, strict=True)
         await asyncio.gather(*(reaches(output, 4) for output in outputs))
         await update(engine, tmp_path, V1)
         await asyncio.gather(*tasks)

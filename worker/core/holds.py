@@ -1,7 +1,7 @@
-"""Holds: who is keeping a worker from generating, and for how long.
+"""Holds: the callers that keep a worker from generating, and for how long.
 
 Each caller has at most one hold, Paused or Asleep. The most restrictive live hold decides the
-state, so a caller's resume can't reopen what another caller keeps closed. Pure: time is passed in.
+state, so a caller's resume does not end another caller's pause. Pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from rollout_common.wire import Hold, MemoryTag, WeightsId
 
 COMMIT_HOLDER = "commit"
-"""The holder shown for a running commit, which acts as a hold of its own."""
+"""The holder shown for a running commit, which acts as a hold."""
 
 SleepLevel = Literal[1, 2]
 EVERYTHING: frozenset[MemoryTag] = frozenset({"weights", "kv_cache"})
@@ -34,7 +34,7 @@ class WantedState(IntEnum):
 class HoldTarget:
     """What all live holds together ask for: `released` memory is freed at sleep `level`.
 
-    `load`: weights that wake get their values; not before a commit, if somebody waits for one.
+    `load`: weights that wake get their values at once; False while a caller waits for a commit instead.
     """
 
     want: WantedState
@@ -44,7 +44,7 @@ class HoldTarget:
 
     @property
     def is_all_released(self) -> bool:
-        """Whether no memory of the engine is wanted at all."""
+        """Whether the holds want no memory of the engine."""
         return self.want is WantedState.ASLEEP and self.released.issuperset(EVERYTHING)
 
 
@@ -63,7 +63,7 @@ class Holds:
     def __init__(self) -> None:
         self._held: dict[str, _HolderState] = {}
         self.committing: WeightsId | None = None
-        """Set while a commit runs; listed as a hold of its own."""
+        """Set while a commit runs; listed as a hold."""
 
     def hold_paused(self, holder: str, expires: float = inf) -> None:
         """Set the holder's hold to Paused until `expires`, replacing any earlier hold."""
@@ -84,7 +84,7 @@ class Holds:
     def release_tags(self, holder: str, tags: Collection[MemoryTag], *, load: bool = True) -> None:
         """Remove these tags from the holder's sleep; the hold ends with its last tag.
 
-        Without `load` it goes on, if need be without a tag, until `note_committed`.
+        Without `load` it goes on until `note_committed`, even without a tag.
         """
         held = self._held.get(holder)
         if held is None or held.want is not WantedState.ASLEEP:
@@ -96,7 +96,7 @@ class Holds:
             del self._held[holder]
 
     def note_committed(self) -> None:
-        """End what waited for a commit."""
+        """End the holds that waited for a commit."""
         waited = {holder: held for holder, held in self._held.items() if not held.load}
         for holder, held in waited.items():
             if held.tags:
@@ -112,12 +112,12 @@ class Holds:
         return gone
 
     def want_of(self, holder: str, now: float) -> WantedState:
-        """What this holder asks for."""
+        """The state that this holder asks for."""
         held = self._held.get(holder)
         return held.want if held is not None and held.expires > now else WantedState.ACTIVE
 
     def other_holders(self, holder: str, now: float) -> list[str]:
-        """Everyone else who has a live hold."""
+        """All other holders of live holds."""
         return sorted(h for h, held in self._held.items() if h != holder and held.expires > now)
 
     def merged_target(self, now: float) -> HoldTarget:
@@ -131,7 +131,7 @@ class Holds:
         )
 
     def next_expiry(self) -> float:
-        """When the next hold expires; infinite if none will."""
+        """The time at which the next hold expires; infinite if none does."""
         return min((held.expires for held in self._held.values()), default=inf)
 
     def list_holds(self, now: float) -> tuple[Hold, ...]:

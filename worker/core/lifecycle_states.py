@@ -2,7 +2,6 @@
 
 `LifecycleTracker.move_to()` is the only way to change the state. Being fenced (below the weights floor) and
 committing are not states: a worker stays Active during a commit, while new requests wait.
-Imports nothing of ours except the wire names.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ MOVES: Final[Mapping[Lifecycle, frozenset[Lifecycle]]] = {
     S.PAUSING: frozenset({S.PAUSED, S.DRAINING, S.ACTIVE, S.FAILED}),
     S.PAUSED: frozenset({S.ACTIVE, S.DRAINING, S.FAILED}),
     S.DRAINING: frozenset({S.ASLEEP, S.PAUSED, S.PAUSING, S.ACTIVE, S.FAILED}),
-    # Waking may restore only part of the memory, or fail and go back to sleep.
-    # With devices by turns, an engine that dies asleep is loaded again when it is to wake.
+    # Loading: an engine that died asleep loads again to wake, if its devices are used by turns.
     S.ASLEEP: frozenset({S.WAKING, S.LOADING, S.FAILED}),
+    # Waking may restore only part of the memory, or fail and go back to sleep.
     S.WAKING: frozenset({S.ACTIVE, S.PAUSED, S.ASLEEP, S.FAILED}),
     S.FAILED: frozenset({S.LOADING, S.ASLEEP}),
 }

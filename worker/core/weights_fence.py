@@ -1,6 +1,6 @@
-"""The fence: which epochs may change weights, and below which weights nothing is served.
+"""The fence: the lowest epoch that may change weights, and the floor below which no weights are served.
 
-Both only rise. The epoch shuts out a dead trainer; the floor keeps old weights from being served.
+Both only rise. The epoch shuts out an older trainer; the floor keeps old weights from being served.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsFence:
-    """What `POST /v1/require` has set in this process's life."""
+    """What `POST /v1/require` has set since this process started."""
 
     def __init__(self) -> None:
         self.floor: WeightsId | None = None
         self.epoch = 0
 
     def raise_to(self, caller: str, request: RequireRequest) -> None:
-        """Raise the epoch and, with a version, the floor; what is there already is fine.
+        """Raise the epoch and, with a version, the floor; a repeated call changes nothing.
 
         Raises:
-            ProblemError: 409, it would go down.
+            ProblemError: 409, one of them would go down.
         """
         if request.min_version is None:
             self.check_epoch(request.epoch)
@@ -48,7 +48,7 @@ class WeightsFence:
         self.floor = floor
 
     def follow_commit(self, active: WeightsId) -> None:
-        """Take a floor that stands along to weights that were committed, so that nobody has to call for it."""
+        """Raise an existing floor to the committed weights, so that nobody has to call for it."""
         if self.floor is not None and self.floor < active:
             self.floor = active
 

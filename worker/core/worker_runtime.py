@@ -1,8 +1,7 @@
 """What all parts of a worker share: state, engine, locks, and guarded calls to the engine.
 
-The parts are `flights` (requests), `updates` (weights), `governor` (holds → lifecycle) and
-`supervisor` (the engine's life); `service` puts them together. They meet only here. Everything runs
-on one event loop.
+The parts are `requests`, `updates` (weights), the governor (holds → lifecycle) and the supervisor (the
+engine's life); `service` puts them together. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from rollout_common.turn import TurnReplaced
 from rollout_common.wire import Lifecycle, Progress, Resident
 from rollout_common.wire.problems import ProblemError, conflict_problem
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import (
     Engine,
     EngineCrashed,
@@ -26,13 +27,12 @@ from rollout_worker.engine import (
     GangMembership,
 )
 from rollout_worker.gang.gang_head import GangHead
+from rollout_worker.gang.multi_node_turn import WholeTurn
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 from rollout_worker.settings import WorkerSettings
 
-from .device_turn import DeviceTurn
 from .holds import Holds, HoldTarget, WantedState
 from .lifecycle_states import LifecycleTracker
-from .multi_node_turn import WholeTurn
 from .settings import CANCEL_GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ChangeNotifier:
         self._event = asyncio.Event()
 
     async def wait_for_change(self, seconds: float | None) -> bool:
-        """Wait for the next pulse; return False if none came within `seconds`."""
+        """Wait for the next call of `notify_all`; return False if none came within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._event.wait()
@@ -75,15 +75,19 @@ class WorkerRuntime:
         self.changed = ChangeNotifier()
         """Fires when the state, a hold or a request changes."""
         self.exclusive = asyncio.Lock()
-        """Held by whoever moves the lifecycle, commits weights or replaces the engine."""
-        self.turn: DeviceTurn | WholeTurn | None = None
-        """Set where others use the same devices by turns."""
+        """Held while the lifecycle moves, weights are committed or the engine is replaced."""
+        self.turn: DeviceTurn | None = None
+        """Set if others use the same devices by turns."""
         self.gang: GangHead | None = None
-        """Set where the engine spans several nodes and this is the first."""
+        """Set on the head of a replica of several nodes."""
         if gang is not None:
             self.gang = GangHead(settings, gang, self.boot_id, self.report_crash)
         if settings.turn_devices:
-            self.turn = self._make_turn(self.gang)
+            self.turn = (
+                DeviceTurn(settings, self.telemetry)
+                if self.gang is None
+                else WholeTurn(settings, self.telemetry, self.gang)
+            )
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.died: asyncio.Future[str] | None = None
@@ -93,16 +97,10 @@ class WorkerRuntime:
         self.restarts = 0
         self.shutting_down = False
         self.admitting = True
-        """False once a shutdown starts to refuse new requests."""
+        """False once a shutdown refuses new requests."""
         self.generation: int | None = None
         self.drain_seconds = settings.drain_seconds
-        """What running requests get when the process is told to end."""
-
-    def _make_turn(self, gang: GangHead | None) -> DeviceTurn | WholeTurn:
-        if gang is None:
-            return DeviceTurn(self.settings, self.telemetry, self.changed.wait_for_change)
-        own = DeviceTurn(self.settings, self.telemetry, self.changed.wait_for_change, counts=False)
-        return WholeTurn(own, gang, self.telemetry)
+        """How long running requests may go on after SIGTERM."""
 
     def _note_move(self, old: Lifecycle, new: Lifecycle) -> None:
         logger.info("lifecycle %s -> %s", old.value, new.value)
@@ -128,7 +126,7 @@ class WorkerRuntime:
         return self.engine.stats()
 
     def loaded_engine(self) -> tuple[Engine, EngineInfo]:
-        """The engine, for verbs that need one.
+        """Return the engine, for verbs that need one.
 
         Raises:
             ProblemError: 409 that names the state.
@@ -151,13 +149,39 @@ class WorkerRuntime:
         return self.engine is not None and self.died is not None and not self.died.done()
 
     def check_alive(self) -> None:
-        """Stop a verb whose engine died while the verb was waiting for something else.
+        """Raise if the engine died while a verb waited for something else.
 
         Raises:
             EngineCrashed: with the reason.
         """
         if self.died is not None and self.died.done():
             raise EngineCrashed(self.died.result())
+
+    async def take_turn(self, wanted: Callable[[], bool]) -> bool:
+        """Wait until a sleeping engine may allocate memory; return False once that isn't `wanted`.
+
+        Raises:
+            EngineCrashed: the engine died, or its processes can't share a turn and must be replaced.
+            EngineError: the locks can't be used.
+        """
+        if self.turn is None:
+            return True
+
+        def report(progress: Progress) -> None:
+            self.progress = progress
+
+        def goes_on() -> bool:
+            return wanted() and self.is_alive and not self.shutting_down
+
+        try:
+            had = await self.turn.take(report, goes_on)
+            self.check_alive()
+            return had
+        except TurnReplaced as error:
+            self.report_crash(str(error))
+            raise EngineCrashed(str(error)) from error
+        finally:
+            self.progress = None
 
     def report_crash(self, reason: str) -> None:
         """Report the engine as dead; the supervisor replaces it. Idempotent."""
@@ -166,7 +190,7 @@ class WorkerRuntime:
             self.changed.notify_all()
 
     def see_generation(self, generation: int | None) -> None:
-        """Remember the object generation of an operator's call.
+        """Remember the generation of the object that an operator's call follows.
 
         Raises:
             ProblemError: 409 if a newer one was seen: the caller has read a stale object.
@@ -208,8 +232,7 @@ class WorkerRuntime:
     ) -> T:
         """Await a call to an engine that may hang or die during it.
 
-        With `fatal`, an error other than `EngineError` counts as a crash: it leaves the engine in an
-        unknown state.
+        With `fatal`, an error other than `EngineError` counts as a crash: the engine's state is unknown after it.
 
         Raises:
             EngineCrashed: the engine died, or did not answer within `seconds` and is presumed dead.
@@ -243,10 +266,7 @@ class WorkerRuntime:
 
 
 async def _cancel_call(task: asyncio.Task[Any]) -> None:
-    """Cancel a call and let it clean up, but not for long."""
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_GRACE_SECONDS)
     if task.done() and not task.cancelled():
-        task.exception()  # looked at: who gave it up wants no error of it
-    if task.done() and not task.cancelled():
-        task.exception()
+        task.exception()  # retrieved, so that asyncio does not log an error that nobody wants

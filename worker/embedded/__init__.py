@@ -1,7 +1,7 @@
 """A worker inside the trainer's own process: mode Hybrid.
 
-`Worker` and `AsyncWorker` run the engine and both ports in a thread beside the trainer's code, and take
-weights as the trainer's own tensors. Engine and trainer have the accelerators by turns::
+`Worker` and `AsyncWorker` run the engine and both ports in a thread of the trainer's process, and take the
+trainer's own tensors as weights. Engine and trainer use the accelerators by turns::
 
     with Worker(model=MODEL, auth="token", auth_token_file=FILE) as worker:
         for version in range(1, STEPS):
@@ -10,8 +10,8 @@ weights as the trainer's own tensors. Engine and trainer have the accelerators b
                 train(model, samples)
                 worker.hand_over(version, model)
 
-Nothing else of the trainer's process is touched: signals, the root logger and the limits of the process
-are its own. docs/hybrid.md has the rules for handed-over tensors.
+The worker leaves the process alone otherwise: its signals, its root logger, its limits. docs/hybrid.md has
+the rules for handed-over tensors.
 """
 
 from rollout_common.wire.problems import ProblemError

@@ -1,4 +1,4 @@
-"""The two faces of an embedded worker: for plain code, and for code in an event loop."""
+"""The two interfaces of an embedded worker: for plain code, and for code in an event loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ InFlight = Literal["Drain", "Abort", "Keep", "Recompute", "Pin"]
 
 
 class _EmbeddedBase:
-    """What both faces share: settings, addresses, the thread."""
+    """What both interfaces share: settings, addresses, the thread."""
 
     _make_engine: Callable[[], Engine] | None = None
 
@@ -41,12 +41,12 @@ class _EmbeddedBase:
         """Check the settings; nothing runs before the `with` block begins.
 
         Args:
-            settings: The flags of `rollout-worker serve`, as `max_length` for `--max-length`. What is
-                None or missing comes from its variable, such as `ROLLOUT_POOL`.
+            settings: The flags of `rollout-worker serve`, such as `max_length` for `--max-length`. A
+                setting that is None or missing comes from its variable, such as `ROLLOUT_POOL`.
 
         Raises:
-            TypeError: there is no such setting.
-            BadSettings: names the setting and the fix.
+            TypeError: A setting does not exist.
+            InvalidSettings: Names the setting and the fix.
         """
         self._host = WorkerHost(settings_from_keywords(settings, os.environ), self._make_engine)
 
@@ -57,12 +57,12 @@ class _EmbeddedBase:
 
     @property
     def data_url(self) -> str:
-        """Where generation is served, for a client in this process or on this machine."""
+        """The URL of the data port, for a client on this machine."""
         return self._url_of(self.settings.data_host, self._host.ports[0], tls=False)
 
     @property
     def control_url(self) -> str:
-        """Where the control port is."""
+        """The URL of the control port, for a caller on this machine."""
         tls = self.settings.control_tls_cert_file is not None
         return self._url_of(self.settings.control_host, self._host.ports[1], tls=tls)
 
@@ -74,7 +74,7 @@ class _EmbeddedBase:
 
     @property
     def running(self) -> bool:
-        """Whether it serves; False once it has ended, by itself or not."""
+        """Whether it serves; False once it has ended, also by itself."""
         return self._host.is_running
 
     def _hand_over_work(
@@ -93,8 +93,8 @@ class Worker(_EmbeddedBase):
         """Open the ports, load the engine.
 
         Raises:
-            BadSettings: a port or the credentials can't be used.
-            WorkerEnded: the engine can't be loaded.
+            InvalidSettings: A port or the credentials can't be used.
+            WorkerEnded: The engine can't be loaded.
         """
         self._host.start()
         return self
@@ -105,7 +105,7 @@ class Worker(_EmbeddedBase):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close; after an error nobody is waited for."""
+        """Close; after an error, running requests are aborted."""
         self.close(drain=error is None)
 
     def close(self, *, drain: bool = True) -> None:
@@ -140,25 +140,25 @@ class Worker(_EmbeddedBase):
         """Give the worker tensors of this process as the weights of a version; stage and commit them.
 
         On the hf engine's own device and in its dtype they serve as they are, without a copy: don't
-        change them in place before the worker is paused or asleep. A worker whose tensors were changed
-        all the same makes no token of them: it refuses to resume, and an engine that runs ends.
+        change them in place before the worker is paused or asleep. No token is made of tensors that were
+        changed all the same: the worker refuses to resume, and a running engine ends.
 
         Args:
-            version: Above all versions of this epoch.
-            weights: A module, a state dict, or pairs of name and tensor: all of the checkpoint's,
-                under its names, in its dtypes.
+            version: Higher than all earlier versions of this epoch.
+            weights: A module, a state dict, or pairs of name and tensor: all tensors of the
+                checkpoint, under its names, in its dtypes.
             epoch: The trainer's, as `RolloutPool.acquire` gave it; default: the one that serves.
             copy: Copy them, so that the trainer may change them at once.
-            commit: None: yes, unless the worker is in a pool, where only the operator commits.
-            in_flight: What becomes of running requests, as in a commit.
-            drain_seconds: What they get to finish.
-            deadline_seconds: For staging.
-            labels: What else to note with the version.
+            commit: Whether to commit; default: yes, unless the worker is in a pool, where only the operator commits.
+            in_flight: The policy for running requests, as in a commit.
+            drain_seconds: The time that running requests get to finish.
+            deadline_seconds: The time that staging may take.
+            labels: Kept with the version.
 
         Raises:
-            HandOverFailed: these are no weights of this model; what served, serves on.
-            ProblemError: the order of versions, or the worker's state, forbids it.
-            WorkerEnded: the worker is no more.
+            HandOverFailed: These are not weights of this model; the former weights serve on.
+            ProblemError: The order of versions, or the worker's state, forbids it.
+            WorkerEnded: The worker has ended.
         """
         asked = HandOverOptions(
             version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
@@ -166,13 +166,13 @@ class Worker(_EmbeddedBase):
         return self._run_in_host(self._hand_over_work(weights, copy, asked))
 
     def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> None:
-        """Generate nothing until `resume`; memory is kept."""
+        """Generate nothing until `resume`; keep all memory."""
         self._run_in_host(lambda worker: handing_over.pause_worker(worker, mode, drain_seconds))
 
     def sleep(
         self, level: Literal[1, 2] = 2, mode: Mode = "drain", *, drain_seconds: float = 30
     ) -> None:
-        """Generate nothing, and let go of everything: KV cache, own weights, and the trainer's tensors.
+        """Generate nothing, and release everything: KV cache, own weights, and the trainer's tensors.
 
         Level 2 forgets the weights: hand some over before `resume`. Level 1 keeps a copy in a file.
         """
@@ -184,13 +184,13 @@ class Worker(_EmbeddedBase):
         """End this trainer's `pause` or `sleep`; returns once the worker serves.
 
         Raises:
-            ProblemError: its weights are gone or were changed: hand some over first. Or others hold it.
+            ProblemError: Its weights are gone or were changed: hand some over first. Or other callers hold it.
         """
         self._run_in_host(handing_over.release_hold)
 
     @contextmanager
     def turn(self, *, level: Literal[1, 2] = 2) -> Iterator[None]:
-        """Sleep for a block, in which the trainer has the device and hands new weights over.
+        """Sleep during a block, in which the trainer uses the device and hands new weights over.
 
         After an error in the block the worker stays asleep.
         """
@@ -200,18 +200,14 @@ class Worker(_EmbeddedBase):
 
     def state(self) -> WorkerState:
         """What the control port's `GET /v1/state` says."""
-
-        async def state(worker: service.WorkerService) -> WorkerState:
-            return worker.worker_state(handing_over.EMBEDDED_HOLDER)
-
-        return self._run_in_host(state)
+        return self._run_in_host(handing_over.get_state)
 
 
 class AsyncWorker(_EmbeddedBase):
-    """A worker in this process, for code in an event loop; see `Worker` for what each call means."""
+    """A worker in this process, for code in an event loop. `Worker` documents each call."""
 
     async def __aenter__(self) -> Self:
-        """See `Worker.__enter__`; a cancelled caller leaves no worker behind."""
+        """Open the ports, load the engine; a cancelled caller leaves no worker behind."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._host.start))
         try:
             await asyncio.shield(starting)
@@ -228,11 +224,11 @@ class AsyncWorker(_EmbeddedBase):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """See `Worker.__exit__`."""
+        """Close; after an error, running requests are aborted."""
         await self.close(drain=error is None)
 
     async def close(self, *, drain: bool = True) -> None:
-        """See `Worker.close`."""
+        """As `Worker.close`."""
         await asyncio.shield(asyncio.to_thread(self._host.close, drain=drain))
 
     async def _run_in_host(
@@ -253,14 +249,14 @@ class AsyncWorker(_EmbeddedBase):
         deadline_seconds: float = 600,
         labels: Mapping[str, str] | None = None,
     ) -> HandedOver:
-        """See `Worker.hand_over`."""
+        """As `Worker.hand_over`."""
         asked = HandOverOptions(
             version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
         )
         return await self._run_in_host(self._hand_over_work(weights, copy, asked))
 
     async def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> None:
-        """See `Worker.pause`."""
+        """As `Worker.pause`."""
         await self._run_in_host(
             lambda worker: handing_over.pause_worker(worker, mode, drain_seconds)
         )
@@ -268,26 +264,22 @@ class AsyncWorker(_EmbeddedBase):
     async def sleep(
         self, level: Literal[1, 2] = 2, mode: Mode = "drain", *, drain_seconds: float = 30
     ) -> None:
-        """See `Worker.sleep`."""
+        """As `Worker.sleep`."""
         await self._run_in_host(
             lambda worker: handing_over.put_to_sleep(worker, level, mode, drain_seconds)
         )
 
     async def resume(self) -> None:
-        """See `Worker.resume`."""
+        """As `Worker.resume`."""
         await self._run_in_host(handing_over.release_hold)
 
     @asynccontextmanager
     async def turn(self, *, level: Literal[1, 2] = 2) -> AsyncIterator[None]:
-        """See `Worker.turn`."""
+        """As `Worker.turn`."""
         await self.sleep(level)
         yield
         await self.resume()
 
     async def state(self) -> WorkerState:
-        """See `WorkerService.worker_state`."""
-
-        async def state(worker: service.WorkerService) -> WorkerState:
-            return worker.worker_state(handing_over.EMBEDDED_HOLDER)
-
-        return await self._run_in_host(state)
+        """As `Worker.state`."""
+        return await self._run_in_host(handing_over.get_state)

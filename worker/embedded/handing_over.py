@@ -1,4 +1,4 @@
-"""What the trainer's code asks of the worker beside it; all of it runs in the worker's loop."""
+"""The calls of the trainer's code on its embedded worker; all of them run in the worker's loop."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout_common.wire import (
-    CommitRequest,
-    Lifecycle,
-    PauseRequest,
-    PushedBytes,
-    ReleaseRequest,
-    SleepRequest,
-    StagedWeights,
-    StageRequest,
-    StageSource,
-    WakeRequest,
-    WeightsId,
-)
+from rollout_common import wire
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import EVERYTHING, WantedState
 from rollout_worker.engine import TrainerTensors
@@ -27,11 +15,11 @@ from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.service import WorkerService
 
 EMBEDDED_HOLDER = "embedded:trainer"
-"""The name of the trainer's own holds, and of what it stages."""
+"""The name of the trainer's holds, and of the caller that stages its weights."""
 
 
 class HandOverFailed(RuntimeError):
-    """The weights could not be taken; the text names the tensor and the fix. What served, serves on."""
+    """The weights could not be staged; the text names the tensor and the fix. The former weights serve on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +54,20 @@ async def hand_over_weights(
     """Stage tensors of this process, and commit them unless an operator does.
 
     Raises:
-        ProblemError: the order of identities, or the worker's state, forbids it.
-        HandOverFailed: they are not weights of this model, or there is no room.
+        ProblemError: The order of identities, or the worker's state, forbids it.
+        HandOverFailed: They are not weights of this model, or do not fit into memory.
     """
-    in_pool = worker.settings.is_in_pool
+    in_pool = worker.settings.pool is not None
     if in_pool and asked.commit:
         raise ValueError("commit: in a pool the operator commits; move spec.weights.target instead")
     epoch = _known_epoch(worker) if asked.epoch is None else asked.epoch
-    identity = WeightsId(epoch=epoch, version=asked.version)
+    identity = wire.WeightsId(epoch=epoch, version=asked.version)
     await _wake_without_values(worker)
     staged = await _stage_tensors(worker, given, identity, asked)
     root_hash = staged.root_hash or ""
     if in_pool or asked.commit is False:
         return HandedOver(epoch, asked.version, root_hash, False)
-    commit = CommitRequest.model_validate(
+    commit = wire.CommitRequest.model_validate(
         {
             "epoch": epoch,
             "version": asked.version,
@@ -93,26 +81,28 @@ async def hand_over_weights(
 
 
 def _known_epoch(worker: WorkerService) -> int:
-    """The trainer's epoch, as far as this worker knows it."""
+    """The highest epoch that this worker knows."""
     active = worker.updates.active_identity
     return max(worker.updates.fence.epoch, 0 if active is None else active.epoch)
 
 
 async def _wake_without_values(worker: WorkerService) -> None:
-    """Take the weights' memory back without what it held, which is no more; the rest stays asleep."""
+    """Allocate the memory of weights that sleep has dropped; the KV cache stays asleep."""
     runtime = worker.runtime
-    asleep = runtime.lifecycle.current_state is Lifecycle.ASLEEP
+    asleep = runtime.lifecycle.current_state is wire.Lifecycle.ASLEEP
     if asleep and not runtime.engine_stats().resident.weights:
-        await worker.verbs.wake_worker(EMBEDDED_HOLDER, WakeRequest(tags=("weights",), load=False))
+        await worker.verbs.wake_worker(
+            EMBEDDED_HOLDER, wire.WakeRequest(tags=("weights",), load=False)
+        )
 
 
 async def _stage_tensors(
-    worker: WorkerService, given: TrainerTensors, identity: WeightsId, asked: HandOverOptions
-) -> StagedWeights:
-    request = StageRequest(
+    worker: WorkerService, given: TrainerTensors, identity: wire.WeightsId, asked: HandOverOptions
+) -> wire.StagedWeights:
+    request = wire.StageRequest(
         epoch=identity.epoch,
         version=identity.version,
-        source=StageSource(pushed=PushedBytes()),
+        source=wire.StageSource(pushed=wire.PushedBytes()),
         labels=asked.labels,
         deadline_seconds=asked.deadline_seconds,
     )
@@ -122,7 +112,7 @@ async def _stage_tensors(
         slot = worker.updates.slot
         if slot is None or slot.identity != identity:
             raise conflict_problem(
-                "changed-meanwhile", f"weights {identity} were discarded meanwhile"
+                "changed-meanwhile", f"weights {identity} were discarded while they were staged"
             )
         view = slot.to_view()
     if view.error is not None:
@@ -130,10 +120,15 @@ async def _stage_tensors(
     return view
 
 
+async def get_state(worker: WorkerService) -> wire.WorkerState:
+    """Return the worker's state."""
+    return worker.worker_state(EMBEDDED_HOLDER)
+
+
 async def pause_worker(worker: WorkerService, mode: Mode, drain_seconds: float) -> None:
     """Hold the worker Paused."""
     await worker.verbs.pause_worker(
-        EMBEDDED_HOLDER, PauseRequest(mode=mode, deadline_seconds=drain_seconds)
+        EMBEDDED_HOLDER, wire.PauseRequest(mode=mode, deadline_seconds=drain_seconds)
     )
 
 
@@ -142,26 +137,26 @@ async def put_to_sleep(
 ) -> None:
     """Hold the worker Asleep, without memory."""
     request: dict[str, Any] = {"level": level, "mode": mode, "deadline_seconds": drain_seconds}
-    await worker.verbs.put_to_sleep(EMBEDDED_HOLDER, SleepRequest.model_validate(request))
+    await worker.verbs.put_to_sleep(EMBEDDED_HOLDER, wire.SleepRequest.model_validate(request))
 
 
 async def release_hold(worker: WorkerService) -> None:
-    """Drop the trainer's hold, whichever it is; returns once nobody but others holds the worker.
+    """Release the trainer's hold, Paused or Asleep; returns once the worker serves.
 
     Raises:
-        ProblemError: the weights are gone or were changed, and the hold stays; or others hold it.
+        ProblemError: The weights are gone or were changed, and the hold stays; or other callers hold it.
     """
     runtime = worker.runtime
     want = runtime.holds.want_of(EMBEDDED_HOLDER, time.monotonic())
     try:
         if want is WantedState.ASLEEP:
-            # What is staged is what it is to wake with.
+            # Staged weights are about to be committed: wake without the old ones.
             load = worker.updates.slot is None
             await worker.verbs.wake_worker(
-                EMBEDDED_HOLDER, WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load)
+                EMBEDDED_HOLDER, wire.WakeRequest(tags=tuple(sorted(EVERYTHING)), load=load)
             )
         else:
-            await worker.verbs.resume_worker(EMBEDDED_HOLDER, ReleaseRequest())
+            await worker.verbs.resume_worker(EMBEDDED_HOLDER, wire.ReleaseRequest())
     except ProblemError as refusal:
         if refusal.slug in ("engine-refused", "weights-rejected"):
             _restore_hold(worker, want)
@@ -169,7 +164,7 @@ async def release_hold(worker: WorkerService) -> None:
 
 
 def _restore_hold(worker: WorkerService, want: WantedState) -> None:
-    """Let a worker that can't go on rest until it can."""
+    """Hold a worker that can't resume as it was held before."""
     if want is WantedState.ASLEEP:
         worker.runtime.holds.hold_asleep(EMBEDDED_HOLDER, 2, EVERYTHING)
     elif want is WantedState.PAUSED:

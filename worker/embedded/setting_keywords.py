@@ -33,10 +33,10 @@ REFUSED_KEYWORDS = {
         "an embedded worker runs on one node",
     ),
 }
-"""Flags that make no sense within a process of somebody else's, and why. Their variables aren't read."""
+"""Flags that make no sense within a trainer's process, and why; their variables are not read."""
 
 KEYWORD_DEFAULTS = {"shutdown_grace": "0"}
-"""Where an embedded worker differs from `serve`: nobody routes requests to a trainer that ends."""
+"""Defaults that differ from those of `serve`: no router sends requests to a trainer that is about to end."""
 
 _FLAGS: Mapping[str, CommandFlag] = {flag.field_name: flag for flag in FLAGS}
 
@@ -47,8 +47,8 @@ def settings_from_keywords(
     """Return checked settings; a keyword that is None or missing is left to its variable.
 
     Raises:
-        TypeError: there is no such setting.
-        BadSettings: names the setting and the fix.
+        TypeError: A setting does not exist.
+        InvalidSettings: Names the setting and the fix.
     """
     given = argparse.Namespace(**dict.fromkeys(_FLAGS))
     for name, value in keywords.items():
@@ -58,7 +58,7 @@ def settings_from_keywords(
             continue
         if name in REFUSED_KEYWORDS:
             raise InvalidSettings(
-                f"{name} is no setting of an embedded worker: {REFUSED_KEYWORDS[name]}"
+                f"{name} is not a setting of an embedded worker: {REFUSED_KEYWORDS[name]}"
             )
         setattr(given, name, _flag_text(_FLAGS[name], value))
     for name, text in KEYWORD_DEFAULTS.items():
@@ -74,7 +74,7 @@ def settings_from_keywords(
 
 
 def _flag_text(flag: CommandFlag, value: object) -> str | list[str]:
-    """Return a value as the command line has it, which one parser checks."""
+    """Return a value as on the command line, so that the same parser checks it."""
     if isinstance(value, str | int | float | Path) and not flag.repeated:
         return str(value)
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,8 +1,6 @@
-"""How long things may take in this package, and why."""
+"""Durations of this package in seconds, each with its reason."""
 
 from __future__ import annotations
 
-# worker_host.py
-
 HOST_CLOSE_SECONDS = 120.0
-"""What the end of a worker takes at most, beyond its drain: its parts have deadlines of their own."""
+"""For a worker to end, in addition to its drain: longer than its parts need, which have deadlines of their own."""

@@ -1,7 +1,7 @@
 """A worker in a thread of this process, with an event loop of its own.
 
-The thread is a guest here: it installs no signal handlers, configures no logging, and raises no limit
-of the process. It ends with `close`, at the latest before the interpreter ends.
+The process is not the worker's: the thread installs no signal handlers, configures no logging, and raises
+no limit. It ends with `close`, at the latest before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from rollout_common.wire import Lifecycle
 from rollout_worker.engine import Engine
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import HttpServers, serve_until
+from rollout_worker.ports.server import HttpServers, make_authorizer, serve_until
 from rollout_worker.service import WorkerService, make_engine_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ONE_PER_PROCESS = ("vllm", "sglang")
-"""Engines that set up their whole process, and so can be in it but once."""
+"""Engines that configure their whole process, and so can run only once in it."""
 
 
 class WorkerEnded(RuntimeError):
@@ -63,8 +62,8 @@ class WorkerHost:
         """Open the ports, load the engine, and return once it has loaded.
 
         Raises:
-            BadSettings: a port or the credentials can't be used.
-            WorkerEnded: the engine can't be loaded, this worker was started before, or the interpreter ends.
+            InvalidSettings: A port or the credentials can't be used.
+            WorkerEnded: The engine can't be loaded, the worker was started before, or the interpreter ends.
         """
         if self._thread.ident is not None:
             raise WorkerEnded("a worker starts once: make another one")
@@ -80,7 +79,7 @@ class WorkerHost:
         """Run `work` in the worker's loop.
 
         Raises:
-            WorkerEnded: it has ended, and why.
+            WorkerEnded: It has ended; the text says why.
         """
         worker, loop = self.worker, self._loop
         if worker is None or loop is None or not self.is_running:
@@ -88,13 +87,13 @@ class WorkerHost:
         return asyncio.run_coroutine_threadsafe(self._await_guarded(work(worker)), loop)
 
     async def _await_guarded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Let nobody wait for a worker that ends meanwhile."""
+        # The worker may end before the work does.
         task = asyncio.ensure_future(work)
         ended = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise WorkerEnded(f"the embedded worker ended meanwhile: {self._ended}")
+                raise WorkerEnded(f"the embedded worker ended during the call: {self._ended}")
             return task.result()
         finally:
             ended.cancel()
@@ -112,7 +111,7 @@ class WorkerHost:
             drain: Let running requests finish, within `drain_seconds`; else they end as aborted.
 
         Raises:
-            WorkerEnded: it has not ended in time.
+            WorkerEnded: It has not ended in time.
         """
         if not self.is_running:
             return
@@ -142,7 +141,7 @@ class WorkerHost:
             asyncio.run(self._run_worker())
         except InvalidSettings as error:
             self._report_failure(error)
-        except Exception as error:  # whatever it was, it must not be lost in a thread
+        except Exception as error:  # a thread would lose it
             logger.exception("the embedded worker broke")
             self._report_failure(WorkerEnded(f"{type(error).__name__}: {error}"))
         finally:
@@ -166,10 +165,10 @@ class WorkerHost:
             self._ended = f"no engine works in this process any more: {cause}"
             logger.critical("the embedded worker ended: %s", cause, exc_info=cause)
             self._stop.set()
-            await asyncio.sleep(0)  # who waits hears of it
+            await asyncio.sleep(0)  # so that waiting calls learn of it
 
     async def _await_loaded(self, worker: WorkerService) -> None:
-        """Tell `start` that the engine has loaded, or why it has not."""
+        """Let `start` return once the engine has loaded, or raise if it does not."""
         runtime = worker.runtime
         while not runtime.lifecycle.has_engine:
             if runtime.lifecycle.current_state is Lifecycle.FAILED and runtime.last_error:
@@ -186,10 +185,10 @@ _registered = False
 
 
 def _register_host(host: WorkerHost) -> None:
-    """Note who has to end before the interpreter does.
+    """Register a host that has to end before the interpreter does.
 
     Raises:
-        WorkerEnded: another one with such an engine runs here, or the interpreter ends.
+        WorkerEnded: Another one with such an engine runs here, or the interpreter ends.
     """
     global _registered
     with _lock:
@@ -202,8 +201,8 @@ def _register_host(host: WorkerHost) -> None:
                 " give the second one a process of its own (rollout-worker serve)"
             )
         if not _registered:
-            # Before the threads of executors are told to end, without which no engine stops in order:
-            # functions of `atexit` are called after that.
+            # No engine stops in order without the threads of executors, which Python ends before it calls
+            # the functions of `atexit`.
             before = getattr(threading, "_register_atexit", atexit.register)
             try:
                 before(_close_hosts)

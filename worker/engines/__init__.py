@@ -1,6 +1,6 @@
-"""The engines, made by name; importing this pulls in none of them.
+"""The engines, made by name; importing this module imports none of them.
 
-An adapter for another engine implements `rollout_worker.engine.Engine` and gets a line in `create`.
+An adapter for another engine implements `rollout_worker.engine.Engine` and gets a line in `create_engine`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a worker tells its engine, whichever it is.
+    """The options that a worker gives any engine.
 
     `max_batch_tokens`: upper bound of the KV cache, in tokens; None leaves it to the engine.
-    `spill_dir`: where weights go at sleep level 1, None: the temporary folder. `logprobs`: the kind that requests get by default, for engines that
-    record one kind a process. `args`: the engine's own flags, as on its command line. `staging`: what
-    memory of staged weights is charged to; one for all engines of a process, one after another.
-    `gang`: set if the engine spans several nodes. `guest`: the process is somebody else's, so nothing
-    of it may be changed that outlives the engine or concerns others.
+    `spill_dir`: where weights go at sleep level 1; None: the temporary folder. `logprobs`: the kind that
+    requests get by default, for engines that record only one kind. `args`: the engine's own flags, as on its
+    command line. `staging`: what memory of staged weights is charged to; all engines of a process share it.
+    `gang`: set if the engine spans several nodes. `guest`: the worker runs in a trainer's process, so the engine
+    must not change what outlives it or affects the trainer.
     """
 
     model: Path
@@ -46,7 +46,7 @@ def create_engine(engine: str, options: EngineOptions) -> Engine:
     """Make an engine; nothing is loaded before its `start`.
 
     Raises:
-        EngineError: an unknown engine or flag; the text says which there are.
+        EngineError: an unknown engine or flag; the text lists those that exist.
     """
     with _without_garbage_collection():
         if engine == "hf":
@@ -68,7 +68,7 @@ def create_engine(engine: str, options: EngineOptions) -> Engine:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Import without garbage collection: modules stay, and looking for garbage takes a tenth of the time."""
+    """Import without garbage collection, which would take a tenth of the time and find nothing: modules stay."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -79,7 +79,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def create_member(engine: str, options: EngineOptions) -> EngineMember:
-    """Make the part of an engine that runs on a node beside the head's.
+    """Make the part of an engine that runs on a node other than the head's.
 
     Raises:
         EngineError: this engine runs on one node.

@@ -1,4 +1,4 @@
-"""What the adapters have in common: states before and after the engine runs, and calls about weights."""
+"""What the three adapters share: the engine's parts, once it runs, and the calls about weights."""
 
 from __future__ import annotations
 
@@ -33,24 +33,21 @@ class EngineParts(Protocol):
     @property
     def versions(self) -> WeightVersions[Any]:
         """Its weights."""
-        ...
 
     @property
     def running(self) -> frozenset[str]:
         """Ids of the requests that it has started."""
-        ...
 
     @property
     def pinned(self) -> frozenset[str]:
         """Ids of those that run on the former weights."""
-        ...
 
 
 EnginePartsT = TypeVar("EnginePartsT", bound=EngineParts)
 
 
 class EngineAdapter(Engine, Generic[EnginePartsT]):
-    """An `Engine` that can't be called before `start` has set its parts, nor after its end."""
+    """An `Engine` that refuses calls before `start` has set its parts, and after it has ended."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options

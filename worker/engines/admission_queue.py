@@ -1,6 +1,6 @@
-"""The requests that an engine has not started: it gets no more than it runs at once.
+"""The requests that an engine has not started: it is given no more than it runs at once.
 
-So what waits can still wait for other weights, and the worker knows which requests run.
+So a queued request can begin on newer weights, and the worker knows which requests run.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ from rollout_worker.engine import EngineRequest
 
 
 class QueuedRequest(Protocol):
-    """A request that waits: `arrival` is its number among all, `done` that it has ended meanwhile."""
+    """A request in the queue; `arrival` numbers requests in the order in which they came."""
 
     request: EngineRequest
     arrival: int
 
     @property
     def done(self) -> bool:
-        """Whether it must not be started any more."""
-        ...
+        """Whether it has ended, so that it must not be started."""
 
 
 QueuedRequestT = TypeVar("QueuedRequestT", bound=QueuedRequest)
 
 
 class AdmissionQueue(Generic[QueuedRequestT]):
-    """Starts requests by priority, then arrival. Not safe for use by several threads.
+    """Calls `start` for requests by priority, then arrival. Not safe for use by several threads.
 
-    Args:
-        has_capacity: Says whether the engine can run this request, too.
-        start: Starts a request.
+    `has_capacity` says whether the engine can run a request in addition to the others.
     """
 
     def __init__(
@@ -51,11 +48,11 @@ class AdmissionQueue(Generic[QueuedRequestT]):
 
     @property
     def requests(self) -> list[QueuedRequestT]:
-        """All that wait, in no order."""
+        """All that wait, unordered."""
         return [request for *_, request in self._waiting]
 
     def add_request(self, request: QueuedRequestT) -> None:
-        """Queue a request; it keeps its arrival, and so its place, if it was started before."""
+        """Queue a request. One that was started before has its old arrival, and so its old place."""
         heapq.heappush(self._waiting, (request.request.priority, request.arrival, request))
 
     def remove_done(self) -> None:

@@ -1,4 +1,4 @@
-"""What every engine reads of a model's folder in the same way: configuration, tokenizer, and its weights' layout and hash."""
+"""What all engines read from a model's folder: configuration, tokenizer, and the layout and hash of its weights."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ COMPUTE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what the folder's config.json holds.
-
-    Raises:
-        EngineError: there is none, or it holds no JSON object.
-    """
+    """Return what the folder's config.json holds; raise `EngineError` if that is not a JSON object."""
     file = folder / "config.json"
     if not file.is_file():
         raise EngineError(f"{str(folder)!r} holds no config.json: point to a model folder")
@@ -49,12 +45,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_eos_ids(folder: Path, own: object) -> frozenset[int]:
     """Return the ids that end an output: those of generation_config.json, else `own`.
 
-    Args:
-        folder: The model's.
-        own: What its config.json says: an id, a list of ids, or None.
+    `own`: what the model's config.json has: an id, a list of ids, or None.
 
     Raises:
-        EngineError: the file is no JSON object, or names something else than ids.
+        EngineError: the file holds no JSON object, or something else than ids.
     """
     file, value = folder / "generation_config.json", None
     if file.is_file():
@@ -73,12 +67,8 @@ def read_eos_ids(folder: Path, own: object) -> frozenset[int]:
 def resolve_max_length(asked: int | None, known: int | None) -> int:
     """Return the most tokens of prompt and output together.
 
-    Args:
-        asked: What the worker was told, if anything.
-        known: What the model's configuration says, if anything.
-
-    Raises:
-        EngineError: neither says it, or more is asked for than the model can.
+    `asked`: what the worker's flags say, `known`: what the model's configuration says, if anything. Raises
+    `EngineError` if neither says it, or `asked` is above `known`.
     """
     if asked is None:
         if known is None:
@@ -90,12 +80,8 @@ def resolve_max_length(asked: int | None, known: int | None) -> int:
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """Return the model's tokenizer, None if its folder holds none; blocks.
-
-    Raises:
-        EngineError: transformers can't make one of the files.
-    """
-    # From nothing transformers makes an empty tokenizer for the models that it knows.
+    """Return the model's tokenizer, None if its folder holds none; blocks; raises `EngineError` for broken files."""
+    # Without files transformers would make an empty tokenizer for models that it has code for.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         logger.info("%s holds no tokenizer: token ids only, no stop strings", folder)
         return None
@@ -113,11 +99,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 def decode_tokens(tokenizer: Any | None, token_ids: Iterable[int], *, special: bool) -> str:
-    """Return the text of token ids, nothing tidied; `special`: with its special tokens.
-
-    Raises:
-        EngineError: there is no tokenizer.
-    """
+    """Return the exact text of token ids, or raise `EngineError` without a tokenizer; `special`: with special tokens."""
     if tokenizer is None:
         raise EngineError("the model's folder holds no tokenizer: token ids only")
     text: str = tokenizer.decode(
@@ -137,7 +119,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def checkpoint_layout(entries: Sequence[TensorEntry], *, tied: bool = False) -> WeightsLayout:
-    """Return what a version must hold: what the checkpoint holds, a tied output head or not."""
+    """Return what a version must hold: the checkpoint's tensors; a tied output head is optional."""
     specs = {entry.name: entry.spec for entry in entries}
     required = {name: spec for name, spec in specs.items() if not name.endswith(COMPUTED_TENSORS)}
     optional = {name: spec for name, spec in specs.items() if name not in required}
@@ -150,10 +132,8 @@ def checkpoint_layout(entries: Sequence[TensorEntry], *, tied: bool = False) -> 
 
 
 def checkpoint_dtype(entries: Sequence[TensorEntry]) -> str | None:
-    """Return the dtype of most of its bytes, None if the model could run in none of theirs.
-
-    Bytes, not tensors: a quantised checkpoint has a small float32 scale for every weight.
-    """
+    """Return the dtype that most bytes of a checkpoint have, None if a model can run in none of its dtypes."""
+    # Bytes, not tensors: a quantised checkpoint has a small float32 scale for every weight.
     found: Counter[str] = Counter()
     for entry in entries:
         if entry.spec.dtype in COMPUTE_DTYPES:
@@ -162,11 +142,11 @@ def checkpoint_dtype(entries: Sequence[TensorEntry]) -> str | None:
 
 
 def hash_checkpoint(folder: Path, report: Report, cancelled: Callable[[], bool]) -> str:
-    """Return the root hash of a checkpoint; blocks while it is read, which caches its pages, too.
+    """Return the root hash of a checkpoint; blocks while it is read, which also caches its pages.
 
     Raises:
         WeightsRejected: it is not whole, or not what its manifest says.
-        ReadCancelled: `cancelled` said so.
+        ReadCancelled: `cancelled` returned true.
     """
     return read_source(open_source(folder), {}, lambda _: None, report, cancelled)
 
@@ -178,23 +158,27 @@ def start_while_hashing(
     start: Callable[[], T],
     end: Callable[[T], object],
 ) -> tuple[T, str]:
-    """Return what `start` returns, and the root hash of the checkpoint in `folder`.
+    """Return what `start` returns, and the root hash of the checkpoint in `folder`, computed at the same time.
 
-    Both take their time with a large model. A start that fails is reported at once, and the hash given
-    up; without a hash what was started is ended.
+    If the start fails, hashing stops and the failure is raised at once; if hashing fails, `end` ends what was started.
 
     Raises:
         WeightsRejected: the checkpoint is not whole, or not what its manifest says.
-        ReadCancelled: `cancelled` said so.
+        ReadCancelled: `cancelled` returned true.
         Exception: what `start` raised.
     """
     failed = threading.Event()
 
-    def given_up() -> bool:
-        return failed.is_set() or cancelled()
+    def advance(done: int, total: int) -> None:
+        if done < total:
+            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
+        else:
+            report(Progress(message="starting vLLM's processes"))
 
     with ThreadPoolExecutor(1) as pool:
-        hashing = pool.submit(_hash_with_progress, folder, report, given_up)
+        hashing = pool.submit(
+            hash_checkpoint, folder, advance, lambda: failed.is_set() or cancelled()
+        )
         try:
             started = start()
         except BaseException:
@@ -205,17 +189,3 @@ def start_while_hashing(
         except BaseException:
             end(started)
             raise
-
-
-def _hash_with_progress(
-    folder: Path, report: Callable[[Progress], None], cancelled: Callable[[], bool]
-) -> str:
-    """Hash, and report the progress."""
-
-    def advance(done: int, total: int) -> None:
-        if done < total:
-            report(Progress(message=f"checking weights {done / total:.0%}", fraction=done / total))
-        else:
-            report(Progress(message="starting vLLM's processes"))
-
-    return hash_checkpoint(folder, advance, cancelled)

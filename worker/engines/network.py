@@ -1,7 +1,7 @@
-"""Where a gang's nodes reach each other: the head's address, this node's own, and its interface.
+"""The addresses of a gang's nodes: the head's, this node's own, and its interface.
 
-Engines bind their collectives to what the host's name resolves to, which may be loopback, unless they
-are told. Everything here blocks.
+Engines bind their collectives to the address that the host's name resolves to, which may be loopback, unless they
+are given another. All functions block.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ IF_INET6_FILE = Path("/proc/net/if_inet6")
 
 
 def resolve_address(host: str, cancelled: Callable[[], bool]) -> str:
-    """Return the address of a host, once its name is known: a pod's comes to be after the pod.
+    """Return the address of a host, once its name resolves: DNS learns a pod's name after its start.
 
     Raises:
-        ReadCancelled: `cancelled` said so; there is no other deadline.
+        ReadCancelled: `cancelled` returned true; there is not another deadline.
     """
     while True:
         try:
@@ -46,16 +46,12 @@ def own_address(other: str) -> str:
         try:
             probe.connect((other, 9))
         except OSError as error:
-            raise EngineError(f"there is no way to the gang's head at {other}: {error}") from error
+            raise EngineError(f"no route to the gang's head at {other}: {error}") from error
         return str(probe.getsockname()[0])
 
 
 def find_interface(address: str) -> str:
-    """Return the name of the interface that has this address.
-
-    Raises:
-        EngineError: none has it.
-    """
+    """Return the name of the interface that has this address, or raise `EngineError`."""
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback:
         return "lo"
@@ -72,7 +68,7 @@ def _interface_addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddre
             asked = struct.pack("256s", interface.encode()[:15])
             found.append(ipaddress.IPv4Address(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]))
         except OSError:
-            pass  # it has none of version 4
+            pass  # it has no IPv4 address
     lines = IF_INET6_FILE.read_text().splitlines() if IF_INET6_FILE.exists() else []
     for line in lines:
         digits, *_, name = line.split()

@@ -1,8 +1,8 @@
-"""What every engine refuses in the same words, and when an output ends: EOS, stop ids, stop strings, length."""
+"""Which requests every engine refuses, and when an output ends: EOS, stop ids, stop strings, length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,11 +14,11 @@ StopVerdict = tuple[StopReason, StopMatch | None]
 DecodeTokens = Callable[[Sequence[int]], str]
 
 INCOMPLETE_TOKENS = 3
-"""A character that lacks bytes has at most 3 of its 4, hence lies in the last 3 tokens."""
+"""An incomplete character has at most 3 of its 4 bytes, hence is in the last 3 tokens."""
 MAX_INCOMPLETE_TOKENS = 16
-"""Tokens after which text that never becomes whole is taken as it is."""
+"""Tokens after which text that never becomes complete is taken as it is."""
 REPLACEMENT_CHARACTER = "\ufffd"
-"""What bytes decode to that are no character, or none yet."""
+"""What bytes decode to that are not a character, or not yet."""
 
 
 def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
@@ -28,35 +28,27 @@ def stop_ids(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
 
 
 class ServedModel(Protocol):
-    """What requests are checked against; see the engines' own descriptions of a model."""
+    """What requests are checked against; each engine has its own description of a model."""
 
     @property
     def max_length(self) -> int:
         """Of prompt and output together, in tokens."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """How many token ids there are."""
-        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end an output unless it ignores them."""
-        ...
+        """Ids that end an output unless its request ignores them."""
 
     @property
     def tokenizer(self) -> Any | None:
         """Finds stop strings."""
-        ...
 
 
 def check_id_unused(request_id: str, running: Collection[str]) -> None:
-    """Refuse a request whose id another one has.
-
-    Raises:
-        InvalidRequest: it has.
-    """
+    """Raise `InvalidRequest` if another request has this id."""
     if request_id in running:
         raise InvalidRequest("request_id", f"request {request_id!r} runs already: use another id")
 
@@ -64,11 +56,7 @@ def check_id_unused(request_id: str, running: Collection[str]) -> None:
 def check_temperature(
     request: EngineRequest, engine: str, least: float, most: float | None = None
 ) -> None:
-    """Refuse a temperature at which the engine would silently draw at another one, or fail.
-
-    Raises:
-        InvalidRequest: names the temperatures that it can draw at.
-    """
+    """Raise `InvalidRequest` for a temperature at which the engine would fail or silently use another one."""
     asked = request.sampling.temperature
     if asked == 0 or (least <= asked and (most is None or asked <= most)):
         return
@@ -79,7 +67,7 @@ def check_temperature(
 
 
 def with_max_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest:
-    """Return the request with a `max_tokens`: where it names none, all that the model can take."""
+    """Return the request with a `max_tokens`: where it has none, all that the model can make."""
     if request.sampling.max_tokens is not None:
         return request
     left = model.max_length - len(request.token_ids)
@@ -87,18 +75,18 @@ def with_max_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest
 
 
 def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
-    """Refuse what no engine could serve with this model.
-
-    Raises:
-        InvalidRequest: names the field and the fix.
-    """
+    """Raise `InvalidRequest` with the field and the fix for what no engine can serve with this model."""
     sampling = request.sampling
-    _check_token_ids("token_ids", request.token_ids, model.vocab_size)
-    _check_token_ids("sampling.logit_bias", sampling.logit_bias, model.vocab_size)
-    _check_token_ids(
-        "sampling.allowed_token_ids", sampling.allowed_token_ids or (), model.vocab_size
-    )
-    _check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model.vocab_size)
+    allowed = sampling.allowed_token_ids
+    for field, ids in (
+        ("token_ids", request.token_ids),
+        ("sampling.logit_bias", sampling.logit_bias),
+        ("sampling.allowed_token_ids", allowed or ()),
+        ("sampling.stop_token_ids", sampling.stop_token_ids),
+    ):
+        if odd := [token for token in ids if not 0 <= token < model.vocab_size]:
+            known = f"use 0 to {model.vocab_size - 1}"
+            raise InvalidRequest(field, f"token id {odd[0]} is not in the vocabulary: {known}")
     if not request.token_ids:
         raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
     needed = len(request.token_ids) + (sampling.max_tokens or 1)
@@ -114,7 +102,6 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
             "sampling.stop",
             "the model has no tokenizer to find stop strings with: use stop_token_ids",
         )
-    allowed = sampling.allowed_token_ids
     if (
         sampling.min_tokens
         and allowed is not None
@@ -127,32 +114,24 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
         )
 
 
-def _check_token_ids(field: str, ids: Iterable[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise InvalidRequest(
-                field, f"token id {token} is not in the vocabulary: use 0 to {vocab - 1}"
-            )
-
-
 class TextTail:
-    """Decodes an output token by token, keeping just as much text as a stop string needs."""
+    """Decodes an output token by token; keeps only as much text as a stop string needs."""
 
     def __init__(self, decode: DecodeTokens, keep: int) -> None:
         self._decode = decode
         self._keep = keep
-        self._context: list[int] = []  # its text is out already; spacing depends on it
+        self._context: list[int] = []  # returned already; the spacing of later text depends on it
         self._fresh: list[int] = []
         self._text = ""
-        self._seen = 0  # characters from the start of the text that were returned before
+        self._seen = 0  # characters at the start of the text that were returned before
 
     def push_token(self, token: int) -> tuple[str, int]:
-        """Add a token; return the kept text with what it completed, and where that begins."""
+        """Add a token; return the kept text with what the token completed, and where that begins."""
         self._fresh.append(token)
         before = len(self._decode(self._context))
         after = self._decode(self._context + self._fresh)
         whole = not after.endswith(REPLACEMENT_CHARACTER)
-        # A half character at the end may become a whole one: it is not shown before.
+        # An incomplete character at the end may become complete: it is not returned before.
         text = self._text + after[before:].rstrip(REPLACEMENT_CHARACTER if not whole else "")
         begin, self._seen = self._seen, max(self._seen, len(text))
         cut = len(self._fresh) if whole else self._count_settled(after)
@@ -161,10 +140,10 @@ class TextTail:
         return text, begin
 
     def _count_settled(self, after: str) -> int:
-        """Return how many fresh tokens no later one can add to, given the text with all of them."""
+        """Return how many fresh tokens later ones can't change, given the text with all of them."""
         last = len(self._fresh) - INCOMPLETE_TOKENS
         for cut in range(last, 0, -1):
-            # Elsewhere a cut would go through a character.
+            # Any other cut would split a character.
             if after.startswith(self._decode(self._context + self._fresh[:cut])):
                 return cut
         return last if len(self._fresh) >= MAX_INCOMPLETE_TOKENS else 0
@@ -177,7 +156,7 @@ class TextTail:
 
 
 class StopChecker:
-    """Looks at each token of one output; nothing of the first `min_tokens` ends it."""
+    """Checks each token of one output; none of the first `min_tokens` ends it."""
 
     def __init__(
         self, sampling: SamplingParams, eos: frozenset[int], decode: DecodeTokens | None
@@ -186,7 +165,7 @@ class StopChecker:
         self._strings = sampling.stop
         self._min, self._max = sampling.min_tokens, sampling.max_tokens
         longest = max((len(text) for text in self._strings), default=0)
-        # All but the newest character of the longest string may stand in the text kept.
+        # The kept text may have all but the newest character of the longest string.
         self._tail = TextTail(decode, longest - 1) if decode and self._strings else None
 
     def check_token(self, token: int, produced: int) -> StopVerdict | None:
@@ -202,14 +181,14 @@ class StopChecker:
         return None
 
     def _completed_stop(self, token: int) -> str | None:
-        """Return the stop string that this token completes, the one that begins first."""
+        """Return the stop string that this token completes; of several, the one that begins first."""
         if self._tail is None:
             return None
         text, fresh = self._tail.push_token(token)
         hits = [
             (at, stop)
             for stop in self._strings
-            # What ends before the fresh text was completed by an earlier token.
+            # A string that ends before the fresh text was completed by an earlier token.
             if (at := text.find(stop, max(0, fresh - len(stop) + 1))) >= 0
         ]
         return min(hits, key=lambda hit: hit[0])[1] if hits else None

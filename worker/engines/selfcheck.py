@@ -1,7 +1,7 @@
-"""Before an engine serves: a warm-up, and its own checkpoint loaded once more by the way of an update.
+"""Before an engine serves: a warm-up, and a check that an update with its own checkpoint changes nothing.
 
-What an engine packs or requantises at its load may not survive an update: then the first commit ends it, or
-it serves other numbers and nobody is told. With the checkpoint's own bytes both show at the start, by name.
+What an engine packs or requantises when it loads may not survive an update: then the first commit kills it, or
+it silently computes other numbers. An update with the checkpoint's own bytes shows both at the start.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rollout_worker.engines import tested
 logger = logging.getLogger(__name__)
 
 SELF_CHECK_FLAG = "--self-update-check"
-"""Among `engine.args`, for engines that load a checkpoint in another way than an update."""
+"""One of `engine.args`, for engines that load a checkpoint in another way than an update."""
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 24, 8
 WARM_UP_TOKENS = 8192
-"""Prompt of a warm-up: what an engine computes in one piece by default."""
+"""Prompt of a warm-up: what engines compute in one piece by default."""
 MAX_LOGPROB_DIFFERENCE = 0.1
 """By how much a logprob may differ: the weights are the same, so only the order of sums does."""
 
@@ -32,12 +32,12 @@ Generate = Callable[[EngineRequest], AsyncIterator[EngineDelta]]
 ProbeOutputs = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 _passed_checks: set[Hashable] = set()
-"""What passed in this process: an engine that is restarted is the same as the one before."""
+"""What passed in this process: a restarted engine is the same as the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateProbe:
-    """How to try an engine that runs: its `generate`, and what its model takes."""
+    """How to try a running engine: its `generate`, and the limits of its model."""
 
     generate: Generate
     vocab_size: int
@@ -45,13 +45,13 @@ class UpdateProbe:
     logprobs: LogprobsOf
 
     async def warm_up(self, tokens: int = WARM_UP_TOKENS) -> None:
-        """Make a few tokens from a long prompt, so that nobody's request waits for what is compiled lazily."""
+        """Make a few tokens from a long prompt, so that no request waits for what is compiled lazily."""
         length = max(1, min(tokens, self.max_length - 2))
         sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
         await self._generate_one("warm-up", self._make_prompt(0, length), sampling)
 
     async def generate_outputs(self, round_: str) -> ProbeOutputs:
-        """Return greedy outputs of fixed prompts, each alone in its batch; no round shares another's prefixes."""
+        """Return greedy outputs of fixed prompts, each alone in its batch, without prefixes cached in another round."""
         room = max(1, min(TOKENS, self.max_length - 1))
         sampling = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
         length = max(1, min(PROMPT_TOKENS, self.max_length - room))
@@ -63,7 +63,7 @@ class UpdateProbe:
         ]
 
     def _make_prompt(self, number: int, length: int) -> tuple[int, ...]:
-        """Return ids from the first thousand: behind them a vocabulary may have ids with a meaning."""
+        """Return ids of the first thousand: later ones may be special tokens."""
         ids = min(self.vocab_size, 1000)
         return tuple((number * 331 + i * 97 + i * i) % ids for i in range(length))
 
@@ -94,13 +94,10 @@ async def check_update(
     report: Callable[[Progress], None],
     key: Hashable,
 ) -> None:
-    """Load the checkpoint by the way of an update, and see that the outputs are what they were.
+    """Load the checkpoint as an update, and check that the outputs of the idle engine do not change.
 
-    Args:
-        probe: The engine, idle.
-        reload: Loads the model's own checkpoint as a commit loads a version.
-        report: Told what is done.
-        key: What of it passed once need not be tried again.
+    `reload` loads the model's own checkpoint as a commit loads a version. A check that passed is not repeated under
+    its `key`.
 
     Raises:
         EngineError: the engine can't update this model; the text says why and what to change.
@@ -127,9 +124,9 @@ async def check_update(
 
 
 def find_difference(before: ProbeOutputs, after: ProbeOutputs) -> str | None:
-    """Return how two rounds of outputs differ by more than the order of sums, None if they don't.
+    """Return how two rounds of outputs differ by more than the order of sums explains, None if they don't.
 
-    Where two tokens are as likely as each other, an output may go on with either from there.
+    Where two tokens are equally likely, an output may go on with either, so the rest is not compared.
     """
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         for at, (token, was, other, now) in enumerate(zip(*old, *new, strict=True)):

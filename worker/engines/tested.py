@@ -1,6 +1,6 @@
-"""What the adapters refuse at a start: versions with which they were not tested, and flags.
+"""What the adapters refuse at a start: engine versions that they were not tested with, and flags.
 
-Imports nothing but the standard library, for the main module of SGLang's child.
+Imports only the standard library, for the main module of SGLang's child.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-version"
-"""The flag among `engine.args` that lets another version start."""
+"""The flag in `engine.args` with which another version starts."""
 
 TESTED_VERSIONS = {"vLLM": "0.32.0", "SGLang": "0.5.23"}
 
 
 def untested_version_refusal(engine: str, found: str) -> str | None:
-    """Return why this version does not start, None if it does; a local part (`+cpu`) is ignored."""
+    """Return why this version must not start, None if it may; a local part (`+cpu`) is ignored."""
     tested = TESTED_VERSIONS[engine]
     if found.partition("+")[0] == tested:
         return None

@@ -1,6 +1,6 @@
-"""The order in which every engine commits weights, falls asleep and wakes; engines add their own steps.
+"""The order in which every engine commits weights, sleeps and wakes; each engine adds its own steps.
 
-One lock orders commit, sleep and wake among themselves.
+One lock serialises commit, sleep and wake.
 """
 
 from __future__ import annotations
@@ -26,25 +26,18 @@ from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink
 
 WeightsChange = tuple[int, WeightsId, bool]
-"""From this token of an output on: the weights that made it, and whether KV of older ones was in use."""
+"""From this token of an output on: the weights that made the tokens, and whether they used KV of older weights."""
 
 
 def spans_within(changes: Sequence[WeightsChange], begin: int, end: int) -> tuple[WeightsSpan, ...]:
-    """Return the spans of the tokens [begin, end) of an output; `changes` are in order."""
+    """Return the spans of tokens [begin, end) of an output; `changes` are in order."""
     spans = []
     stops = [*(start for start, _, _ in changes[1:]), end][: len(changes)]
     for (start, weights, stale), stop in zip(changes, stops, strict=True):
         first, last = max(start, begin), min(stop, end)
         if first < last:
-            spans.append(
-                WeightsSpan(
-                    epoch=weights.epoch,
-                    version=weights.version,
-                    start=first,
-                    end=last,
-                    stale_kv=stale,
-                )
-            )
+            identity = {"epoch": weights.epoch, "version": weights.version}
+            spans.append(WeightsSpan(**identity, start=first, end=last, stale_kv=stale))
     return tuple(spans)
 
 
@@ -58,22 +51,17 @@ SinkT = TypeVar("SinkT", bound=SealableSink)
 
 
 def require_sealed(sink: Sink, kind: type[SinkT]) -> SinkT:
-    """Return the sink as what it is: only verified weights may ever serve.
-
-    Raises:
-        WeightsRejected: it is not sealed, or another engine's.
-    """
+    """Return the sink as one of this engine's; raise `WeightsRejected` if it is not, or is not verified and sealed."""
     if not isinstance(sink, kind) or not sink.sealed:
         raise WeightsRejected("this sink is not a sealed one of this engine: fill it first")
     return sink
 
 
 class WeightVersions(ABC, Generic[SinkT]):
-    """The weights of one running engine: memory for new ones, the switch to them, and where they are.
+    """The weights of one running engine: memory for new ones, the switch to them, and whether they are resident.
 
-    Args:
-        kind: The engine's own sinks.
-        asleep: Where it notes which memory is given back; shared with what must know it.
+    `kind`: the class of the engine's sinks. `asleep`: the set of memory that is given back; other parts of the adapter
+    may read it.
     """
 
     def __init__(self, kind: type[SinkT], asleep: set[MemoryTag] | None = None) -> None:
@@ -81,9 +69,9 @@ class WeightVersions(ABC, Generic[SinkT]):
         self._lock = asyncio.Lock()
         self._asleep: set[MemoryTag] = set() if asleep is None else asleep
         self._has_copy = False
-        """Sleeping weights can be brought back without their source (level 1)."""
+        """Whether sleeping weights can be restored without their source (level 1)."""
         self._empty = False
-        """The weights count as resident, but have no values: no step is made before a commit."""
+        """Whether the weights count as resident, but have no values: no step is made before a commit."""
 
     @abstractmethod
     async def open_slot(
@@ -102,7 +90,7 @@ class WeightVersions(ABC, Generic[SinkT]):
                 if "weights" in self._asleep and not self._empty:
                     raise EngineError("the weights are asleep: wake them before the commit")
                 await self._switch_weights(identity, self._require_sealed(sink), kv)
-        except BaseException:  # also if it is cancelled while another verb has the lock
+        except BaseException:  # also if it is cancelled while it waits for the lock
             await asyncio.to_thread(sink.close)
             raise
         await self._close_committed(sink)
@@ -114,7 +102,7 @@ class WeightVersions(ABC, Generic[SinkT]):
         self._check_sleep(level, tags)
         async with self._lock:
             if self._empty and "weights" in tags:
-                self._mark_loaded()  # without values their memory goes as it does with some
+                self._mark_loaded()  # memory without values is given back as any other
             elif level == 2 and "weights" in self._asleep & set(tags):
                 await self._forget_copy()
             going = self._linked_to_sleep(set(tags)) - self._asleep
@@ -137,7 +125,7 @@ class WeightVersions(ABC, Generic[SinkT]):
             if not back:
                 return
             weights = "weights" in back
-            # Read and checked first: a refusal leaves everything asleep as it was.
+            # The values are read and checked first: if that fails, everything stays asleep.
             sink = await self._read_back(refill) if weights and refill is not None else None
             try:
                 async with self._without_steps("waking"):
@@ -153,7 +141,7 @@ class WeightVersions(ABC, Generic[SinkT]):
                 self._has_copy = False
 
     def resident_memory(self) -> Resident:
-        """Return which memory is there."""
+        """Return which memory is resident."""
         there = "weights" not in self._asleep or self._empty
         return Resident(weights=there, kv_cache="kv_cache" not in self._asleep)
 
@@ -161,7 +149,7 @@ class WeightVersions(ABC, Generic[SinkT]):
         return require_sealed(sink, self._kind)
 
     def _mark_loaded(self) -> None:
-        """Note that weights whose memory came back without values are as others now."""
+        """Note that weights that woke without values have some now."""
         if self._empty:
             self._empty = False
             self._asleep.discard("weights")
@@ -172,10 +160,10 @@ class WeightVersions(ABC, Generic[SinkT]):
         self._has_copy = False
 
     async def _read_back(self, refill: WeightsRefill) -> SinkT | None:
-        """Return the sleeping weights' values; None if the engine's own copy has them."""
+        """Return a sink with the sleeping weights' values; None if the engine's own copy has them."""
         return None if self._has_copy else self._require_sealed(await refill())
 
-    # What differs between engines.
+    # The rest differs between engines.
 
     @abstractmethod
     async def _switch_weights(self, identity: WeightsId, sink: SinkT, kv: KvPolicy) -> None:
@@ -187,7 +175,7 @@ class WeightVersions(ABC, Generic[SinkT]):
 
     @abstractmethod
     async def _retake_memory(self, tags: set[MemoryTag], sink: SinkT | None) -> None:
-        """Take this memory back, weights with the values of the sink or else of the copy, if there is one."""
+        """Take this memory back; weights get the values of the sink, else of the copy, if there is one."""
 
     @abstractmethod
     async def _drop_copy(self) -> None:
@@ -198,19 +186,19 @@ class WeightVersions(ABC, Generic[SinkT]):
         return nullcontext()
 
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
-        """Raise `EngineError` if this engine can't sleep so."""
+        """Raise `EngineError` if this engine can't sleep like this."""
 
     async def _prepare_sleep(
         self, level: Literal[1, 2], tags: set[MemoryTag], refill: WeightsRefill
     ) -> None:
-        """Do what takes long before steps stop, or raise `EngineError` for want of room."""
+        """Do what takes long before steps stop; raise `EngineError` if there is not enough memory."""
 
     def _linked_to_sleep(self, tags: set[MemoryTag]) -> set[MemoryTag]:
-        """Return these tags, with those that only sleep together with them."""
+        """Return these tags, and those that must sleep with them."""
         return tags
 
     def _linked_to_wake(self, tags: set[MemoryTag]) -> set[MemoryTag]:
-        """Return these tags, with those that fell asleep only because of them."""
+        """Return these tags, and those that fell asleep only because of them."""
         return tags
 
     async def _close_committed(self, sink: Sink) -> None:
@@ -226,13 +214,13 @@ class RankVersions(WeightVersions[MappedSink]):
         self._ranks: EngineRanks | None = None
 
     def _notified_ranks(self) -> EngineRanks:
-        """Return this engine's ranks, which hear of sinks that are sealed and closed."""
+        """Return this engine's ranks, which map sinks that are sealed until they are closed."""
         if self._ranks is None:
             self._ranks = EngineRanks(self._call_ranks, self._count_ranks() // self._nodes)
         return self._ranks
 
     def stop_calling_ranks(self) -> None:
-        """Call the ranks no more: the engine is about to be stopped."""
+        """Stop calling the ranks: the engine is about to be stopped."""
         if self._ranks is not None:
             self._ranks.stop_calling()
 

@@ -1,4 +1,4 @@
-"""A replica of several nodes: its head watches and asks the members, a member obeys its head.
+"""A replica of several nodes: its head watches and calls the members, a member obeys its head.
 
-Nothing of engines lives here, and no routes; who is asked over HTTP is a member's control port.
+Engines and routes do not belong here: the head calls a member's control port (`ports/member_port.py`).
 """

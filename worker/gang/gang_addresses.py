@@ -1,4 +1,4 @@
-"""Where a gang's workers are, and where each keeps its slots."""
+"""The addresses of a gang's workers, and the folder of slots on each node."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rollout_worker.settings import WorkerSettings
 SLOT_FOLDER_PREFIX = "rollout-slots-"
 
 EXIT_GANG_BROKEN = 3
-"""Exit status of a worker that gives its gang up; all pods of the gang are replaced then."""
+"""Exit status of a worker whose gang is broken; the operator then replaces all pods of the gang."""
 
 
 class GangBroken(Exception):
-    """The gang can't go on and isn't repaired in place: the process ends; the text says why."""
+    """The gang can't go on, so the process ends; the text says why."""
 
 
 def make_gang(settings: WorkerSettings) -> GangMembership | None:
-    """Return what the settings say of a gang, with a new folder for slots; None: it is one node.
+    """Return the gang of the settings, with a new folder for slots; None for a replica of one node.
 
-    The folders of workers that were killed are removed.
+    Removes the folders of workers that were killed.
     """
     if settings.nodes == 1:
         return None
@@ -45,7 +45,7 @@ def make_gang(settings: WorkerSettings) -> GangMembership | None:
 
 
 def member_addresses(settings: WorkerSettings) -> tuple[str, ...]:
-    """Return HOST:PORT of the control ports of the ranks above 0, in their order."""
+    """Return HOST:PORT of the control port of each rank above 0."""
     if settings.member_addresses:
         return settings.member_addresses
     assert settings.leader_address is not None, "checked by the settings"

@@ -1,6 +1,6 @@
-"""The head's side: watches the members, lets them fill slots, and asks for their votes.
+"""The head's side of a gang: it watches the members, makes them fill slots, and collects their votes.
 
-Nobody repairs a gang in place. A member that died, was restarted, or is silent for too long makes
+A gang is never repaired in place. A member that died, was restarted, or is silent for too long makes
 the engine count as dead, and the process ends with it.
 """
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class WatchedMember:
-    """One member as the head knows it."""
+    """What the head knows of one member."""
 
     def __init__(self, line: MemberClient, *, takes_turns: bool) -> None:
         self.line = line
@@ -44,12 +44,12 @@ class WatchedMember:
         self.state: GangState | None = None
         self.wrong: str | None = None
         self.trouble: str | None = None
-        """Why it did not answer last."""
+        """Why it did not answer the last call."""
         self.loaded = asyncio.Event()
         """Set once its ranks run."""
 
     def note_answer(self, state: GangState) -> None:
-        """Take an answer in."""
+        """Note an answer; set `wrong` if it means that the gang can't go on."""
         before, self.state, self.trouble = self.state, state, None
         self.silence.note_heard()
         if before is not None and before.boot_id != state.boot_id:
@@ -64,7 +64,7 @@ class WatchedMember:
             self.loaded.set()
 
     def note_silence(self, trouble: str, *, started: bool) -> None:
-        """Take note that it did not answer; before its first answer only the start's limit counts."""
+        """Note a call without an answer; before the first answer only the start's limit counts."""
         if self.trouble is None:
             logger.warning("%s does not answer: %s", self.line.name, trouble)
         self.trouble = trouble
@@ -76,13 +76,13 @@ class WatchedMember:
 
 
 class GangHead:
-    """The gang as its head sees it.
+    """The members of one gang, watched and called by its head.
 
     Args:
         settings: The worker's.
-        gang: What the engine was told.
+        gang: The engine's part in the gang.
         boot_id: The worker's.
-        crashed: Told why the gang can't go on, as often as that is seen.
+        crashed: Gets the reason whenever the gang can't go on.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GangHead:
         self.started = False
         """Whether the head's engine runs: from then on silence counts sooner."""
         self.attempt: int | None = None
-        """Of the attempts at the turn of all nodes the one in which members may have theirs."""
+        """The attempt at the turn in which members may hold locks; None: in none."""
         self._slots = gang.slots
         self._crashed = crashed
         self.members = [
@@ -130,24 +130,22 @@ class GangHead:
             await asyncio.sleep(MEMBER_POLL_SECONDS)
 
     def broken_reason(self) -> str | None:
-        """None while the gang can go on, else which member is the reason."""
-        for member in self.members:
-            if member.wrong is not None:
-                return f"{member.line.name}: {member.wrong}"
-        return None
+        """Return which member broke the gang and how, or None while it can go on."""
+        broken = (f"{m.line.name}: {m.wrong}" for m in self.members if m.wrong is not None)
+        return next(broken, None)
 
     def missing_members(self) -> str | None:
-        """Who has not started yet, and why not as far as known."""
+        """Return which member has not started yet and why, if one has not."""
         for member in self.members:
             if not member.loaded.is_set():
                 return f"{member.line.name} has not started ({member.trouble or 'it loads'})"
         return None
 
     async def wait_agreed(self, root_hash: str) -> None:
-        """Wait until all have loaded, and see that it is the checkpoint of this hash.
+        """Wait until all members have loaded the checkpoint of this hash.
 
         Raises:
-            EngineError: it isn't; names the member.
+            EngineError: a member has loaded another one; names it.
         """
         for member in self.members:
             await member.loaded.wait()
@@ -158,35 +156,37 @@ class GangHead:
                     f" ({root_hash}): give all nodes the same model"
                 )
         self.started = True
-        # Now, not with the next look: who knows that all run misses a dead head sooner.
-        await run_together(_announce_start, self.members)
+        # Now, not with the next poll: members that know of the start miss a dead head sooner.
+        await self._tell_members(
+            "does not know of the start", lambda line: line.get_state(started=True)
+        )
 
     def silent_members(self) -> str | None:
-        """Who has not answered when it was asked last, and why; None if all are there."""
+        """Return which member did not answer its last call and why, or None if all did."""
         for member in self.members:
             if member.state is None or member.trouble is not None:
                 return f"{member.line.name} does not answer ({member.trouble or 'not asked yet'})"
         return None
 
     async def give_turns(self, attempt: int) -> None:
-        """End an attempt everywhere; who does not hear of it now is told by the watch."""
-        await self._release_on_members(
-            "its turn", lambda line: line.give_turn(attempt, started=self.started)
+        """End an attempt on every member; the watch repeats it for one that does not answer."""
+        await self._tell_members(
+            "did not give its turn back", lambda line: line.give_turn(attempt, started=self.started)
         )
 
-    async def _release_on_members(
-        self, what: str, told: Callable[[MemberClient], Awaitable[object]]
+    async def _tell_members(
+        self, missed: str, call: Callable[[MemberClient], Awaitable[object]]
     ) -> None:
-        """Tell all members to give something back; who does not hear of it is named."""
+        """Call all members, for a short time; log what one `missed` that does not answer."""
 
-        async def one(member: WatchedMember) -> None:
+        async def tell(member: WatchedMember) -> None:
             try:
-                await told(member.line)
+                await call(member.line)
             except MemberSilent as error:
-                logger.warning("%s did not give %s back: %s", member.line.name, what, error)
+                logger.warning("%s %s: %s", member.line.name, missed, error)
 
         await asyncio.wait(
-            [asyncio.ensure_future(run_together(one, self.members))], timeout=SLOT_CLOSE_SECONDS
+            [asyncio.ensure_future(run_together(tell, self.members))], timeout=SLOT_CLOSE_SECONDS
         )
 
     # Slots.
@@ -200,10 +200,9 @@ class GangHead:
         on_disk: bool,
         seconds: float,
     ) -> Mapping[str, str]:
-        """Fill a slot on every member; returns which root hash each found.
+        """Fill a slot on every member, or on none; return the root hash that each found.
 
-        `source` is asked once for each: a ticket for pushed bytes is good for one. Whatever goes
-        wrong, no member keeps it.
+        `source` is called once for each member: a ticket for pushed bytes is good for one.
 
         Raises:
             ContentMismatch: a member found other bytes; names it.
@@ -228,10 +227,10 @@ class GangHead:
         return {m.line.name: each for m, each in zip(self.members, found, strict=True)}
 
     async def confirm_slots(self, slot: str, root_hash: str | None) -> None:
-        """See that every member still holds a slot, right before it is committed.
+        """Check that every member still holds a slot, right before it is committed.
 
         Raises:
-            EngineError: one doesn't; names it.
+            EngineError: a member doesn't; names it.
         """
 
         async def one(member: WatchedMember) -> None:
@@ -244,11 +243,13 @@ class GangHead:
         await run_together(one, self.members)
 
     async def close(self, slot: str) -> None:
-        """Have a slot given back everywhere; who does not hear of it now is told by the watch."""
-        await self._release_on_members(f"slot {slot}", lambda line: line.close_slot(slot))
+        """Make every member give a slot back; the watch repeats it for one that does not answer."""
+        await self._tell_members(
+            f"did not give slot {slot} back", lambda line: line.close_slot(slot)
+        )
 
     async def _sweep_member(self, member: WatchedMember) -> None:
-        """Have a member give back the slots that are closed here, and a turn that is over."""
+        """Make a member give back slots that are closed here, and a turn that is over."""
         turn = None if member.state is None else member.state.turn
         if turn is not None and turn.phase != "Released" and turn.attempt != self.attempt:
             with contextlib.suppress(MemberSilent):
@@ -259,13 +260,13 @@ class GangHead:
                 try:
                     await member.line.close_slot(slot.id)
                 except MemberSilent:
-                    return  # the next look sees it again
+                    return  # the next poll does it
 
 
 async def run_together(
     one: Callable[[WatchedMember], Awaitable[T]], members: Sequence[WatchedMember]
 ) -> list[T]:
-    """Do it with all at once; the first failure ends the others and is raised."""
+    """Call `one` for all members at the same time; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(one(member)) for member in members]
     try:
         return list(await asyncio.gather(*tasks))
@@ -275,16 +276,7 @@ async def run_together(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _announce_start(member: WatchedMember) -> None:
-    """Tell a member that the head's engine runs; one that does not answer is the watch's to miss."""
-    try:
-        await member.line.get_state(started=True)
-    except MemberSilent as error:
-        logger.warning("%s was not told of the start: %s", member.line.name, error)
-
-
 async def _fill_member_slot(line: MemberClient, slot: str, request: SlotRequest) -> str:
-    """Have a member fill a slot; returns the root hash that it found."""
     try:
         held = await line.open_slot(slot, request)
     except MemberSilent as error:
@@ -299,7 +291,7 @@ async def _fill_member_slot(line: MemberClient, slot: str, request: SlotRequest)
 
 
 async def _poll_member_slot(line: MemberClient, slot: str) -> GangSlot:
-    """Look at a slot; a member that does not answer is asked again while the head waits for it."""
+    """Get a slot's state; repeat the call while the head still waits for a silent member."""
     silence = SilenceTimer()
     while True:
         try:

@@ -1,20 +1,24 @@
-"""The head's line to one member's control port."""
+"""The head's calls to one member's control port."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.transfer.tls import TLS_NAME, marks_of, trusting
 from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import SharedCall
 
-from .member_trust import MemberTrust
-from .settings import MEMBER_ANSWER_SECONDS, TOKEN_READ_SECONDS
+from .settings import CERTIFICATE_CHECK_SECONDS, MEMBER_ANSWER_SECONDS, TOKEN_READ_SECONDS
+
+logger = logging.getLogger(__name__)
 
 HEAD_ENDS = "the head ends"
 
@@ -27,14 +31,52 @@ class MemberSilent(Exception):
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
         self.status = status
-        """Of the refusal, if it was one."""
+        """Of the refusal, if the member refused."""
+
+
+class _MemberTrust:
+    """The TLS context for members: all pods of a pool present certificates of the same issuer.
+
+    Raises:
+        OSError: the pod's own certificate, or `ca.crt` next to it, can't be used.
+    """
+
+    def __init__(self, certificate: Path, name: str) -> None:
+        self._certificate = certificate
+        self._reading = SharedCall(self._read_context, name)
+        self._seen = marks_of(certificate)
+        self._trouble = ""
+        self.context = trusting(certificate)
+
+    async def renew_context(self) -> bool:
+        """Read the files again; return whether `context` has changed. Unusable files change nothing."""
+        try:
+            found = await self._reading.get_result(CERTIFICATE_CHECK_SECONDS)
+        except OSError as error:  # includes TimeoutError and the errors of ssl
+            if str(error) != self._trouble:
+                logger.warning("the head keeps the certificates that it had: %s", error)
+            self._trouble = str(error)
+            return False
+        self._trouble = ""
+        if found is None:
+            return False
+        self.context = found
+        return True
+
+    def _read_context(self) -> ssl.SSLContext | None:
+        marks = marks_of(self._certificate)
+        if marks == self._seen:
+            return None
+        context = trusting(self._certificate)
+        self._seen = marks
+        return context
 
 
 class MemberClient:
-    """Calls one member; `name` is how messages call it.
+    """Calls one member; every call raises `MemberSilent` if it fails.
 
     Args:
-        rank: Which one.
+        rank: Of the member.
         address: HOST:PORT of its control port.
         leader: Boot id of this head.
         settings: The head's.
@@ -50,7 +92,7 @@ class MemberClient:
         secure = settings.control_tls_cert_file
         self._extensions = {} if secure is None else {"sni_hostname": TLS_NAME}
         self._url = f"http{'s' if secure else ''}://{address}/v1/gang/"
-        self._trust = None if secure is None else MemberTrust(secure, f"trust-{rank}")
+        self._trust = None if secure is None else _MemberTrust(secure, f"trust-{rank}")
         self._http = self._make_client()
         self._former: httpx.AsyncClient | None = None
         self._calls: set[asyncio.Task[httpx.Response]] = set()
@@ -64,44 +106,39 @@ class MemberClient:
         )
 
     async def _renew_certificates(self) -> None:
-        """Meet new connections with the certificates of the day."""
         if self._trust is None or not await self._trust.renew_context() or self._http.is_closed:
             return
-        outdated, self._former = self._former, self._http  # calls of the last one may be under way
+        outdated, self._former = self._former, self._http  # its calls may still be under way
         self._http = self._make_client()
         if outdated is not None:
             await outdated.aclose()
 
     async def get_state(self, *, started: bool) -> GangState:
-        """Ask how it is; `started` says whether the head's engine runs.
-
-        Raises:
-            NoAnswer: see there; as all others.
-        """
+        """Get the member's state, and say whether the head's engine runs."""
         return await self._call_member(GangState, "GET", "state", started=str(started).lower())
 
     async def open_slot(self, slot: str, request: SlotRequest) -> GangSlot:
-        """Tell it to fill a slot."""
+        """Make the member fill a slot."""
         return await self._call_member(GangSlot, "PUT", f"slots/{slot}", body=request)
 
     async def get_slot(self, slot: str) -> GangSlot:
-        """Ask how far a slot is."""
+        """Get the progress of a slot."""
         return await self._call_member(GangSlot, "GET", f"slots/{slot}")
 
     async def close_slot(self, slot: str) -> None:
-        """Tell it to give a slot back, if it has it."""
+        """Make the member give a slot back, if it has it."""
         await self._call_member(GangState, "DELETE", f"slots/{slot}")
 
     async def take_turn(self, attempt: int) -> GangTurn:
-        """Tell it to take its node's turn; answers once it has it, or how far it is after a moment."""
+        """Make the member take its turn; it answers once it holds it, or how far it is after a moment."""
         return await self._call_member(GangTurn, "PUT", f"turn/{attempt}")
 
     async def use_turn(self, attempt: int) -> GangTurn:
-        """Tell it to keep a turn that it has, even if this head falls silent, and to load if it hasn't."""
+        """Make the member keep a turn that it holds, even if this head falls silent, and load its ranks."""
         return await self._call_member(GangTurn, "POST", f"turn/{attempt}/use")
 
     async def give_turn(self, attempt: int, *, started: bool) -> GangTurn:
-        """Tell it to give its turn back, and take no part in this attempt any more."""
+        """Make the member give its turn back, and refuse this attempt from now on."""
         return await self._call_member(
             GangTurn, "DELETE", f"turn/{attempt}", started=str(started).lower()
         )
@@ -151,7 +188,7 @@ class MemberClient:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and not caller.cancelling():
-                raise MemberSilent(HEAD_ENDS) from None  # `close` did it
+                raise MemberSilent(HEAD_ENDS) from None  # `close` cancelled it
             raise
 
     async def _auth_headers(self) -> dict[str, str]:

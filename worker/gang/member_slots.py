@@ -1,4 +1,4 @@
-"""The slots of a member: this node's memory for new weights, each filled as the head says."""
+"""The slots of a member: memory of this node for new weights, filled when the head says so."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from .settings import SOURCE_LOOKUP_SECONDS
 logger = logging.getLogger(__name__)
 
 Claim = Callable[[int], Callable[[], None]]
-"""Charges memory of staged weights, as `StagingBudget.claim_memory`; returns what gives it back."""
+"""Charges memory of staged weights (`StagingBudget.claim_memory`); returns a function that gives it back."""
 
 
 class MemberSlot:
-    """One slot of this node, being filled or filled."""
+    """One slot of this node."""
 
     def __init__(self, slot: str, request: SlotRequest) -> None:
         self.id = slot
@@ -66,10 +66,10 @@ class MemberSlot:
         self.done, self.total = done, total
 
     def note_hash(self, root_hash: str) -> None:
-        """Note what was found.
+        """Note the content's hash.
 
         Raises:
-            ContentMismatch: it isn't what the head expects.
+            ContentMismatch: the head expects another one.
         """
         if self.request.root_hash not in (None, root_hash):
             raise ContentMismatch(
@@ -79,7 +79,7 @@ class MemberSlot:
         self.root_hash = root_hash
 
     async def close(self) -> None:
-        """End the filling and give the memory back."""
+        """Stop filling and give the memory back."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait([self.task])
@@ -141,7 +141,7 @@ class MemberSlots:
         return self._held[slot].to_view()
 
     async def close(self, slot: str) -> None:
-        """Give a slot back, if there is one; it is listed as long as its memory is there."""
+        """Give a slot back, if it exists; it is listed until its memory is free."""
         held = self._held.get(slot)
         if held is not None:
             await held.close()
@@ -163,7 +163,7 @@ class MemberSlots:
         async def open_slot(
             entries: Sequence[TensorEntry], given: GivenWeights | None = None
         ) -> Sink:
-            # Given memory isn't passed on: ranks find a slot in its folder, so it is copied there.
+            # `given` is not used: ranks find a slot in its folder, so the bytes are copied there.
             if pushed is None:
                 await asyncio.to_thread(unread, entries)
             return await member.open_slot(
@@ -195,13 +195,13 @@ class MemberSlots:
         open_slot: OpenSlot,
         unread: Callable[[Sequence[TensorEntry]], frozenset[str]],
     ) -> Sink:
-        """Fetch pushed bytes from the head, those that ranks read here, and keep none beside the sink."""
+        """Fetch the pushed bytes that ranks read here from the head; the sink keeps the only copy."""
         check = partial(check_layout, info.layout, where="what was pushed")
 
         def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
             return self._allocate_memory(nbytes, nbytes - incoming.chunks_left_out * CHUNK_BYTES)
 
-        # Its identity is the head's.
+        # The head knows the identity; a member needs none.
         incoming = Incoming(CHECKPOINT, pushed, check, room, unread=unread)
         Fetching(incoming, pushed.peers, self._outward).start()
         try:
@@ -214,15 +214,15 @@ class MemberSlots:
         return sink
 
     def _allocate_memory(self, nbytes: int, needed: int) -> tuple[Memory, Callable[[], None]]:
-        """Take memory for what is fetched; returns what takes it off the budget, too.
+        """Allocate memory for fetched bytes; return it, and a function that takes it off the budget.
 
         Args:
-            nbytes: Of the whole version, whose offsets are kept.
-            needed: What of it comes: no other pages are touched.
+            nbytes: Of the whole version: offsets stay as they are.
+            needed: Of the part that is fetched: no other pages are touched.
 
         Raises:
-            EngineError: There is none.
-            ArenaError: The kernel gives none.
+            EngineError: The budget has no room.
+            ArenaError: The kernel has no memory.
         """
         expected = max(needed, 0)
         give_back = self._claim(expected)
@@ -241,7 +241,6 @@ class MemberSlots:
 
 
 def _log_arrival(held: MemberSlot, incoming: Incoming) -> None:
-    """Log what of a version came."""
     assert incoming.layout is not None, "it was received"
     chunks = incoming.chunks + incoming.chunks_left_out
     logger.info(

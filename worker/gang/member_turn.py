@@ -1,7 +1,7 @@
-"""A member's side of the turn: it takes its node's locks when the head says so, and gives them back with it.
+"""A member's side of the turn: it takes its node's locks when the head says so, and gives them back likewise.
 
-Nothing is held for a head that is silent, unless the head has told that the turn is used: from then on
-memory of the devices may be there, and the locks stay until the head gives them back or this node's
+A member gives up what it holds if its head falls silent, unless the head has said that the turn is in use: from
+then on the ranks may have memory of the devices, and the locks stay until the head gives them back or this node's
 processes have ended.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from rollout_common.turn import TurnReplaced
-from rollout_common.wire import Progress, TurnState
+from rollout_common.wire import Progress
 from rollout_common.wire.gang_models import GangTurn
-from rollout_common.wire.problems import ProblemError, conflict_problem
+from rollout_common.wire.problems import conflict_problem
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
 
 from .settings import SILENCE_SECONDS, WAIT_SECONDS
@@ -23,62 +23,28 @@ from .settings import SILENCE_SECONDS, WAIT_SECONDS
 logger = logging.getLogger(__name__)
 
 
-class Locks(Protocol):
-    """The turn for this node's devices alone; see `core.device_turn`."""
-
-    async def take(
-        self, report: Callable[[Progress], None], wanted: Callable[[], bool] = ...
-    ) -> bool:
-        """Wait for it, and for the memory of who had it before."""
-        ...
-
-    def check_files(self) -> str | None:
-        """Log, once, that lock files were removed."""
-        ...
-
-    async def note_use(self) -> None:
-        """Note what is free while the engine has all its memory."""
-        ...
-
-    async def give_back(self) -> None:
-        """Give it back after use."""
-        ...
-
-    def give(self) -> None:
-        """Give it back unused."""
-        ...
-
-    def close(self) -> None:
-        """Let go for good."""
-        ...
-
-    def view(self) -> TurnState:
-        """Whether it is had, and who has it."""
-        ...
-
-
 class MemberTurn:
-    """The attempts of the head to have the turns of all nodes, one after the other.
+    """This node's part of the head's attempts to have the turns of all nodes.
 
     Args:
         locks: Of this node.
-        broken: Told why the gang can't go on.
+        broken: Gets the reason if the gang can't go on.
     """
 
-    def __init__(self, locks: Locks, broken: Callable[[str], None]) -> None:
+    def __init__(self, locks: DeviceTurn, broken: Callable[[str], None]) -> None:
         self.used = asyncio.Event()
         """Set once the head uses a turn: the ranks may load."""
         self._locks = locks
         self._broken = broken
         self._attempt = 0
-        """The highest number that was heard of; lower ones are over."""
+        """The highest number so far; lower ones are over."""
         self._phase = "Released"
         self._message: str | None = None
         self._taking: asyncio.Task[None] | None = None
         self._giving: asyncio.Task[None] | None = None
 
     async def take(self, attempt: int) -> GangTurn:
-        """Take the turn in this attempt; returns as soon as it is had, or how far it is.
+        """Take the turn in this attempt; answer once it is held, or how far it is after a moment.
 
         Raises:
             ProblemError: 409, this attempt is over.
@@ -94,10 +60,10 @@ class MemberTurn:
         return self.view()
 
     async def use(self, attempt: int) -> GangTurn:
-        """Keep the turn from now on, whether the head is heard or not; told again, note what is free in use.
+        """Keep the turn from now on, even if the head falls silent; on a repeated call note the free memory.
 
         Raises:
-            ProblemError: 409, this attempt is over, or has not got it yet.
+            ProblemError: 409, this attempt is over, or does not hold the turn yet.
         """
         self._check(attempt)
         if self._phase not in ("Held", "InUse"):
@@ -114,8 +80,8 @@ class MemberTurn:
 
         Args:
             attempt: Its number.
-            loaded: Whether the engine runs on all nodes. If not, ranks of a turn that is used may have
-                memory that nobody will free: the gang ends, and the locks fall with its processes.
+            loaded: Whether the engine runs on all nodes. If not, ranks that use the turn may have memory
+                that nobody will free: the gang ends, and the locks end with its processes.
         """
         if attempt >= self._attempt:
             if self._phase == "InUse" and not loaded:
@@ -125,15 +91,17 @@ class MemberTurn:
                 self._attempt = attempt
         return self.view()
 
-    def look(self, quiet: float) -> None:
-        """Give back what is held for nothing: the head has been silent for so many seconds."""
+    def check(self, silent_seconds: float) -> None:
+        """Check the lock files, and give up an unused turn if the head has been silent for too long."""
         self._locks.check_files()
-        if quiet > SILENCE_SECONDS and self._phase not in ("InUse", "Released"):
-            logger.warning("the head has been silent for %.0f s: giving the turn up", quiet)
+        if silent_seconds > SILENCE_SECONDS and self._phase not in ("InUse", "Released"):
+            logger.warning(
+                "the head has been silent for %.0f s: giving the turn up", silent_seconds
+            )
             self._end()
 
     def view(self) -> GangTurn:
-        """How far it is."""
+        """How far the attempt is."""
         now = self._locks.view()
         phase = self._phase
         if phase == "Waiting" and now.state == "Held":
@@ -149,7 +117,7 @@ class MemberTurn:
         )
 
     async def stop(self, *, ended: bool) -> None:
-        """Let go for good; what ranks use that have not `ended` stays until this process has."""
+        """Let go for good, but keep what ranks use that have not `ended` until this process has."""
         if self._phase == "InUse":
             if ended:
                 self._locks.close()
@@ -162,13 +130,12 @@ class MemberTurn:
     def _check(self, attempt: int) -> None:
         if attempt != self._attempt or self._phase == "Released":
             raise conflict_problem(
-                "changed-meanwhile", f"attempt {attempt} at the turn is over: begin anew"
+                "changed-meanwhile", f"attempt {attempt} at the turn is over: begin another one"
             )
 
-    async def _take(self, before: asyncio.Task[None] | None) -> None:
-        """Take the locks, once the attempt before has given them back."""
-        if before is not None:
-            await asyncio.wait([before])
+    async def _take(self, giving: asyncio.Task[None] | None) -> None:
+        if giving is not None:  # the attempt before must have given the locks back
+            await asyncio.wait([giving])
         try:
             if await self._locks.take(self._report):
                 self._phase, self._message = "Held", None
@@ -190,26 +157,14 @@ class MemberTurn:
             self._giving = asyncio.create_task(give)
 
     async def _give(
-        self,
-        taking: asyncio.Task[None] | None,
-        before: asyncio.Task[None] | None,
-        *,
-        used: bool,
+        self, taking: asyncio.Task[None] | None, giving: asyncio.Task[None] | None, *, used: bool
     ) -> None:
-        """Give back what an attempt has; the next one begins after that."""
-        for task in (taking, before):
-            if task is not None:
-                if task is taking:
-                    task.cancel()
-                await asyncio.wait([task])
+        if taking is not None:
+            taking.cancel()
+            await asyncio.wait([taking])
+        if giving is not None:
+            await asyncio.wait([giving])
         if used:
             await self._locks.give_back()
         else:
             self._locks.give()
-
-
-def lacking() -> ProblemError:
-    """What a member answers that takes no turns."""
-    return conflict_problem(
-        "changed-meanwhile", "this member takes no turns: give it --turn-devices, too"
-    )

@@ -1,4 +1,4 @@
-"""The member's side: runs this node's ranks, fills slots when the head asks, and ends with its gang."""
+"""A member of a gang: it runs this node's ranks, fills slots when the head asks, and ends with its gang."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from collections.abc import Callable
 from rollout_common.wire import Progress
 from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_common.wire.problems import ProblemError, conflict_problem
-from rollout_worker.engine import (
-    EngineMember,
-    GangMembership,
-    MemberInfo,
-)
+from rollout_worker.device_turn import DeviceTurn
+from rollout_worker.engine import EngineMember, GangMembership, MemberInfo
 from rollout_worker.settings import WorkerSettings
 
 from .gang_addresses import GangBroken
 from .member_slots import Claim, MemberSlots
-from .member_turn import Locks, MemberTurn, lacking
+from .member_turn import MemberTurn
 from .settings import (
     FAILURE_REPORT_SECONDS,
     GANG_WATCH_SECONDS,
@@ -41,10 +38,10 @@ class MemberWorker:
 
     Args:
         settings: The worker's.
-        gang: What the engine is told.
+        gang: This node's part in the gang.
         create: Makes this node's part of the engine.
         claim: Charges memory of weights that are fetched from the head.
-        locks: Of this node's devices, where others use them by turns.
+        locks: Of this node's devices, if others use them by turns.
     """
 
     def __init__(
@@ -53,11 +50,11 @@ class MemberWorker:
         gang: GangMembership,
         create: Callable[[], EngineMember],
         claim: Claim,
-        locks: Locks | None = None,
+        locks: DeviceTurn | None = None,
     ) -> None:
         self.settings = settings
         self._turn = None if locks is None else MemberTurn(locks, self._break_gang)
-        self._slots = MemberSlots(settings, claim)
+        self.slots = MemberSlots(settings, claim)
         self.boot_id = uuid.uuid4().hex
         self._gang = gang
         self._create = create
@@ -68,7 +65,8 @@ class MemberWorker:
         self._silence = SilenceTimer()
         self._leaving = False
         self._wrong: str | None = None
-        self._told = asyncio.Event()
+        self._reported = asyncio.Event()
+        """Set once the head has read why the gang can't go on."""
 
     @property
     def is_ready(self) -> bool:
@@ -79,7 +77,7 @@ class MemberWorker:
         """Load and watch until the gang is broken.
 
         Raises:
-            GangBroken: says why.
+            GangBroken: with the reason.
         """
         starting = asyncio.create_task(self._start_ranks())
         try:
@@ -88,11 +86,11 @@ class MemberWorker:
                 if starting.done() and starting.exception() is None:
                     await asyncio.sleep(GANG_WATCH_SECONDS)
                 self._wrong = self._wrong or self._find_trouble(starting)
-            # Where the head is silent, nobody is there to hear it.
+            # A silent head can't read the reason.
             if self._silence.silent_seconds() < HEAD_SILENCE_SECONDS:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(FAILURE_REPORT_SECONDS):
-                        await self._told.wait()
+                        await self._reported.wait()
             raise GangBroken(self._wrong)
         finally:
             starting.cancel()
@@ -103,13 +101,15 @@ class MemberWorker:
 
     @property
     def member_turn(self) -> MemberTurn:
-        """This node's turn, of which the head speaks.
+        """This node's turn.
 
         Raises:
-            ProblemError: 409, there is none.
+            ProblemError: 409, it takes no turns.
         """
         if self._turn is None:
-            raise lacking()
+            raise conflict_problem(
+                "changed-meanwhile", "this member takes no turns: give it --turn-devices, too"
+            )
         return self._turn
 
     def give_turn(self, attempt: int) -> GangTurn:
@@ -119,15 +119,14 @@ class MemberWorker:
     async def _start_ranks(self) -> None:
         if self._turn is not None:
             await self._turn.used.wait()  # however long others have the devices
-        timeout = self.settings.start_timeout
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(self.settings.start_timeout):
             # In a thread: importing an engine takes seconds, and probes need answers.
             self._member = await asyncio.to_thread(self._create)
             self._info = await self._member.start(self._report_progress)
         logger.info("the ranks of this node run", extra={"root_hash": self._info.root_hash})
 
     async def wait_released(self) -> None:
-        """Wait, not for long, until the head needs these ranks no more: it may finish requests."""
+        """Wait, within the drain time, until the head has finished the requests that these ranks run."""
         self._leaving = True
         limit = self.settings.drain_seconds + self.settings.shutdown_grace
         until = asyncio.get_running_loop().time() + limit
@@ -137,11 +136,10 @@ class MemberWorker:
             await asyncio.sleep(GANG_WATCH_SECONDS)
 
     def _report_progress(self, progress: Progress) -> None:
-        if progress.fraction is None:  # what has one is told a hundred times
+        if progress.fraction is None:  # steps with a fraction come by the hundred
             logger.info("loading: %s", progress.message)
 
     def _find_trouble(self, starting: asyncio.Task[None]) -> str | None:
-        """None while the gang can go on, else what is wrong."""
         if starting.done() and (error := starting.exception()) is not None:
             if isinstance(error, TimeoutError):
                 limit = self.settings.start_timeout
@@ -149,7 +147,7 @@ class MemberWorker:
             return f"the ranks did not start: {error}"
         quiet = self._silence.silent_seconds()
         if self._turn is not None:
-            self._turn.look(quiet)
+            self._turn.check(quiet)
         started = self._info is not None and self._leader_started
         limit = HEAD_SILENCE_SECONDS if started else HEAD_START_SECONDS
         if self._leaving:
@@ -158,18 +156,16 @@ class MemberWorker:
             return f"the head has not asked for {quiet:.0f} s"
         return None if self._member is None or self._info is None else self._member.alive()
 
-    # What the head calls.
-
     def note_head(self, leader: str, *, started: bool | None = None) -> None:
-        """Note a call of the head; another head's means that ours is gone.
+        """Note a call of the head; a call of another head breaks the gang.
 
         Raises:
-            ProblemError: 409, it is another one.
+            ProblemError: 409, it is another head.
         """
         if self._leader not in (None, leader):
             self._break_gang("the head was restarted")
             raise conflict_problem(
-                "changed-meanwhile", "this member belongs to a head before: it ends"
+                "changed-meanwhile", "this member belongs to an earlier head: it ends"
             )
         self._leader = leader
         self._silence.note_heard()
@@ -177,16 +173,16 @@ class MemberWorker:
             self._leader_started = started
 
     def gang_state(self) -> GangState:
-        """How this node is, with all its slots."""
+        """This node's state, with all its slots."""
         if self._wrong is not None:
-            self._told.set()
+            self._reported.set()
         return GangState(
             boot_id=self.boot_id,
             rank=self._gang.rank,
             phase="Starting" if self._info is None else "Ready",
             wrong=self._wrong,
             root_hash=None if self._info is None else self._info.root_hash,
-            slots=tuple(self._slots),
+            slots=tuple(self.slots),
             turn=None if self._turn is None else self._turn.view(),
         )
 
@@ -194,27 +190,19 @@ class MemberWorker:
         """Begin to fill a slot; a repeated call changes nothing.
 
         Raises:
-            ProblemError: 503, nothing is loaded yet.
+            ProblemError: 503, the ranks have not loaded yet.
         """
         if self._info is None or self._member is None:
             raise ProblemError(
                 "starting", "the ranks have not loaded yet: try again", retry_after=2
             )
-        return self._slots.open_slot(slot, request, self._member, self._info)
-
-    def slot_view(self, slot: str) -> GangSlot:
-        """One slot; see `MemberSlots.slot_view`."""
-        return self._slots.slot_view(slot)
-
-    async def close_slot(self, slot: str) -> None:
-        """Give a slot back; see `MemberSlots.close`."""
-        await self._slots.close(slot)
+        return self.slots.open_slot(slot, request, self._member, self._info)
 
     async def stop_worker(self) -> None:
-        """Give everything back; what a volume that does not answer holds goes with the process."""
+        """Give everything back; a fill that hangs on a volume ends with the process."""
         try:
             async with asyncio.timeout(SLOTS_CLOSE_SECONDS):
-                await self._slots.close_all()
+                await self.slots.close_all()
         except TimeoutError:
             logger.warning("a slot is still being filled after %g s", SLOTS_CLOSE_SECONDS)
         ended = await self._stop_ranks()
@@ -223,13 +211,13 @@ class MemberWorker:
         shutil.rmtree(self._gang.slots, ignore_errors=True)
 
     async def _stop_ranks(self) -> bool:
-        """Stop this node's ranks; returns whether none is left."""
+        """Stop this node's ranks; return whether all have ended."""
         if self._member is None:
             return True
         try:
             async with asyncio.timeout(RANKS_STOP_SECONDS):
                 await self._member.stop()
             return True
-        except Exception:  # whatever the adapter raised, the process ends
+        except Exception:  # the process ends, whatever the adapter raised
             logger.exception("the ranks failed to stop")
             return False

@@ -24,18 +24,13 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import Engine, EngineCrashed, EngineError
+from rollout_worker.engine import Engine, EngineCrashed, EngineError, can_wake_empty
 from rollout_worker.requests.in_flight_requests import InFlightRequests
 
 from .governor import LifecycleGovernor, Mode
 from .settings import QUICK_CALL_SECONDS, TRANSITION_SLACK_SECONDS
 
 logger = logging.getLogger(__name__)
-
-
-def can_wake_empty(engine: Engine) -> bool:
-    """Whether its weights may wake without values: it can take others in their place."""
-    return 2 in engine.capabilities.sleep_levels
 
 
 class ControlVerbs:
@@ -58,7 +53,7 @@ class ControlVerbs:
         ttl = request.ttl_seconds
         expires = inf if ttl is None else time.monotonic() + ttl
         if self._is_resting(request.generation):
-            # This loads an engine, unless others sleep on.
+            # Pausing needs an engine; it loads unless another caller holds the worker asleep.
             self._runtime.holds.hold_paused(holder, expires)
             await self._begin_loading()
         self._ready_for_verbs(request.generation)
@@ -89,14 +84,14 @@ class ControlVerbs:
         await self._stop_serving(holder, request.mode, request.deadline_seconds, AbortReason.SLEEP)
 
     def _is_resting(self, generation: int | None) -> bool:
-        """Whether the worker is asleep without an engine, as one that takes turns may be."""
+        """Whether the worker is asleep without an engine, as a worker that takes turns may be."""
         runtime = self._runtime
         runtime.see_generation(generation)
         resting = runtime.lifecycle.current_state is Lifecycle.ASLEEP and runtime.engine is None
         return resting and not runtime.shutting_down
 
     async def _begin_loading(self) -> None:
-        """Let a worker without an engine begin to load one, if its holds ask for that now."""
+        """Let a worker without an engine begin to load one, if its holds allow it now."""
         runtime = self._runtime
         runtime.changed.notify_all()
         if not runtime.hold_target().is_all_released:
@@ -122,7 +117,7 @@ class ControlVerbs:
             deadline_seconds + TRANSITION_SLACK_SECONDS,
             lambda: runtime.holds.want_of(holder, time.monotonic()) is not WantedState.ACTIVE,
         )
-        # Requests frozen by an earlier `keep` are still there.
+        # Requests that an earlier `keep` has frozen still wait.
         if mode == "abort" and runtime.is_held:
             await self._flights.abort_all(reason)
 
@@ -145,19 +140,15 @@ class ControlVerbs:
     async def wake_worker(self, holder: str, request: WakeRequest) -> None:
         """Release this caller's sleep for these tags.
 
-        Without `load`, weights that are asleep come without values, and the hold goes on until a commit.
+        Without `load`, weights that are asleep wake without values, and the hold goes on until a commit.
 
         Raises:
             ProblemError: 409, others hold the worker; the sleep is released anyway. 422, the engine
                 can't wake without values.
         """
-        runtime = self._runtime
+        runtime, engine = self._runtime, self._runtime.engine
         runtime.see_generation(request.generation)
-        if (
-            request.load is False
-            and runtime.engine is not None
-            and not can_wake_empty(runtime.engine)
-        ):
+        if request.load is False and engine is not None and not can_wake_empty(engine):
             fix = "this engine can't replace its weights: wake it with them, without load: false"
             raise ProblemError("unsupported", fix, errors=[{"field": "load", "message": fix}])
         load = request.load is not False or not self._governor.has_no_weights
@@ -165,7 +156,7 @@ class ControlVerbs:
         await self._wait_serving(holder, request.tags)
 
     async def _wait_serving(self, holder: str, tags: Collection[MemoryTag]) -> None:
-        """Wait until the tags' memory is back and, unless someone holds the worker, it serves."""
+        """Wait until the tags' memory is back and the worker serves, unless other callers hold it."""
         runtime, governor = self._runtime, self._governor
         logger.info("released by %r", holder)
         runtime.changed.notify_all()
@@ -185,10 +176,10 @@ class ControlVerbs:
         runtime = self._runtime
         others = runtime.holds.other_holders(holder, time.monotonic())
         if others:
+            state = runtime.lifecycle.current_state.value
             raise conflict_problem(
                 "held",
-                f"the caller's hold is released, but the worker stays"
-                f" {runtime.lifecycle.current_state.value}: it is also held by {', '.join(others)}",
+                f"the caller's hold is released, but the worker stays {state}: it is also held by {', '.join(others)}",
                 holders=others,
             )
 

@@ -1,7 +1,7 @@
-"""Moves the worker to the state that its live holds ask for; whole, for each step follows from another.
+"""Moves the worker to the state that its live holds ask for.
 
 One level-triggered task compares target and state and takes one step at a time, under the same lock
-as commits. Verbs only change holds and wait until it `is_settled`.
+as commits. Verbs only change holds and wait until the governor `is_settled`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rollout_worker.requests.in_flight_requests import InFlightRequests
 from rollout_worker.updates.weight_updates import WeightUpdates
 
 from .settings import ENGINE_PAUSE_SECONDS, MEMORY_CALL_SECONDS, TRANSITION_RETRY_SECONDS
-from .turn_waiting import turn_to_wake
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _SETTLED_STATES = {
 
 
 class LifecycleGovernor:
-    """Holds → lifecycle, for one worker."""
+    """Follows the holds of one worker."""
 
     def __init__(
         self, runtime: WorkerRuntime, updates: WeightUpdates, flights: InFlightRequests
@@ -56,14 +55,14 @@ class LifecycleGovernor:
         self.note_engine_replaced()
 
     def note_engine_replaced(self) -> None:
-        """Start over with a fresh engine, which is running and has all its memory."""
+        """Start over with a new engine, which runs and has all its memory."""
         self._frozen = self._resuming = False
         self._released: frozenset[MemoryTag] = frozenset()
         self._level = 1
         self._forget_drain_plan()
 
     def note_engine_gone(self) -> None:
-        """Take note that the engine died and all its memory with it, while it was to be asleep."""
+        """Note that the engine died while it should be asleep: all its memory is free."""
         self._forget_drain_plan()
         self._released, self._level = EVERYTHING, self._runtime.hold_target().level
         self._updates.empty = False
@@ -82,12 +81,10 @@ class LifecycleGovernor:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state is what the holds ask for."""
+        """Whether the worker is in the state that the holds ask for."""
         target = self._runtime.hold_target()
-        if (
-            self._resuming
-            or self._runtime.lifecycle.current_state is not _SETTLED_STATES[target.want]
-        ):
+        state = self._runtime.lifecycle.current_state
+        if self._resuming or state is not _SETTLED_STATES[target.want]:
             return False
         if self._lacks_weight_values(target):
             return False
@@ -96,19 +93,19 @@ class LifecycleGovernor:
         return target.released == self._released and not self._needs_deeper_sleep(target)
 
     def _lacks_weight_values(self, target: HoldTarget) -> bool:
-        """Whether the weights' memory is there without values, and nobody waits for a commit."""
+        """Whether the weights have memory but no values, and nobody waits for a commit."""
         return self._updates.empty and target.load and "weights" not in target.released
 
     @property
     def has_no_weights(self) -> bool:
-        """Whether there are no values of weights in memory."""
+        """Whether the values of the weights are missing from memory."""
         return self._updates.empty or "weights" in self._released
 
     def _needs_deeper_sleep(self, target: HoldTarget) -> bool:
         return target.level > self._level and "weights" in target.released & self._released
 
     def is_resident(self, tags: Collection[MemoryTag]) -> bool:
-        """Whether all of this memory that no hold wants released is back, with its values."""
+        """Whether this memory is back, with its values, as far as no hold wants it released."""
         target = self._runtime.hold_target()
         if "weights" in tags and self._lacks_weight_values(target):
             return False
@@ -125,7 +122,7 @@ class LifecycleGovernor:
         runtime, failures = self._runtime, self._failures
         until = time.monotonic() + seconds
         while True:
-            # First: what is reached without the hold was not reached for it, nor stays so.
+            # Before `reached`: without its hold the state would not stay.
             if not wanted():
                 raise conflict_problem(
                     "changed-meanwhile", "the hold expired or was released in the meantime"
@@ -171,7 +168,7 @@ class LifecycleGovernor:
         self._runtime.changed.notify_all()
 
     async def _take_step(self) -> bool:
-        """Take one step; return False if there is none to take."""
+        """Take one step; return False if none is left."""
         runtime = self._runtime
         if self.is_settled or not runtime.lifecycle.has_engine or runtime.shutting_down:
             return False
@@ -180,7 +177,7 @@ class LifecycleGovernor:
             if self.is_settled or step is None or not runtime.is_alive or runtime.shutting_down:
                 return False
             await step()
-        # Some steps change memory but not the state: waiters must check again.
+        # Waiters must check again: some steps change memory but not the state.
         runtime.changed.notify_all()
         return True
 
@@ -198,7 +195,7 @@ class LifecycleGovernor:
             await self._resume_engine()
 
     async def _load_active_weights(self) -> None:
-        """Bring the active weights into memory that woke without them: no commit came instead."""
+        """Load the active weights into memory that woke without values; no commit came instead."""
         runtime, updates = self._runtime, self._updates
         engine, _ = runtime.loaded_engine()
         active = updates.active_identity
@@ -206,7 +203,7 @@ class LifecycleGovernor:
         logger.info("reading weights %s, without which the memory woke", active)
         with runtime.telemetry.time_transition("wake"):
             await runtime.call_engine(engine.pause(), ENGINE_PAUSE_SECONDS, "pause")
-            async with updates.slot_lock:  # what is staged stays: a commit of it may come yet
+            async with updates.slot_lock:  # keeps what is staged: its commit may still come
                 sink = await runtime.call_engine(
                     updates.refill_active(), MEMORY_CALL_SECONDS, "refill"
                 )
@@ -220,7 +217,7 @@ class LifecycleGovernor:
         engine, _ = self._runtime.loaded_engine()
         # Before the await: a pause that arrives during it sets a plan of its own.
         self._forget_drain_plan()
-        # Nor is that pause met yet, though the state still says so: the engine may step already.
+        # And that pause is not reached, though the state still says Paused: the engine may step already.
         self._resuming = True
         try:
             with self._runtime.telemetry.time_transition("resume"):
@@ -231,7 +228,7 @@ class LifecycleGovernor:
         self._runtime.lifecycle.move_to(Lifecycle.ACTIVE)
 
     async def _quiesce_requests(self) -> None:
-        """From Pausing or Draining: end or freeze running requests, then follow the holds."""
+        """Leave Pausing or Draining: end or freeze running requests, then follow the holds."""
         runtime = self._runtime
         engine, _ = runtime.loaded_engine()
         with runtime.telemetry.time_transition("quiesce"):
@@ -257,15 +254,12 @@ class LifecycleGovernor:
             await self._resume_engine()
 
     async def _drain_requests(self) -> None:
-        """Wait for accepted requests to finish; return early if the plan or target changes."""
+        """Wait until accepted requests have finished, or the plan or the target changes."""
         runtime = self._runtime
         while not self._frozen and not self._keep and len(self._flights) and runtime.is_alive:
             left = self._drain_until - time.monotonic()
-            if (
-                left <= 0
-                or runtime.hold_target().want is WantedState.ACTIVE
-                or runtime.shutting_down
-            ):
+            resumes = runtime.hold_target().want is WantedState.ACTIVE
+            if left <= 0 or resumes or runtime.shutting_down:
                 return
             expiry = runtime.holds.next_expiry() - time.monotonic()
             left = min(left, max(0.01, expiry))
@@ -285,23 +279,23 @@ class LifecycleGovernor:
         runtime.lifecycle.move_to(Lifecycle.ASLEEP)
 
     async def _release_memory(self, target: HoldTarget) -> None:
-        """Give memory back; all weights that are there go together, not the active ones alone."""
+        """Give memory back; active, staged and pinned weights go together."""
         if "weights" not in target.released:
             await self._put_to_sleep(target)
             return
-        async with self._updates.slot_lock:  # nobody stages until they are gone
+        async with self._updates.slot_lock:  # so that nobody stages before they are gone
             staged = self._updates.slot
             if staged is not None:
                 logger.info("falling asleep: weights %s are given up", staged.identity)
             await self._updates.clear_slot()
-            # What is still being freed may become the spare.
+            # First, because memory that is being freed may become the spare.
             await self._updates.wait_until_freed()
             self._updates.pushes.spare.drop()
             await self._abort_pinned()
             await self._put_to_sleep(target)
 
     async def _abort_pinned(self) -> None:
-        """End who may not go on with the active weights once the former ones are gone."""
+        """End the outputs that may run only on weights before the active ones."""
         active = self._updates.active_identity
         assert active is not None, "an engine has loaded weights"
         await self._flights.abort_outputs(
@@ -312,7 +306,7 @@ class LifecycleGovernor:
     async def _put_to_sleep(self, target: HoldTarget) -> None:
         runtime = self._runtime
         engine, _ = runtime.loaded_engine()
-        level = 2 if self._updates.empty else target.level  # there are no values to keep
+        level = 2 if self._updates.empty else target.level  # no values to keep
         if runtime.turn is not None and not self._released:
             await runtime.turn.note_use()
         with runtime.telemetry.time_transition("sleep"):
@@ -324,12 +318,12 @@ class LifecycleGovernor:
         await self._give_devices_back()
 
     async def _give_devices_back(self) -> None:
-        """Let others have the devices if the engine has no memory of them."""
+        """Give the turn back if the engine has no memory of the devices."""
         if self._runtime.turn is not None and self._released.issuperset(EVERYTHING):
             await self._runtime.turn.give_back()
 
     async def _change_sleep_tags(self) -> None:
-        """From Asleep: restore memory that no hold wants released, or release more."""
+        """Stay Asleep or leave it: restore memory that no hold wants released, or release more."""
         target = self._runtime.hold_target()
         surplus = self._released - target.released
         if self._lacks_weight_values(target):
@@ -340,7 +334,7 @@ class LifecycleGovernor:
             await self._release_memory(target)
 
     def _needs_new_weights(self, tags: Collection[MemoryTag]) -> bool:
-        """Whether sleep dropped weights that only a stage can bring again, which needs their memory."""
+        """Whether sleep dropped weights that only a new stage can bring, which needs their memory."""
         return self._level == 2 and "weights" in tags and self._updates.has_no_copy
 
     async def _wake_memory(self, tags: frozenset[MemoryTag]) -> None:
@@ -348,7 +342,7 @@ class LifecycleGovernor:
         engine, _ = runtime.loaded_engine()
         runtime.lifecycle.move_to(Lifecycle.WAKING)
         try:
-            if tags and not await turn_to_wake(runtime, lambda: not self.is_resident(tags)):
+            if tags and not await runtime.take_turn(lambda: not self.is_resident(tags)):
                 runtime.lifecycle.move_to(Lifecycle.ASLEEP)
                 return
             load = runtime.hold_target().load and not self._needs_new_weights(tags)

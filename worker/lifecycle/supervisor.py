@@ -1,12 +1,12 @@
-"""The engine's life inside this process: load, watch, restart with back-off, reload weights; whole.
+"""The engine's life inside this process: load, watch, restart with back-off, reload weights.
 
 When an engine dies, its requests end as aborted (`engine`). Its replacement loads the last active
-weights from their source before it serves anything; if it dies of that, the next one does. If that
-source is gone, the worker comes up with the checkpoint, fenced by a floor until someone commits the
-lost weights or later ones.
+weights from their source before it serves anything; if it dies of that, the next one tries again. If the
+source is gone, the worker serves the checkpoint, fenced by a floor until somebody commits the lost weights
+or later ones.
 
-Where others use the devices by turns, no engine loads before it is the worker's turn, and none that is to be
-asleep: then the worker stays Asleep without one until somebody wakes it.
+If others use the devices by turns, an engine loads only in the worker's turn. If it dies asleep, the worker stays
+Asleep without an engine until somebody wakes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from .settings import (
     STAGED_RELEASE_SECONDS,
     WATCH_INTERVAL_SECONDS,
 )
-from .turn_waiting import check_it_sleeps
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +67,16 @@ class EngineSupervisor:
         self._busy_until = time.monotonic() + HEARTBEAT_SLACK_SECONDS
 
     def health_problem(self) -> str | None:
-        """None while this supervisor makes progress, else what is wrong."""
+        """Return what is wrong, or None while this supervisor makes progress."""
         late = time.monotonic() - self._busy_until
         return None if late < 0 else f"the supervisor has been stuck for {late:.0f} s"
 
     def _expect_progress(self, seconds: float) -> None:
-        """Promise progress within this many seconds."""
+        """Let `health_problem` report a problem only after this many seconds."""
         self._busy_until = time.monotonic() + seconds + HEARTBEAT_SLACK_SECONDS
 
     async def supervise_engine(self) -> None:
-        """Supervise until cancelled; no failure of an engine ends it but one.
+        """Supervise until cancelled, and replace an engine that fails.
 
         Raises:
             ProcessSpent: no engine would work in this process any more; its requests have ended.
@@ -110,7 +109,7 @@ class EngineSupervisor:
             await asyncio.sleep(delay)
 
     async def _rest_asleep(self) -> bool:
-        """Stay asleep without an engine, if it should be asleep and others may have the devices."""
+        """Stay Asleep without an engine while all holds want that and others use the devices."""
         runtime = self._runtime
         if runtime.turn is None or not runtime.hold_target().is_all_released:
             return False
@@ -124,7 +123,6 @@ class EngineSupervisor:
         return True
 
     async def _run_engine_once(self) -> str:
-        """Load an engine and watch it; return why it ended."""
         runtime = self._runtime
         try:
             await self._load_engine()
@@ -137,7 +135,7 @@ class EngineSupervisor:
             missing = None if runtime.gang is None else runtime.gang.missing_members()
             why = "" if missing is None else f": {missing}"
             return f"the engine did not load within --start-timeout {timeout:g} s{why}"
-        except Exception as error:  # top loop: whatever the adapter raised, the process goes on
+        except Exception as error:  # the process goes on, whatever the adapter raised
             logger.exception("loading the engine failed")
             return f"{type(error).__name__}: {error}"
         return await self._watch_engine()
@@ -162,7 +160,7 @@ class EngineSupervisor:
         died = runtime.died = asyncio.get_running_loop().create_future()
 
         def ended(why: str) -> None:
-            if runtime.died is died:  # else another engine has taken its place
+            if runtime.died is died:  # otherwise a newer engine runs
                 runtime.report_crash(why)
 
         async with asyncio.timeout(runtime.settings.start_timeout):
@@ -170,7 +168,7 @@ class EngineSupervisor:
             engine = runtime.engine = await asyncio.to_thread(self._create)
             engine.on_end = ended
             info = await self._start_engine(engine)
-        check_it_sleeps(runtime, engine)
+        self._check_it_sleeps(engine)
         runtime.info = info
         runtime.telemetry.export_info(
             info.engine, info.engine_version, runtime.settings.served_name
@@ -179,11 +177,13 @@ class EngineSupervisor:
         await self._reload_active_weights(engine, info)
 
     async def _start_engine(self, engine: Engine) -> EngineInfo:
-        """Start it; in a gang, with all others, of which one that fails ends the wait."""
+        """Start the engine; in a gang, with all members: the first that fails ends the wait."""
         runtime = self._runtime
         if runtime.gang is None:
             return await engine.start(self._report_progress)
-        seconds = runtime.settings.start_timeout + HEARTBEAT_SLACK_SECONDS  # which ends it first
+        seconds = (
+            runtime.settings.start_timeout + HEARTBEAT_SLACK_SECONDS
+        )  # the outer limit ends it first
         info = await runtime.call_engine(
             engine.start(self._report_progress), seconds, "start", fatal=False
         )
@@ -195,8 +195,15 @@ class EngineSupervisor:
     def _report_progress(self, progress: Progress) -> None:
         self._runtime.progress = progress
 
+    def _check_it_sleeps(self, engine: Engine) -> None:
+        able = engine.capabilities
+        if self._runtime.turn is not None and not (able.memory_release and able.sleep_levels):
+            raise EngineError(
+                "this engine can't give its memory back, so nobody else would get a turn: leave out what keeps"
+                " it from sleeping (SGLang: --enable-memory-saver), or --turn-devices"
+            )
+
     async def _reload_active_weights(self, engine: Engine, info: EngineInfo) -> None:
-        """Load the last active weights into a new engine."""
         identity = self._updates.active_identity
         assert identity is not None, "an engine has loaded weights"
         if identity == CHECKPOINT:
@@ -209,11 +216,10 @@ class EngineSupervisor:
             self._updates.fall_back_to_checkpoint(info)
 
     async def _commit_refilled(self, engine: Engine, identity: WeightsId) -> str | None:
-        """Make these weights serve; return why they can't be had any more, if so.
+        """Make these weights serve; return the reason if they are lost.
 
         Raises:
-            EngineError: the engine is of no use, which says nothing of the weights: the next one
-                is given the same.
+            EngineError: the engine failed, which proves nothing about the weights: the next engine gets them.
         """
         call = self._runtime.call_engine
         try:
@@ -244,7 +250,7 @@ class EngineSupervisor:
             self._expect_progress(WATCH_INTERVAL_SECONDS)
             await asyncio.wait({died}, timeout=WATCH_INTERVAL_SECONDS)
             if died.done():
-                engine.alive()  # it may know more than who saw its end
+                engine.alive()  # may log more than the report of its end
                 return died.result()
             wrong = engine.alive()
             if wrong is not None:
@@ -253,7 +259,6 @@ class EngineSupervisor:
                 runtime.last_error = gone
 
     async def _clean_up_engine(self, reason: str) -> None:
-        """End the dead engine's requests and free its resources."""
         runtime = self._runtime
         logger.error("the engine failed: %s", reason)
         runtime.report_crash(reason)
@@ -272,7 +277,7 @@ class EngineSupervisor:
         """Free the engine for good, once nothing that is under way uses it any more."""
         runtime = self._runtime
         runtime.shutting_down = True
-        runtime.report_crash("the worker has ended")  # so no verb goes on with it
+        runtime.report_crash("the worker has ended")  # so that no verb goes on with it
         self._flights.fail_all()
         lost: asyncio.Task[None] | None = None
         try:
@@ -286,32 +291,29 @@ class EngineSupervisor:
             await asyncio.wait({lost}, timeout=ENGINE_STOP_SECONDS)
             if lost.done():
                 lost.result()
-            else:  # a thread that reads a volume which does not answer can't be ended
+            else:  # a thread that reads from a hanging volume can't be ended
                 logger.warning("staged weights are not given up after %g s", ENGINE_STOP_SECONDS)
         self._updates.pushes.close()
         if runtime.turn is not None and not self._spent:
             runtime.turn.close()
 
     def _release_staged(self) -> asyncio.Task[None]:
-        """Give the staged bytes up; returns what ends once they are, which may take until the engine is stopped.
+        """Start to free the staged bytes; the task may not end before the engine is stopped.
 
-        Its processes are told, and one that stands still never answers.
+        The engine's processes must let go of them, and one that stands still never answers.
         """
         return asyncio.create_task(self._updates.drop_lost_engine())
 
     async def _stop_engine(self) -> None:
-        """Stop the engine; give up on it after `ENGINE_STOP_SECONDS`.
-
-        The turn for its devices stays if there may be memory of them in this process, until it ends.
-        """
+        """Stop the engine; keep the turn for its devices if this process may still have memory of them."""
         runtime = self._runtime
         engine, runtime.engine = runtime.engine, None
         stopped = engine is None or await self._try_to_stop(engine)
         if runtime.turn is not None and stopped and not self._spent:
-            runtime.turn.leave()  # one of its processes that lives against all odds keeps the turn
+            runtime.turn.leave()  # a process of the engine that still lives keeps the turn
 
     async def _try_to_stop(self, engine: Engine) -> bool:
-        await asyncio.sleep(0)  # calls that were made before this moment begin before it stops
+        await asyncio.sleep(0)  # lets calls begin that were made before the stop
         try:
             async with asyncio.timeout(ENGINE_STOP_SECONDS):
                 await engine.stop()
@@ -320,7 +322,7 @@ class EngineSupervisor:
             logger.warning("the engine did not stop within %g s", ENGINE_STOP_SECONDS)
         except EngineError as error:
             logger.warning("the engine failed to stop: %s", error)
-        except Exception:  # whatever the adapter raised, another engine is started
+        except Exception:  # another engine starts, whatever the adapter raised
             logger.exception("the engine failed to stop")
         return False
 
@@ -330,4 +332,4 @@ _FIRST_STATES = {
     WantedState.PAUSED: Lifecycle.PAUSING,
     WantedState.ASLEEP: Lifecycle.DRAINING,
 }
-"""Where a loaded engine goes first; the governor does the rest."""
+"""The first state of a loaded engine; the governor goes on from there."""

@@ -17,7 +17,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessHandle:
-    """One process; its start time tells it apart from a later one with the same pid."""
+    """One process; its start time distinguishes it from a later one with the same pid."""
 
     pid: int
     started: int
@@ -50,7 +50,7 @@ def find_process(pid: int) -> ProcessHandle | None:
 
 
 def command_line_of(pid: int) -> str:
-    """Return the command line of a process, which may be a title of its own; empty once it is gone."""
+    """Return the command line of a process, or the title that it set; empty once it is gone."""
     try:
         line = (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -59,7 +59,7 @@ def command_line_of(pid: int) -> str:
 
 
 class StandstillDetector:
-    """Tells which of some processes stand still: look by look, since one look proves nothing."""
+    """Finds processes that stand still; one look proves nothing, so it compares several."""
 
     def __init__(self) -> None:
         self._since: dict[ProcessHandle, float] = {}
@@ -67,7 +67,7 @@ class StandstillDetector:
     def find_stopped(
         self, watched: Iterable[ProcessHandle], seconds: float = STANDSTILL_SECONDS
     ) -> ProcessHandle | None:
-        """Look at them; returns one that has been stopped in every look for so long."""
+        """Look at the processes; returns one that was stopped in every look of the last `seconds`."""
         now = time.monotonic()
         self._since = {each: self._since.get(each, now) for each in watched if each.is_stopped()}
         return next((each for each, since in self._since.items() if now - since >= seconds), None)
@@ -98,10 +98,7 @@ def find_descendants(pid: int) -> set[ProcessHandle]:
 
 
 def kill_processes(processes: set[ProcessHandle], seconds: float) -> set[ProcessHandle]:
-    """Kill these and wait until they are gone; return those still alive after `seconds`.
-
-    Blocks.
-    """
+    """Kill these and block until they are gone; returns those still alive after `seconds`."""
     for process in processes:
         process.kill_process()
     until = time.monotonic() + seconds

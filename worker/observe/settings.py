@@ -1,10 +1,9 @@
-"""How long things may take in this package, and why."""
+"""Durations of this package in seconds, each with its reason."""
 
 from __future__ import annotations
 
-# processes.py
-
 EXIT_POLL_SECONDS = 0.02
+"""Between two looks at killed processes, which end within milliseconds."""
 
 STANDSTILL_SECONDS = 3.0
-"""How long a process must have been stopped to be missed: a debugger stops it for a moment, too."""
+"""A process that was stopped for so long counts as hung: a debugger or a checkpoint stops it for less."""

@@ -1,8 +1,7 @@
 """The worker's metrics: names, help texts, and the page that Prometheus scrapes.
 
-Docs and dashboards rely on these names. Each series says which pool it is of, so that dashboards don't
-depend on how the page is scraped. The engine's own metrics follow on the same page, under their own
-names and labels.
+Docs and dashboards rely on these names. Each series names its pool, so that dashboards don't depend on how
+the page is scraped. The engine's own metrics follow on the same page, under their own names and labels.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
+from typing_extensions import override
 
 from rollout_common.wire import Lifecycle, StopReason, WeightsId
 
@@ -40,14 +41,14 @@ REFUSALS = (
 
 
 class _PoolRegistry(CollectorRegistry):
-    """A registry whose series all carry the same labels besides their own."""
+    """A registry that adds the same labels to all its series."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         super().__init__()
         self._labels = labels
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """Yield the families, each sample with these labels."""
         for family in super().collect():
             family.samples = [
                 sample._replace(labels={**self._labels, **sample.labels})
@@ -60,39 +61,36 @@ class WorkerTelemetry:
     """All metrics of one worker, in a registry of its own.
 
     Args:
-        pool: the RolloutReplica; None for a worker by itself, whose series name no pool.
-        namespace: the pool's.
+        pool: The RolloutReplica; None for a worker by itself, whose series name no pool.
+        namespace: The pool's.
     """
 
     def __init__(self, pool: str | None = None, namespace: str | None = None) -> None:
         # They double the series of each counter, and no dashboard needs them.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         labels = {"namespace": namespace or "", "pool": pool} if pool else {}
-        self.registry = registry = _PoolRegistry(labels)
-        self._info = Gauge(
+        self.registry = _PoolRegistry(labels)
+        self._counter = partial(Counter, registry=self.registry)
+        self._gauge = partial(Gauge, registry=self.registry)
+        self._histogram = partial(Histogram, registry=self.registry)
+        self._info = self._gauge(
             "rollout_worker_info",
             "What this worker serves; always 1.",
             ["engine", "engine_version", "model"],
-            registry=registry,
         )
-        self._state = Gauge(
+        self._state = self._gauge(
             "rollout_worker_lifecycle_state",
             "1 for the current state, 0 for the others.",
             ["state"],
-            registry=registry,
         )
-        self._version = Gauge(
-            "rollout_worker_weights_version", "Version of the active weights.", registry=registry
+        self._version = self._gauge(
+            "rollout_worker_weights_version", "Version of the active weights."
         )
-        self._epoch = Gauge(
-            "rollout_worker_weights_epoch", "Epoch of the active weights.", registry=registry
-        )
-        self._add_traffic_metrics(registry)
-        self._add_change_metrics(registry)
-        self.memory = Gauge(
-            "rollout_worker_memory_resident_bytes",
-            "Resident memory of the worker and its engine.",
-            registry=registry,
+        self._epoch = self._gauge("rollout_worker_weights_epoch", "Epoch of the active weights.")
+        self._add_traffic_metrics()
+        self._add_change_metrics()
+        self.memory = self._gauge(
+            "rollout_worker_memory_resident_bytes", "Resident memory of the worker and its engine."
         )
         # Exported from the start: a rate over a series that appears later misses its first event.
         for reason in StopReason:
@@ -106,95 +104,77 @@ class WorkerTelemetry:
         self.export_lifecycle(Lifecycle.STARTING)
         self.export_weights(WeightsId(epoch=0, version=0))
 
-    def _add_traffic_metrics(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+    def _add_traffic_metrics(self) -> None:
+        self.requests = self._counter(
             "rollout_worker_requests_total",
             "Finished outputs; a request with n > 1 counts n times.",
             ["stop_reason"],
-            registry=registry,
         )
-        self.refused = Counter(
+        self.refused = self._counter(
             "rollout_worker_refused_total",
             "Requests that were refused, by the problem that was answered; a body that is not valid is "
             "not counted.",
             ["reason"],
-            registry=registry,
         )
-        self._in_flight = Gauge(
-            "rollout_worker_requests_in_flight",
-            "Outputs the engine is working on.",
-            registry=registry,
+        self._in_flight = self._gauge(
+            "rollout_worker_requests_in_flight", "Outputs the engine is working on."
         )
-        self._queued = Gauge(
-            "rollout_worker_requests_queued",
-            "Accepted outputs waiting for the engine.",
-            registry=registry,
+        self._queued = self._gauge(
+            "rollout_worker_requests_queued", "Accepted outputs waiting for the engine."
         )
-        self.generated_tokens = Counter(
-            "rollout_worker_generated_tokens_total", "Generated tokens.", registry=registry
+        self.generated_tokens = self._counter(
+            "rollout_worker_generated_tokens_total", "Generated tokens."
         )
-        self.prompt_tokens = Counter(
-            "rollout_worker_prompt_tokens_total",
-            "Prompt tokens of accepted requests.",
-            registry=registry,
+        self.prompt_tokens = self._counter(
+            "rollout_worker_prompt_tokens_total", "Prompt tokens of accepted requests."
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = self._histogram(
             "rollout_worker_request_duration_seconds",
             "Time from accepting a request to its end.",
             buckets=_REQUEST_BUCKETS,
-            registry=registry,
         )
-        self.first_token_seconds = Histogram(
+        self.first_token_seconds = self._histogram(
             "rollout_worker_time_to_first_token_seconds",
             "Time from accepting a request to its first token.",
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.inter_token_seconds = Histogram(
+        self.inter_token_seconds = self._histogram(
             "rollout_worker_inter_token_seconds",
             "Time between two tokens of an output; the mean of those that arrive together.",
             buckets=_TOKEN_BUCKETS,
-            registry=registry,
         )
 
-    def _add_change_metrics(self, registry: CollectorRegistry) -> None:
-        self.update_seconds = Histogram(
+    def _add_change_metrics(self) -> None:
+        self.update_seconds = self._histogram(
             "rollout_worker_weights_update_seconds",
             "Duration of each phase of a weights update, including failed ones.",
             ["phase"],
             buckets=_UPDATE_BUCKETS,
-            registry=registry,
         )
-        self.pause_seconds = Histogram(
+        self.pause_seconds = self._histogram(
             "rollout_worker_engine_pause_seconds",
             "Time during a commit in which the engine generated no tokens.",
             buckets=_PAUSE_BUCKETS,
-            registry=registry,
         )
-        self.restarts = Counter(
-            "rollout_worker_engine_restarts_total",
-            "Engine restarts within this process.",
-            registry=registry,
+        self.restarts = self._counter(
+            "rollout_worker_engine_restarts_total", "Engine restarts within this process."
         )
-        self._transitions = Histogram(
+        self._transitions = self._histogram(
             "rollout_worker_transition_seconds",
             "Duration of lifecycle transitions.",
             ["transition"],
             buckets=_UPDATE_BUCKETS,
-            registry=registry,
         )
 
-        self.turn_seconds = Histogram(
+        self.turn_seconds = self._histogram(
             "rollout_worker_turn_wait_seconds",
             "Time from wanting the turn for the devices to having it.",
             buckets=_TURN_BUCKETS,
-            registry=registry,
         )
-        self.turn_residue = Gauge(
+        self.turn_residue = self._gauge(
             "rollout_worker_turn_residue_bytes",
             "Memory of a device that other processes kept when the engine was last to take its own.",
             ["device"],
-            registry=registry,
         )
 
     def export_info(self, engine: str, engine_version: str, model: str) -> None:

@@ -1,7 +1,7 @@
 """Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to streamed text.
 
-Between the edges everything is token ids, so a trainer learns from exactly what was sampled. The
-first request that needs the tokenizer loads it with transformers, in a thread.
+Between the edges everything is token ids, so a trainer learns from exactly what was sampled. The first
+request that needs the tokenizer loads it with transformers, in a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.threads import SharedCall
 
-from .openai_messages import bad_field, plain_messages
 from .settings import TEMPLATE_READ_SECONDS, TOKENIZER_SECONDS
 from .tool_calls import begun_length
 
@@ -29,7 +28,7 @@ _REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionErro
 """What templates raise besides their own errors."""
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder shows for a character whose last bytes have not arrived yet."""
+"""What a decoder writes for a character whose last bytes have not arrived yet."""
 
 
 def read_chat_template(folder: Path) -> str:
@@ -53,7 +52,7 @@ class ModelText:
     """The served model's tokenizer and chat template."""
 
     def __init__(self, folder: Callable[[], Path], seconds: float = TEMPLATE_READ_SECONDS) -> None:
-        """`folder` gives the loaded model's folder, or refuses while there is none."""
+        """`folder` returns the loaded model's folder, or refuses while none is loaded."""
         self._folder = folder
         self._seconds = seconds
         self._tokenizer: Any = None
@@ -66,7 +65,7 @@ class ModelText:
         """The chat template, empty if the model has none.
 
         Raises:
-            ProblemError: the model's folder does not answer, or nothing is loaded yet.
+            ProblemError: The model's folder does not answer, or no model is loaded yet.
         """
         if self._template is None:
             try:
@@ -81,7 +80,7 @@ class ModelText:
         """Token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
 
         Raises:
-            ProblemError: 422, the string is not valid text.
+            ProblemError: 422 if the string is not valid text.
         """
         _check_text("prompt", text)
         return await self._run_in_thread(
@@ -102,18 +101,10 @@ class ModelText:
         `special`: the tokenizer adds its special tokens to what the template wrote.
 
         Raises:
-            ProblemError: 422, there is no template, or it rejects these messages, tools or
-                variables.
+            ProblemError: 422 if the model has no template, or the template rejects these messages,
+                tools or variables.
         """
-        template = await self.chat_template()
-        if not template:
-            raise _unsupported_problem(
-                "messages", "the model has no chat template: use /v1/completions"
-            )
-        if tools and "tools" not in template:
-            raise _unsupported_problem(
-                "tools", "the model's chat template supports no tools: leave them out"
-            )
+        _check_template(await self.chat_template(), tools)
 
         def render(tokenizer: Any) -> list[int]:
             from jinja2 import TemplateError
@@ -172,8 +163,19 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def _check_template(template: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    if not template:
+        raise _unsupported_problem(
+            "messages", "the model has no chat template: use /v1/completions"
+        )
+    if tools and "tools" not in template:
+        raise _unsupported_problem(
+            "tools", "the model's chat template supports no tools: leave them out"
+        )
+
+
 def _check_variables(variables: Mapping[str, Any], apply: Callable[..., Any]) -> None:
-    """Refuse names that are parameters of the rendering call, not variables of a template."""
+    """Refuse names that are parameters of the rendering call, and not variables of a template."""
     taken = inspect.signature(apply).parameters.keys() - {"documents"} | {"messages"}
     for name in taken.intersection(variables):
         field = f"chat_template_kwargs.{name}"
@@ -186,7 +188,64 @@ def _check_text(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"half of a surrogate pair, {text[error.start]!a}: send whole characters"
-        raise bad_field(field, half) from error
+        raise _bad_field(field, half) from error
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: plain text, arguments of earlier tool calls as objects.
+
+    Raises:
+        ProblemError: 422 that names the message: it has no role, or a part that is not text.
+    """
+    return [_plain_message(f"messages.{number}", each) for number, each in enumerate(messages)]
+
+
+def _plain_message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise _bad_field(f"{field}.role", "every message needs a role")
+    kept = {key: value for key, value in message.items() if value is not None}
+    kept["content"] = _join_text(f"{field}.content", message.get("content"))
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise _bad_field(f"{field}.tool_calls", "must be a list")
+        kept["tool_calls"] = [_plain_tool_call(f"{field}.tool_calls", call) for call in calls]
+    return kept
+
+
+def _join_text(field: str, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _bad_field(field, "must be a string or a list of parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise _bad_field(field, f"parts of type {kind!r} are not supported: send text")
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _plain_tool_call(field: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad_field(field, "every tool call needs a function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # Templates print arguments as JSON; a string would be quoted twice.
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise _bad_field(
+                field, f"arguments of {function['name']!r} are not valid JSON"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _bad_field(field: str, detail: str) -> ProblemError:
+    said = f"{field}: {detail}"
+    return ProblemError("invalid-request", said, errors=[{"field": field, "message": detail}])
 
 
 def _late_problem(detail: str) -> ProblemError:
@@ -200,7 +259,7 @@ def _unsupported_problem(field: str, detail: str) -> ProblemError:
 class StreamedText:
     """An output's text as its ids arrive; holds back partial characters and partial stop strings.
 
-    The text ends before the first of `stops`; `special`: it shows special tokens, too.
+    The text ends before the first of `stops`. With `special` it shows special tokens, too.
     """
 
     def __init__(
@@ -219,7 +278,7 @@ class StreamedText:
         self._over = False
 
     def push_ids(self, ids: Sequence[int]) -> str:
-        """Add new ids and return the text that is now certain."""
+        """Add new ids; returns the text that is now certain."""
         self._ids += ids
         known = self._decode(self._ids[self._from : self._upto], self._special)
         text = self._decode(self._ids[self._from :], self._special)

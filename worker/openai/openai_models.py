@@ -1,13 +1,13 @@
 """Request models of the OpenAI routes: the fields that have an effect here.
 
-Fields that never change an answer are ignored, as OpenAI clients expect; all others are refused by
-name (`fields`).
+Fields that never change an answer are ignored, as OpenAI clients expect. All others are refused by name,
+since an answer that ignored them could be wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -18,15 +18,47 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from typing_extensions import override
 
 from rollout_common.wire import Bool, Float, GenerateRequest, Int, Problem, TokenId
-from rollout_common.wire.bounded_lists import bounded_length
 from rollout_common.wire.generate import AllowedIds, Biases
-from rollout_common.wire.problems import ProblemError
-from rollout_common.wire.validation import invalid_request_problem
-from rollout_common.wire.wire_base import refuse_many_unknown
+from rollout_common.wire.problems import ProblemError, invalid_request_problem
+from rollout_common.wire.wire_base import bounded_length, refuse_many_unknown
 
-from .ignored_fields import check_unused_fields, unsupported_field
+HARMLESS: Final = frozenset(
+    {
+        *("user", "safety_identifier", "store", "metadata", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+    }
+)
+"""Names of users, storage, billing, and hints for speed: they never change an answer."""
+
+ABSENT: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("best_of", "num_beams", "length_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("xtc_probability", "dry_multiplier", "top_a", "prompt_logprobs"), (0,)),
+    **dict.fromkeys(("bad_words", "functions", "logits_processors"), ([],)),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
+    "parallel_tool_calls": (True, False),
+}
+"""Values that say the same as leaving a field out, as null does for all of them."""
+
+_TEMPLATE = "set it in chat_template_kwargs, if the model's template knows it"
+
+INSTEAD: Final[Mapping[str, str]] = {
+    "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "sampling_seed": "use seed",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "enable_thinking": _TEMPLATE,
+    "reasoning_effort": _TEMPLATE,
+    "thinking_token_budget": "use max_tokens",
+}
+"""What a client should do instead of using a field; it should leave out all others."""
 
 SAME_FIELDS = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
@@ -43,7 +75,7 @@ class OpenAIBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, given: Any) -> Any:
+    def _refuse_many_fields(cls, given: Any) -> Any:
         return refuse_many_unknown(cls, given)
 
 
@@ -122,7 +154,7 @@ class OpenAIRequest(OpenAIBody):
             )
         if (self.response_format or {}).get("type", "text") != "text":
             raise unsupported_field("response_format", "leave it out")
-        check_unused_fields(self.model_extra or {})
+        _check_unused_fields(self.model_extra or {})
 
     def to_generate_request(
         self, request_id: str, token_ids: list[int], *, logprobs: bool, max_tokens: int | None
@@ -230,8 +262,8 @@ class ChatRequest(OpenAIRequest):
         """Whether calls are looked for in the answer's text."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    @override
     def check_fields(self, served: str) -> None:
-        """See `OpenAIRequest.check_fields`."""
         super().check_fields(served)
         if self.top_logprobs:
             raise unsupported_field(
@@ -261,3 +293,26 @@ def openai_error_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
 def _is_list_of(kind: type, value: object) -> bool:
     """Whether it is a list of exactly this type: JSON's true does not count as a number."""
     return isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+def _check_unused_fields(given: Mapping[str, Any]) -> None:
+    """Refuse the first of these fields that asks for something."""
+    for field, value in given.items():
+        if (
+            field in HARMLESS
+            or value is None
+            or any(_is_same(value, v) for v in ABSENT.get(field, ()))
+        ):
+            continue
+        raise unsupported_field(field[:80], INSTEAD.get(field, "leave it out"))
+
+
+def _is_same(value: object, absent: object) -> bool:
+    """Whether they are equal; in JSON, true is not 1."""
+    return value == absent and isinstance(value, bool) is isinstance(absent, bool)
+
+
+def unsupported_field(field: str, fix: str) -> ProblemError:
+    """The refusal of a field that would otherwise be ignored."""
+    detail = f"{field} is not supported here: {fix}"
+    return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])

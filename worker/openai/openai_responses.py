@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_common.wire import StopReason, StreamDelta, WeightsSpan
-from rollout_worker.requests.in_flight_requests import InFlightRequest
-from rollout_worker.requests.running_output import RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequest, RunningOutput
 
 from .model_text import StreamedText
 from .openai_models import ChatRequest, CompletionRequest

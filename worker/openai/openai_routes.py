@@ -1,14 +1,13 @@
 """OpenAI's routes, for clients without token ids, over the same flights as `/v1/generate`.
 
 Errors have OpenAI's format and our status codes. `X-Weights-Version` names the oldest weights that
-produced a token of the answer, or the active ones if there are no tokens.
+produced a token of the answer, or the active ones if it has no tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -18,13 +17,13 @@ from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRouter
+from typing_extensions import override
 
 from rollout_common.wire import MAX_IDENTITY, StreamDelta
-from rollout_common.wire.problems import ProblemError
-from rollout_common.wire.validation import invalid_request_problem
+from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_worker.requests.admission_checks import check_prompt_length
-from rollout_worker.requests.body_routes import BodyRoute
-from rollout_worker.requests.disconnects import (
+from rollout_worker.requests.http_requests import (
+    BodyRoute,
     ClientDisconnected,
     EventStream,
     abort_abandoned,
@@ -34,19 +33,17 @@ from rollout_worker.requests.disconnects import (
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService
 
-from .ignored_fields import unsupported_field
 from .model_text import ModelText
-from .openai_models import ChatRequest, CompletionRequest, openai_error_words
+from .openai_models import ChatRequest, CompletionRequest, openai_error_words, unsupported_field
 from .openai_responses import OpenAIExchange, StreamedChunks
 from .settings import DEFAULT_DEADLINE_SECONDS
 from .tool_calls import tool_parser_of
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
 MAX_PROMPTS = 256
 CHAT_PATH = "/v1/chat/completions"
+STREAM_END = b"data: [DONE]\n\n"
 
 MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, le=MAX_IDENTITY)]
 
@@ -54,8 +51,8 @@ MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, l
 class OpenAIRoute(BodyRoute):
     """A route with errors in OpenAI's format."""
 
+    @override
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Wrap the handler."""
         original = super().get_route_handler()
         chat = self.path == CHAT_PATH
 
@@ -67,7 +64,7 @@ class OpenAIRoute(BodyRoute):
             except RequestValidationError as error:
                 return error_response(invalid_request_problem(error.errors()), chat=chat)
             except ClientDisconnected:
-                return Response(status_code=499)  # the client is gone: nobody will read this
+                return Response(status_code=499)  # nobody will read this
 
         return handle
 
@@ -95,7 +92,12 @@ def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> 
     """Add the routes."""
     router = APIRouter(route_class=OpenAIRoute)
     _add_models_route(router, worker)
+    _add_completions_route(router, worker, texts)
+    _add_chat_route(router, worker, texts)
+    app.include_router(router)
 
+
+def _add_completions_route(router: APIRouter, worker: WorkerService, texts: ModelText) -> None:
     @router.post("/v1/completions")
     async def completions(
         body: CompletionRequest, request: Request, min_version: MinVersion = None
@@ -115,6 +117,8 @@ def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> 
         call = _OpenAICall(worker, texts, request, body, min_version)
         return await call.answer_request("cmpl", prompts, limit, logprobs=body.logprobs is not None)
 
+
+def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) -> None:
     @router.post(CHAT_PATH)
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
         """Continue a conversation; tool calls are parsed if the chat template defines them."""
@@ -133,8 +137,6 @@ def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> 
         return await call.answer_request(
             "chatcmpl", [ids], body.token_limit, logprobs=bool(body.logprobs)
         )
-
-    app.include_router(router)
 
 
 def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
@@ -242,8 +244,15 @@ class _OpenAICall:
         except BaseException:
             await asyncio.shield(abort_abandoned(self._worker.flights, exchange.flights))
             raise
-        events = _stream_events(self._worker, exchange, first, pieces)
-        return EventStream(events, DEFAULT_DEADLINE_SECONDS, self._weights_headers(exchange))
+        chat = exchange.is_chat
+        return EventStream(
+            _stream_events(exchange, first, pieces),
+            lambda error: _format_event(error_body(error, chat=chat)) + STREAM_END,
+            self._worker.flights,
+            exchange.flights,
+            DEFAULT_DEADLINE_SECONDS,
+            self._weights_headers(exchange),
+        )
 
 
 async def _merge_deltas(
@@ -272,37 +281,24 @@ async def _merge_deltas(
 
 
 async def _stream_events(
-    worker: WorkerService,
     exchange: OpenAIExchange,
     first: tuple[InFlightRequest, StreamDelta] | None,
     pieces: AsyncIterator[tuple[InFlightRequest, StreamDelta]],
 ) -> AsyncGenerator[bytes, None]:
     chunks = StreamedChunks(exchange)
-    try:
-        for chunk in chunks.first_chunks():
-            yield _format_event(chunk)
-        if first is not None:
-            yield _format_event(chunks.delta_chunk(*first))
-            async for flight, delta in pieces:
-                yield _format_event(chunks.delta_chunk(flight, delta))
-        for chunk in chunks.closing_chunks():
-            yield _format_event(chunk)
-    except ProblemError as error:
-        yield _format_event(error_body(error, chat=exchange.is_chat))
-    except Exception:
-        # The status line is already sent: only an event can report the error.
-        logger.exception("a stream failed", extra={"request": exchange.id})
-        broken = ProblemError(
-            "internal-error", "the stream failed; the traceback is in the worker's log"
-        )
-        yield _format_event(error_body(broken, chat=exchange.is_chat))
-    finally:
-        await asyncio.shield(abort_abandoned(worker.flights, exchange.flights))
-    yield b"data: [DONE]\n\n"
+    for chunk in chunks.first_chunks():
+        yield _format_event(chunk)
+    if first is not None:
+        yield _format_event(chunks.delta_chunk(*first))
+        async for flight, delta in pieces:
+            yield _format_event(chunks.delta_chunk(flight, delta))
+    for chunk in chunks.closing_chunks():
+        yield _format_event(chunk)
+    yield STREAM_END
 
 
 def _encode_json(answer: dict[str, Any]) -> bytes:
-    """JSON, written in steps: in one, C would hold Python's lock until the end."""
+    # In steps: written at once, C code would hold Python's lock until the end.
     writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return "".join(writer.iterencode(answer)).encode()
 

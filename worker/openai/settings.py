@@ -1,16 +1,12 @@
-"""How long things may take in this package, and why."""
+"""Durations of this package in seconds, each with its reason."""
 
 from __future__ import annotations
 
-# model_text.py
-
 TEMPLATE_READ_SECONDS = 10.0
-"""What the model's folder may take to give the chat template."""
+"""To read the chat template from the model's folder: milliseconds, unless the file system hangs."""
 
 TOKENIZER_SECONDS = 300.0
-"""What a text may take to become ids, with those before it and the loading of the tokenizer."""
-
-
-# openai_routes.py
+"""For a text to become ids, with the texts before it and the tokenizer's loading, a minute at worst."""
 
 DEFAULT_DEADLINE_SECONDS = 600.0
+"""For a request: OpenAI's fields have no deadline, and this is the default of `/v1/generate`."""

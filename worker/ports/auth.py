@@ -1,39 +1,87 @@
-"""Who may use the control port: the modes of `--auth`."""
+"""Authentication and rights of the control port: the modes of `--auth`.
+
+A route names the right that it requires as (subresource, verb) of `rolloutreplicas.rollout.dev`. In a
+cluster, RBAC decides (`kubernetes_auth`); otherwise any caller with the bearer token may do everything.
+A caller's holds are listed under its name.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from typing_extensions import override
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.settings import InvalidSettings
 from rollout_worker.threads import SharedCall
 
-from .access_rights import AccessRight, Authorizer, read_bearer_token, unauthenticated_problem
 from .settings import TOKEN_FILE_SECONDS
 
 
-class AllowAnyone:
-    """`--auth none`: anyone who can reach the loopback port."""
+@dataclass(frozen=True, slots=True)
+class AccessRight:
+    """What a route requires: a verb on a subresource of the pool's RolloutReplica."""
 
+    subresource: Literal["weights", "control"]
+    verb: Literal["get", "create", "update"]
+
+
+SEE_STATE = AccessRight("control", "get")
+CONTROL_WORKER = AccessRight("control", "update")
+STAGE_WEIGHTS = AccessRight("weights", "create")
+
+
+class Authorizer(ABC):
+    """Decides who is calling and whether they may."""
+
+    @abstractmethod
     async def check_caller(
         self, authorization: str | None, right: AccessRight, address: str = ""
     ) -> str:
-        """Let everyone in."""
+        """Return the caller's name; `address` is where it calls from.
+
+        Raises:
+            ProblemError: 401 unknown caller, 403 not allowed, 503 can't be checked right now.
+        """
+
+    async def close(self) -> None:  # noqa: B027  # most have none
+        """Close connections."""
+
+
+def read_bearer_token(authorization: str | None) -> str:
+    """Return the token of an Authorization header.
+
+    Raises:
+        ProblemError: 401 if there is none.
+    """
+    scheme, _, token = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise ProblemError("unauthenticated", "send the header `Authorization: Bearer <token>`")
+    return token.strip()
+
+
+class AllowAnyone(Authorizer):
+    """`--auth none`: anyone that can reach the loopback port."""
+
+    @override
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
         return "anonymous"
 
-    async def close(self) -> None:
-        """Nothing to free."""
 
-
-class SharedToken:
-    """One secret from a file, reread at every call so that it can be rotated: `--auth token`.
+class SharedToken(Authorizer):
+    """One secret from a file, read again at every call so that it can be rotated: `--auth token`.
 
     Args:
         file: Holds the secret.
-        seconds: What reading it may take.
-        flag: Which names the file.
+        seconds: How long a call waits for the file.
+        flag: The flag that names the file.
     """
 
     def __init__(
@@ -54,10 +102,10 @@ class SharedToken:
                 f"{self._flag} {str(self._file)!r} can't be read: {error.strerror}"
             ) from error
 
+    @override
     async def check_caller(
         self, authorization: str | None, right: AccessRight, address: str = ""
     ) -> str:
-        """Let anyone with the token do everything."""
         given = read_bearer_token(authorization)
         try:
             secret = await self._reading.get_result(self._seconds)
@@ -67,31 +115,12 @@ class SharedToken:
             late = f"{self._flag} {str(self._file)!r} was not read in {self._seconds:g} s"
             raise ProblemError("auth-unavailable", late, retry_after=5) from None
         # Digests have equal length, so the comparison does not reveal the secret's length.
-        same = hmac.compare_digest(_sha256_digest(given.encode()), _sha256_digest(secret))
+        same = hmac.compare_digest(token_digest(given.encode()), token_digest(secret))
         if not secret or not same:
-            raise unauthenticated_problem(f"the bearer token does not match {self._flag}")
+            raise ProblemError("unauthenticated", f"the bearer token does not match {self._flag}")
         return "token"
 
-    async def close(self) -> None:
-        """Nothing to free."""
 
-
-def _sha256_digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-def make_authorizer(settings: WorkerSettings) -> Authorizer:
-    """The authorizer for `--auth`.
-
-    Raises:
-        BadSettings: the token file can't be used.
-    """
-    if settings.auth == "none":
-        return AllowAnyone()
-    if settings.auth == "token":
-        assert settings.auth_token_file is not None
-        return SharedToken(settings.auth_token_file)
-    # Imported late: it brings an HTTP client that only clusters need.
-    from .kubernetes_auth import KubernetesReview
-
-    return KubernetesReview(settings)
+def token_digest(token: bytes) -> bytes:
+    """A token's SHA-256: what may be compared and kept in memory."""
+    return hashlib.sha256(token).digest()

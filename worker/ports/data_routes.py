@@ -1,15 +1,14 @@
-"""Routes of the data port: generate, info, health, readiness, metrics. A token only if one is set."""
+"""Routes of the data port: generate, info, health, readiness, metrics; with a token only if one is set."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from rollout_common.wire import (
     GenerateRequest,
@@ -24,15 +23,12 @@ from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.openai.openai_routes import add_openai_routes
 from rollout_worker.openai.tool_calls import tool_parser_of
-from rollout_worker.requests.disconnects import EventStream, abort_abandoned, finish_flights
+from rollout_worker.requests.http_requests import EventStream, finish_flights
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService
 
-from .access_rights import SEE_STATE, unauthenticated_problem
-from .auth import SharedToken
-from .port_app import new_app, problem_response
-
-logger = logging.getLogger(__name__)
+from .auth import SEE_STATE, SharedToken
+from .port_app import PortGuard, new_app
 
 
 def make_data_app(worker: WorkerService) -> FastAPI:
@@ -48,44 +44,38 @@ def make_data_app(worker: WorkerService) -> FastAPI:
     _add_info_routes(app, worker, texts)
     _add_probe_routes(app, worker)
     add_openai_routes(app, worker, texts)
-    file = worker.settings.data_token_file
-    if file is not None:
-        token = SharedToken(file, flag="--data-token-file")
-        app.add_middleware(TokenGuard, token=token, refused=worker.count_refusal)
+    if worker.settings.data_token_file is not None:
+        _require_token(app, worker, worker.settings.data_token_file)
     return app
 
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")
-"""For the kubelet and Prometheus, which are not given the token; none of them shows a prompt or output."""
+"""The kubelet and Prometheus call these, and have no token; none of them shows a prompt or output."""
 
 
-class TokenGuard:
-    """Lets requests with the data port's token through; answers others before it reads their bodies."""
+def _require_token(app: FastAPI, worker: WorkerService, file: Path) -> None:
+    token = SharedToken(file, flag="--data-token-file")
 
-    def __init__(self, app: ASGIApp, token: SharedToken, refused: Callable[[str], None]) -> None:
-        self._app = app
-        self._token = token
-        self._refused = refused
+    async def check_token(scope: Scope, headers: Headers) -> None:
+        if scope["path"] in OPEN_PATHS:
+            return
+        try:
+            await token.check_caller(headers.get("authorization"), SEE_STATE)
+        except ProblemError as error:
+            worker.count_refusal(error.slug)
+            raise _explain_data_token(error) from error
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, or what else the server tells."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            try:
-                await self._token.check_caller(Headers(scope=scope).get("authorization"), SEE_STATE)
-            except ProblemError as error:
-                self._refused(error.slug)
-                await problem_response(_explain_data_token(error))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    app.add_middleware(PortGuard, check=check_token)
 
 
 def _explain_data_token(error: ProblemError) -> ProblemError:
     """Say where the data port's token goes."""
     if error.slug != "unauthenticated":
         return error
-    return unauthenticated_problem(
+    return ProblemError(
+        "unauthenticated",
         f"{error.problem.detail}; this data port wants the token of its --data-token-file: `data_token` of "
-        "rollout_client's pools, the API key of OpenAI's clients"
+        "rollout_client's pools, the API key of OpenAI's clients",
     )
 
 
@@ -95,34 +85,18 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
         flight = worker.submit_request(body)
         if body.stream:
-            events = _stream_events(worker, flight, body.deadline_seconds)
-            return EventStream(events, body.deadline_seconds)
+            events = _stream_events(flight, body.deadline_seconds)
+            return EventStream(
+                events, _problem_event, worker.flights, [flight], body.deadline_seconds
+            )
         await finish_flights(worker.flights, [flight], body.deadline_seconds, request)
         return Response(flight.to_response().model_dump_json(), media_type="application/json")
 
 
-async def _stream_events(
-    worker: WorkerService, flight: InFlightRequest, seconds: float
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events `delta`, then `done`, or `error` if something fails after the 200."""
-    try:
-        async for delta in flight.stream_deltas(seconds):
-            yield _format_event("delta", delta)
-        yield _format_event("done", flight.final_event())
-    except ProblemError as error:
-        yield _problem_event(error)
-    except Exception:
-        # The status line is already sent: only an event can report the error.
-        logger.exception("a stream failed", extra={"request": flight.request_id})
-        yield _problem_event(
-            ProblemError(
-                "internal-error", "the stream failed; the traceback is in the worker's log"
-            )
-        )
-    finally:
-        # Also runs when the client disconnects, which closes the generator.
-        if not flight.done.is_set():
-            await asyncio.shield(abort_abandoned(worker.flights, [flight]))
+async def _stream_events(flight: InFlightRequest, seconds: float) -> AsyncGenerator[bytes, None]:
+    async for delta in flight.stream_deltas(seconds):
+        yield _format_event("delta", delta)
+    yield _format_event("done", flight.final_event())
 
 
 def _problem_event(error: ProblemError) -> bytes:

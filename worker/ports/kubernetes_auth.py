@@ -1,29 +1,36 @@
 """`--auth kubernetes`: TokenReview says who is calling, LocalSubjectAccessReview whether they may.
 
 Only tokens issued for this pool's audience count. If the API server can't be asked, the answer is
-503, never yes.
+503, never yes; one exception is a member of a gang, which goes on to let its head in.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import base64
+import json
 import os
 import ssl
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+from typing_extensions import override
 
 from rollout_common.wire.problems import ProblemError
+from rollout_worker.gang.gang_addresses import head_pod_name
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
 
-from .access_rights import AccessRight, read_bearer_token, unauthenticated_problem
-from .settings import CREDENTIALS_FILE_SECONDS, REVIEW_TIMEOUT_SECONDS
+from .auth import AccessRight, Authorizer, read_bearer_token, token_digest
+from .settings import CREDENTIALS_FILE_SECONDS, REVIEW_TIMEOUT_SECONDS, TOKEN_RETRY_SECONDS
 from .token_reviews import ReviewQueue, TokenReviews
 
 API_GROUP = "rollout.dev"
 RESOURCE = "rolloutreplicas"
+POD_NAME = "authentication.kubernetes.io/pod-name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,8 @@ NOBODY = TokenUser(name="", spec={})
 """The owner of a token that the API server rejected."""
 
 
-class KubernetesReview:
-    """Asks the cluster's API server, and keeps its answers for a while (`reviews`)."""
+class KubernetesReview(Authorizer):
+    """Asks the cluster's API server, and keeps its answers for a while (`token_reviews`)."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         assert settings.pool is not None
@@ -60,12 +67,12 @@ class KubernetesReview:
             trust_env=False,  # a proxy in the pod's environment is not meant for the API server
         )
 
+    @override
     async def check_caller(
         self, authorization: str | None, right: AccessRight, address: str = ""
     ) -> str:
-        """Authenticate by TokenReview, then authorize by LocalSubjectAccessReview."""
         user = await self.authenticate_caller(authorization, address)
-        key = _token_key(read_bearer_token(authorization))
+        key = token_digest(read_bearer_token(authorization).encode())
         denial = await self._denials.get(
             (key, right), address, lambda: self._review_right(user, right)
         )
@@ -74,18 +81,21 @@ class KubernetesReview:
         return user.name
 
     async def authenticate_caller(self, authorization: str | None, address: str = "") -> TokenUser:
-        """Return whose token it is.
+        """Return the user that the token belongs to.
 
         Raises:
-            ProblemError: 401, nobody's; 503, that can't be checked right now.
+            ProblemError: 401 if it belongs to nobody, 503 if that can't be checked right now.
         """
         token = read_bearer_token(authorization)
-        user = await self._users.get(_token_key(token), address, lambda: self._review_token(token))
+        user = await self._users.get(
+            token_digest(token.encode()), address, lambda: self._review_token(token)
+        )
         if user is NOBODY:
             audience = self._settings.token_audience
-            raise unauthenticated_problem(
+            raise ProblemError(
+                "unauthenticated",
                 f"the token is not valid for audience {audience!r}: request one with"
-                f" `kubectl create token ACCOUNT --audience {audience}`"
+                f" `kubectl create token ACCOUNT --audience {audience}`",
             )
         return user
 
@@ -156,13 +166,9 @@ class KubernetesReview:
             )
         return status
 
+    @override
     async def close(self) -> None:
-        """Close the connections to the API server."""
         await self._http.aclose()
-
-
-def _token_key(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
 
 
 def _failure_reason(error: Exception) -> str:
@@ -191,3 +197,71 @@ def _api_server_tls(settings: WorkerSettings) -> ssl.SSLContext:
         raise InvalidSettings(
             f"the Kubernetes CA {str(settings.kube_ca)!r} can't be used: {error}"
         ) from error
+
+
+class HeadTokenReview(Authorizer):
+    """Lets the head of its own gang use a member's control port, and nobody else.
+
+    The head needs no right in the cluster: its token is bound to its pod and issued for this pool, so it
+    proves which pod sent it. While the API server can't be asked, a token that was accepted before is
+    accepted until it expires. Otherwise every gang, whose members end when their head is silent, would end
+    with an outage of the API server that outlasts the cached answers.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._review = KubernetesReview(settings)
+        self._account = _own_service_account(settings.kube_token_file)
+        self._pod = head_pod_name(settings)
+        self._known = ""
+        """The token that was accepted last."""
+
+    @override
+    async def check_caller(
+        self, authorization: str | None, right: AccessRight, address: str = ""
+    ) -> str:
+        token = read_bearer_token(authorization)
+        known = token == self._known and time.time() < _token_expiry(token)
+        try:
+            async with asyncio.timeout(TOKEN_RETRY_SECONDS if known else None):
+                user = await self._review.authenticate_caller(authorization, address)
+        except (ProblemError, TimeoutError) as error:
+            away = isinstance(error, TimeoutError) or error.slug == "auth-unavailable"
+            if known and away:
+                return self._pod
+            raise
+        pods = user.spec.get("extra", {}).get(POD_NAME, [])
+        if user.name != self._account or pods != [self._pod]:
+            raise ProblemError(
+                "forbidden",
+                f"{user.name} of pod {', '.join(pods) or 'none'} is not the head of this gang, which"
+                f" is pod {self._pod!r} with {self._account}",
+            )
+        self._known = token
+        return self._pod
+
+    @override
+    async def close(self) -> None:
+        await self._review.close()
+
+
+def _own_service_account(token_file: Path) -> str:
+    """The service account that this pod's own token belongs to."""
+    try:
+        return str(_token_claims(token_file.read_text().strip())["sub"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidSettings(
+            f"--kube-token-file {str(token_file)!r} holds no token of a service account: {error}"
+        ) from error
+
+
+def _token_expiry(token: str) -> float:
+    """When a token that the API server has accepted expires, in Unix time; 0 if it doesn't say."""
+    try:
+        return float(_token_claims(token)["exp"])
+    except (ValueError, LookupError, TypeError):
+        return 0.0
+
+
+def _token_claims(token: str) -> Any:
+    claims = token.split(".")[1]
+    return json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))

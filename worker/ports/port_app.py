@@ -1,21 +1,24 @@
-"""What both ports share: applications with bounded bodies that answer every error as a problem."""
+"""What all HTTP ports share: applications with bounded bodies that answer every error as a problem, and their guards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_common.wire import Problem
-from rollout_common.wire.body_decoding import BodyLimits
-from rollout_common.wire.problems import MEDIA_TYPE, ProblemError
-from rollout_common.wire.validation import invalid_request_problem
+from rollout_common.wire.problems import MEDIA_TYPE, ProblemError, invalid_request_problem
 from rollout_worker.engine import EngineCrashed, EngineError
-from rollout_worker.requests.body_routes import BodyReader, BodyRoute
+from rollout_worker.requests.http_requests import BodyLimits, BodyReader, BodyRoute
+from rollout_worker.settings import is_loopback
+
+from .auth import AccessRight, Authorizer
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Problem, "description": "A problem (RFC 9457); its detail says what to do."},
@@ -33,11 +36,7 @@ def new_app(
     limits: Callable[[], BodyLimits],
     refused: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """A FastAPI application without docs pages, whose errors are problems.
-
-    `limits` says what a body may hold now, or refuses to read any; `refused` is told the problem of
-    a body for which there is no room.
-    """
+    """A FastAPI application without docs pages, whose errors are problems; see `BodyReader` for the last two."""
     app = FastAPI(
         title=title,
         description=description,
@@ -69,6 +68,75 @@ def problem_response(error: ProblemError) -> Response:
     )
 
 
+class PortGuard:
+    """Checks each request before anything of its body is read, and answers a refusal as a problem."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope, Headers], Awaitable[None]]) -> None:
+        """`check` raises a ProblemError to refuse."""
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        if scope["type"] == "http":
+            try:
+                await self._check(scope, Headers(scope=scope))
+            except ProblemError as error:
+                await problem_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def note_caller(
+    authorizer: Authorizer, right: AccessRight, scope: Scope, headers: Headers
+) -> None:
+    """Authenticate and authorize a request; `request.state.caller` is the caller's name from then on.
+
+    Raises:
+        ProblemError: 401, 403 or 503.
+    """
+    address = (scope.get("client") or ("",))[0]
+    caller = await authorizer.check_caller(headers.get("authorization"), right, address)
+    scope.setdefault("state", {})["caller"] = caller
+
+
+async def refuse_browser(scope: Scope, headers: Headers) -> None:
+    """Refuse what a web page on this machine could have sent to a control port without authentication.
+
+    A page may send requests to loopback, but not JSON as such to another origin, and not without an
+    origin. The port has to be called by its address, for a page's host name may resolve to it.
+
+    Raises:
+        ProblemError: 403 or 415.
+    """
+    host = headers.get("host", "")
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if not is_loopback(name):
+        raise ProblemError(
+            "forbidden",
+            f"Host {host[:80]!r} is not this machine: with --auth none, call 127.0.0.1 or localhost",
+        )
+    origin = headers.get("origin")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        raise ProblemError(
+            "forbidden", f"Origin {origin[:80]!r} is a web page: use --auth token to let one in"
+        )
+    kind = headers.get("content-type")
+    # `curl -X POST` and most clients send a call without a body so. A page's call has an Origin.
+    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    media_type = (kind or "").partition(";")[0].strip().lower()
+    if (
+        scope["method"] == "POST"
+        and media_type != "application/json"
+        and not (kind is None and empty)
+    ):
+        raise ProblemError(
+            "not-json",
+            "with --auth none every body says that it is JSON: send Content-Type: application/json"
+            " (curl --json '{}')",
+        )
+
+
 async def _answer_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProblemError)
     return problem_response(error)
@@ -98,7 +166,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_engine_error(request: Request, error: Exception) -> Response:
-    """What no route has an answer of its own for; a dead engine is the supervisor's to replace."""
+    """Answer an engine's error that no route handles; the supervisor replaces a dead engine."""
     if isinstance(error, EngineCrashed):
         why = f"the engine died and is being restarted: {error}"
         return problem_response(ProblemError("failed", why, retry_after=5))

@@ -1,8 +1,8 @@
-"""The connections of a port: bounded in number, and in the time they take to ask for something.
+"""The connections of an HTTP port: bounded in number, and in the time they take to send a request.
 
-Descriptors are what all parts of a process share. So each port has its places, the control port's
-kept apart from those of the data port, and a connection that asks for nothing gives its place to the
-next one. Nothing that goes wrong with one connection ends the listening.
+All parts of a process share its descriptors. So each port has a quota of its own, and a connection without
+a request is closed when the next one needs its place. No error of one connection ends the listening.
+uvicorn bounds neither the number of connections nor the time that a header takes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ import functools
 import logging
 import resource
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import override
+
+from rollout_common.wire.problems import ProblemError
+from rollout_worker.settings import InvalidSettings
+
+from .port_app import problem_response
+from .serving_certificate import ServingCertificate
 from .settings import (
     ACCEPT_RETRY_SECONDS,
     HEADER_TIMEOUT_SECONDS,
@@ -33,17 +40,21 @@ MAX_DESCRIPTORS = 2**16
 MAX_DATA_CONNECTIONS = 2**14
 MAX_CONTROL_CONNECTIONS = 128
 OTHER_DESCRIPTORS = 640
-"""For everything else in the process: files, the engine's own sockets, the API server, the port for weights."""
+"""For everything else in the process: files, the engine's sockets, the API server, the weights port."""
 MIN_CONNECTIONS = 64
+PROBE_ALLOWANCE = 32
+"""Connections of the data port that requests leave to probes and scrapes."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted, as many as with uvicorn."""
 
 HEADER_BYTES = 2**17
-"""What the header of a request may have; httptools, unlike h11, keeps as much as comes."""
+"""The longest header of a request; httptools, unlike h11, keeps as much as comes."""
 READ_BYTES = 2**14
 """Read at once: in tiny chunks, a body costs microseconds a byte, and the loop waits for all of them."""
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as it may, which by default it has not."""
+    """Raise the soft limit of descriptors, which is low by default, to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -51,10 +62,32 @@ def raise_descriptor_limit() -> None:
 
 
 def shut_down_socket(sock: socket.socket | None) -> None:
-    """End a socket for children that were forked meanwhile, too: their copies would keep it open beyond a close."""
+    """Shut a socket down: a close alone would leave it open in children that were forked while it was open."""
     if sock is not None:
-        with contextlib.suppress(OSError):  # its other end has done so
+        with contextlib.suppress(OSError):  # the other end was faster
             sock.shutdown(socket.SHUT_RDWR)
+
+
+def bind_port(host: str, port: int, flag: str) -> socket.socket:
+    """Open a listening socket; `flag` names its address in errors.
+
+    Raises:
+        InvalidSettings: The port is taken, or the address is not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small pieces at once (TCP_NODELAY) only where the protocol is named: without it a
+    # body waits for the acknowledgement of its header, up to 40 ms with a connection kept alive.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        # Only now it fails if another socket has the port on another address of ours.
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise InvalidSettings(f"{flag} {host}:{port} can't be used: {error.strerror}") from error
+    return sock
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +99,7 @@ class ConnectionQuota:
 
 
 def connection_quota() -> ConnectionQuota:
-    """The places that the present limit of descriptors allows."""
+    """The connections that the present limit of descriptors allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     left = most - MAX_CONTROL_CONNECTIONS - OTHER_DESCRIPTORS
@@ -74,7 +107,7 @@ def connection_quota() -> ConnectionQuota:
 
 
 class HttpConnection(asyncio.Protocol):
-    """Stands between a transport and the server's protocol, and knows whether something is asked."""
+    """Wraps the server's protocol, and knows whether the client has sent a request."""
 
     def __init__(self, inner: asyncio.Protocol, room: ConnectionPool) -> None:
         self._inner = inner
@@ -82,13 +115,13 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self.waits_since: float | None = None
-        """When the header that has not ended began; None while there is none."""
+        """When the header that has not ended began, or None."""
         self._tls = False
         self._header = 0
-        """Bytes of a header that has not ended."""
+        """Bytes of the header that has not ended."""
         self._unread, self._unread_since = 0, 0.0
         self.stuck = False
-        """Whether the client takes nothing of what it was sent; as `note_progress` has seen it."""
+        """Whether the client reads nothing of what it was sent, as of the last `note_progress`."""
 
     @property
     def is_busy(self) -> bool:
@@ -98,13 +131,13 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether it ends as soon as the client has taken the rest."""
+        """Whether it ends as soon as the client has read the rest."""
         return self._transport is not None and self._transport.is_closing()
 
     def note_progress(self, now: float) -> None:
-        """See whether the client has taken anything since the last look."""
+        """Note whether the client has read anything since the last call."""
         unread, transport = 0, self._transport
-        # With TLS, asyncio itself bounds the end, and may have let go of what could tell.
+        # With TLS, asyncio itself bounds the end, and the transport may be gone by then.
         if transport is not None and not (self._tls and self.is_ending):
             unread = transport.get_write_buffer_size()
         if not unread or unread != self._unread:
@@ -116,19 +149,19 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for a header."""
         assert isinstance(transport, asyncio.Transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
         self._transport = transport
-        self._socket = transport.get_extra_info("socket")  # in the end, TLS has let go of it
+        self._socket = transport.get_extra_info("socket")  # at the end TLS no longer has it
         self._tls = transport.get_extra_info("ssl_object") is not None
         self.waits_since = time.monotonic()
         self._room.connections[self] = None
         self._inner.connection_made(transport)
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """Note whether a header began or ended."""
         self._inner.data_received(data)
         if self.is_busy:
             self.waits_since, self._header = None, 0
@@ -136,26 +169,26 @@ class HttpConnection(asyncio.Protocol):
         if self.waits_since is None:
             self.waits_since = time.monotonic()
         cycle: Any = getattr(self._inner, "cycle", None)
-        # Bytes of a body that nobody wants any more count for nothing.
+        # The rest of a body that was refused is not a header.
         if not getattr(cycle, "more_body", False):
             self._header += len(data)
             if self._header > HEADER_BYTES:
                 self.abort_connection()
 
+    @override
     def eof_received(self) -> bool | None:
-        """Pass it on."""
         return self._inner.eof_received()
 
+    @override
     def pause_writing(self) -> None:
-        """Pass it on."""
         self._inner.pause_writing()
 
+    @override
     def resume_writing(self) -> None:
-        """Pass it on."""
         self._inner.resume_writing()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
         shut_down_socket(self._socket)
         self._room.connections.pop(self, None)
         self._inner.connection_lost(exc)
@@ -169,16 +202,16 @@ class ConnectionPool:
         self.header_seconds = header_seconds
         self.connections: dict[HttpConnection, None] = {}
         self.greetings: dict[asyncio.Task[None], float] = {}
-        """Of those that are accepted and not in `connections` yet: since when. With TLS they may dally."""
+        """Connections that are accepted but not in `connections` yet, for TLS takes a while: since when."""
 
     def make_room(self) -> bool:
-        """Whether one more may come; the oldest that asks for nothing leaves for it."""
+        """Whether one more may come; the oldest connection without a request is closed for it."""
         if len(self.connections) + len(self.greetings) < self._most:
             return True
         return self.close_one()
 
     def close_one(self) -> bool:
-        """Close who dallies, else the oldest that asks for nothing or reads nothing, if there is one."""
+        """Close a slow handshake, else the oldest connection without a request or a reader; False: there is none."""
         greeting, since = next(iter(self.greetings.items()), (None, 0.0))
         if greeting is None or since > time.monotonic() - IDLE_GRACE_SECONDS:
             for each in self.connections:
@@ -193,7 +226,7 @@ class ConnectionPool:
         return True
 
     async def close_slow_connections(self) -> None:
-        """Close, until cancelled, who takes too long for a header, or for the end of an answer."""
+        """Until cancelled, close connections that take too long to send a header or to read an answer's end."""
         while True:
             await asyncio.sleep(min(SWEEP_INTERVAL_SECONDS, self.header_seconds))
             now = time.monotonic()
@@ -206,19 +239,19 @@ class ConnectionPool:
 
 
 class Listener:
-    """Accepts connections on one socket until it is closed; uvicorn takes it for one of its servers."""
+    """Accepts connections on one socket until it is closed; to uvicorn it looks like an asyncio server."""
 
     def __init__(
         self,
         sock: socket.socket,
         make: Callable[[], asyncio.Protocol],
         room: ConnectionPool,
-        tls: Callable[[], ssl.SSLContext] | None = None,
+        certificate: ServingCertificate | None = None,
     ) -> None:
         self._sock = sock
         self._make = make
         self._room = room
-        self._tls = tls
+        self._certificate = certificate
         self._tasks = [
             asyncio.create_task(self._accept_connections()),
             asyncio.create_task(room.close_slow_connections()),
@@ -230,7 +263,7 @@ class Listener:
             try:
                 sock, _ = await loop.sock_accept(self._sock)
             except OSError as error:
-                # No descriptor or memory is left, or the client has gone again.
+                # No descriptor or memory is left, or the client is gone again.
                 logger.warning("no connection could be accepted: %s", error.strerror)
                 self._room.close_one()
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
@@ -241,15 +274,16 @@ class Listener:
             greeting = asyncio.create_task(self._begin_connection(sock))
             self._room.greetings[greeting] = time.monotonic()
             greeting.add_done_callback(functools.partial(self._connection_begun, sock))
-            # Many at once must not keep those who wait for an answer waiting.
+            # Many new connections must not delay the answers to others.
             await asyncio.sleep(0)
 
     async def _begin_connection(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         tls: dict[str, Any] = {}
         try:
-            if self._tls is not None:
-                tls = {"ssl": self._tls(), "ssl_handshake_timeout": self._room.header_seconds}
+            if self._certificate is not None:
+                context = self._certificate.context
+                tls = {"ssl": context, "ssl_handshake_timeout": self._room.header_seconds}
             await loop.connect_accepted_socket(self._make_connection, sock, **tls)
         except OSError as error:  # of the handshake, too
             logger.debug("a connection ended before it began: %s", error)
@@ -264,8 +298,8 @@ class Listener:
         return HttpConnection(self._make(), self._room)
 
     def close(self) -> None:
-        """Accept no more."""
-        # Before the socket is closed: another one may have its number by the time the task ends.
+        """Stop accepting."""
+        # Before the socket is closed: a new one may have its number by the time the task ends.
         asyncio.get_running_loop().remove_reader(self._sock)
         for task in (*self._tasks, *self._room.greetings):
             task.cancel()
@@ -273,6 +307,34 @@ class Listener:
         self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing is accepted any more."""
+        """Wait until the tasks have ended."""
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([*self._tasks, *self._room.greetings])
+
+
+class ConcurrencyLimit:
+    """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
+
+    def __init__(self, app: ASGIApp, most: int, refused: Callable[[str], object]) -> None:
+        """`refused` gets the slug of each refusal."""
+        self._app = app
+        self._most = most
+        self._refused = refused
+        self._now = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 429."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._now >= self._most:
+            detail = f"{self._now} requests are open: try again, or use another replica"
+            refusal = ProblemError("queue-full", detail, retry_after=1)
+            self._refused(refusal.slug)
+            await problem_response(refusal)(scope, receive, send)
+            return
+        self._now += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._now -= 1

@@ -7,15 +7,14 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
+from typing_extensions import override
 
 from rollout_common.transfer import delta
-from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import Engine, ProcessSpent
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken, make_gang
@@ -23,49 +22,58 @@ from rollout_worker.service import WorkerService, make_member_factory
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 
 from . import port_connections, serving_certificate
-from .access_rights import Authorizer
-from .auth import make_authorizer
+from .auth import AllowAnyone, Authorizer, SharedToken
 from .control_routes import make_control_app
 from .data_routes import make_data_app
-from .port_app import problem_response
-from .port_connections import ConnectionPool, ConnectionQuota, Listener, raise_descriptor_limit
+from .port_connections import (
+    PROBE_ALLOWANCE,
+    ConcurrencyLimit,
+    ConnectionPool,
+    ConnectionQuota,
+    Listener,
+    bind_port,
+    raise_descriptor_limit,
+)
+from .serving_certificate import ServingCertificate
 from .settings import ANSWER_FLUSH_SECONDS, HEADER_TIMEOUT_SECONDS, KEEP_ALIVE_SECONDS
 from .weights_port import WeightsPort
 
 logger = logging.getLogger(__name__)
 
 EXIT_SPENT = 4
-"""Exit status of a process in which no engine works any more: only a new one helps."""
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted: as uvicorn's."""
-
-
-PROBE_ALLOWANCE = 32
-"""Places of the data port that requests leave to probes and scrapes."""
+"""Exit status of a process in which no engine works any more: only a new process helps."""
 
 
 class UvicornServer(uvicorn.Server):
     """A server that leaves signals and sockets to us: two of them share one process and its end."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        room: ConnectionPool,
-        tls: Callable[[], ssl.SSLContext] | None = None,
+        self, app: ASGIApp, room: ConnectionPool, certificate: ServingCertificate | None = None
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            access_log=False,
+            log_config=None,
+            lifespan="off",
+            timeout_graceful_shutdown=ANSWER_FLUSH_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            server_header=False,
+        )
         super().__init__(config)
         self._room = room
-        self._tls = tls
+        self._certificate = certificate
 
+    @override
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
         yield
 
+    @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets."""
-        listeners = [Listener(s, self._make_protocol, self._room, self._tls) for s in sockets or ()]
+        listeners = [
+            Listener(s, self._make_protocol, self._room, self._certificate) for s in sockets or ()
+        ]
         self.servers = [cast(Any, each) for each in listeners]
         self.started = True
 
@@ -75,56 +83,6 @@ class UvicornServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state={}
         )
         return protocol
-
-
-class ConcurrencyLimit:
-    """Refuses requests beyond a number of them at once; probes and scrapes are always answered."""
-
-    def __init__(self, app: ASGIApp, most: int, refused: Callable[[str], object]) -> None:
-        """`refused` is told the slug of each refusal."""
-        self._app = app
-        self._most = most
-        self._refused = refused
-        self._now = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 429."""
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        if self._now >= self._most:
-            detail = f"{self._now} requests are open: try again, or use another replica"
-            refusal = ProblemError("queue-full", detail, retry_after=1)
-            self._refused(refusal.slug)
-            await problem_response(refusal)(scope, receive, send)
-            return
-        self._now += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._now -= 1
-
-
-def bind_port(host: str, port: int, flag: str) -> socket.socket:
-    """Open a listening socket.
-
-    Raises:
-        BadSettings: the port is taken or the address is not ours.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small pieces at once (TCP_NODELAY) only where the protocol is named: without it a
-    # body waits for the acknowledgement of its header, up to 40 ms with a connection kept alive.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        # Only listening tells that another socket has the port on another address of ours.
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise InvalidSettings(f"{flag} {host}:{port} can't be used: {error.strerror}") from error
-    return sock
 
 
 def _bind_both_ports(settings: WorkerSettings) -> list[socket.socket]:
@@ -144,36 +102,33 @@ class HttpServers:
         self,
         worker: WorkerService,
         authorizer: Authorizer,
-        places: ConnectionQuota | None = None,
+        quota: ConnectionQuota | None = None,
         header_seconds: float = HEADER_TIMEOUT_SECONDS,
     ) -> None:
         settings = worker.settings
-        places = places or port_connections.connection_quota()
+        quota = quota or port_connections.connection_quota()
         self._certificate = serving_certificate.serving_certificate(settings)
         self._authorizer = authorizer
-        app = make_data_app(worker)  # may refuse its token's file, while no port is taken yet
+        app = make_data_app(worker)  # before a port is taken: it may refuse its token's file
         self._sockets = _bind_both_ports(settings)
         try:
             self._weights = WeightsPort(settings, worker.updates.pushes.desk, self._certificate)
         except BaseException:
-            for each in self._sockets:  # this process may go on without us
+            for each in self._sockets:  # the process of an embedded worker goes on
                 each.close()
             raise
-        data = ConcurrencyLimit(app, max(1, places.data - PROBE_ALLOWANCE), worker.count_refusal)
+        data = ConcurrencyLimit(app, max(1, quota.data - PROBE_ALLOWANCE), worker.count_refusal)
         control = make_control_app(worker, authorizer)
-        held = self._certificate
         self._servers = [
-            UvicornServer(uvicorn_config(data), ConnectionPool(places.data, header_seconds)),
+            UvicornServer(data, ConnectionPool(quota.data, header_seconds)),
             UvicornServer(
-                uvicorn_config(control),
-                ConnectionPool(places.control, header_seconds),
-                None if held is None else lambda: held.context,
+                control, ConnectionPool(quota.control, header_seconds), self._certificate
             ),
         ]
 
     @property
     def bound_ports(self) -> tuple[int, int]:
-        """Bound data and control port."""
+        """The data port and the control port."""
         data, control = (sock.getsockname()[1] for sock in self._sockets)
         return data, control
 
@@ -192,23 +147,26 @@ class HttpServers:
         await self._authorizer.close()
 
     def stop(self) -> None:
-        """Take no new connections, finish the answers under way, return from `serve_both_ports`."""
+        """Let `serve_both_ports` accept nothing more, finish the answers under way and return."""
         for server in self._servers:
             server.should_exit = True
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    """How an application is served."""
-    return uvicorn.Config(
-        app,
-        ws="none",
-        access_log=False,
-        log_config=None,
-        lifespan="off",
-        timeout_graceful_shutdown=ANSWER_FLUSH_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        server_header=False,
-    )
+def make_authorizer(settings: WorkerSettings) -> Authorizer:
+    """The authorizer for `--auth`: of the head's control port, or of a member's, which only its head may use.
+
+    Raises:
+        InvalidSettings: The token file can't be used.
+    """
+    if settings.auth == "none":
+        return AllowAnyone()
+    if settings.auth == "token":
+        assert settings.auth_token_file is not None
+        return SharedToken(settings.auth_token_file)
+    # Imported late: it brings an HTTP client that only clusters need.
+    from .kubernetes_auth import HeadTokenReview, KubernetesReview
+
+    return HeadTokenReview(settings) if settings.rank else KubernetesReview(settings)
 
 
 async def serve_worker(
@@ -217,7 +175,7 @@ async def serve_worker(
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     Raises:
-        BadSettings: a port or the credentials can't be used.
+        InvalidSettings: A port or the credentials can't be used.
     """
     raise_descriptor_limit()
     gang = make_gang(settings)
@@ -229,39 +187,49 @@ async def serve_worker(
         return await serve_member(settings, gang, create, staging.claim_memory)
     worker = WorkerService(settings, make_engine, gang)
     servers = HttpServers(worker, make_authorizer(settings))
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    # Until here a signal ends the process at once (`__main__`). The loop hears of one that comes
-    # in between: it listens before it takes the handler's place.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     cause = await serve_until(stop, worker, servers)
-    return 0 if stop.is_set() else _report_failure(cause)
+    return 0 if stop.is_set() else report_failure(cause)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set from now on."""
+    stop = asyncio.Event()
+    # Until here a signal ends the process at once (`__main__`). One that comes in between is not lost:
+    # the loop watches for signals before it replaces the handler.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 async def serve_until(
     stop: asyncio.Event, worker: WorkerService, servers: HttpServers
 ) -> BaseException | None:
-    """Serve until `stop`, then drain and free everything; returns what ended it before, if so."""
+    """Serve until `stop`, then drain and free everything; returns the error that ended it earlier, if any."""
     data, control = servers.bound_ports
-    said = {"data_port": data, "control_port": control, "deltas_by": delta.WAY}
-    logger.info("serving", extra=said)
+    ports = {"data_port": data, "control_port": control, "deltas_by": delta.WAY}
+    logger.info("serving", extra=ports)
     serving = asyncio.create_task(servers.serve_both_ports())
     running = asyncio.create_task(worker.run_until_cancelled())
     asked = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, running, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
-            return _failure_cause(serving, running)
+            return failure_cause(serving, running)
         await worker.shut_down()
         return None
     finally:
         asked.cancel()
-        await _end_serving(servers, serving, running, worker)
+        servers.stop()  # it flushes the last answers
+        await asyncio.wait({serving}, timeout=ANSWER_FLUSH_SECONDS + 5)
+        running.cancel()
+        await asyncio.wait({running}, timeout=ANSWER_FLUSH_SECONDS)
+        await worker.supervisor.end_engine()
+        logger.info("stopped")
 
 
-def _report_failure(cause: BaseException | None) -> int:
-    """Say what ended the worker; returns the exit status."""
+def report_failure(cause: BaseException | None) -> int:
+    """Log what ended the worker; returns the exit status."""
     if isinstance(cause, ProcessSpent):
         logger.critical("no engine works in this process any more: %s", cause)
         return EXIT_SPENT
@@ -272,26 +240,12 @@ def _report_failure(cause: BaseException | None) -> int:
     return 1
 
 
-def _failure_cause(*tasks: asyncio.Task[None]) -> BaseException | None:
+def failure_cause(*tasks: asyncio.Task[None]) -> BaseException | None:
+    """Return the error of the first of these tasks that has ended."""
     for task in tasks:
         if task.done() and not task.cancelled():
             error = task.exception()
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-                error = error.exceptions[0]  # of a group of tasks, what ended it
+                error = error.exceptions[0]  # the one that ended a group of tasks
             return error
     return None
-
-
-async def _end_serving(
-    servers: HttpServers,
-    serving: asyncio.Task[None],
-    running: asyncio.Task[None],
-    worker: WorkerService,
-) -> None:
-    """Flush the last answers, then free the engine."""
-    servers.stop()
-    await asyncio.wait({serving}, timeout=ANSWER_FLUSH_SECONDS + 5)
-    running.cancel()
-    await asyncio.wait({running}, timeout=ANSWER_FLUSH_SECONDS)
-    await worker.supervisor.end_engine()
-    logger.info("stopped")

@@ -1,4 +1,4 @@
-"""The control port's certificate: read from files, and read again when it is renewed."""
+"""The control port's certificate: read from files, and again when it is renewed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServingCertificate:
-    """What new connections are met with."""
+    """The TLS context of new connections."""
 
     def __init__(
         self, cert: Path, key: Path, every_seconds: float = CERTIFICATE_RELOAD_SECONDS
@@ -24,7 +24,7 @@ class ServingCertificate:
         """Read the files.
 
         Raises:
-            BadSettings: they can't be used.
+            InvalidSettings: They can't be used.
         """
         self._cert, self._key = cert, key
         self._every = every_seconds
@@ -43,7 +43,7 @@ class ServingCertificate:
         return context
 
     async def keep_reloading(self) -> None:
-        """Read the files again and again, until cancelled; what can't be used changes nothing."""
+        """Until cancelled, read the files again and again; unusable files change nothing."""
         while True:
             await asyncio.sleep(self._every)
             try:
@@ -53,10 +53,6 @@ class ServingCertificate:
 
 
 def serving_certificate(settings: WorkerSettings) -> ServingCertificate | None:
-    """The control port's certificate, if it has one.
-
-    Raises:
-        BadSettings: its files can't be used.
-    """
+    """The control port's certificate, if the settings name one."""
     cert, key = settings.control_tls_cert_file, settings.control_tls_key_file
     return None if cert is None or key is None else ServingCertificate(cert, key)

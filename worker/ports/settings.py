@@ -1,101 +1,63 @@
-"""How long things may take in this package, and why."""
+"""Durations of this package in seconds, each with its reason."""
 
 from __future__ import annotations
 
-# auth.py
-
-TOKEN_FILE_SECONDS = 5.0
-"""What a file with a token may take to be read."""
-
-
-# kubernetes_auth.py
-
-CREDENTIALS_FILE_SECONDS = 5.0
-"""What our own token may take to be read."""
-
-
-# port_connections.py
-
-ACCEPT_RETRY_SECONDS = 0.1
-"""After which a connection is accepted again when there was no descriptor for one."""
-
-
-# serving_certificate.py
+TOKEN_FILE_SECONDS = CREDENTIALS_FILE_SECONDS = 5.0
+"""To read a mounted token: milliseconds, unless the file system hangs; then the caller gets a 503 to try again."""
 
 CERTIFICATE_FILE_SECONDS = 10.0
-"""What the files may take to be read."""
-
-
-# weights_port.py
-
-WEIGHTS_ACCEPT_RETRY_SECONDS = 0.1
-"""After which a connection is taken again when there was no descriptor for one."""
-
-
-# head_token_review.py
-
-TOKEN_RETRY_SECONDS = 1.0
-"""What the API server gets to say of a token that was let in before: the head counts the seconds."""
-
-
-# kubernetes_auth.py
-
-REVIEW_TIMEOUT_SECONDS = 10.0
-
-
-# port_connections.py
-
-HEADER_TIMEOUT_SECONDS = 10.0
-"""What the header of a request may take to arrive; also the handshake of TLS."""
-
-IDLE_GRACE_SECONDS = 0.5
-"""Whoever takes longer for a handshake gives its place up before anybody else."""
-
-UNREAD_ANSWER_SECONDS = 60.0
-"""A client that takes nothing for so long of what it was sent is not waited for."""
-
-SWEEP_INTERVAL_SECONDS = 1.0
-
-
-# server.py
-
-ANSWER_FLUSH_SECONDS = 5
-"""What open connections get to take their last bytes."""
-
-KEEP_ALIVE_SECONDS = 75
-"""Longer than the pools of usual clients, so that they close first and never hit a closed one."""
-
-
-# serving_certificate.py
+"""To read a renewed certificate; no caller waits for it."""
 
 CERTIFICATE_RELOAD_SECONDS = 60.0
+"""Between two readings: the kubelet takes about as long to update a mounted Secret."""
 
-
-# token_reviews.py
-
-ACCEPTED_SECONDS = 300.0
-
-RENEW_SECONDS = 60.0
-"""So long before it expires, an accepted answer is asked for again by the next call."""
-
-DENIED_SECONDS = 5.0
+REVIEW_TIMEOUT_SECONDS = 10.0
+"""For one answer of the API server, which takes milliseconds; callers give up after some 10 s."""
 
 REVIEW_SECONDS = 15.0
-"""What a review may take, with its time in the queue."""
+"""For a review with its time in the queue: one that hangs before it, and its own."""
 
+TOKEN_RETRY_SECONDS = 1.0
+"""For the review of a token that was accepted before: the head counts the seconds that its members are silent."""
 
-# unix_socket.py
+ACCEPTED_SECONDS = 300.0
+"""An accepted answer counts so long: a right that is withdrawn lasts so long at most."""
+
+RENEW_SECONDS = 60.0
+"""How long before it expires an accepted answer is renewed: an API server that restarts is back by then."""
+
+DENIED_SECONDS = 5.0
+"""A denied answer counts so long: a right that is granted should work soon."""
+
+HEADER_TIMEOUT_SECONDS = 10.0
+"""For the header of a request, and for the handshake of TLS: over a slow link both take about a second."""
+
+IDLE_GRACE_SECONDS = 0.5
+"""For a handshake that other connections wait for; a slower one is the first to be closed for a new one."""
+
+UNREAD_ANSWER_SECONDS = 60.0
+"""How long a client may read nothing of an answer: it may stand still for a garbage collection or a checkpoint."""
+
+SWEEP_INTERVAL_SECONDS = 1.0
+"""Between two looks for slow connections, which the other limits count in seconds."""
+
+ACCEPT_RETRY_SECONDS = WEIGHTS_ACCEPT_RETRY_SECONDS = 0.1
+"""Between two attempts to accept a connection without a free descriptor; a closed one frees it at once."""
+
+ANSWER_FLUSH_SECONDS = 5
+"""For open connections to read their last bytes, within the pod's grace period."""
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than the pools of usual clients, so that they close first and never use a closed connection."""
 
 FOLDER_LOCK_SECONDS = 1.0
-"""How long another process may be about to make or remove a socket in the same folder."""
-
-
-# weights_port.py
+"""For another process to make or remove a socket in the same folder, which takes milliseconds."""
 
 GREETING_TIMEOUT_SECONDS = 10.0
-"""What a connection gets to say what it has come for."""
-
-THREAD_STOP_SECONDS = 5.0
+"""For a connection to show its ticket, with the handshake of TLS before it."""
 
 FAREWELL_SECONDS = 1.0
-"""What who is turned away gets to read why."""
+"""For a refused connection to read the reason before it is closed."""
+
+THREAD_STOP_SECONDS = 5.0
+"""For the thread of an interrupted connection to end: it may be in the middle of a copy."""

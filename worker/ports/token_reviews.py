@@ -1,8 +1,7 @@
-"""Answers of an API server about callers: kept for a while, asked for once, and by few at a time.
+"""Answers of an API server about callers: cached, asked for once, and by few at a time.
 
-A caller may invent as many tokens as it likes. It then waits, or is turned away, by itself: answers
-that let somebody in are kept apart from those that don't, and are renewed before they expire; each
-address has few places in the queue.
+A caller that invents many tokens delays only itself: accepted answers are cached apart from denied ones
+and renewed before they expire, and each address has few places in the queue.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS, REVIEW_SE
 
 MAX_CACHED: Final = 1024
 MAX_ASKED: Final = 8
-"""Reviews that the API server is asked for at once."""
+"""Reviews that run at once."""
 MAX_WAITING: Final = 64
 MAX_WAITING_EACH: Final = 16
-"""Reviews that wait for callers at one address."""
+"""Reviews that wait on behalf of one address."""
 MAX_SHARING: Final = 256
-"""Calls that wait for the same review."""
+"""Calls that share one review."""
 
 T = TypeVar("T")
 
@@ -37,26 +36,26 @@ class ReviewCache(Generic[T]):
         self._entries: OrderedDict[Hashable, tuple[float, T]] = OrderedDict()
 
     def get(self, key: Hashable, now: float) -> tuple[float, T] | None:
-        """The seconds until it expires, and the answer."""
+        """The seconds until the answer expires, and the answer; None if there is none."""
         entry = self._entries.get(key)
         if entry is None or entry[0] <= now:
             return None
         return entry[0] - now, entry[1]
 
     def put(self, key: Hashable, value: T, expires: float) -> None:
-        """Remember an answer until `expires`."""
+        """Keep an answer until `expires`."""
         self.drop_answer(key)
         self._entries[key] = (expires, value)
         while len(self._entries) > MAX_CACHED:
             self._entries.popitem(last=False)
 
     def drop_answer(self, key: Hashable) -> None:
-        """Forget an answer."""
+        """Drop an answer, if there is one."""
         self._entries.pop(key, None)
 
 
 class ReviewQueue:
-    """Where reviews of every kind wait for their turn."""
+    """The queue that reviews of every kind wait in."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_ASKED)
@@ -66,7 +65,7 @@ class ReviewQueue:
         """Take a place.
 
         Raises:
-            ProblemError: 503, there is none.
+            ProblemError: 503 if there is none.
         """
         waiting = self._places.total()
         if waiting >= MAX_WAITING or self._places[address] >= MAX_WAITING_EACH:
@@ -74,10 +73,10 @@ class ReviewQueue:
         self._places[address] += 1
 
     async def ask_in_turn(self, address: str, question: Callable[[], Awaitable[T]]) -> T:
-        """Ask when it is this one's turn, and leave the place.
+        """Ask once few enough others do, and leave the place.
 
         Raises:
-            ProblemError: 503, it took too long.
+            ProblemError: 503 if it took too long.
         """
         try:
             async with asyncio.timeout(REVIEW_SECONDS), self._turns:
@@ -86,7 +85,7 @@ class ReviewQueue:
             raise _queue_full_problem() from None
         finally:
             self._places[address] -= 1
-            self._places += Counter()  # forgets who has no place
+            self._places += Counter()  # drops addresses without a place
 
 
 def _queue_full_problem() -> ProblemError:
@@ -95,7 +94,7 @@ def _queue_full_problem() -> ProblemError:
 
 
 class TokenReviews(Generic[T]):
-    """All answers to one kind of question; of each key at most one is asked for at a time."""
+    """All answers to one kind of question; each key is asked for once at a time."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class TokenReviews(Generic[T]):
         accepts: Callable[[T], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`accepts` says whether an answer lets somebody in."""
+        """`accepts` says whether an answer admits its caller."""
         self._queue = queue
         self._accepts = accepts
         self._clock = clock
@@ -113,10 +112,10 @@ class TokenReviews(Generic[T]):
         self._sharing: Counter[Hashable] = Counter()
 
     async def get(self, key: Hashable, address: str, question: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer that is known, or ask.
+        """Return the cached answer, or ask.
 
         Raises:
-            ProblemError: 503, too many wait; or what the question raises.
+            ProblemError: 503 if too many wait, or what the question raises.
         """
         now = self._clock()
         known = self._accepted.get(key, now)

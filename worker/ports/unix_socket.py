@@ -1,4 +1,4 @@
-"""A Unix socket at a path that other workers may want, too: taken over as a whole, and removed by its owner alone."""
+"""A Unix socket at a path that other workers may want, too: a new one replaces the old, and only its owner removes it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def listen_at_path(path: Path, backlog: int) -> socket.socket:
-    """Listen at a path, in the place of who did before: a worker that is to end may still be there.
+    """Listen at a path; a socket there is replaced, for the worker that made it may be about to end.
 
     Raises:
-        BadSettings: It can't be done.
+        InvalidSettings: The path can't be used.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -46,14 +46,14 @@ def listen_at_path(path: Path, backlog: int) -> socket.socket:
 
 
 def remove_socket(path: Path, made: tuple[int, int] | None) -> None:
-    """Remove the socket that was made here, unless a successor's has its place."""
+    """Remove the socket that was made here, unless a successor's has replaced it."""
     with contextlib.suppress(OSError), _lock_folder(path.parent):
         if made is not None and socket_identity(path) == made:
             path.unlink()
 
 
 def socket_identity(path: Path) -> tuple[int, int] | None:
-    """Return which socket is at a path; None: none, or something else."""
+    """Return the identity of the socket at a path; None if there is none, or another file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -62,23 +62,20 @@ def socket_identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether somebody listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except BlockingIOError:
-            return True  # it has more callers than it takes
+            return True  # its backlog is full
         except OSError:
             return False
     return True
 
 
 def _allow_all_users(path: Path) -> None:
-    """Let other users connect, as the trainer's may be one: the ticket says who may use it.
-
-    By a descriptor: the path may lead elsewhere by now, where others can write its folder.
-    """
+    # The trainer may be another user, and the ticket says who may push. By a descriptor, since others that can
+    # write the folder may have replaced the path by now.
     handle = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)
@@ -91,7 +88,7 @@ def _allow_all_users(path: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other workers from looking at a path there and then removing what has come meanwhile; not for long."""
+    """Keep other workers from removing a socket that was made since they looked at its path; not for long."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         until = time.monotonic() + FOLDER_LOCK_SECONDS

@@ -1,8 +1,8 @@
-"""The port that weights come through, over TCP and over a Unix socket: transfers only, by ticket.
+"""The weights port, over TCP and over a Unix socket: transfers only, by ticket.
 
-Each connection has a thread, for bytes that pass an event loop would keep it from everything else.
-Who has shown no ticket is a stranger: little is read of it, and nobody waits for it. Strangers have places of
-their own, few of them from one address, and the oldest of them goes for the next one.
+Each connection has a thread, since bytes that pass the event loop would keep it from everything else.
+A connection without a ticket is a stranger: little is read of it, and the other ones don't wait for it. The number of
+strangers is bounded, in all and for each address; the oldest is closed for the next one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from rollout_common.transfer.frames import (
 )
 from rollout_common.transfer.node import node_of
 from rollout_common.transfer.tls import HANDSHAKE
-from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.incoming import Refusal
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
 
+from .port_connections import BACKLOG, bind_port
 from .serving_certificate import ServingCertificate
 from .settings import (
     FAREWELL_SECONDS,
@@ -42,22 +43,21 @@ from .unix_socket import listen_at_path, remove_socket, socket_identity
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64
-"""Who may be about to show a ticket, over TCP and over the Unix socket each."""
+"""Connections without a ticket, over TCP and over the Unix socket each."""
 MAX_STRANGERS_PER_ADDRESS = 32
-"""How many of them may come from one address, or one process."""
-BACKLOG = 128
+"""The most of them from one address, or one process."""
 
 
 class WeightsPort:
     """Listens from the beginning, serves from `start` to `stop`.
 
     Args:
-        settings: Of the worker: which of the two it has.
-        desk: Knows the tickets; told where they can be used, and how other workers are reached.
-        certificate: Of the control port, shown here as well; None: this port speaks no TLS.
+        settings: Of the worker; they name the TCP port, the Unix socket, or both.
+        desk: Knows the tickets; it learns here where they can be used, and how to reach other workers.
+        certificate: The control port's, shown here as well; None: this port speaks no TLS.
 
     Raises:
-        BadSettings: The port is taken, or the socket can't be made.
+        InvalidSettings: The port is taken, or the socket can't be made.
     """
 
     def __init__(
@@ -69,13 +69,15 @@ class WeightsPort:
         self._path = settings.weights_socket
         self._lock = threading.Lock()
         self._strangers: dict[Connection, str] = {}
-        """And where they are, in the order in which they came."""
+        """Connections without a ticket and their addresses, oldest first."""
         self._admitted: set[Connection] = set()
         self._threads: list[threading.Thread] = []
         self._stopped = False
         port = node = None
         if settings.weights_port is not None:
-            port = self._listen_on(_listen_tcp(settings.data_host, settings.weights_port))
+            port = self._listen_on(
+                bind_port(settings.data_host, settings.weights_port, "--weights-port")
+            )
         if self._path is not None:
             self._listen_on(listen_at_path(self._path, BACKLOG))
             self._made = socket_identity(self._path)
@@ -85,12 +87,13 @@ class WeightsPort:
         desk.outward = Outward.of(settings)
 
     def _listen_on(self, sock: socket.socket) -> int:
+        sock.setblocking(True)  # it is a thread that accepts
         self._listening.append(sock)
         name = sock.getsockname()
         return int(name[1]) if sock.family != socket.AF_UNIX else 0
 
     def start(self) -> None:
-        """Take connections, in threads."""
+        """Accept connections, in threads."""
         for sock in self._listening:
             thread = threading.Thread(
                 target=self._accept_connections, args=(sock,), name="weights-port", daemon=True
@@ -99,7 +102,7 @@ class WeightsPort:
             thread.start()
 
     def stop(self) -> None:
-        """Take none any more and end those that are open; blocks until their threads have ended."""
+        """Accept nothing more and end the open connections; blocks until their threads have ended."""
         self._stopped = True
         for sock in self._listening:
             with contextlib.suppress(OSError):
@@ -124,14 +127,14 @@ class WeightsPort:
                 if self._stopped:
                     return
                 logger.warning("a connection for weights could not be taken: %s", error)
-                with self._lock:  # there are too many descriptors
+                with self._lock:  # perhaps no descriptor was left
                     if self._strangers:
                         first_to_go(list(self._strangers)).interrupt()
                 time.sleep(WEIGHTS_ACCEPT_RETRY_SECONDS)
                 continue
             try:
                 self._take_connection(connected, address)
-            except (OSError, RuntimeError) as error:  # gone again, or there is no thread for it
+            except (OSError, RuntimeError) as error:  # it is gone again, or no thread can start
                 logger.warning("a connection for weights could not be taken: %s", error)
                 connected.close()
 
@@ -159,7 +162,7 @@ class WeightsPort:
         return None
 
     def _stranger_to_drop(self, connection: Connection, place: str) -> Connection | None:
-        """Return the stranger that has to go for another one."""
+        """The stranger that has to go for another one, if one has to."""
         kin = [each for each in self._strangers if each.unix == connection.unix]
         near = [each for each in kin if self._strangers[each] == place]
         if len(near) >= MAX_STRANGERS_PER_ADDRESS:
@@ -188,7 +191,7 @@ class WeightsPort:
                 self._admitted.discard(connection)
 
     def _read_greeting(self, connection: Connection) -> Work | None:
-        """Return what a stranger has come for, which is one no more; None: it was turned away.
+        """Return the work that a stranger's ticket admits it to; None: it was refused.
 
         Raises:
             TransferError: It is gone, said nothing in time, or TLS fails.
@@ -212,7 +215,7 @@ class WeightsPort:
         return work
 
     def _begin_tls(self, connection: Connection) -> bool:
-        """Begin TLS if the other end does; False: it had to, and was turned away.
+        """Begin TLS if the other end does; False: the other end was refused.
 
         Raises:
             TransferError: The other end is gone, or TLS fails.
@@ -248,30 +251,14 @@ class WeightsPort:
 
 
 def _send_refusal(connection: Connection, slug: str, detail: str) -> None:
-    """Say why a stranger is turned away."""
     connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
     connection.leave(FAREWELL_SECONDS)
 
 
 def _caller_address(connected: socket.socket, address: object) -> str:
-    """Return where a caller is: its address, or its process."""
+    """The address of a caller, or its process."""
     if isinstance(address, tuple):
         return str(address[0])
     size = struct.calcsize("3i")
     pid, *_ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return f"process {pid}"
-
-
-def _listen_tcp(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise InvalidSettings(
-            f"--weights-port {host}:{port} can't be used: {error.strerror}"
-        ) from error
-    return sock

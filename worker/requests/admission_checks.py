@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_common.wire import GenerateRequest, Lifecycle, LogprobsOf, WeightsId
+from rollout_common.wire import (
+    Capabilities,
+    GenerateRequest,
+    Lifecycle,
+    LogprobsOf,
+    SamplingParams,
+    WeightsId,
+)
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
 
-from .capability_checks import check_capabilities
-
 MAX_SEED = 2**63
+
+_DEFAULTS = SamplingParams()
+_TRUNCATION = frozenset({"top_p", "top_k", "min_p"})
+_NEUTRAL = frozenset({"max_tokens", "n", "seed", "stop", "stop_token_ids", "ignore_eos"})
+"""Fields that leave the distribution a token is sampled from unchanged."""
 
 _NO_ENGINE = {
     Lifecycle.STARTING: ("starting", "the worker is starting", 2),
@@ -59,7 +69,7 @@ def _fence_refusal(
     runtime: WorkerRuntime, active: WeightsId | None, required: WeightsId | None
 ) -> ProblemError | None:
     if required is None:
-        if not runtime.settings.is_in_pool:
+        if runtime.settings.pool is None:
             return None
         return _admission_refusal(
             "fenced", "no weights floor has been set yet (POST /v1/require)", 1
@@ -218,3 +228,72 @@ def check_queue_room(runtime: WorkerRuntime, waiting: int, wanted: int) -> None:
             retry_after=1,
             queued=waiting,
         )
+
+
+def check_capabilities(request: EngineRequest, able: Capabilities) -> None:
+    """Refuse what the engine's capabilities exclude, before the engine sees the request.
+
+    So an adapter needs no such checks of its own: its `validate` only refuses what depends on the model,
+    such as ids beyond the vocabulary.
+
+    Raises:
+        InvalidRequest: Names the field and the fix.
+    """
+    for field in sorted(_changed_fields(request.sampling) - {"max_tokens", "n", "seed", "stop"}):
+        if field not in able.sampling:
+            default = getattr(_DEFAULTS, field)
+            raise _unsupported_field(f"sampling.{field}", f"leave it at its default ({default!r})")
+    asked = {
+        "sampling.stop": (request.sampling.stop, able.stop_strings, "use stop_token_ids"),
+        "sampling.seed": (request.sampling.seed is not None, able.seed, "leave the seed out"),
+        "priority": (request.priority, able.priority, "leave it at 0"),
+        "cache_salt": (request.cache_salt is not None, able.cache_salt, "leave it out"),
+    }
+    for field, (wanted, can, fix) in asked.items():
+        if wanted and not can:
+            raise _unsupported_field(field, fix)
+    _check_logprobs(request, able)
+
+
+def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
+    """Serve either kind where both have the same values; otherwise it must be declared."""
+    altering = _altering_fields(request.sampling)
+    if request.logprobs is None:
+        return
+    if not able.logprobs:
+        raise _unsupported_field("logprobs", "it records no logprobs, use 'none'")
+    if not altering:
+        return
+    if request.logprobs not in able.logprobs:
+        others, names = " or ".join(able.logprobs), ", ".join(sorted(altering))
+        raise _unsupported_field(
+            "logprobs",
+            f"with {names} set, {request.logprobs!r} logprobs differ from the ones it"
+            f" records ({others}): ask for {others}, or leave those parameters at their defaults",
+        )
+    beyond = altering.difference(able.sampling_logprobs)
+    if request.logprobs == "sampling" and beyond:
+        instead = "ask for 'raw'" if "raw" in able.logprobs else "use 'none'"
+        names = ", ".join(sorted(beyond))
+        raise _unsupported_field(
+            "logprobs",
+            f"it can't record 'sampling' logprobs with {names} set: {instead}, or leave"
+            " those parameters at their defaults",
+        )
+
+
+def _altering_fields(sampling: SamplingParams) -> frozenset[str]:
+    """Fields that change the distribution from the model's own; T = 0 counts as T = 1."""
+    changed = _changed_fields(sampling) - _NEUTRAL
+    if sampling.temperature == 0:
+        changed -= _TRUNCATION | {"temperature"}
+    return changed
+
+
+def _changed_fields(sampling: SamplingParams) -> frozenset[str]:
+    fields = SamplingParams.model_fields
+    return frozenset(f for f in fields if getattr(sampling, f) != getattr(_DEFAULTS, f))
+
+
+def _unsupported_field(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(field, f"this engine does not support it: {what}")

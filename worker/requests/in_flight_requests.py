@@ -1,8 +1,8 @@
-"""Requests in flight: one pump per output, abort with partial output, deadlines; whole.
+"""Requests in flight: one pump per output, abort with partial output, deadlines.
 
 A *flight* is an accepted request; an *output* is one of its `n` continuations, and one request to
-the engine. Whatever happens, a flight ends with every output finished by the model, or aborted with
-a reason and its partial output.
+the engine. Whatever happens, each output of a flight is finished by the model, or aborted with a
+reason and what it has so far.
 """
 
 from __future__ import annotations
@@ -11,28 +11,124 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from rollout_common.wire import (
-    AbortReason,
-    DoneOutput,
-    GenerateResponse,
-    LogprobsOf,
-    StopReason,
-    StreamDelta,
-    StreamDone,
-    Timing,
-    Usage,
-    WeightsId,
-)
+from rollout_common import wire
+from rollout_common.wire import AbortReason, StopReason, WeightsId, WeightsSpan
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 
 from .admission_checks import invalid_problem
-from .running_output import RunningOutput
 from .settings import ABORT_TIMEOUT_SECONDS, ANSWER_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class RunningOutput:
+    """One continuation. token_ids: [T], logprobs: [T] if requested."""
+
+    index: int
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[WeightsSpan] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stop_match: wire.StopMatch | None = None
+    abort_reason: AbortReason | None = None
+    not_finite: WeightsId | None = None
+    """The weights that gave it logits that are not finite, and so aborted it."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queued_seconds: float = 0.0
+    latest: float | None = None
+    """Monotonic time of its latest tokens."""
+    aborting: AbortReason | None = None
+    """Set once a caller asks to end it; the engine may not know the output yet."""
+    pump: asyncio.Task[None] | None = None
+
+    def append_delta(self, delta: EngineDelta) -> None:
+        """Add what the engine has made since the last delta."""
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+        for span in delta.spans:
+            self._append_span(span)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.preemptions = max(self.preemptions, delta.preemptions)
+        self.queued_seconds = delta.queued_seconds
+        if delta.stop_reason is not None:
+            self.stop_reason = delta.stop_reason
+            self.stop_match = delta.stop_match
+            self.abort_reason = delta.abort_reason
+            self.not_finite = delta.not_finite
+
+    def _append_span(self, span: WeightsSpan) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and _span_kind(last) == _span_kind(span) and last.end == span.start:
+            self.spans[-1] = last.model_copy(update={"end": span.end})
+        else:
+            self.spans.append(span)
+
+    def delta_since(self, start: int) -> wire.StreamDelta | None:
+        """Return what there is from token `start` on, or None."""
+        end = len(self.token_ids)
+        if start == end:
+            return None
+        return wire.StreamDelta(
+            index=self.index,
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs[start:]),
+            weights=tuple(self._spans_from(start)),
+        )
+
+    def _spans_from(self, start: int) -> list[WeightsSpan]:
+        found: list[WeightsSpan] = []
+        for span in reversed(self.spans):  # a reader that keeps up wants the last one only
+            if span.end <= start:
+                break
+            found.append(span if span.start >= start else span.model_copy(update={"start": start}))
+        return found[::-1]
+
+    def mark_aborted(self, reason: AbortReason) -> None:
+        """Mark it aborted, unless it has ended; the engine is not asked."""
+        if self.stop_reason is None:
+            self.stop_reason, self.abort_reason = StopReason.ABORTED, reason
+
+    def _end_fields(self) -> dict[str, Any]:
+        """How it ended, as both kinds of answers say it."""
+        found: dict[str, Any] = {
+            "index": self.index,
+            "stop_reason": self.stop_reason,
+            "stop_match": self.stop_match,
+            "abort_reason": self.abort_reason,
+        }
+        if self.not_finite is not None:
+            detail = (
+                f"weights {self.not_finite} give logits that are not finite (NaN or infinite): publish"
+                " sound weights under a higher version"
+            )
+            found |= {"abort_slug": wire.NOT_FINITE, "abort_detail": detail}
+        return found
+
+    def to_result(self) -> wire.GenerateOutput:
+        """The finished output, as the client receives it."""
+        return wire.GenerateOutput(
+            **self._end_fields(),
+            token_ids=tuple(self.token_ids),
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs),
+            weights=tuple(self.spans),
+        )
+
+    def to_done(self) -> wire.DoneOutput:
+        """The finished output without its arrays, which the stream had."""
+        return wire.DoneOutput(**self._end_fields())
+
+
+def _span_kind(span: WeightsSpan) -> tuple[int, int, bool]:
+    return (span.epoch, span.version, span.stale_kv)
 
 
 class InFlightRequest:
@@ -50,14 +146,14 @@ class InFlightRequest:
         self.first_token: float | None = None
         self.ended: float | None = None
         self.fresh = asyncio.Event()
-        """Set when there is more to read: no queue, as its reader may be slow, or read no more."""
+        """Set when there is more to read; a queue would grow while its reader is slow or has stopped."""
         self.done = asyncio.Event()
         self.refusal: InvalidRequest | None = None
         """Why the engine refused it after it was accepted."""
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
-    def logprobs_kind(self) -> LogprobsOf | None:
+    def logprobs_kind(self) -> wire.LogprobsOf | None:
         """Kind of its logprobs; None if it has none."""
         return self.outputs[0].request.logprobs
 
@@ -65,34 +161,26 @@ class InFlightRequest:
         """Make sure that a finished flight has an answer.
 
         Raises:
-            ProblemError: the engine refused it before it generated a token.
+            ProblemError: The engine refused it before it generated a token.
         """
         if self.refusal is not None and not any(output.token_ids for output in self.outputs):
             raise invalid_problem(self.refusal)
 
     async def wait_finished(self, deadline_seconds: float) -> None:
-        """Wait until it ends, by its own deadline at the latest.
-
-        Raises:
-            ProblemError: see `check_answered`.
-        """
+        """Wait until it ends, by its own deadline at the latest; raises as `check_answered` does."""
         async with asyncio.timeout(deadline_seconds + ANSWER_TIMEOUT_SECONDS):
             await self.done.wait()
         self.check_answered()
 
-    async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[StreamDelta]:
-        """Yield what it has made since the last look, to one reader, until it ends.
-
-        Raises:
-            ProblemError: see `check_answered`.
-        """
+    async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[wire.StreamDelta]:
+        """Yield its tokens as they come, to one reader, until it ends; raises as `check_answered` does."""
         until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_TIMEOUT_SECONDS
         read, ended = [0] * len(self.outputs), False
         while not ended:
             async with asyncio.timeout_at(until):
                 await self.fresh.wait()
             self.fresh.clear()
-            ended = self.done.is_set()  # asked first: what comes meanwhile is read once more
+            ended = self.done.is_set()  # read first: tokens that come after it are read once more
             for place, output in enumerate(self.outputs):
                 delta = output.delta_since(read[place])
                 if delta is not None:
@@ -100,9 +188,9 @@ class InFlightRequest:
                     yield delta
         self.check_answered()
 
-    def to_response(self) -> GenerateResponse:
+    def to_response(self) -> wire.GenerateResponse:
         """The answer of a finished flight."""
-        return GenerateResponse(
+        return wire.GenerateResponse(
             request_id=self.request_id,
             logprobs_of=self.logprobs_kind,
             outputs=tuple(output.to_result() for output in self.outputs),
@@ -110,36 +198,27 @@ class InFlightRequest:
             timing=self._measured_timing(),
         )
 
-    def final_event(self) -> StreamDone:
+    def final_event(self) -> wire.StreamDone:
         """The closing event of a finished flight."""
-        return StreamDone(
+        return wire.StreamDone(
             request_id=self.request_id,
             logprobs_of=self.logprobs_kind,
-            outputs=tuple(
-                DoneOutput(
-                    index=output.index,
-                    stop_reason=output.stop_reason or StopReason.ABORTED,
-                    stop_match=output.stop_match,
-                    abort_reason=output.abort_reason,
-                    **output.abort_cause,
-                )
-                for output in self.outputs
-            ),
+            outputs=tuple(output.to_done() for output in self.outputs),
             usage=self._token_usage(),
             timing=self._measured_timing(),
         )
 
-    def _token_usage(self) -> Usage:
-        return Usage(
+    def _token_usage(self) -> wire.Usage:
+        return wire.Usage(
             prompt_tokens=len(self.outputs[0].request.token_ids),
             completion_tokens=sum(len(output.token_ids) for output in self.outputs),
             cached_tokens=sum(output.cached_tokens for output in self.outputs),
         )
 
-    def _measured_timing(self) -> Timing:
+    def _measured_timing(self) -> wire.Timing:
         assert self.ended is not None, "only a finished flight is answered"
         first = None if self.first_token is None else self.first_token - self.created
-        return Timing(
+        return wire.Timing(
             queued_seconds=min(output.queued_seconds for output in self.outputs),
             first_token_seconds=first,
             total_seconds=self.ended - self.created,
@@ -206,36 +285,27 @@ class InFlightRequests:
         abort.add_done_callback(self._aborts.discard)
 
     async def _pump_output(self, flight: InFlightRequest, output: RunningOutput) -> None:
+        engine = self._runtime.engine
+        # It may have been aborted since admission: the engine doesn't know about it yet.
+        if output.aborting is not None or engine is None:
+            return
         try:
-            async for delta in self._generate_deltas(output):
-                self._take_delta(flight, output, delta)
+            async for delta in engine.generate(output.request):
+                output.append_delta(delta)
+                if delta.token_ids:
+                    self._count_tokens(flight, output, len(delta.token_ids))
+                    flight.fresh.set()
         except EngineCrashed as error:
             self._runtime.report_crash(str(error))
         except InvalidRequest as error:
             flight.refusal = error
         except asyncio.CancelledError:
-            # Only `abort` and `fail_all` cancel a pump, after they have recorded why.
+            # Only `abort_outputs` and `fail_all` cancel a pump, after they have recorded why.
             pass
         except Exception:
             logger.exception(
                 "the engine failed during a request", extra={"request": flight.request_id}
             )
-
-    async def _generate_deltas(self, output: RunningOutput) -> AsyncIterator[EngineDelta]:
-        engine = self._runtime.engine
-        # It may have been aborted since admission: the engine doesn't know about it yet.
-        if output.aborting is not None or engine is None:
-            return
-        async for delta in engine.generate(output.request):
-            yield delta
-
-    def _take_delta(
-        self, flight: InFlightRequest, output: RunningOutput, delta: EngineDelta
-    ) -> None:
-        output.append_delta(delta)
-        if delta.token_ids:
-            self._count_tokens(flight, output, len(delta.token_ids))
-            flight.fresh.set()
 
     def _count_tokens(self, flight: InFlightRequest, output: RunningOutput, tokens: int) -> None:
         now, telemetry = time.monotonic(), self._runtime.telemetry
@@ -268,12 +338,12 @@ class InFlightRequests:
         self._runtime.changed.notify_all()
 
     async def abort_requests(self, flights: Iterable[InFlightRequest], reason: AbortReason) -> None:
-        """End these flights with their partial output; return once they have ended."""
+        """End these flights with their partial output; returns once they have ended."""
         outputs = [o for flight in flights for o in flight.outputs if o.stop_reason is None]
         await self.abort_outputs(outputs, reason)
 
     async def abort_outputs(self, outputs: Collection[RunningOutput], reason: AbortReason) -> None:
-        """End single outputs with what they have so far; return once they have ended."""
+        """End single outputs with what they have so far; returns once they have ended."""
         if not outputs:
             return
         for output in outputs:
@@ -307,7 +377,7 @@ class InFlightRequests:
         return list(self._flights)
 
     def fail_all(self) -> None:
-        """End everything as aborted (`engine`), without the engine, which is dead."""
+        """End everything as aborted (`engine`); the engine is dead and is not asked."""
         for output in self.unfinished_outputs.values():
             output.aborting = output.aborting or AbortReason.ENGINE
             if output.pump is not None:

@@ -1,17 +1,12 @@
-"""How long things may take in this package, and why."""
+"""Durations of this package in seconds, each with its reason."""
 
 from __future__ import annotations
 
-# body_routes.py
-
 BODY_TIMEOUT_SECONDS = 60.0
-"""What a body may take to arrive."""
-
-
-# in_flight_requests.py
-
-ANSWER_TIMEOUT_SECONDS = 90.0
-"""How long a request may outlive its own deadline before the worker gives up on it."""
+"""For a body to arrive: the largest one, some 100 MiB, over a slow link."""
 
 ABORT_TIMEOUT_SECONDS = 30.0
-"""How long the engine may take to end an aborted request; then the worker ends it itself."""
+"""For the engine to end an aborted request: a long step or two. Then the worker ends the request itself."""
+
+ANSWER_TIMEOUT_SECONDS = 90.0
+"""For a request to end after its deadline, before the worker gives up on it: longer than two aborts take."""

@@ -182,10 +182,12 @@ async def fill_from_source(
             _check_votes(root_hash, await others)
         await run_in_thread(lambda _: sink.seal(), cancel)
     except BaseException:
-        if others is not None:
-            others.cancel()
-            await asyncio.wait([others])
-        await asyncio.to_thread(sink.close)
+        try:
+            if others is not None:
+                others.cancel()
+                await asyncio.wait([others])
+        finally:  # whatever else cancels this: nobody else would close it
+            await run_in_thread(lambda _: sink.close(), cancel)
         raise
     return sink
 

@@ -1,4 +1,4 @@
 """Weights changing under load: order of versions, staging slot, commit.
 
-It decides which weights serve. How bytes are found is `sources`, how they are held the engine's.
+This package decides which weights serve. `sources` finds their bytes, and the engine holds them.
 """

@@ -1,4 +1,4 @@
-"""Pushed weights of one worker: who may bring them, what is kept of them, who may fetch that."""
+"""Pushed weights of one worker: which may come, what is kept of them, and which peers may fetch that."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from rollout_common.wire import (
     PushedBytes,
     StagedWeights,
     StageRequest,
+    StageSource,
     WeightsId,
 )
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.basis import Basis
 from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.giving import Gives, Kept, kept_of
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class PushedWeights:
-    """See the module.
+    """The pushed weights of one worker.
 
     Args:
         runtime: Of the worker.
@@ -97,30 +99,22 @@ class PushedWeights:
         return view.model_copy(update={"transfer": self.desk.expect(incoming)})
 
     def fill_other_nodes(
-        self,
-        source: Gives,
-        root_hash: str | None,
-        seconds: float,
-        *,
-        on_disk: bool = False,
+        self, source: Gives, root_hash: str | None, seconds: float, *, on_disk: bool = False
     ) -> Elsewhere | None:
-        """How the other nodes of a gang fill the same slot: from here; None: there are none."""
-        gang, host = self._runtime.gang, self._runtime.settings.leader_address
-        if gang is None:
-            return None
-        assert host is not None, "checked by the settings"
-        return partial(
-            gang.fill_slots,
-            source=lambda: self.desk.for_member(source, host),
-            root_hash=root_hash,
+        """Return how the other nodes of a gang fill the same slot from here; None if there are none."""
+        host = self._runtime.settings.leader_address or ""
+        return fill_elsewhere(
+            self._runtime.gang,
+            lambda: self.desk.for_member(source, host),
+            root_hash,
+            seconds,
             on_disk=on_disk,
-            seconds=seconds,
         )
 
     def check_base(
         self, request: StageRequest, active: ActiveWeights | None, slot: StagingSlot | None
     ) -> None:
-        """Refuse a delta of anything but what serves here, with its bytes and room beside them.
+        """Refuse a delta unless its base serves here, its bytes are kept, and there is room for the result.
 
         Raises:
             ProblemError: 409 `wrong-base`.
@@ -171,7 +165,7 @@ class PushedWeights:
     def _allocate_memory(
         self, nbytes: int, *, hollow: bool, private: bool
     ) -> tuple[Memory, Callable[[], None]]:
-        """Take memory for pushed bytes, as `Memory` does; what is kept goes first if there is no room else.
+        """Allocate memory for pushed bytes, as `Memory` does; free what is kept if memory is short.
 
         Raises:
             EngineError: There is none.
@@ -256,6 +250,22 @@ class PushedWeights:
             " member, or publish again",
             **facts,
         )
+
+
+def fill_elsewhere(
+    gang: GangHead | None,
+    source: Callable[[], StageSource],
+    root_hash: str | None,
+    seconds: float,
+    *,
+    on_disk: bool = False,
+) -> Elsewhere | None:
+    """Return how the other nodes of a gang fill the same slot; None if there are none."""
+    if gang is None:
+        return None
+    return partial(
+        gang.fill_slots, source=source, root_hash=root_hash, on_disk=on_disk, seconds=seconds
+    )
 
 
 def _request_identity(request: StageRequest) -> WeightsId:

@@ -1,17 +1,26 @@
-"""The staging slot: memory of the engine that is filled beside the serving weights.
+"""The staging slot: memory of the engine that is filled next to the serving weights.
 
-`sources/tensor_filling.py` is the whole way of bytes into it.
+`sources/tensor_filling.py` fills it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from typing import Any
 
 from rollout_common.wire import StagedWeights, StageRequest, WeightsId, WeightsSource
 from rollout_common.wire.problems import ProblemError, conflict_problem
-from rollout_worker.engine import ContentMismatch, Engine, Sink, TrainerTensors, WeightsLayout
+from rollout_worker.engine import (
+    ContentMismatch,
+    Engine,
+    EngineError,
+    Sink,
+    TrainerTensors,
+    WeightsLayout,
+    WeightsRejected,
+)
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.pushed import receive
@@ -25,7 +34,7 @@ GIVEN_UP = "the slot was given up for another one, or discarded"
 
 
 class StagingSlot:
-    """What is being staged, or was."""
+    """One version that is being staged, or is staged."""
 
     def __init__(
         self,
@@ -38,7 +47,7 @@ class StagingSlot:
     ) -> None:
         self.caller = caller
         self.incoming = incoming
-        """What is pushed, or fetched from peers; None: the bytes are read from files, or handed over."""
+        """The transfer of pushed bytes; None: the bytes come from files, or were handed over."""
         self.identity = WeightsId(epoch=request.epoch, version=request.version)
         self.source = request.source.without_bytes
         self.resolved = resolved
@@ -57,50 +66,49 @@ class StagingSlot:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the bytes are there and verified."""
+        """Whether all bytes are in memory and verified."""
         return self._filled and self.error is None
 
     async def fill_slot(
         self,
         engine: Engine,
         layout: WeightsLayout,
-        located: Located,
+        located: Located | None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """Bring the bytes; raises what `fill` raises."""
+        """Fill the slot from handed tensors, the push or the located files; raise what `fill_sink` raises."""
+        open_slot, verify, report = engine.open_slot, self._verify_hash, self.report_progress
         if self.given is not None:
-            self._sink = await tensor_bytes.fill(
-                engine.open_slot, layout, self.given, self._verify_hash, self.report_progress
-            )
+            self._sink = await tensor_bytes.fill(open_slot, layout, self.given, verify, report)
+        elif self.incoming is not None:
+            self._sink = await receive(open_slot, layout, self.incoming, verify, report, elsewhere)
         else:
-            self._sink = await fill_sink(
-                engine.open_slot,
-                layout,
-                located,
-                self._verify_hash,
-                self.report_progress,
-                elsewhere,
-            )
+            assert located is not None, "files are located first"
+            self._sink = await fill_sink(open_slot, layout, located, verify, report, elsewhere)
         self._filled = True
 
-    async def receive_pushed(
-        self, engine: Engine, layout: WeightsLayout, elsewhere: Elsewhere | None
-    ) -> None:
-        """Bring pushed bytes; raises what `receive` raises."""
-        assert self.incoming is not None
-        self._sink = await receive(
-            engine.open_slot,
-            layout,
-            self.incoming,
-            self._verify_hash,
-            self.report_progress,
-            elsewhere,
-        )
-        self._filled = True
+    async def await_filling(self, filling: Awaitable[None]) -> None:
+        """Await the filling until the deadline; note and log the outcome."""
+        try:
+            async with asyncio.timeout(self.deadline_seconds):
+                await filling
+        except TimeoutError:
+            limit = self.deadline_seconds
+            self.error = f"not staged within {limit:g} s: raise deadline_seconds and stage again"
+        except EngineError as error:
+            self.error, self.slug = str(error), error.slug
+        except Exception as error:
+            logger.exception("staging %s failed", self.identity)
+            self.error = f"internal error: {error}"
+        if self.error:
+            self.give_up_push(self.error)
+            logger.warning("staging weights %s failed: %s", self.identity, self.error)
+        else:
+            logger.info("staged weights %s", self.identity)
 
     @property
     def shared_sink_id(self) -> str:
-        """Id of the filled sink in a gang."""
+        """Id of the filled sink, which the members of a gang share."""
         return "" if self._sink is None else self._sink.slot
 
     def _verify_hash(self, root_hash: str) -> None:
@@ -112,13 +120,13 @@ class StagingSlot:
         self.root_hash = root_hash
 
     def take_sink(self) -> Sink:
-        """Hand the filled sink over; from now on the engine frees it."""
+        """Return the filled sink; from now on the engine frees it."""
         sink, self._sink = self._sink, None
-        assert sink is not None, "taken once, when it is staged"
+        assert sink is not None, "taken once, after staging"
         return sink
 
     async def drop_slot(self, why: str = GIVEN_UP) -> None:
-        """End the filling and give the memory back; who brings pushed bytes is told why."""
+        """Stop filling and give the memory back; the sender of pushed bytes gets the reason."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait({self.task}, timeout=DISCARD_TIMEOUT_SECONDS)
@@ -129,7 +137,7 @@ class StagingSlot:
             await asyncio.to_thread(sink.close)
 
     def give_up_push(self, why: str) -> None:
-        """Let go of pushed bytes; who brings them is told why."""
+        """Let go of pushed bytes; their sender gets the reason."""
         if self.incoming is not None:
             self.incoming.close(why)
 
@@ -157,7 +165,7 @@ class StagingSlot:
         )
 
     def answer_repeated(self, request: StageRequest, resolved: WeightsSource) -> StagedWeights:
-        """Answer another stage of this identity.
+        """Answer a repeated stage of this identity.
 
         Raises:
             ProblemError: 409, it means other content.
@@ -170,21 +178,47 @@ class StagingSlot:
 
 
 def is_same_content(request: StageRequest, known: str | None, *, same_source: bool) -> bool:
-    """Whether a request for a known identity means its content: the hash decides, then the source.
+    """Return whether a request for a known identity means its content: the hash decides, then the source.
 
-    `known`: the content's hash, None while nobody knows it.
+    `known`: the content's hash, None while it is not computed.
     """
     if known is not None and (request.root_hash is not None or request.source.pushed is not None):
-        # Whoever pushes learns its hash only at the end, and compares it with the answer's then.
+        # A sender knows its hash only at the end, and compares it with the answer's then.
         return request.root_hash in (None, known)
     return same_source
 
 
 def content_mismatch(identity: WeightsId, root_hash: str | None) -> ProblemError:
-    """A 409: the identity is known with other content."""
+    """Return a 409: the identity is bound to other content."""
     return conflict_problem(
         "content-mismatch",
         f"weights {identity} are bound to other content (root_hash {root_hash}): publish new bytes"
         " under a higher version",
         root_hash=root_hash,
+    )
+
+
+def regression_problem(
+    identity: WeightsId, than: WeightsId, what: str, **facts: Any
+) -> ProblemError:
+    """Return a 409: the identity is below another one, named by `what`."""
+    slug = "stale-epoch" if identity.epoch < than.epoch else "version-regressed"
+    return conflict_problem(
+        slug,
+        f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
+        " back",
+        **{**facts, what: than.model_dump()},
+    )
+
+
+def no_copy_error(identity: WeightsId, *, handed_over: bool) -> EngineError:
+    """Return the error of weights whose bytes this worker keeps no longer."""
+    if handed_over:
+        return EngineError(
+            f"weights {identity} were handed over, and this worker keeps no copy of their tensors: hand over new"
+            " ones, or sleep at level 2"
+        )
+    return WeightsRejected(
+        f"NoLiveCopy: weights {identity} were pushed, and this worker keeps no copy of them; stage them again, from"
+        " peers or from the trainer"
     )

@@ -1,7 +1,7 @@
-"""The critical section that flips weights, label and admission together; kept in one piece.
+"""The critical section that flips weights, label and admission together.
 
-Who runs gets what the in-flight policy says; who waits runs on the new weights; who asked for
-exactly the old ones ends with partial output, unless pinned to them. A failure leaves the old
+Running requests end or go on as the in-flight policy says. Queued requests run on the new weights. A request for
+exactly the old weights ends with partial output, unless it is pinned to them. A failure leaves the old
 weights serving, or a dead engine that the supervisor replaces: never unverified weights.
 """
 
@@ -32,8 +32,7 @@ from rollout_worker.engine import (
     KvPolicy,
     WeightsRejected,
 )
-from rollout_worker.requests.in_flight_requests import InFlightRequests
-from rollout_worker.requests.running_output import RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequests, RunningOutput
 
 from .settings import (
     DRAIN_POLL_SECONDS,
@@ -50,14 +49,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _CommitSection:
-    """One commit under way: the outputs that ran when it began, and its measured pause."""
+    """One commit under way: the outputs that ran when it began, and the measured pause."""
 
     running: list[RunningOutput] = field(default_factory=list)
     closed_at: float = 0.0
     pause_seconds: float = 0.0
 
     def count_outputs(self, *, stopped: bool, aborted: bool = False) -> int:
-        """How many of the outputs are still under way, aborted, or ended by themselves."""
+        """Count the outputs that still run, were aborted, or ended by themselves."""
         return sum(
             (output.stop_reason is not None) is stopped
             and (output.stop_reason is StopReason.ABORTED) is aborted
@@ -123,7 +122,7 @@ class WeightCommits:
 
     @property
     def _state_without_commit(self) -> str:
-        """What a commit leaves behind that didn't happen."""
+        """What a commit that failed leaves behind."""
         return "no weights are loaded yet" if self._updates.empty else "the old weights serve on"
 
     def _check_policy(self, request: CommitRequest) -> None:
@@ -140,7 +139,6 @@ class WeightCommits:
                 raise ProblemError("unsupported", fix, errors=errors)
 
     def _answer_if_active(self, request: CommitRequest) -> CommitResponse | None:
-        """The answer if these weights are active already."""
         self._runtime.loaded_engine()
         active = self._updates.active
         if active is None or self._updates.empty or active.identity != _request_identity(request):
@@ -182,10 +180,10 @@ class WeightCommits:
             )
 
     async def _confirm_members(self, slot: StagingSlot) -> None:
-        """See that all nodes of a gang still hold it, while everything goes on.
+        """Check that all nodes of a gang still hold the slot, before anything is paused.
 
         Raises:
-            EngineError: one doesn't; it has to be staged again.
+            EngineError: a node doesn't; the slot must be staged again.
         """
         gang = self._runtime.gang
         if gang is None:
@@ -210,7 +208,7 @@ class WeightCommits:
         async with self._engine_paused(engine, request, slot.identity, section):
             kv = _kv_policy(request)
             if kv == "pin" and updates.empty:
-                kv = "recompute"  # the former weights are no more
+                kv = "recompute"  # sleep has dropped the former weights
             flip = engine.commit(slot.identity, slot.take_sink(), kv)
             try:
                 await runtime.call_engine(flip, ENGINE_COMMIT_SECONDS, "commit")
@@ -243,7 +241,7 @@ class WeightCommits:
     async def _engine_paused(
         self, engine: Engine, request: CommitRequest, identity: WeightsId, section: _CommitSection
     ) -> AsyncIterator[None]:
-        """Settle what runs and keep the engine from stepping inside the block."""
+        """End running requests as the policy says, and keep the engine from stepping inside the block."""
         runtime = self._runtime
         ours = runtime.lifecycle.current_state is Lifecycle.ACTIVE
         runtime.holds.committing = identity
@@ -259,16 +257,16 @@ class WeightCommits:
                 try:
                     if ours and runtime.is_alive:
                         await self._resume_engine(engine)
-                finally:  # also if the engine dies just now: its successor commits nothing
+                finally:  # also if the engine dies now: the next one continues no commit
                     section.pause_seconds = time.monotonic() - section.closed_at
                     runtime.holds.committing = None
                     runtime.changed.notify_all()
 
     async def _resume_engine(self, engine: Engine) -> None:
-        """Let it step again; one that refuses would stand still for ever, so it is replaced.
+        """Let the engine step again; report it as dead if it refuses, because nothing else would resume it.
 
         Raises:
-            EngineCrashed: it could not.
+            EngineCrashed: the engine refused or died.
         """
         runtime = self._runtime
         try:
@@ -282,16 +280,16 @@ class WeightCommits:
     async def _settle_requests(
         self, engine: Engine, request: CommitRequest, section: _CommitSection, ours: bool
     ) -> None:
-        """Let running requests end, or end them, as the policy says; the queue stays."""
+        """Wait for running requests or abort them, as the policy says; queued ones stay."""
         if request.in_flight not in ("Drain", "Abort"):
             return
         await self._runtime.call_engine(
             engine.hold_admission(), ENGINE_PAUSE_SECONDS, "hold_admission"
         )
-        # Who was started between the first look and the hold counts as running, too.
+        # Requests that began after the first look and before the hold ran, too.
         section.running.extend(o for o in self._running_outputs() if o not in section.running)
         if request.in_flight == "Drain":
-            # What another's hold has frozen can't end by itself.
+            # Requests that another caller's hold has frozen can't end by themselves.
             if ours:
                 await self._wait_while(lambda now: now.running, request.deadline_seconds)
                 self._runtime.check_alive()
@@ -308,14 +306,13 @@ class WeightCommits:
     async def _await_unpinned(self, request: CommitRequest) -> None:
         """Wait until no output runs on weights before the active ones: an engine holds two sets.
 
-        Everything goes on meanwhile. Past the deadline those outputs end, or, with `Keep`, go
-        over to the weights committed now.
+        The engine keeps stepping. Past the deadline those outputs end or, with `Keep`, change to the
+        weights committed now.
         """
         runtime = self._runtime
-        # What another's hold has frozen can't end by itself.
-        seconds = (
-            request.deadline_seconds if runtime.lifecycle.current_state is Lifecycle.ACTIVE else 0
-        )
+        # Outputs that another caller's hold has frozen can't end by themselves.
+        active = runtime.lifecycle.current_state is Lifecycle.ACTIVE
+        seconds = request.deadline_seconds if active else 0
         await self._wait_while(lambda now: now.pinned_ids, seconds)
         runtime.check_alive()
         if request.on_deadline == "Abort":
@@ -330,9 +327,9 @@ class WeightCommits:
         return [unfinished[i] for i in ids if i in unfinished]
 
     async def _abort_pinned_elsewhere(self, active: WeightsId, section: _CommitSection) -> None:
-        """End those who asked for exactly other weights; nothing steps meanwhile.
+        """End outputs that asked for exactly other weights, while the engine is paused.
 
-        Who is pinned goes on: only the weights before the active ones are, and they asked for them.
+        Pinned outputs go on: they run on the weights before the active ones, which they asked for.
         """
         pinned = self._runtime.engine_stats().pinned_ids
         outputs = [
@@ -349,12 +346,11 @@ def _request_identity(request: CommitRequest) -> WeightsId:
 
 
 def _keeps_kv_at_deadline(request: CommitRequest) -> bool:
-    """Whether those that still run at the deadline go on with their KV."""
+    """Return whether outputs that still run at the deadline go on with their KV."""
     return request.in_flight in ("Drain", "Pin") and request.on_deadline == "Keep"
 
 
 def _kv_policy(request: CommitRequest) -> KvPolicy:
-    """Only who asked to keep KV keeps it; requests that have none yet are prefilled anyway."""
     if request.in_flight == "Pin":
         return "pin"
     keep = request.in_flight == "Keep" or _keeps_kv_at_deadline(request)

@@ -1,7 +1,7 @@
-"""Which weights are active, which are staged, and the one staging slot; whole, for one lock guards all of it.
+"""Which weights are active, which are staged, and the one staging slot.
 
-Order is lexicographic (epoch, version) everywhere, and an identity is bound to its content. The
-flip itself is in `commits`.
+Identities are ordered lexicographically by (epoch, version), and each is bound to its content.
+`weight_commits` flips the weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from rollout_common.wire import (
     CHECKPOINT,
@@ -34,21 +33,21 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.weights_fence import WeightsFence
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import EngineError, EngineInfo, Sink, TrainerTensors, WeightsRejected
+from rollout_worker.engine import EngineInfo, Sink, TrainerTensors, WeightsRejected
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.pushed import refill
-from rollout_worker.sources.tensor_filling import (
-    Elsewhere,
-    Located,
-    fill_sink,
-    locate_source,
-    resolve_within,
-)
+from rollout_worker.sources.tensor_filling import Located, fill_sink, locate_source, resolve_within
 
-from .pushed_weights import PushedWeights
+from .pushed_weights import PushedWeights, fill_elsewhere
 from .settings import DTYPE_LOOKUP_SECONDS, REFILL_TIMEOUT_SECONDS
-from .staging_slot import StagingSlot, content_mismatch, is_same_content
+from .staging_slot import (
+    StagingSlot,
+    content_mismatch,
+    is_same_content,
+    no_copy_error,
+    regression_problem,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,20 +66,20 @@ class WeightUpdates:
         """Where the active weights' bytes are, resolved; sleep at level 2 and restarts read it."""
         self._given_source = CHECKPOINT_SOURCE
         self.given: TrainerTensors | None = None
-        """The active weights' bytes, if they are tensors of this process and still there."""
+        """The active weights' bytes, if they are tensors of this process and still exist."""
         self.empty = False
-        """Whether the weights' memory is there without values; then nothing is generated."""
+        """Whether the weights have memory but no values; then nothing is generated."""
         self.previous: ActiveWeights | None = None
         self.slot: StagingSlot | None = None
         self.slot_lock = asyncio.Lock()
         """Held while the slot is replaced or committed, and while the weights fall asleep."""
         self._room = asyncio.Lock()
-        """Held while a slot is filled: a thread that is slow to give up still holds its memory."""
+        """Held while a slot is filled: a thread that ends late still holds its memory."""
         self.fence = WeightsFence()
         self.commit_seq = 0
 
     async def wait_until_freed(self) -> None:
-        """Return once memory of former weights is free; not for ever."""
+        """Wait, for a limited time, until the memory of former weights is free."""
         await asyncio.to_thread(self._settle)
 
     @property
@@ -90,7 +89,7 @@ class WeightUpdates:
 
     @property
     def refusal_facts(self) -> dict[str, dict[str, int] | None]:
-        """What every refusal says besides its reason: which weights are active."""
+        """The facts of every refusal: which weights are active."""
         return {
             "active": None if self.active_identity is None else self.active_identity.model_dump()
         }
@@ -108,7 +107,7 @@ class WeightUpdates:
         )
 
     def checkpoint_dtypes(self) -> WeightsDtypes:
-        """Return the dtypes of the model's checkpoint, which every version has to have.
+        """Return the dtypes of the model's checkpoint, which every version must have.
 
         Raises:
             ProblemError: No model is loaded.
@@ -138,23 +137,16 @@ class WeightUpdates:
         self.fence.check_epoch(identity.epoch, **self.refusal_facts)
         active = self.active_identity
         if active is not None and identity < active:
-            raise _regression_problem(identity, active, "active")
-
-    # Stage.
+            raise regression_problem(identity, active, "active")
 
     async def stage_weights(
         self, caller: str, request: StageRequest, given: TrainerTensors | None = None
     ) -> StagedWeights:
-        """Begin to stage beside the serving weights; returns at once.
-
-        Args:
-            caller: Who asks.
-            request: What to stage.
-            given: Tensors of this process in the place of the source.
+        """Begin to stage `given`, or else the request's source, next to the serving weights; return at once.
 
         Raises:
-            ProblemError: 409, the state or the order of identities forbids it; 422, the path; 503, the engine has
-                just died.
+            ProblemError: 409, the state or the order of identities forbids it; 422, the path is not allowed;
+                503, the engine has just died.
         """
         self._runtime.loaded_engine()
         if not self._runtime.is_alive:
@@ -162,17 +154,16 @@ class WeightUpdates:
         self.check_resident()
         identity = WeightsId(epoch=request.epoch, version=request.version)
         self.check_order(identity)
-        settings = self._runtime.settings
         if request.source.pushed is not None and given is None:
             self.pushes.check_pushed(request.source.pushed)
-        # However short the deadline, the slot tells that it passed: the path alone takes no time.
         seconds = max(request.deadline_seconds, DTYPE_LOOKUP_SECONDS)
-        resolved = await resolve_within(request.source.without_bytes, settings, seconds)
+        source, settings = request.source.without_bytes, self._runtime.settings
+        resolved = await resolve_within(source, settings, seconds)
         active = self.active
         assert active is not None, "an engine has loaded weights"
         if given is not None and identity in self._known_identities:
-            content = await tensor_bytes.content_of(given)
-            request = request.model_copy(update={"root_hash": content})
+            root_hash = await tensor_bytes.content_of(given)
+            request = request.model_copy(update={"root_hash": root_hash})
         if identity == active.identity:
             known = self._answer_if_active(request, active, resolved)
             if not self.empty:
@@ -187,7 +178,7 @@ class WeightUpdates:
             ) from None
 
     def check_resident(self) -> None:
-        """Refuse to touch weights that are not in memory.
+        """Refuse if the weights are not in memory.
 
         Raises:
             ProblemError: 409 `asleep`.
@@ -201,7 +192,6 @@ class WeightUpdates:
 
     @property
     def _known_identities(self) -> set[WeightsId | None]:
-        """Identities that are bound to content here."""
         return {self.active_identity, None if self.slot is None else self.slot.identity}
 
     async def _begin_stage(
@@ -212,7 +202,7 @@ class WeightUpdates:
         given: TrainerTensors | None,
     ) -> StagedWeights:
         identity = WeightsId(epoch=request.epoch, version=request.version)
-        # A commit or a sleep may have gone by while we waited for the slot.
+        # A commit or a sleep may have happened during the wait for the lock.
         self._runtime.loaded_engine()
         self.check_resident()
         self.check_order(identity)
@@ -224,9 +214,9 @@ class WeightUpdates:
                 slot.answer_repeated(request, resolved)
                 return self._slot_answer(caller, slot)
             if identity < slot.identity:
-                raise _regression_problem(identity, slot.identity, "staged", **self.refusal_facts)
+                raise regression_problem(identity, slot.identity, "staged", **self.refusal_facts)
         await self.clear_slot()
-        self._runtime.loaded_engine()  # that may have taken its time
+        self._runtime.loaded_engine()  # again: to clear the slot may have taken long
         pushed = request.source.pushed is not None and given is None
         incoming = self.pushes.begin_incoming(identity, request) if pushed else None
         slot = self.slot = StagingSlot(request, resolved, given, caller=caller, incoming=incoming)
@@ -235,10 +225,9 @@ class WeightUpdates:
         return self._slot_answer(caller, slot)
 
     def _slot_answer(self, caller: str, slot: StagingSlot) -> StagedWeights:
-        """Tell of the slot, and of how to bring pushed bytes to it."""
-        return (
-            slot.to_view() if slot.incoming is None else self.pushes.view_with_ticket(caller, slot)
-        )
+        if slot.incoming is None:
+            return slot.to_view()
+        return self.pushes.view_with_ticket(caller, slot)
 
     def offer_weights(self, caller: str, request: OfferRequest) -> OfferResponse:
         """Offer pushed weights that are kept here; see `PushedWeights.offer_kept`."""
@@ -260,54 +249,36 @@ class WeightUpdates:
 
     async def _stage_slot(self, slot: StagingSlot) -> None:
         start = time.monotonic()
-        seconds = slot.deadline_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await self._runtime.call_engine(
-                    self._fill_slot(slot),
-                    inf,  # the timeout above ends it
-                    "stage",
-                    fatal=False,
-                )
-        except TimeoutError:
-            slot.error = f"not staged within {seconds:g} s: raise deadline_seconds and stage again"
-        except EngineError as error:
-            slot.error, slot.slug = str(error), error.slug
-        except Exception as error:
-            logger.exception("staging %s failed", slot.identity)
-            slot.error = f"internal error: {error}"
+        # Without a limit: the slot's deadline ends it.
+        call = self._runtime.call_engine(self._fill_slot(slot), inf, "stage", fatal=False)
+        await slot.await_filling(call)
         self._runtime.telemetry.update_seconds.labels("stage").observe(time.monotonic() - start)
-        if slot.error:
-            slot.give_up_push(slot.error)
-            logger.warning("staging weights %s failed: %s", slot.identity, slot.error)
-        else:
-            logger.info("staged weights %s", slot.identity)
         self._runtime.changed.notify_all()
 
     async def _fill_slot(self, slot: StagingSlot) -> None:
         engine, info = self._runtime.loaded_engine()
+        expected, seconds = slot.expected, slot.deadline_seconds
         async with self._room:
             if slot.incoming is not None:
-                others = self.pushes.fill_other_nodes(
-                    slot.incoming, slot.expected, slot.deadline_seconds
-                )
-                await slot.receive_pushed(engine, info.layout, others)
-                return
-            elsewhere = self._fill_other_nodes(slot.resolved, slot.expected, slot.deadline_seconds)
-            located = self._locate_source(slot.resolved, info)
-            await slot.fill_slot(engine, info.layout, located, elsewhere)
+                located = None
+                others = self.pushes.fill_other_nodes(slot.incoming, expected, seconds)
+            else:
+                located = self._locate_source(slot.resolved, info)
+                source = partial(StageSource.of, slot.resolved)
+                others = fill_elsewhere(self._runtime.gang, source, expected, seconds)
+            await slot.fill_slot(engine, info.layout, located, others)
 
     def _locate_source(self, source: WeightsSource, info: EngineInfo) -> Located:
         return locate_source(source, self._runtime.settings, Path(info.model))
 
     @property
     def has_no_copy(self) -> bool:
-        """Whether the active weights' bytes are nowhere that `refill` could read."""
+        """Whether `refill_active` could read the active weights' bytes nowhere."""
         handed_over = self.given is not None and bool(self.given.tensors)
         return self.source.pushed is not None and not handed_over and self.pushes.kept is None
 
     async def refill_active(self, *, on_disk: bool = False) -> Sink:
-        """Bring the active weights again; see `engine.WeightsRefill`."""
+        """Load the active weights again; see `engine.WeightsRefill`."""
         engine, info, active = self._runtime.engine, self._runtime.info, self.active
         assert engine is not None
         assert info is not None
@@ -325,41 +296,22 @@ class WeightUpdates:
         if self.source.pushed is not None:
             if self.given is not None and self.given.tensors:
                 return await tensor_bytes.fill(open_slot, info.layout, self.given, verify)
-            if self.given is not None:
-                raise EngineError(
-                    f"weights {active.identity} were handed over, and this worker keeps no copy of their "
-                    "tensors: hand over new ones, or sleep at level 2"
-                )
             kept = self.pushes.kept
-            if kept is None:
-                raise WeightsRejected(
-                    f"NoLiveCopy: weights {active.identity} were pushed, and this worker keeps no copy"
-                    " of them; stage them again, from peers or from the trainer"
-                )
+            if self.given is not None or kept is None:
+                raise no_copy_error(active.identity, handed_over=self.given is not None)
             others = self.pushes.fill_other_nodes(
                 kept, active.root_hash, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
             )
             return await refill(open_slot, info.layout, kept, verify, others)
         located = self._locate_source(self.source, info)
-        elsewhere = self._fill_other_nodes(
-            self.source, active.root_hash, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
+        elsewhere = fill_elsewhere(
+            self._runtime.gang,
+            partial(StageSource.of, self.source),
+            active.root_hash,
+            REFILL_TIMEOUT_SECONDS,
+            on_disk=on_disk,
         )
         return await fill_sink(open_slot, info.layout, located, verify, elsewhere=elsewhere)
-
-    def _fill_other_nodes(
-        self, source: WeightsSource, root_hash: str | None, seconds: float, *, on_disk: bool = False
-    ) -> Elsewhere | None:
-        """How the other nodes of a gang fill the same slot; None: there are none."""
-        gang = self._runtime.gang
-        if gang is None:
-            return None
-        return partial(
-            gang.fill_slots,
-            source=lambda: StageSource.of(source),
-            root_hash=root_hash,
-            on_disk=on_disk,
-            seconds=seconds,
-        )
 
     async def clear_slot(self) -> None:
         """Cancel and drop what is staged; the caller holds `slot_lock`."""
@@ -368,7 +320,7 @@ class WeightUpdates:
             await slot.drop_slot()
 
     async def discard_staged(self, caller: str, request: DiscardRequest) -> DiscardResponse:
-        """Drop this identity from the slot; anything else is left alone."""
+        """Drop this identity from the slot; leave any other alone."""
         identity = WeightsId(epoch=request.epoch, version=request.version)
         async with self.slot_lock:
             if self.slot is None or self.slot.identity != identity:
@@ -378,10 +330,8 @@ class WeightUpdates:
         self._runtime.changed.notify_all()
         return DiscardResponse(outcome="discarded")
 
-    # What happens to the active weights.
-
     def activate_slot(self, slot: StagingSlot) -> None:
-        """Make the slot's weights the active ones; right after the engine flipped."""
+        """Make the slot's weights the active ones; call it right after the engine has flipped."""
         if self.active_identity != slot.identity:
             self.previous = self.active
         self.empty = False
@@ -408,7 +358,7 @@ class WeightUpdates:
             await slot.drop_slot(slot.error)
 
     def note_loaded(self, info: EngineInfo) -> None:
-        """Note that an engine started with the checkpoint, which is active unless others were."""
+        """Note that an engine started with the checkpoint, which is active unless others were before."""
         self.empty = False
         if self.active_identity in (None, CHECKPOINT):
             self._reset_to_checkpoint(info)
@@ -422,22 +372,10 @@ class WeightUpdates:
         self._runtime.telemetry.export_weights(CHECKPOINT)
 
     def fall_back_to_checkpoint(self, info: EngineInfo) -> None:
-        """Fall back to the checkpoint, fenced: the active weights could not be loaded again."""
+        """Make the checkpoint active, fenced, because the active weights could not be loaded again."""
         active = self.active_identity
         if active is not None and (self.fence.floor is None or self.fence.floor < active):
             self.fence.floor = active
         self.previous = None
         self.pushes.drop_kept()
         self._reset_to_checkpoint(info)
-
-
-def _regression_problem(
-    identity: WeightsId, than: WeightsId, what: str, **facts: Any
-) -> ProblemError:
-    slug = "stale-epoch" if identity.epoch < than.epoch else "version-regressed"
-    return conflict_problem(
-        slug,
-        f"weights {identity} are below the {what} {than}: raise the version, or the epoch to go"
-        " back",
-        **{**facts, what: than.model_dump()},
-    )

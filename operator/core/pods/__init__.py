@@ -1,1 +1,1 @@
-"""A worker pod, made from the spec and the operator's defaults. Pure; `builder` is the door."""
+"""Worker pods: how `builder` makes one from the spec, and how `pod_reader` reads one back. Pure."""

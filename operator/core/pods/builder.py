@@ -1,8 +1,10 @@
-"""Builder of worker pods. Pure: spec and the operator's defaults in, a plain dict out."""
+"""Makes worker pods: spec and the operator's defaults in, a plain dict out. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rollout_operator.api import names
@@ -11,51 +13,51 @@ from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.placement import PodPlacement
+from rollout_operator.core.settings import NODE_TOLERATION_SECONDS
 
 from . import gang_pods, pod_devices
-from .overlay import join_by_key, merge_templates
-from .settings import NODE_TOLERATION_SECONDS
 from .volumes import pod_volumes, volume_mounts
 from .worker_environment import spec_environment, worker_environment
 
 WORKER_USER_ID = 65532
 """The unprivileged user of our images."""
 
+COPIED_FIELDS = (
+    *(
+        "hostNetwork",
+        "hostIPC",
+        "shareProcessNamespace",
+        "resourceClaims",
+        "nodeSelector",
+        "affinity",
+    ),
+    *("topologySpreadConstraints", "imagePullSecrets", "priorityClassName", "runtimeClassName"),
+    "schedulerName",
+)
+"""Fields of the pod template that a pod spec has under the same name."""
 
+
+@dataclass(frozen=True)
 class PodBuilder:
-    """Builds the pods of one pool.
+    """Builds the pods of one pool."""
 
-    Args:
-        name: the RolloutReplica.
-        namespace: its namespace.
-        uid: its uid, for the owner reference.
-        retry: its retry annotation, copied onto pods.
-        spec: what it wants.
-        defaults: the operator's image, environment and pod template for the engine.
-        turn_claim: PersistentVolumeClaim with a node's lock directory, for colocated pods; empty: none.
-    """
+    name: str
+    """Of the RolloutReplica, as are the namespace and the uid."""
+    namespace: str
+    uid: str
+    retry: str
+    """Its retry annotation, copied onto pods."""
+    spec: RolloutReplicaSpec
+    defaults: EngineDefaults
+    """The operator's image, environment and pod template for the engine."""
+    turn_claim: str = ""
+    """PersistentVolumeClaim with a node's lock directory, for colocated pods; empty: none."""
 
-    def __init__(
-        self,
-        name: str,
-        namespace: str,
-        uid: str,
-        retry: str,
-        spec: RolloutReplicaSpec,
-        defaults: EngineDefaults,
-        turn_claim: str = "",
-    ) -> None:
-        self.name = name
-        self.namespace = namespace
-        self.uid = uid
-        self.retry = retry
-        self.spec = spec
-        self.defaults = defaults
-        self.turn_claim = turn_claim
-        self.overlay = merge_templates(
-            defaults.pod_template,
-            spec.pod_template.model_dump(mode="json", by_alias=True, exclude_defaults=True),
-        )
+    @cached_property
+    def overlay(self) -> Obj:
+        """The operator's pod template with the pool's on it."""
+        own = self.spec.pod_template.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return merge_templates(self.defaults.pod_template, own)
 
     @property
     def image(self) -> str | None:
@@ -64,7 +66,7 @@ class PodBuilder:
 
     @property
     def missing_setting(self) -> tuple[str, str] | None:
-        """What pods can't be made without: what it is about, and what to set. None: nothing."""
+        """What pods can't be made without: its subject, and what to set; None: nothing is missing."""
         engine = self.spec.engine.type.value
         if not self.image:
             return "image", (
@@ -89,24 +91,8 @@ class PodBuilder:
             "spec": self._pod_spec(replica, rank),
         }
         if place is not None:
-            self._apply_placement(made, rank, place)
+            pod_devices.apply_placement(made, self.spec, rank, place, self.turn_claim)
         return made
-
-    def _apply_placement(self, pod: Obj, rank: int, place: PodPlacement) -> None:
-        """Put a pod in its place: beside the trainer's, on the same claim."""
-        meta, spec = pod["metadata"], pod["spec"]
-        worker = spec["containers"][0]
-        meta["annotations"] |= pod_devices.placement_annotations(place)
-        spec["resourceClaims"] = [*spec.get("resourceClaims", ()), pod_devices.pod_claim(place)]
-        claims = [*worker["resources"].get("claims", ()), pod_devices.container_claim(place)]
-        worker["resources"] = {**worker["resources"], "claims": claims}
-        told = pod_devices.device_environment(
-            self.spec, place, rank, meta["name"], meta["namespace"], self.turn_claim
-        )
-        worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in told.items())]
-        if self.turn_claim:
-            spec["volumes"] = [*spec["volumes"], pod_devices.turn_volume(self.turn_claim)]
-            worker["volumeMounts"] = [*worker["volumeMounts"], pod_devices.turn_mount()]
 
     def _pod_metadata(self, replica: int, rank: int, restarts: int) -> Obj:
         annotations = gang_pods.without_scraping(self.overlay.get("annotations", {}), rank)
@@ -130,7 +116,7 @@ class PodBuilder:
         out: Obj = {
             "hostname": names.pod_name(self.name, replica, rank),
             "subdomain": names.heads_service(self.name),
-            # A process that ends takes its gang down, and restarts with our own back-off.
+            # A process that ends takes its gang down, and the operator replaces it after a back-off.
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.spec.grace_seconds,
             "serviceAccountName": self.spec.service_account_name,
@@ -145,32 +131,17 @@ class PodBuilder:
                 **overlay.get("securityContext", {}),
             },
             "tolerations": [*overlay.get("tolerations", ()), *_node_tolerations(overlay)],
-            "volumes": [*self._pod_volumes(), *overlay.get("volumes", ())],
+            "volumes": [*self._own_volumes(), *overlay.get("volumes", ())],
             "containers": [self._worker_container(replica, rank)],
         }
         if rank == 0:
             out["readinessGates"] = [{"conditionType": names.GATE_SERVING}]
-        if beside := _init_containers(overlay):
-            out["initContainers"] = beside
+        if others := _init_containers(overlay):
+            out["initContainers"] = others
         if overlay.get("hostNetwork"):
-            # Else names of the cluster, such as the leader's of a gang, could not be looked up.
+            # By default such a pod could not look up names of the cluster, such as its gang's leader.
             out["dnsPolicy"] = "ClusterFirstWithHostNet"
-        for field in (
-            "hostNetwork",
-            "hostIPC",
-            "shareProcessNamespace",
-            "resourceClaims",
-            "nodeSelector",
-            "affinity",
-            "topologySpreadConstraints",
-            "imagePullSecrets",
-            "priorityClassName",
-            "runtimeClassName",
-            "schedulerName",
-        ):
-            if field in overlay:
-                out[field] = overlay[field]
-        return out
+        return out | {field: overlay[field] for field in COPIED_FIELDS if field in overlay}
 
     def _worker_container(self, replica: int, rank: int) -> Obj:
         engine, own = self.spec.engine, self.overlay.get("container", {})
@@ -188,7 +159,7 @@ class PodBuilder:
                 **own.get("securityContext", {}),
             },
             "volumeMounts": join_by_key(
-                "mountPath", self._volume_mounts(), self.overlay.get("volumeMounts", ())
+                "mountPath", self._own_mounts(), self.overlay.get("volumeMounts", ())
             ),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
@@ -200,15 +171,14 @@ class PodBuilder:
         probes = gang_pods.worker_probes(rank, tls=self._control_speaks_tls)
         return out | {name: {**probe, **own.get(name, {})} for name, probe in probes.items()}
 
-    def _pod_volumes(self) -> list[Obj]:
-        ours = pod_volumes(self.spec)
-        if self.spec.parallelism.nodes > 1:
-            ours.append(gang_pods.token_volume(self.name, self.namespace))
-        return ours
+    def _own_volumes(self) -> list[Obj]:
+        gang = self.spec.parallelism.nodes > 1
+        token = [gang_pods.token_volume(self.name, self.namespace)] if gang else []
+        return pod_volumes(self.spec) + token
 
-    def _volume_mounts(self) -> list[Obj]:
-        ours = volume_mounts(self.spec)
-        return [*ours, gang_pods.token_mount()] if self.spec.parallelism.nodes > 1 else ours
+    def _own_mounts(self) -> list[Obj]:
+        gang = self.spec.parallelism.nodes > 1
+        return volume_mounts(self.spec) + ([gang_pods.TOKEN_MOUNT] if gang else [])
 
     @property
     def _control_speaks_tls(self) -> bool:
@@ -234,7 +204,7 @@ class PodBuilder:
 
 def _node_tolerations(overlay: Mapping[str, Any]) -> list[Obj]:
     """Short tolerations of a lost node, unless the template sets its own."""
-    told = {t.get("key") for t in overlay.get("tolerations", ())}
+    known = {t.get("key") for t in overlay.get("tolerations", ())}
     return [
         {
             "key": key,
@@ -243,14 +213,36 @@ def _node_tolerations(overlay: Mapping[str, Any]) -> list[Obj]:
             "tolerationSeconds": NODE_TOLERATION_SECONDS,
         }
         for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-        if key not in told and None not in told
+        if key not in known and None not in known
     ]
 
 
 def _init_containers(overlay: Mapping[str, Any]) -> list[Obj]:
-    """Init containers and sidecars; a sidecar is one that is kept running (Kubernetes' own words).
+    """Init containers and sidecars; to Kubernetes a sidecar is an init container that always restarts.
 
     In `containers`, a sidecar that runs on would keep the pod of a dead worker from ending.
     """
     first = overlay.get("initContainers", ())
     return [*first, *({**each, "restartPolicy": "Always"} for each in overlay.get("sidecars", ()))]
+
+
+def merge_templates(base: Mapping[str, Any], over: Mapping[str, Any]) -> Obj:
+    """Overlay the pool's template on the operator's: maps merge, named lists merge by name."""
+    out: Obj = dict(base)
+    for key, value in over.items():
+        if key in ("labels", "annotations", "nodeSelector", "container"):
+            out[key] = {**base.get(key, {}), **value}
+        elif key in ("volumes", "initContainers", "sidecars", "resourceClaims"):
+            out[key] = join_by_key("name", base.get(key, ()), value)
+        elif key == "volumeMounts":
+            out[key] = join_by_key("mountPath", base.get(key, ()), value)
+        elif key == "tolerations":
+            out[key] = [*base.get(key, ()), *value]
+        else:
+            out[key] = value
+    return out
+
+
+def join_by_key(key: str, *parts: Iterable[Obj]) -> list[Obj]:
+    """Join lists of entries; a later one replaces an earlier one of the same key in its place."""
+    return list({entry[key]: entry for part in parts for entry in part}.values())

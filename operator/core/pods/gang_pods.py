@@ -5,19 +5,19 @@ from __future__ import annotations
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
-
-from .settings import GANG_TOKEN_SECONDS
+from rollout_operator.core.settings import GANG_TOKEN_SECONDS
 
 SCRAPE_ANNOTATION_PREFIX = "prometheus.io/"
 """Annotations that tell scrapers where a pod's metrics are."""
 
 _TOKEN_VOLUME = "rollout-gang"
+TOKEN_MOUNT: Obj = {"name": _TOKEN_VOLUME, "mountPath": names.GANG_MOUNT, "readOnly": True}
 
 
 def gang_environment(
     pool: str, spec: RolloutReplicaSpec, replica: int, rank: int
 ) -> dict[str, str]:
-    """Return what the worker of `(replica, rank)` is told of the ranks beside it."""
+    """Return the variables by which the worker of `(replica, rank)` knows the other ranks."""
     parallel = spec.parallelism
     if parallel.world_size == 1:
         return {}
@@ -38,16 +38,12 @@ def gang_environment(
 
 def container_ports(spec: RolloutReplicaSpec, rank: int) -> list[Obj]:
     """Return the container's ports: only a head takes requests and pushed weights."""
-    control = {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"}
-    data = {"name": "data", "containerPort": names.DATA_PORT, "protocol": "TCP"}
-    gang = {"name": "gang", "containerPort": names.GANG_PORT, "protocol": "TCP"}
-    weights = {
-        "name": "weights",
-        "containerPort": spec.weights.transport.port,
-        "protocol": "TCP",
-    }
-    found = [control] if rank else [data, control, weights]
-    return [*found, gang] if spec.parallelism.nodes > 1 else found
+    ports = {"control": names.CONTROL_PORT}
+    if rank == 0:
+        ports = {"data": names.DATA_PORT, **ports, "weights": spec.weights.transport.port}
+    if spec.parallelism.nodes > 1:
+        ports["gang"] = names.GANG_PORT
+    return [{"name": n, "containerPort": port, "protocol": "TCP"} for n, port in ports.items()]
 
 
 def without_scraping(given: Obj, rank: int) -> Obj:
@@ -58,10 +54,7 @@ def without_scraping(given: Obj, rank: int) -> Obj:
 
 
 def token_volume(pool: str, namespace: str) -> Obj:
-    """Return the volume with the token that the head shows its members.
-
-    It is bound to the pod, and good for the control ports of this pool alone.
-    """
+    """Return the volume with the token that the head shows its members; only this pool accepts it."""
     token = {
         "audience": names.token_audience(namespace, pool),
         "expirationSeconds": GANG_TOKEN_SECONDS,
@@ -70,30 +63,19 @@ def token_volume(pool: str, namespace: str) -> Obj:
     return {"name": _TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
-def token_mount() -> Obj:
-    """Return where that volume is mounted in the worker container."""
-    return {"name": _TOKEN_VOLUME, "mountPath": names.GANG_MOUNT, "readOnly": True}
-
-
 def worker_probes(rank: int, *, tls: bool) -> dict[str, Obj]:
     """Return the worker's probes; a member answers on its control port, which may speak TLS."""
     where: Obj = {"port": "control" if rank else "data"}
     if rank and tls:
         where["scheme"] = "HTTPS"
-    health = {"path": "/health", **where}
+
+    def probe(path: str, period: int, failures: int, timeout: int | None = None) -> Obj:
+        times = {"periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
+        return {"httpGet": {"path": path, **where}} | {k: v for k, v in times.items() if v}
+
     return {
         # The port opens within seconds of the start; loading shows in /ready, not here.
-        "startupProbe": {"httpGet": health, "periodSeconds": 1, "failureThreshold": 300},
-        "livenessProbe": {
-            "httpGet": health,
-            "periodSeconds": 10,
-            "timeoutSeconds": 5,
-            "failureThreshold": 6,
-        },
-        "readinessProbe": {
-            "httpGet": {"path": "/ready", **where},
-            "periodSeconds": 2,
-            "timeoutSeconds": 2,
-            "failureThreshold": 2,
-        },
+        "startupProbe": probe("/health", 1, 300),
+        "livenessProbe": probe("/health", 10, 6, timeout=5),
+        "readinessProbe": probe("/ready", 2, 2, timeout=2),
     }

@@ -1,4 +1,4 @@
-"""What a colocated pod has of the trainer's: its claim, its share of the devices, and the turn."""
+"""What a colocated pod shares with its trainer: the claim, devices, and the locks of the turn."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ CUDA_VENDORS = (".nvidia.com", ".amd.com")
 _TURN_VOLUME = "rollout-turn"
 
 
-def placement_annotations(place: PodPlacement) -> dict[str, str]:
-    """Return what a pod says of its place; the operator finds by it what has to be replaced."""
-    return {
+def apply_placement(
+    pod: Obj, spec: RolloutReplicaSpec, rank: int, place: PodPlacement, turn_claim: str
+) -> None:
+    """Put a pod in its place: on the claim and the node of the trainer's pod, with its share."""
+    meta, worker = pod["metadata"], pod["spec"]["containers"][0]
+    # By these the operator finds pods that have to be replaced.
+    meta["annotations"] |= {
         names.ANNOTATION_TRAINER: place.trainer,
         names.ANNOTATION_CLAIM: place.claim_uid,
         names.ANNOTATION_DEVICES: ",".join(place.devices),
     }
+    claim = {"name": DEVICES_CLAIM_NAME, "resourceClaimName": place.claim}
+    pod["spec"]["resourceClaims"] = [*pod["spec"].get("resourceClaims", ()), claim]
+    used = {"name": DEVICES_CLAIM_NAME, "request": place.request}
+    claims = [*worker["resources"].get("claims", ()), used]
+    worker["resources"] = {**worker["resources"], "claims": claims}
+    values = _device_environment(spec, place, rank, meta["name"], meta["namespace"], turn_claim)
+    worker["env"] = [*worker["env"], *({"name": k, "value": v} for k, v in values.items())]
+    if turn_claim:
+        volume = {"name": _TURN_VOLUME, "persistentVolumeClaim": {"claimName": turn_claim}}
+        pod["spec"]["volumes"] = [*pod["spec"]["volumes"], volume]
+        # Writable: the holder of a lock writes its name into the lock's file.
+        mount = {"name": _TURN_VOLUME, "mountPath": names.TURN_MOUNT}
+        worker["volumeMounts"] = [*worker["volumeMounts"], mount]
 
 
-def pod_claim(place: PodPlacement) -> Obj:
-    """Return the entry of the pod's `resourceClaims`: the scheduler puts it where the claim is."""
-    return {"name": DEVICES_CLAIM_NAME, "resourceClaimName": place.claim}
-
-
-def container_claim(place: PodPlacement) -> Obj:
-    """Return the entry of the worker container's `resources.claims`."""
-    return {"name": DEVICES_CLAIM_NAME, "request": place.request}
-
-
-def device_environment(
+def _device_environment(
     spec: RolloutReplicaSpec,
     place: PodPlacement,
     rank: int,
@@ -46,10 +53,7 @@ def device_environment(
 ) -> dict[str, str]:
     """Return which devices the worker sees, which locks it takes, and where its trainer reaches it.
 
-    Of a gang each pod takes the locks of its own node, and only the head is reached.
-
-    The folder is one for all pools of a node: the socket's name says the namespace, too, and is
-    short, for the path of a socket has at most 107 bytes.
+    Each pod of a gang takes the locks of its own node, and the trainer reaches only the head.
     """
     values = torch_device(place.devices)
     if spec.colocation is not None and spec.colocation.slots > 1:
@@ -61,28 +65,18 @@ def device_environment(
         values["ROLLOUT_TURN_DEVICES"] = ",".join(place.devices)
         values["ROLLOUT_TURN_HOLDER"] = pod
     if turn_claim and rank == 0:
+        # All pools of a node share the folder, so the namespace counts; a socket's path has 107 bytes.
         digest = hashlib.sha256(f"{namespace}/{pod}".encode()).hexdigest()[:10]
         values["ROLLOUT_WEIGHTS_SOCKET"] = f"{names.TURN_MOUNT}/weights-{digest}.sock"
     return values
 
 
 def torch_device(of: Iterable[str]) -> dict[str, str]:
-    """Return which device the engine is told to run on: with none in sight it fails, and takes no CPU.
+    """Return the device that the engine must run on: where none is in sight it fails, and uses no CPU.
 
-    Args:
-        of: resources, or devices of claims. Their vendor's domain comes first. PyTorch calls the
-            devices of two vendors `cuda`; of others the worker looks at what is there.
+    `of` are resources, or devices of claims; they begin with their vendor's domain. PyTorch calls
+    the devices of two vendors `cuda`; with others the worker looks for a device itself.
     """
     domains = [f".{name.partition('/')[0]}" for name in of]
     known = all(domain.endswith(CUDA_VENDORS) for domain in domains)
     return {"ROLLOUT_DEVICE": "cuda"} if domains and known else {}
-
-
-def turn_volume(turn_claim: str) -> Obj:
-    """Return the volume with the node's lock directory."""
-    return {"name": _TURN_VOLUME, "persistentVolumeClaim": {"claimName": turn_claim}}
-
-
-def turn_mount() -> Obj:
-    """Return where it is mounted, to be written to: who holds a lock says so in its file."""
-    return {"name": _TURN_VOLUME, "mountPath": names.TURN_MOUNT}

@@ -1,4 +1,4 @@
-"""What is mounted into a worker: scratch space, room for sleep, the claims of model and weights."""
+"""What is mounted into a worker: scratch space, space for sleep, the claims of model and weights."""
 
 from __future__ import annotations
 
@@ -6,36 +6,18 @@ from typing import NamedTuple
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.spec import EngineType, RolloutReplicaSpec, SpillSpec, VolumeClaim
+from rollout_operator.api.spec import EngineType, RolloutReplicaSpec, VolumeClaim
 from rollout_operator.api.spec_engine import CacheClaim
 
 
 def pod_volumes(spec: RolloutReplicaSpec) -> list[Obj]:
     """Return the operator's volumes of a pod."""
-    out: list[Obj] = [{"name": "rollout-tmp", "emptyDir": {}}]
-    if spec.sleep.spill.path is None:
-        out.append({"name": "rollout-spill", "emptyDir": _spill_volume(spec.sleep.spill)})
-    if _needs_shared_memory(spec):
-        out.append({"name": "rollout-shm", "emptyDir": {"medium": "Memory"}})
-    for each in _mounted_claims(spec):
-        source = {"claimName": each.claim.name, **each.access}
-        out.append({"name": each.volume, "persistentVolumeClaim": source})
-    return out
+    return [{"name": each.volume, **each.source} for each in _mounts(spec)]
 
 
 def volume_mounts(spec: RolloutReplicaSpec) -> list[Obj]:
     """Return where these volumes are mounted in the worker container."""
-    out: list[Obj] = [{"name": "rollout-tmp", "mountPath": "/tmp"}]
-    if spec.sleep.spill.path is None:
-        out.append({"name": "rollout-spill", "mountPath": names.SPILL_MOUNT})
-    if _needs_shared_memory(spec):
-        out.append({"name": "rollout-shm", "mountPath": "/dev/shm"})
-    for each in _mounted_claims(spec):
-        mount: Obj = {"name": each.volume, "mountPath": each.path, **each.access}
-        if each.claim.sub_path:
-            mount["subPath"] = each.claim.sub_path
-        out.append(mount)
-    return out
+    return [{"name": each.volume, "mountPath": each.path, **each.how} for each in _mounts(spec)]
 
 
 def weights_roots(spec: RolloutReplicaSpec, overlay: Obj) -> list[str]:
@@ -58,37 +40,42 @@ def _model_mount(path: str, overlay: Obj) -> str:
     return max(holding, key=len, default=path.rstrip("/").rpartition("/")[0] or path)
 
 
-def _spill_volume(spill: SpillSpec) -> Obj:
-    """The emptyDir for weights that sleep moves out of memory: of its own, so that its limit is theirs."""
-    out: Obj = {}
-    if spill.medium == "Memory":
-        out["medium"] = "Memory"
-    if spill.size_limit is not None:
-        out["sizeLimit"] = spill.size_limit
-    return out
-
-
-def _needs_shared_memory(spec: RolloutReplicaSpec) -> bool:
-    """Engines of several processes hand tensors over in /dev/shm; a container's has 64 MB."""
-    return spec.engine.type is not EngineType.HF
-
-
-class _MountedClaim(NamedTuple):
-    """A claim, its volume, and where it is mounted."""
+class _Mount(NamedTuple):
+    """A volume, its source, and where and how the worker container has it."""
 
     volume: str
     path: str
-    claim: VolumeClaim | CacheClaim
-    access: Obj
+    source: Obj
+    how: Obj
 
 
-def _mounted_claims(spec: RolloutReplicaSpec) -> list[_MountedClaim]:
-    read: Obj = {"readOnly": True}
-    found = []
+def _mounts(spec: RolloutReplicaSpec) -> list[_Mount]:
+    found = [_Mount("rollout-tmp", "/tmp", {"emptyDir": {}}, {})]
+    spill = spec.sleep.spill
+    if spill.path is None:
+        # A volume of its own, so that its limit is for the weights that sleep moves out of memory.
+        limits: Obj = {"medium": "Memory"} if spill.medium == "Memory" else {}
+        limits |= {"sizeLimit": spill.size_limit} if spill.size_limit is not None else {}
+        found.append(_Mount("rollout-spill", names.SPILL_MOUNT, {"emptyDir": limits}, {}))
+    if spec.engine.type is not EngineType.HF:
+        # Engines of several processes hand tensors over in /dev/shm; a container's has 64 MB.
+        memory: Obj = {"emptyDir": {"medium": "Memory"}}
+        found.append(_Mount("rollout-shm", "/dev/shm", memory, {}))
     if (model := spec.model.source.claim) is not None:
-        found.append(_MountedClaim("rollout-model", names.MODEL_MOUNT, model, read))
+        found.append(_claim_mount("rollout-model", names.MODEL_MOUNT, model, read_only=True))
     if (weights := spec.weights.volume) is not None:
-        found.append(_MountedClaim("rollout-weights", names.WEIGHTS_MOUNT, weights.claim, read))
+        found.append(
+            _claim_mount("rollout-weights", names.WEIGHTS_MOUNT, weights.claim, read_only=True)
+        )
     if (cache := spec.engine.cache) is not None:
-        found.append(_MountedClaim("rollout-cache", names.CACHE_MOUNT, cache.claim, {}))
+        found.append(_claim_mount("rollout-cache", names.CACHE_MOUNT, cache.claim, read_only=False))
     return found
+
+
+def _claim_mount(
+    volume: str, path: str, claim: VolumeClaim | CacheClaim, *, read_only: bool
+) -> _Mount:
+    access = {"readOnly": True} if read_only else {}
+    below = {"subPath": claim.sub_path} if claim.sub_path else {}
+    source = {"persistentVolumeClaim": {"claimName": claim.name, **access}}
+    return _Mount(volume, path, source, access | below)

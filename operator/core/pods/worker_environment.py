@@ -21,13 +21,13 @@ COMPILE_CACHE_VARIABLES = {
     "QUACK_CACHE_DIR": "/quack",
     "CUDA_CACHE_PATH": "/nv",
 }
-"""Where engines and the compilers below them put what they compile, in the volume for it."""
+"""Folders in the cache volume for what engines and their compilers compile."""
 
 
 def worker_environment(
     pool: str, namespace: str, spec: RolloutReplicaSpec, overlay: Obj, replica: int, rank: int
 ) -> list[Obj]:
-    """Return what the operator tells the worker of `(replica, rank)`."""
+    """Return the operator's part of the environment of `(replica, rank)`."""
     values = {
         "ROLLOUT_ENGINE": spec.engine.type.value,
         "ROLLOUT_MODEL": _model_location(spec),

@@ -1,4 +1,4 @@
-"""One content for one identity, in the whole pool: which bytes heads must have, and who can't.
+"""One content for one identity, in the whole pool: which bytes heads must have, and which can't.
 
 The hash that the pool is bound to is stored with the decision to commit (`lastUpdate.rootHash`)
 and with what is committed. Before that it is what most heads have staged.
@@ -18,14 +18,14 @@ from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 def bind_root_hash(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> WeightsVersion:
     """Return the version with the root hash that its identity has in this pool.
 
-    That is the known one; else of who serves it; else what most have staged, where the lowest
-    replica decides a tie; None while nobody has it.
+    That is the known one; else that of a replica that serves it; else the one that most have staged,
+    where the lowest replica decides a tie; None while no replica has it.
     """
     if version.root_hash is not None:
         return version
-    ordered = sorted(heads.values(), key=lambda h: h.pod.replica)
     found = serving_hash(version, heads)
     if found is None:
+        ordered = sorted(heads.values(), key=lambda h: h.pod.replica)
         staged = [each for h in ordered if (each := h.staged_hash(version))]
         found = Counter(staged).most_common(1)[0][0] if staged else None
     return replace(version, root_hash=found)
@@ -55,16 +55,13 @@ def unsupported_by_head(head: ReplicaHead, wanted: InFlightSpec) -> str | None:
     state = head.worker.state
     if state is None or not state.in_flight_policies:
         return None
-    able = state.in_flight_policies
-    engine = f"engine {state.engine} can't do"
-    where = f"in {head.pod.name}"
+    able, where = state.in_flight_policies, f"in {head.pod.name}"
+    prefix, engine = "spec.weights.inFlight", f"engine {state.engine} can't do"
     if wanted.policy not in able:
-        one_of = ", ".join(able)
-        return (
-            f"spec.weights.inFlight.policy: {engine} {wanted.policy} {where}: use one of {one_of}"
-        )
-    # Requests are left at the deadline of these policies alone.
+        fix = f"use one of {', '.join(able)}"
+        return f"{prefix}.policy: {engine} {wanted.policy} {where}: {fix}"
+    # Only under these policies may requests still run at the deadline.
     keeps = wanted.on_deadline == "Keep" and wanted.policy in ("Drain", "Pin")
     if keeps and "Keep" not in able:
-        return f"spec.weights.inFlight.onDeadline: {engine} Keep {where}: use Abort"
+        return f"{prefix}.onDeadline: {engine} Keep {where}: use Abort"
     return None

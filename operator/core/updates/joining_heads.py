@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from rollout_operator.api.spec import RolloutReplicaSpec, WeightsStrategy
 from rollout_operator.core.pass_plan import ControlVerb
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 
 from .content_hashes import bind_root_hash
 from .pushed_copies import is_copy_available, is_stranded
-from .weights_plan import WeightsPlan, update_version
+from .weights_plan import WeightsPass
 
 JOIN_FAILURES_BEFORE_SWITCH = 4
-"""Failures in a row, with back-off, after which a joiner turns from what is served to what others move to."""
+"""Failures in a row, with back-off, after which a joiner loads what the others move to instead of
+what they serve."""
 
 
-def assign_joiners(
-    spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, ReplicaHead], *, begun: bool
-) -> None:
-    """Tell heads below the committed weights what to load; they may commit that at any time.
+def assign_joiners(run: WeightsPass, *, begun: bool) -> None:
+    """Assign to heads below the committed weights what to load; they may commit that at any time.
 
     Without a barrier that is what the others move to, once it is `begun` in status. They finish it
-    before the newest is taken, so that quick publishes let a joiner finish, too.
-    Who can't take it loads what is served: else it would not serve at all.
+    before they take the newest, so that a joiner finishes under quick publishes, too. A joiner that
+    can't load it loads what the others serve: else it would not serve at all.
     """
-    floor = brought = _committed_version(plan)
-    single = spec.weights.strategy is not WeightsStrategy.ALL_AT_ONCE and not plan.unsupported
-    if single and plan.update and plan.running_identity:
-        brought = bind_root_hash(update_version(plan.update, plan.committed.source), heads)
+    plan, heads = run.plan, run.heads
+    floor = brought = plan.committed_version
+    if plan.running_update is not None and not run.is_all_at_once and not plan.unsupported:
+        brought = run.bound_version(plan.running_update)
     given = (is_copy_available(floor, heads), is_copy_available(brought, heads))
     for uid, head in heads.items():
         if uid in plan.version_for or head.has_at_least(floor.identity):
@@ -42,9 +38,9 @@ def assign_joiners(
 def _should_load_committed(
     floor: WeightsVersion, head: ReplicaHead, brought: WeightsVersion, given: tuple[bool, bool]
 ) -> bool:
-    """Whether a head that could not take what the others move to loads what is served.
+    """Whether a head that could not take what the others move to loads what they serve.
 
-    Who can take neither tries one in its turn, then the other: each attempt at once would have no end.
+    One that can take neither tries them in turn: to start both again at each failure would never end.
     """
     lost = is_stranded(head, floor, given=given[0])
     if is_stranded(head, brought, given=given[1]):
@@ -54,18 +50,14 @@ def _should_load_committed(
     slot, failed = head.staged_slot, head.worker.failures.get(ControlVerb.STAGE)
     if failed is not None and failed.about == floor.identity:
         return failed.count < JOIN_FAILURES_BEFORE_SWITCH or failed.retry_in > 0
-    if slot is not None and (slot.epoch, slot.version) == floor.identity.as_tuple():
+    if slot is not None and head.staged_identity == floor.identity:
         return slot.phase != "Failed"  # it has begun to
     return head.failure_message(brought.identity, ControlVerb.STAGE, ControlVerb.COMMIT) is not None
 
 
-def learn_root_hash(plan: WeightsPlan, heads: Mapping[str, ReplicaHead]) -> None:
+def learn_root_hash(run: WeightsPass) -> None:
     """Note the content hash of what is committed, so that no replica commits other bytes."""
+    plan = run.plan
     if plan.committed.root_hash is None:
-        found = bind_root_hash(_committed_version(plan), heads).root_hash
+        found = bind_root_hash(plan.committed_version, run.heads).root_hash
         plan.committed = plan.committed.model_copy(update={"root_hash": found})
-
-
-def _committed_version(plan: WeightsPlan) -> WeightsVersion:
-    committed = plan.committed
-    return WeightsVersion(committed.identity, committed.source, committed.root_hash)

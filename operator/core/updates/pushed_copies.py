@@ -1,25 +1,26 @@
-"""Pushed weights: who has a copy to give, who lacks the bytes, and what nobody has any more.
+"""Pushed weights: which heads can give a copy, which lack the bytes, and what no worker has any more.
 
 The operator brings none of these bytes. A trainer pushes them to every worker and then moves the
-pointer; who joins, restarts or has lost them fetches them from workers that keep them. A worker
-keeps what it serves, so there is nobody to fetch from before the first commit.
+pointer; a worker that joins, restarts or has lost them fetches them from workers that keep them. A
+worker keeps what it serves, so before the first commit there is none to fetch from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollout_common.wire import KeptWeights, StagedWeights
 from rollout_operator.core.pass_plan import RequeueAfter
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 
 from .weights_plan import WeightsPlan, has_unpolled_head
 
 MAX_PEERS = 3
-"""Workers from which one fetches: the load is shared, and one that fails is not missed."""
+"""Workers from which one fetches: they share the load, and the others serve if one fails."""
 
 
 def lacks_bytes(head: ReplicaHead, version: WeightsVersion) -> bool:
-    """It is known to have none of the bytes of this pushed version, nor to be given them."""
+    """Its answer shows that it has none of the bytes of this pushed version and receives none."""
     if not version.is_pushed or head.worker.state is None:
         return False
     return not head.has_staged(version) and not head.is_receiving(version)
@@ -31,17 +32,16 @@ def can_share_copy(head: ReplicaHead, version: WeightsVersion) -> bool:
     kept = state.weights.kept if state else None
     if kept is None or head.is_finished or not head.pod.ip:
         return False
-    same = (kept.epoch, kept.version) == version.identity.as_tuple()
-    return same and version.root_hash in (None, kept.root_hash)
+    return _is_of(kept, version) and version.root_hash in (None, kept.root_hash)
 
 
 def is_staged_nowhere(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> bool:
-    """Nobody has all of these pushed bytes: there is nothing that could be committed."""
+    """No worker has all of these pushed bytes: there is nothing to commit."""
     return version.is_pushed and not any(h.has_staged(version) for h in heads.values())
 
 
 def is_lost_everywhere(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> bool:
-    """Nobody can give these pushed bytes, nor will soon, nor may be silent and have them."""
+    """No worker can give these pushed bytes, receives them, or may have them while it is silent."""
     return version.is_pushed and not any(
         can_share_copy(h, version)
         or h.staged_hash(version) is not None
@@ -52,28 +52,31 @@ def is_lost_everywhere(version: WeightsVersion, heads: Mapping[str, ReplicaHead]
 
 
 def _may_have_copy(head: ReplicaHead, version: WeightsVersion) -> bool:
-    """It is silent, and had these bytes when it last spoke, or perhaps."""
+    """It is silent, and had these bytes by its last answer, or has not answered this process yet."""
     if not head.is_silent or not head.pod.started:
         return False
     last = head.worker.last
     if last is None:
         return head.pod.gate_boot is not None
-    found = (last.weights.kept, last.weights.staged)
-    return any(f and (f.epoch, f.version) == version.identity.as_tuple() for f in found)
+    return any(f and _is_of(f, version) for f in (last.weights.kept, last.weights.staged))
+
+
+def _is_of(found: KeptWeights | StagedWeights, version: WeightsVersion) -> bool:
+    return (found.epoch, found.version) == version.identity.as_tuple()
 
 
 def is_copy_available(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> bool:
-    """Somebody gives these bytes now."""
+    """Some worker gives these bytes now."""
     return any(can_share_copy(h, version) for h in heads.values())
 
 
 def is_stranded(head: ReplicaHead, version: WeightsVersion, *, given: bool) -> bool:
-    """It lacks the bytes, and nobody gives them now (`is_copy_available`)."""
+    """It lacks the bytes, and no worker gives them now (`given`: of `is_copy_available`)."""
     return lacks_bytes(head, version) and not given
 
 
 def no_copy_message(head: ReplicaHead, version: WeightsVersion) -> str:
-    """Say that nobody has what a head needs, and what helps."""
+    """Say that no replica has what a head needs, and what helps."""
     return (
         f"{head.pod.name} can't get weights {version.identity}: they were pushed, and no replica has "
         "a copy to give any more: publish again, under a higher version"
@@ -83,7 +86,7 @@ def no_copy_message(head: ReplicaHead, version: WeightsVersion) -> str:
 def waiting_for_bytes_message(
     version: WeightsVersion, waiting: Iterable[ReplicaHead], heads: Mapping[str, ReplicaHead]
 ) -> str:
-    """Say who has not been given the bytes of a pushed version; empty if all have, or will soon."""
+    """Say which heads the trainer has yet to push a version to; empty if it is under way to all."""
     missing = [h.pod.name for h in waiting if lacks_bytes(h, version)]
     if is_lost_everywhere(version, heads):
         return "no replica has the bytes: publish again, under a higher version"
@@ -94,7 +97,7 @@ def waiting_for_bytes_message(
 
 
 def assign_peers(plan: WeightsPlan, heads: Mapping[str, ReplicaHead]) -> None:
-    """Choose from whom each head that lacks bytes fetches them; note what nobody has any more."""
+    """Choose the peers from which each head fetches bytes that it lacks; note what no worker has."""
     lacking: dict[object, tuple[WeightsVersion, list[ReplicaHead]]] = {}
     for uid, version in plan.version_for.items():
         if lacks_bytes(heads[uid], version):
@@ -110,11 +113,9 @@ def _assign_version_peers(
     version: WeightsVersion,
     lacking: Iterable[ReplicaHead],
 ) -> None:
-    givers = sorted(
-        (h for h in heads.values() if can_share_copy(h, version)), key=lambda h: h.pod.replica
-    )
-    serving = [h for h in givers if h.is_serving]
-    others = [h for h in givers if not h.is_serving]
+    ordered = sorted(heads.values(), key=lambda h: h.pod.replica)
+    givers = [h for h in ordered if can_share_copy(h, version)]
+    serving, others = ([h for h in givers if h.is_serving is now] for now in (True, False))
     due = plan.has_commit_begun or version.identity <= plan.committed.identity
     lost = due and not has_unpolled_head(heads) and is_lost_everywhere(version, heads)
     for head in lacking:
@@ -134,8 +135,8 @@ def awaits_pointer(
 ) -> bool:
     """A trainer has pushed later weights into its slot, and is about to move the pointer to them.
 
-    Nobody could bring them again. A trainer that is gone is waited for no longer than a staging may
-    take (`seconds`), and not at all if its epoch is over.
+    No other program could bring them again. The head waits for the trainer no longer than a staging
+    may take (`seconds`), and not at all if its epoch is over.
     """
     slot = head.staged_slot
     if slot is None or head.newer_push_message(version) is None or slot.epoch < plan.fence_epoch:
@@ -149,7 +150,7 @@ def awaits_pointer(
 
 
 def _choose_peers(head: ReplicaHead, *givers: Sequence[ReplicaHead]) -> list[ReplicaHead]:
-    """A few that give it, those that serve first; each joiner begins with another one."""
+    """A few that can give it, serving ones first; each joiner begins with another one."""
     first = head.pod.replica
     chosen = [
         found[(first + turn) % len(found)]

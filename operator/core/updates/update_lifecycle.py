@@ -1,17 +1,15 @@
-"""How an update begins, is superseded and ends; afterwards at most one is under way."""
+"""How an update begins, is superseded and ends; at most one is under way afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterable
 
-from rollout_common.wire import WeightsId
-from rollout_operator.api.spec import DesiredState, RolloutReplicaSpec, WeightsStrategy
+from rollout_operator.api.spec import DesiredState, WeightsStrategy
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.pass_plan import ControlVerb, EventNote
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
 
-from .content_hashes import bind_root_hash, serving_hash, unsupported_by_pool
+from .content_hashes import serving_hash, unsupported_by_pool
 from .pushed_copies import (
     is_copy_available,
     is_lost_everywhere,
@@ -19,253 +17,207 @@ from .pushed_copies import (
     is_stranded,
     lacks_bytes,
 )
-from .weights_plan import WeightsPlan, deadline_seconds_left, update_version
-
-WEIGHTS_VERBS = (ControlVerb.STAGE, ControlVerb.COMMIT)
+from .weights_plan import WeightsPass, WeightsPlan
 
 
-def settle_update(
-    spec: RolloutReplicaSpec,
-    plan: WeightsPlan,
-    target: WeightsVersion,
-    heads: Mapping[str, ReplicaHead],
-    now: float,
-) -> None:
+def settle_update(run: WeightsPass) -> None:
     """Finish, supersede or begin an update."""
-    running = plan.running_identity
-    if running is not None and not plan.is_committing and is_served(running, heads):
-        # Some worker serves it already: there is no way back.
-        enter_committing(plan, _served_hash(plan, heads), now)
-    resting = spec.suspend or spec.state is DesiredState.ASLEEP
-    if running is not None and not plan.is_committing:
-        _maybe_supersede(spec, plan, target, heads, now, resting)
-    elif plan.is_committing and spec.weights.strategy is not WeightsStrategy.ALL_AT_ONCE:
-        _maybe_retarget(spec, plan, target, heads, now)
-    if plan.is_committing and spec.suspend:
-        finish_update(
-            plan, now, "committed while the pool is suspended; loaded before it serves again"
-        )
-    if plan.running_identity is None and target.identity > plan.committed.identity:
-        _begin_update(spec, plan, target, heads, now, resting)
-    _complete_after_rest(spec, plan, heads, now)
+    plan = run.plan
+    update = plan.running_update
+    if update is not None and not plan.is_committing and run.is_served(update.identity):
+        # Some worker serves it already: it can only go forward.
+        enter_committing(run, update, serving_hash(plan.version_of(update), run.heads))
+    update = plan.running_update
+    if update is not None and not plan.is_committing:
+        _maybe_supersede(run, update)
+    elif update is not None and not run.is_all_at_once:
+        _maybe_retarget(run, update)
+    update = plan.running_update
+    if update is not None and plan.is_committing and run.spec.suspend:
+        text = "committed while the pool is suspended; loaded before it serves again"
+        finish_update(run, update, text)
+    if plan.running_update is None and run.target.identity > plan.committed.identity:
+        _begin_update(run)
+    _complete_after_rest(run)
 
 
-def finish_update(plan: WeightsPlan, now: float, message: str) -> None:
+def finish_update(run: WeightsPass, update: LastUpdate, message: str) -> None:
     """Complete the update under way: its weights are now the committed ones."""
-    update = plan.update
-    if update is None:
-        return
-    source = update.source or plan.committed.source
-    identity = update.identity.model_dump()
-    plan.committed = CommittedWeights(**identity, source=source, root_hash=update.root_hash)
-    plan.update = update.model_copy(
-        update={
-            "phase": UpdatePhase.COMPLETE,
-            "completed_at": datetime.fromtimestamp(now, UTC),
-            "message": message,
-        }
+    plan = run.plan
+    plan.committed = CommittedWeights(
+        epoch=update.epoch,
+        version=update.version,
+        source=update.source or plan.committed.source,
+        root_hash=update.root_hash,
     )
+    done = {"phase": UpdatePhase.COMPLETE, "completed_at": run.time, "message": message}
+    plan.update = update.model_copy(update=done)
     plan.barrier = None
     plan.overdue = False
-    plan.notes.append(
-        EventNote("Normal", "WeightsCommitted", f"weights {update.identity}: {message}")
-    )
+    note = f"weights {update.identity}: {message}"
+    plan.notes.append(EventNote("Normal", "WeightsCommitted", note))
 
 
 def enter_committing(
-    plan: WeightsPlan, root_hash: str | None, now: float, message: str | None = None
+    run: WeightsPass, update: LastUpdate, root_hash: str | None, message: str | None = None
 ) -> None:
-    """Decide to commit these bytes; the calls follow once this stands in status."""
-    if plan.update is None:
-        return
+    """Decide to commit these bytes; the calls follow once status holds the decision."""
     change = {
         "phase": UpdatePhase.COMMITTING,
-        "commit_started_at": datetime.fromtimestamp(now, UTC),
-        "root_hash": plan.update.root_hash or root_hash,
-        "message": plan.update.message if message is None else message,
+        "commit_started_at": run.time,
+        "root_hash": update.root_hash or root_hash,
+        "message": update.message if message is None else message,
     }
-    plan.update = plan.update.model_copy(update=change)
+    run.plan.update = update.model_copy(update=change)
 
 
-def is_served(identity: WeightsId, heads: Mapping[str, ReplicaHead]) -> bool:
-    """Some worker has exactly these weights, as it last said."""
-    return any(h.last_active == identity for h in heads.values())
-
-
-def _served_hash(plan: WeightsPlan, heads: Mapping[str, ReplicaHead]) -> str | None:
-    if plan.update is None:
-        return None
-    return serving_hash(update_version(plan.update, plan.committed.source), heads)
-
-
-def _maybe_supersede(
-    spec: RolloutReplicaSpec,
-    plan: WeightsPlan,
-    target: WeightsVersion,
-    heads: Mapping[str, ReplicaHead],
-    now: float,
-    resting: bool,
-) -> None:
-    update = plan.update
-    if update is None:
-        return
-    newer = target.identity > update.identity
-    if resting:
-        why = "the pool is suspended" if spec.suspend else "the pool is going to sleep"
-    elif newer and target.identity.epoch > update.epoch:
-        why = f"a trainer with epoch {target.identity.epoch} took over"
-    elif newer and _has_staging_failed(spec, plan, update, heads, now):
-        why = f"{target.identity} is newer"
-    else:
-        return
-    _supersede_update(plan, why)
-
-
-def _has_staging_failed(
-    spec: RolloutReplicaSpec,
+def report_progress(
     plan: WeightsPlan,
     update: LastUpdate,
-    heads: Mapping[str, ReplicaHead],
-    now: float,
-) -> bool:
+    phase: UpdatePhase,
+    text: str,
+    failed: tuple[str, Iterable[ReplicaHead]],
+) -> None:
+    """Note how far an update is; post an event when it misses its deadline.
+
+    Args:
+        plan: holds the update afterwards.
+        update: the one under way.
+        phase: its phase now.
+        text: its message.
+        failed: the call whose failures count as attempts, and the heads that may have failed it.
+    """
+    if phase is UpdatePhase.FAILED and plan.overdue and update.phase is not UpdatePhase.FAILED:
+        plan.notes.append(EventNote("Warning", "WeightsDeadlineExceeded", text))
+    verb, heads = failed
+    failures = (h.worker.failures.get(verb) for h in heads)
+    tries = 1 + max((f.count for f in failures if f and f.about == update.identity), default=0)
+    change = {"phase": phase, "attempts": max(update.attempts, tries), "message": text}
+    plan.update = update.model_copy(update=change)
+
+
+def refusal_message(head: ReplicaHead, version: WeightsVersion) -> str | None:
+    """Why a head can't stage or commit a version, by its own answers."""
+    return (
+        head.mismatch_message(version)
+        or head.failure_message(version.identity, ControlVerb.COMMIT, ControlVerb.STAGE)
+        or head.newer_push_message(version)
+    )
+
+
+def _maybe_supersede(run: WeightsPass, update: LastUpdate) -> None:
+    identity = run.target.identity
+    newer = identity > update.identity
+    if run.is_resting:
+        why = "the pool is suspended" if run.spec.suspend else "the pool is going to sleep"
+    elif newer and identity.epoch > update.epoch:
+        why = f"a trainer with epoch {identity.epoch} took over"
+    elif newer and _has_staging_failed(run, update):
+        why = f"{identity} is newer"
+    else:
+        return
+    _supersede_update(run.plan, update, why)
+
+
+def _has_staging_failed(run: WeightsPass, update: LastUpdate) -> bool:
     """Staging has failed for good enough to turn to a newer target."""
     if update.phase is UpdatePhase.FAILED:
         return True
-    if spec.weights.strategy is not WeightsStrategy.ALL_AT_ONCE:
-        return _is_stuck(spec, plan, update, heads, now)
-    version = bind_root_hash(update_version(update, plan.committed.source), heads)
-    if (
-        is_lost_everywhere(version, heads)
-        or update.attempts > 1
-        or stage_failures(heads.values(), version)
-    ):
+    if not run.is_all_at_once:
+        return _is_stuck(run, update)
+    version, heads = run.bound_version(update), run.heads
+    if is_lost_everywhere(version, heads) or update.attempts > 1:
         return True
-    serving = (h for h in heads.values() if h.is_in_service(plan.committed.identity))
-    return any(lacks_bytes(h, version) or _has_newer_push(h, version) for h in serving)
+    if stage_failures(heads.values(), version):
+        return True
+    serving = run.heads_in_service.values()
+    return any(lacks_bytes(h, version) or h.newer_push_message(version) for h in serving)
 
 
-def _has_newer_push(head: ReplicaHead, version: WeightsVersion) -> bool:
-    return head.newer_push_message(version) is not None and not head.has_staged(version)
-
-
-def _maybe_retarget(
-    spec: RolloutReplicaSpec,
-    plan: WeightsPlan,
-    target: WeightsVersion,
-    heads: Mapping[str, ReplicaHead],
-    now: float,
-) -> None:
+def _maybe_retarget(run: WeightsPass, update: LastUpdate) -> None:
     """Rolling, Eager: turn to a newer target once no replica can finish what it has begun.
 
-    Before that each publish would undo the last one's work, and quick ones leave replicas behind
-    for ever. Nor does the pool stay awake for it: nobody is sent away, so it may never be finished.
+    Before that each publish would undo the work of the last one, and quick ones would leave replicas
+    behind for good. Nor does a pool that is to sleep stay awake for it: no replica leaves the Service
+    for it, so the update may never finish.
     """
-    update = plan.update
-    if update is None:
-        return
-    falling = spec.state is DesiredState.ASLEEP and not spec.suspend
-    if not falling and target.identity <= update.identity:
-        return
-    if _is_stuck(spec, plan, update, heads, now):
-        why = "the pool is going to sleep" if falling else f"{target.identity} is newer"
-        _supersede_update(plan, why)
+    falling = run.spec.state is DesiredState.ASLEEP and not run.spec.suspend
+    identity = run.target.identity
+    if (falling or identity > update.identity) and _is_stuck(run, update):
+        why = "the pool is going to sleep" if falling else f"{identity} is newer"
+        _supersede_update(run.plan, update, why)
 
 
-def _is_stuck(
-    spec: RolloutReplicaSpec,
-    plan: WeightsPlan,
-    update: LastUpdate,
-    heads: Mapping[str, ReplicaHead],
-    now: float,
-) -> bool:
+def _is_stuck(run: WeightsPass, update: LastUpdate) -> bool:
     """Rolling stops at the first failure, Eager goes on as long as any replica may.
 
-    Neither waits for who is silent alone: the others would lag behind with it.
+    Neither waits for silent replicas alone: the others would lag behind with them.
     """
-    floor = plan.committed.identity
-    serving = (h for h in heads.values() if h.is_in_service(floor))
+    serving = run.heads_in_service.values()
     behind = [h for h in serving if not h.has_at_least(update.identity)]
     if not behind or any(ControlVerb.COMMIT in h.worker.running for h in behind):
         return False
-    if deadline_seconds_left(spec, plan, update, now) <= 0:
+    if run.seconds_left(update) <= 0:
         return True
-    version = bind_root_hash(update_version(update, plan.committed.source), heads)
-    given = is_copy_available(version, heads)
+    version = run.bound_version(update)
+    given = is_copy_available(version, run.heads)
 
     def failed(head: ReplicaHead) -> bool:
-        told = head.mismatch_message(version) or head.failure_message(
-            version.identity, *WEIGHTS_VERBS
-        )
-        return (
-            bool(told) or _has_newer_push(head, version) or is_stranded(head, version, given=given)
-        )
+        return bool(refusal_message(head, version)) or is_stranded(head, version, given=given)
 
-    if spec.weights.strategy is WeightsStrategy.ROLLING and any(failed(h) for h in behind):
+    if run.spec.weights.strategy is WeightsStrategy.ROLLING and any(failed(h) for h in behind):
         return True
     return all(failed(h) or (h.is_silent and not h.worker.running) for h in behind)
 
 
-def _supersede_update(plan: WeightsPlan, why: str) -> None:
-    if plan.update is None:
-        return
-    message = f"gave up weights {plan.update.identity}: {why}"
-    plan.update = plan.update.model_copy(
-        update={"phase": UpdatePhase.SUPERSEDED, "message": message}
-    )
+def _supersede_update(plan: WeightsPlan, update: LastUpdate, why: str) -> None:
+    message = f"gave up weights {update.identity}: {why}"
+    change = {"phase": UpdatePhase.SUPERSEDED, "message": message}
+    plan.update = update.model_copy(update=change)
     plan.notes.append(EventNote("Normal", "WeightsSuperseded", message))
     plan.barrier = None
 
 
-def _begin_update(
-    spec: RolloutReplicaSpec,
-    plan: WeightsPlan,
-    target: WeightsVersion,
-    heads: Mapping[str, ReplicaHead],
-    now: float,
-    resting: bool,
-) -> None:
-    """Start the update to `target`; if no replica is in service, commit it at once.
+def _begin_update(run: WeightsPass) -> None:
+    """Start the update to the target; if no replica is in service, commit it at once.
 
-    Pushed bytes that wait in a slot end with sleep and suspension, and what nobody has is never
-    committed: until the trainer publishes again, the old weights are the pool's.
+    Pushed bytes that wait in a slot end with sleep and suspension, and bytes that no worker has are
+    never committed: until the trainer publishes again, the old weights are the pool's.
     """
-    if resting and target.is_pushed and not is_served(target.identity, heads):
-        plan.withheld = is_staged_nowhere(target, heads)
+    plan, target, identity = run.plan, run.target, run.target.identity
+    if run.is_resting and target.is_pushed and not run.is_served(identity):
+        plan.withheld = is_staged_nowhere(target, run.heads)
         return
-    if resting and plan.update is not None and plan.update.identity == target.identity:
+    if run.is_resting and plan.update is not None and plan.update.identity == identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
-        known = {**target.identity.model_dump(), "root_hash": plan.update.root_hash}
+        known = {**identity.model_dump(), "root_hash": plan.update.root_hash}
         plan.committed = CommittedWeights(**known, source=target.source)
         return
-    plan.update = LastUpdate(
-        epoch=target.identity.epoch,
-        version=target.identity.version,
+    plan.update = update = LastUpdate(
+        epoch=identity.epoch,
+        version=identity.version,
         source=target.source,
         phase=UpdatePhase.STAGING,
         attempts=1,
-        started_at=datetime.fromtimestamp(now, UTC),
+        started_at=run.time,
     )
     plan.barrier = None
-    floor = plan.committed.identity
-    serving = {uid: h for uid, h in heads.items() if h.is_in_service(floor)}
-    if (resting or not serving) and not is_staged_nowhere(target, heads):
-        finish_update(
-            plan, now, "committed while no replica served; each loads it before it serves"
-        )
-    elif is_served(target.identity, heads):
-        enter_committing(plan, serving_hash(target, heads), now)
-    elif unsupported_by_pool(spec, serving, target) is None:
-        note = f"staging weights {target.identity} on {len(serving)} replicas"
+    serving = run.heads_in_service
+    if (run.is_resting or not serving) and not is_staged_nowhere(target, run.heads):
+        text = "committed while no replica served; each loads it before it serves"
+        finish_update(run, update, text)
+    elif run.is_served(identity):
+        enter_committing(run, update, serving_hash(target, run.heads))
+    elif unsupported_by_pool(run.spec, serving, target) is None:
+        note = f"staging weights {identity} on {len(serving)} replicas"
         plan.notes.append(EventNote("Normal", "WeightsStaging", note))
 
 
-def _complete_after_rest(
-    spec: RolloutReplicaSpec, plan: WeightsPlan, heads: Mapping[str, ReplicaHead], now: float
-) -> None:
+def _complete_after_rest(run: WeightsPass) -> None:
     """Complete an update that was given up for sleep or suspension once all have loaded it."""
-    update = plan.update
+    update = run.plan.update
     if update is None or update.phase is not UpdatePhase.SUPERSEDED:
         return
-    there = sum(h.has_at_least(update.identity) for h in heads.values())
-    if update.identity == plan.committed.identity and there >= max(spec.replicas, 1):
-        finish_update(plan, now, f"{there} of {len(heads)} replicas serve it")
+    there = sum(h.has_at_least(update.identity) for h in run.heads.values())
+    if update.identity == run.plan.committed.identity and there >= max(run.spec.replicas, 1):
+        finish_update(run, update, f"{there} of {len(run.heads)} replicas serve it")

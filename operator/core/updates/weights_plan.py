@@ -1,15 +1,25 @@
-"""What a pass decides about weights, and the few values that every phase reads."""
+"""What a pass decides about weights, and what each of its steps reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from rollout_common.wire import CHECKPOINT, Checkpoint, WeightsId, WeightsSource
-from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase, WeightsStatus
+from rollout_operator.api.spec import DesiredState, RolloutReplicaSpec, WeightsStrategy
+from rollout_operator.api.status import (
+    ActiveRange,
+    CommittedWeights,
+    LastUpdate,
+    StatusId,
+    UpdatePhase,
+    WeightsStatus,
+)
 from rollout_operator.core.pass_plan import EventNote
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
+
+from .content_hashes import bind_root_hash
 
 UNDER_WAY_PHASES = (UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED)
 
@@ -28,25 +38,29 @@ class WeightsPlan:
     peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses of pods from which each of these heads can fetch pushed weights that it lacks."""
     no_copy: str | None = None
-    """That nobody has the pushed weights any more that some head needs."""
+    """A sentence if no replica has the pushed weights any more that some head needs."""
     withheld: bool = False
-    """The target is not committed while the pool rests: its pushed bytes ended with the workers' rest."""
+    """The target is not committed while the pool rests: no worker keeps pushed bytes while it rests."""
     out_of_service: set[str] = field(default_factory=set)
     """Heads that failed to commit what the others serve: they get no traffic."""
     fence_epoch: int = 0
     failures: list[str] = field(default_factory=list)
     overdue: bool = False
-    """The phase under way has taken longer than its deadline."""
+    """The current phase has taken longer than its deadline."""
     unsupported: bool = False
     """The engine can't do what the spec asks of a commit: nothing is staged."""
     notes: list[EventNote] = field(default_factory=list)
 
     @property
+    def running_update(self) -> LastUpdate | None:
+        """The update under way."""
+        running = self.update is not None and self.update.phase in UNDER_WAY_PHASES
+        return self.update if running else None
+
+    @property
     def running_identity(self) -> WeightsId | None:
         """Identity of the update under way."""
-        if self.update is None or self.update.phase not in UNDER_WAY_PHASES:
-            return None
-        return self.update.identity
+        return None if self.running_update is None else self.running_update.identity
 
     @property
     def is_committing(self) -> bool:
@@ -55,10 +69,68 @@ class WeightsPlan:
 
     @property
     def has_commit_begun(self) -> bool:
-        """Workers were told to commit the update under way: some may have it without our knowing."""
-        running, update = self.running_identity, self.update
-        begun = update is not None and update.commit_started_at is not None
-        return self.is_committing or (running is not None and begun)
+        """The operator has called commits of this update: some worker may have it, unseen."""
+        update = self.running_update
+        return self.is_committing or (update is not None and update.commit_started_at is not None)
+
+    @property
+    def committed_version(self) -> WeightsVersion:
+        """The committed weights as a version."""
+        committed = self.committed
+        return WeightsVersion(committed.identity, committed.source, committed.root_hash)
+
+    def version_of(self, update: LastUpdate) -> WeightsVersion:
+        """The version that an update moves to, bound to its content once commits have begun."""
+        source = update.source or self.committed.source
+        return WeightsVersion(update.identity, source, update.root_hash)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPass:
+    """What the steps of one pass over a pool's weights read, and the plan that they change."""
+
+    spec: RolloutReplicaSpec
+    plan: WeightsPlan
+    target: WeightsVersion
+    heads: Mapping[str, ReplicaHead]
+    """Living heads of wanted replicas, by pod uid."""
+    now: float
+    """Wall clock, seconds."""
+
+    @property
+    def time(self) -> datetime:
+        """Now, as status has times."""
+        return datetime.fromtimestamp(self.now, UTC)
+
+    @property
+    def is_all_at_once(self) -> bool:
+        """The pool commits only after every serving replica has staged."""
+        return self.spec.weights.strategy is WeightsStrategy.ALL_AT_ONCE
+
+    @property
+    def is_resting(self) -> bool:
+        """The pool is suspended, or is to sleep."""
+        return self.spec.suspend or self.spec.state is DesiredState.ASLEEP
+
+    @property
+    def heads_in_service(self) -> dict[str, ReplicaHead]:
+        """Heads that serve the committed weights or later ones, by pod uid."""
+        floor = self.plan.committed.identity
+        return {uid: h for uid, h in self.heads.items() if h.is_in_service(floor)}
+
+    def bound_version(self, update: LastUpdate) -> WeightsVersion:
+        """The version of an update, with the root hash that it has in this pool."""
+        return bind_root_hash(self.plan.version_of(update), self.heads)
+
+    def is_served(self, identity: WeightsId) -> bool:
+        """Some worker has exactly these weights, by its last answer."""
+        return any(h.last_active == identity for h in self.heads.values())
+
+    def seconds_left(self, update: LastUpdate) -> float:
+        """What is left of the deadline; staging and committing have one each."""
+        began = update.commit_started_at if self.plan.has_commit_begun else update.started_at
+        since = began.timestamp() if began else self.now
+        return since + self.spec.weights.deadline_seconds - self.now
 
 
 def target_version(spec: RolloutReplicaSpec) -> WeightsVersion:
@@ -75,22 +147,27 @@ def committed_weights(weights: WeightsStatus) -> CommittedWeights:
     return CommittedWeights(epoch=0, version=0, source=WeightsSource(checkpoint=Checkpoint()))
 
 
-def update_version(update: LastUpdate, fallback: WeightsSource) -> WeightsVersion:
-    """The version that an update moves to, bound to its content once commits have begun."""
-    return WeightsVersion(update.identity, update.source or fallback, update.root_hash)
-
-
-def deadline_seconds_left(
-    spec: RolloutReplicaSpec, plan: WeightsPlan, update: LastUpdate, now: float
-) -> float:
-    """What is left of the deadline; staging and committing have one each."""
-    began = update.commit_started_at if plan.has_commit_begun else update.started_at
-    return (began.timestamp() if began else now) + spec.weights.deadline_seconds - now
-
-
 def has_unpolled_head(heads: Mapping[str, ReplicaHead]) -> bool:
     """Some running worker has not been polled yet: its silence proves nothing."""
     return any(
         h.pod.started and not h.is_finished and h.worker.state is None and h.worker.error is None
         for h in heads.values()
+    )
+
+
+def weights_status(plan: WeightsPlan, heads: Mapping[str, ReplicaHead]) -> WeightsStatus:
+    """Return `status.weights` for this plan and what was observed."""
+    serving = [h.worker.active for h in heads.values() if h.pod.ready and h.worker.active]
+    running = plan.version_of(plan.running_update) if plan.running_update else None
+    active = None
+    if serving:
+        lowest, highest = (StatusId.from_identity(each) for each in (min(serving), max(serving)))
+        active = ActiveRange(min=lowest, max=highest)
+    # Copies with changes are not validated, and validation cuts texts to their bounds.
+    update = plan.update and LastUpdate.model_validate(plan.update.model_dump())
+    return WeightsStatus(
+        committed=plan.committed,
+        active=active,
+        staged_replicas=sum(h.has_staged(running) for h in heads.values()) if running else 0,
+        last_update=update,
     )

@@ -15,9 +15,8 @@ import xxhash
 from aiohttp import web
 
 from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.hooks import Hook
-from rollout_client.kube.cluster_access import load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, read_mounted_token
 from rollout_client.steering.pushing.pusher import Pusher

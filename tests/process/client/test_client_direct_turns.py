@@ -12,10 +12,9 @@ import pytest
 from rollout_client import AsyncRolloutPool, RolloutPool, SteeringFailed
 from rollout_client.turn import local_turn, locks
 from rollout_common.turn.lock_files import holders
-from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import Lifecycle
-from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from tests.support.unit.served import served
+from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until
 
 GPU = "gpu-0"
@@ -32,20 +31,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def served(
+async def taking_turns(
     home: Path, ports: tuple[int, int] = (0, 0), *, loads: bool = True
 ) -> AsyncIterator[tuple[TinyWorker, tuple[int, int]]]:
     """A worker that takes turns, and its ports."""
     flags = ("--turn-directory", str(home / "turn"), "--turn-devices", GPU, "--turn-holder", "me")
-    where = ("--data-host", "127.0.0.1", "--data-port", str(ports[0]), "--control-port")
-    async with tiny_worker(home, *flags, *where, str(ports[1]), loads=loads) as tiny:
-        servers = HttpServers(tiny.worker, AllowAnyone())
-        running = asyncio.create_task(servers.serve_both_ports())
-        try:
-            yield tiny, servers.bound_ports
-        finally:
-            servers.stop()
-            await asyncio.wait_for(running, 20)
+    async with served(home, *flags, ports=ports, loads=loads) as worker:
+        yield worker.tiny, (worker.data, worker.control)
 
 
 def trainer(ports: tuple[int, int]) -> AsyncRolloutPool:
@@ -60,13 +52,13 @@ async def test_a_worker_that_is_restarted_within_the_turn_serves_after_it(
     """It comes back while nobody asks, and finds the devices in use; the pool's end of the turn waits for it."""
     async with contextlib.AsyncExitStack() as stack:
         first = contextlib.AsyncExitStack()
-        _, ports = await first.enter_async_context(served(tmp_path))
+        _, ports = await first.enter_async_context(taking_turns(tmp_path))
         pool = await stack.enter_async_context(trainer(ports))
         again: asyncio.Task[TinyWorker] | None = None
 
         async def restart() -> TinyWorker:
             await asyncio.sleep(1)  # nobody answers at the turn's end
-            tiny, _ = await stack.enter_async_context(served(tmp_path, ports, loads=False))
+            tiny, _ = await stack.enter_async_context(taking_turns(tmp_path, ports, loads=False))
             return tiny
 
         async with pool.turn(seconds=60):
@@ -81,11 +73,11 @@ async def test_a_worker_that_is_back_within_the_turn_is_waited_for_until_it_has_
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         first = contextlib.AsyncExitStack()
-        _, ports = await first.enter_async_context(served(tmp_path))
+        _, ports = await first.enter_async_context(taking_turns(tmp_path))
         pool = await stack.enter_async_context(trainer(ports))
         async with pool.turn(seconds=60):
             await first.aclose()
-            tiny, _ = await stack.enter_async_context(served(tmp_path, ports, loads=False))
+            tiny, _ = await stack.enter_async_context(taking_turns(tmp_path, ports, loads=False))
             await until(lambda: tiny.state is Lifecycle.LOADING, what="it waits for the devices")
             assert holders(directory) == {GPU: "trainer-0"}
         assert tiny.state is Lifecycle.ACTIVE
@@ -95,7 +87,7 @@ async def test_a_worker_that_restarts_when_a_turn_begins_is_waited_for(
     tmp_path: Path, directory: Path
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        async with served(tmp_path) as (_, ports):
+        async with taking_turns(tmp_path) as (_, ports):
             pass
         pool = await stack.enter_async_context(trainer(ports))
         with pytest.raises(SteeringFailed, match=r"Asleep within [01]\.?\d* s: no worker answers"):
@@ -108,7 +100,7 @@ async def test_a_worker_that_restarts_when_a_turn_begins_is_waited_for(
 
         training = asyncio.create_task(train())
         await asyncio.sleep(1)
-        tiny, _ = await stack.enter_async_context(served(tmp_path, ports))
+        tiny, _ = await stack.enter_async_context(taking_turns(tmp_path, ports))
         await training
         assert tiny.state is Lifecycle.ACTIVE
         assert [each.holds for each in [tiny.worker.worker_state()]] == [()]
@@ -132,7 +124,7 @@ async def test_several_trainers_have_their_turns_one_after_the_other(
                 inside -= 1
 
     async with contextlib.AsyncExitStack() as stack:
-        tiny, ports = await stack.enter_async_context(served(tmp_path))
+        tiny, ports = await stack.enter_async_context(taking_turns(tmp_path))
         pools = [await stack.enter_async_context(trainer(ports)) for _ in range(count)]
         await asyncio.gather(*map(train, pools))
         assert tiny.state is Lifecycle.ACTIVE
@@ -143,7 +135,7 @@ async def test_after_an_error_the_worker_wakes_once_the_devices_are_free(
     tmp_path: Path, directory: Path
 ) -> None:
     """By itself: the trainer's process may end before anybody could ask again."""
-    async with served(tmp_path) as (tiny, ports):
+    async with taking_turns(tmp_path) as (tiny, ports):
         pool = trainer(ports)
         with pytest.raises(ZeroDivisionError) as error:
             async with pool.turn(seconds=60):
@@ -161,7 +153,7 @@ async def test_after_an_error_the_worker_wakes_once_the_devices_are_free(
 async def test_a_program_that_goes_on_after_an_error_has_its_next_turn(
     tmp_path: Path, directory: Path
 ) -> None:
-    async with served(tmp_path) as (tiny, ports):
+    async with taking_turns(tmp_path) as (tiny, ports):
         data, control = (f"http://127.0.0.1:{port}" for port in ports)
 
         def train() -> None:

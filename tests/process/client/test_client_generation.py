@@ -17,7 +17,6 @@ from aiohttp import web
 from rollout_client import (
     AsyncRolloutPool,
     AttemptReport,
-    DeadlineExceeded,
     GenerateRequest,
     GenerateResult,
     Hook,
@@ -31,7 +30,16 @@ from rollout_client import (
 from rollout_client.generating.generate_options import Prompt
 from rollout_client.routing.member_clients import STREAMS_PER_CLIENT, MemberClients
 from tests.support.loopback import loopback
-from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
+from tests.support.unit.scripted import (
+    END,
+    PROMPT,
+    ScriptedWorker,
+    Step,
+    after,
+    event,
+    problem,
+    tokens,
+)  # fmt: skip
 from tests.support.waiting import until
 
 
@@ -58,11 +66,8 @@ def told(pool: AsyncRolloutPool, worker: ScriptedWorker, step: Step) -> Step:
     """Do a step once the client knows which ids end outputs there."""
     records = pool._router.balancer.records
 
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await until(lambda: records[worker.url].info is not None, what="what it is")
-        return await step(request, body)
-
-    return answer
+    known = partial(until, lambda: records[worker.url].info is not None, what="what it is")
+    return after(known, step)
 
 
 async def test_a_cut_stream_goes_on_where_it_stopped(
@@ -196,17 +201,6 @@ async def test_every_abort_but_our_own_continues(
     assert reason in result.attempts[0].cause or "asleep" in result.attempts[0].cause
 
 
-async def test_an_abort_at_the_deadline_is_an_error_with_the_tokens(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [tokens([1, 2], "aborted", abort="deadline")]
-    with pytest.raises(DeadlineExceeded) as error:
-        await pool.generate(PROMPT, sampling=END)
-    assert error.value.kept is not None
-    assert error.value.kept.token_ids == (1, 2)
-    assert error.value.replica == worker.server.address
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -284,52 +278,20 @@ async def test_nobody_serves_until_the_deadline(
         await pool.generate(PROMPT, deadline_seconds=3)
 
 
-async def test_a_silent_worker_that_lives_is_waited_for(worker: ScriptedWorker) -> None:
-    """Queued for long: nothing comes, but /health answers."""
-
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(0.8)
-        return await tokens([1], "stop")(request, body)
-
-    worker.steps = [slow]
-    worker.server.answer("GET", "/health", {"status": "ok"})
-    url = worker.url
-    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
-        result = await pool.generate(PROMPT)
-    assert len(result.attempts) == 1
-
-
 async def test_many_silent_requests_ask_their_worker_once(worker: ScriptedWorker) -> None:
-    """A long queue on a slow worker must not become a storm of probes."""
-    asked = 0
-
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(0.8)
-        return await tokens([1], "stop")(request, body)
-
-    async def health(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.json_response({"status": "ok"})
-
-    worker.steps = [slow]
-    worker.server.answers["GET", "/health"] = health
-    url = worker.url
-    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.3) as pool:
+    """Queued for long, nothing comes, but `/health` answers: they wait, without a storm of probes."""
+    worker.steps = [after(partial(asyncio.sleep, 0.8), tokens([1], "stop"))]
+    worker.server.answer("GET", "/health", {"status": "ok"})
+    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.3) as pool:
         results = await pool.generate_many([PROMPT] * 40)
     assert all(len(result.attempts) == 1 for result in results)
-    assert 1 <= asked < 10
+    assert 1 <= worker.server.requests.count(("GET", "/health", "")) < 10
 
 
 async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker) -> None:
-    async def hung(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(30)
-        raise AssertionError
-
-    worker.steps = [hung, tokens([1], "stop")]
+    worker.steps = [after(partial(asyncio.sleep, 30), tokens([])), tokens([1], "stop")]
     worker.server.answer("GET", "/health", {"status": "bad"}, 503)
-    url = worker.url
-    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.2) as pool:
         result = await asyncio.wait_for(pool.generate(PROMPT), 10)
     assert "silent" in result.attempts[0].cause
 
@@ -339,20 +301,15 @@ async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
 ) -> None:
     asked = asyncio.Event()
 
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asked.wait()
-        return await tokens([1], "stop")(request, body)
-
     async def health(request: web.Request) -> web.StreamResponse:
         asked.set()
         await until(lambda: ended, what="the generation to end")
         return web.json_response({}, status=503)
 
-    worker.steps = [slow]
+    worker.steps = [after(asked.wait, tokens([1], "stop"))]
     worker.server.answers["GET", "/health"] = health
     ended: list[GenerateResult] = []
-    url = worker.url
-    async with AsyncRolloutPool.from_urls([url], silent_seconds=0.2) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.2) as pool:
         ended.append(await pool.generate(PROMPT))
         await asyncio.sleep(0.3)
         gc.collect()
@@ -483,18 +440,17 @@ async def test_what_is_wrong_for_all_prompts_is_told_before_any_is_sent(
 async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    url = worker.url
     known: list[WeightsId | None] = []
 
-    async def dry(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        pool._note_weights(url, WeightsId(epoch=0, version=5))
-        return await tokens([], "aborted", abort="weights")(request, body)
+    async def commit() -> None:
+        pool._note_weights(worker.url, WeightsId(epoch=0, version=5))
 
-    async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        known.append(pool._router.balancer.records[url].active)
-        return await tokens([2], "stop", version=5)(request, body)
+    async def look() -> None:
+        known.append(pool._router.balancer.records[worker.url].active)
 
-    worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry, last]
+    dry = after(commit, tokens([], "aborted", abort="weights"))
+    worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry]
+    worker.steps.append(after(look, tokens([2], "stop", version=5)))
     await pool.generate(PROMPT, sampling=END)
     assert known == [WeightsId(epoch=0, version=5)]
 
@@ -503,12 +459,7 @@ async def test_connections_to_a_member_that_left_end_with_its_last_request(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     leave = asyncio.Event()
-
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await leave.wait()
-        return await tokens([1], "stop")(request, body)
-
-    worker.steps = [slow]
+    worker.steps = [after(leave.wait, tokens([1], "stop"))]
     running = asyncio.create_task(pool.generate(PROMPT, sampling=END))
     await until(lambda: len(worker.bodies) == 1, what="the request")
     pool._set_members([])

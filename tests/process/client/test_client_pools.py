@@ -27,7 +27,7 @@ from rollout_client import (
 from rollout_client.errors import StateTaken
 from rollout_client.generating.generate_options import OWN_OPTIONS, GenerateOptions
 from rollout_client.integrations.ray import PoolActor
-from rollout_client.pool.options import PoolOptions
+from rollout_client.pool.asynchronous import PoolOptions
 from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_worker.schemas import GenerateRequest
 

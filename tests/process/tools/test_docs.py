@@ -44,7 +44,6 @@ from rollout_worker.engines.shared_memory import (
     sinks,
     staging_budget,
     tensor_views,
-    unread,
 )
 from rollout_worker.lifecycle import settings as lifecycle_settings
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
@@ -68,6 +67,8 @@ INTERNAL = {
     "`request_checks.ServedModel`",
     "`request_checks.TextTail`",
     "`sinks.open_unnamed_file`",
+    "`tensor_views.AbsentTensor`",
+    "`tensor_views.AbsentTensorRead`",
     "`weight_versions.SealableSink`",
 }
 """What engines share but new ones need not know."""
@@ -233,7 +234,7 @@ def test_operator_metrics_are_described() -> None:
 
 
 def test_worker_metrics_are_described() -> None:
-    engine = set(re.findall(r'"(hf_engine_\w+)"', page("worker/engines/hf/metrics.py")))
+    engine = set(re.findall(r'"(hf_engine_\w+)"', page("worker/engines/hf/parts.py")))
     ours = families(WorkerTelemetry().render_page("").decode()) | engine
     assert named(section(section(page("docs/runbook.md"), "Metrics"), "Worker"), 0) == ours
 
@@ -370,7 +371,6 @@ def test_what_engines_share_is_described_as_it_is() -> None:
         sinks,
         staging_budget,
         tensor_views,
-        unread,
         weight_versions,
     )
     known = {module.__name__.rpartition(".")[2]: module for module in modules}

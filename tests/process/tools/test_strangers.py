@@ -19,8 +19,8 @@ from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.dialing import dial
 from rollout_common.transfer.frames import Kind, Refused
 from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.port_connections import ConnectionQuota
-from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers
+from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
+from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import OfferRequest
 from rollout_worker.sources import pushed
 from tests.support.unit.far_ranks import LOOPBACK

@@ -22,9 +22,8 @@ import torch
 from localkube import Cluster
 from localkube.settings import free_ports
 from rollout_client import Hook, Published
+from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.discovery.pool_members import Member
-from rollout_client.kube.cluster_access import load_access
-from rollout_client.kube.cluster_client import ClusterClient
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.steering.steering_protocol import OnProgress

@@ -103,6 +103,28 @@ async def follow(engine: Engine, wanted: EngineRequest, output: Output) -> None:
             output.grew.notify_all()
 
 
+LONG = 1500
+"""Tokens that take longer than a test looks at."""
+
+
+def launch(
+    engine: Engine, name: str = "r", prompt: Sequence[int] = PROMPT, **sampling: Any
+) -> tuple[Output, asyncio.Task[None]]:
+    """Begin an output, a long one unless said otherwise."""
+    output = Output()
+    wanted = request(name, prompt, **{"max_tokens": LONG, **sampling})
+    return output, asyncio.create_task(follow(engine, wanted, output))
+
+
+async def begun(
+    engine: Engine, tokens: int, *args: Any, **sampling: Any
+) -> tuple[Output, asyncio.Task[None]]:
+    """Begin an output, and wait until it has so many tokens."""
+    output, task = launch(engine, *args, **sampling)
+    await reaches(output, tokens)
+    return output, task
+
+
 async def run_all(engine: Engine, wanted: Sequence[EngineRequest]) -> list[Output]:
     """Generate all at once."""
     return list(await asyncio.gather(*(run(engine, each) for each in wanted)))

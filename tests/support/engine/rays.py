@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,20 @@ def packages(folder: Path) -> Path:
         for each in (found / name, *found.glob(f"{name}-*.dist-info")):
             (folder / each.name).symlink_to(each)
     return folder
+
+
+def run_job(command: Sequence[str | Path], folder: Path, seconds: float, **env: str) -> str:
+    """Run a program that starts a Ray of its own, and return what it printed."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
+    own = {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    # On a busy machine its processes take minutes to meet.
+    own["RAY_raylet_start_wait_time_s"] = "200"
+    done = subprocess.run(
+        command, env={**kept, **own, **env}, cwd=folder, capture_output=True, text=True,
+        timeout=seconds, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout
 
 
 class Ray:

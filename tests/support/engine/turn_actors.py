@@ -23,8 +23,7 @@ from typing import Literal, cast
 
 from rollout_client.turn import local_turn
 from rollout_worker.engine import Engine, EngineCrashed, EngineInfo, WeightsRefill
-from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import HttpServers
+from rollout_worker.ports.server import HttpServers, make_authorizer
 from rollout_worker.schemas import MemoryTag, Progress
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rollout_worker.ports.auth import make_authorizer
-from rollout_worker.ports.server import HttpServers
+from rollout_worker.ports.server import HttpServers, make_authorizer
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings
 from tests.support.waiting import until_sync
@@ -55,6 +54,16 @@ class Client:
             verify=TLS,
             trust_env=False,
         )
+
+    @property
+    def url(self) -> str:
+        """Of the data port."""
+        return str(self.data.base_url).rstrip("/")
+
+    @property
+    def control_url(self) -> str:
+        """Of the control port."""
+        return str(self.control.base_url).rstrip("/")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

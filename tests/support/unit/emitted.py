@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CAMEL = re.compile(r"(?:[A-Z][a-z]+)+")
+Scope = ast.FunctionDef | ast.Module
 NO_REASON = {"True", "False", "Unknown", "Normal", "Warning"}
 
 
@@ -16,9 +17,9 @@ def reasons(folder: Path) -> set[str]:
     status = ast.parse((folder / "api" / "status.py").read_text())
     found: set[str] = set()
     for file in [*(folder / "core").rglob("*.py"), *(folder / "passes").rglob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                found |= set(_of_function(node))
+        tree = ast.parse(file.read_text())
+        scopes: list[Scope] = [n for n in ast.walk(tree) if isinstance(n, Scope)]
+        found |= {reason for scope in scopes for reason in _of_scope(scope)}
     # WeightsSynced says the phase of the update, Ready the state that keeps it from serving.
     found |= _values(status, "UpdatePhase") & {"Staging", "Committing"}
     found |= _values(ast.parse((folder / "api" / "spec.py").read_text()), "DesiredState") - {
@@ -27,18 +28,21 @@ def reasons(folder: Path) -> set[str]:
     return found - NO_REASON
 
 
-def _of_function(function: ast.FunctionDef) -> Iterator[str]:
+def _of_scope(function: Scope) -> Iterator[str]:
     for node in ast.walk(function):
         match node:
             case ast.Call(func=ast.Name(id="Finding" | "EventNote"), args=[_, reason, *_]):
                 yield from _texts(reason, function)
-            case ast.Call(func=ast.Name(id="PlacementProblem"), args=[reason, *_]):
+            case ast.Call(func=ast.Name(id="PlacementProblem" | "_check_texts"), args=[reason, *_]):
                 yield from _texts(reason, function)
             case ast.Return(value=ast.Tuple(elts=[_, reason, _])):
                 yield from _texts(reason, function)
             case ast.Tuple(elts=[ast.Constant(value="Normal" | "Warning"), reason, *_]):
                 yield from _texts(reason, function)
-            case ast.keyword(arg="reason", value=reason):
+            case (
+                ast.keyword(arg="reason", value=reason)
+                | ast.Call(func=ast.Attribute(attr="record_event"), args=[_, _, reason, *_])
+            ):
                 yield from _texts(reason, function)
             case ast.Dict(keys=keys, values=values):
                 for key, value in zip(keys, values, strict=True):
@@ -46,7 +50,7 @@ def _of_function(function: ast.FunctionDef) -> Iterator[str]:
                         yield from _texts(value, function)
 
 
-def _texts(node: ast.expr, function: ast.FunctionDef) -> Iterator[str]:
+def _texts(node: ast.expr, function: Scope) -> Iterator[str]:
     """The CamelCase words that an expression can be."""
     match node:
         case ast.Constant(value=str(text)) if CAMEL.fullmatch(text):
@@ -62,7 +66,7 @@ def _texts(node: ast.expr, function: ast.FunctionDef) -> Iterator[str]:
                 yield f"{head}{tail}"
 
 
-def _assigned(name: str, function: ast.FunctionDef) -> Iterator[ast.expr]:
+def _assigned(name: str, function: Scope) -> Iterator[ast.expr]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == name for target in node.targets

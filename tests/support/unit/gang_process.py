@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from rollout_common.turn import Turn
-from rollout_worker.core import multi_node_turn
 from rollout_worker.engine import EngineCrashed, MemberInfo
 from rollout_worker.gang import gang_head as heads
-from rollout_worker.gang import member_client, member_turn, silence_timer
+from rollout_worker.gang import member_client, member_turn, multi_node_turn, silence_timer
 from rollout_worker.gang import member_worker as members
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN
 from rollout_worker.schemas import Progress

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.status import PoolCondition, RolloutReplicaStatus
 from rollout_operator.core.observed_pool import Pod
 
 NOW = 1_000_000.0
@@ -49,6 +50,13 @@ def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:
 def pushed(epoch: int, version: int) -> dict[str, Any]:
     """A weights section with this pointer to bytes that a trainer has pushed."""
     return {"target": {"epoch": epoch, "version": version, "source": {"pushed": {}}}}
+
+
+def condition_of(status: RolloutReplicaStatus, kind: str) -> PoolCondition:
+    """The condition of this type, which must be there."""
+    found = status.find_condition(kind)
+    assert found is not None
+    return found
 
 
 def colocated_spec(

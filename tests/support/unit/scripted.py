@@ -62,6 +62,37 @@ def problem(status: int, slug: str, **more: Any) -> Step:
     return answer
 
 
+def after(wait: Callable[[], Awaitable[object]], step: Step) -> Step:
+    """Wait, then do a step."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await wait()
+        return await step(request, body)
+
+    return answer
+
+
+def raw(*events: bytes) -> Step:
+    """Stream these events and nothing else."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for each in events:
+            await response.write(each)
+        return response
+
+    return answer
+
+
+def done_event(*outputs: dict[str, Any]) -> bytes:
+    """Return the end of a stream that has these outputs, and says nothing of logprobs."""
+    usage = {"prompt_tokens": 3, "completion_tokens": len(outputs)}
+    timing = {"queued_seconds": 0, "total_seconds": 0}
+    done: dict[str, Any] = {"request_id": "r", "logprobs_of": None, "outputs": outputs}
+    return event("done", {**done, "usage": usage, "timing": timing})
+
+
 def event(name: str, data: dict[str, Any]) -> bytes:
     """Return a server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

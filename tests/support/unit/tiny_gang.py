@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from rollout_worker.core.device_turn import DeviceTurn
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import (
     Engine,
     EngineError,
@@ -26,9 +26,9 @@ from rollout_worker.gang import member_worker as members
 from rollout_worker.gang import silence_timer
 from rollout_worker.gang.gang_addresses import GangBroken, make_gang
 from rollout_worker.gang.member_worker import MemberWorker
-from rollout_worker.ports.member_port import make_head_authorizer, make_member_app
-from rollout_worker.ports.port_connections import ConnectionPool
-from rollout_worker.ports.server import UvicornServer, bind_port, uvicorn_config
+from rollout_worker.ports.member_port import make_member_app
+from rollout_worker.ports.port_connections import ConnectionPool, bind_port
+from rollout_worker.ports.server import UvicornServer, make_authorizer
 from rollout_worker.schemas import Progress
 from rollout_worker.settings import WorkerSettings
 from tests.support.unit.tiny_engine import LAYOUT, TinyEngine, TinySink, write_weights
@@ -155,14 +155,13 @@ class Node:
         assert gang is not None
         self.member = TinyMember(gang, info)
         claim = StagingBudget(settings.staging_memory).claim_memory
-        self.locks = DeviceTurn(settings, None, asyncio.sleep) if settings.turn_devices else None
+        self.locks = DeviceTurn(settings, None) if settings.turn_devices else None
         self.worker = MemberWorker(settings, gang, lambda: self.member, claim, self.locks)
-        self._authorizer = make_head_authorizer(settings)
+        self._authorizer = make_authorizer(settings)
         self._socket = bind_port("127.0.0.1", settings.control_port, "--control-port")
         self.port = int(self._socket.getsockname()[1])
-        self._server = UvicornServer(
-            uvicorn_config(make_member_app(self.worker, self._authorizer)), ConnectionPool(64)
-        )
+        app = make_member_app(self.worker, self._authorizer)
+        self._server = UvicornServer(app, ConnectionPool(64))
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
         self.running = asyncio.create_task(self.worker.run_until_broken())
 

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import cast
 
 from rollout_worker.engine import Engine
-from rollout_worker.ports.access_rights import AccessRight, Authorizer
-from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.auth import AccessRight, AllowAnyone, Authorizer
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.service import WorkerService
 from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import settings
 
 
-class Counting:
+class Counting(Authorizer):
     """Lets everybody in, and takes note."""
 
     def __init__(self, counts: str) -> None:

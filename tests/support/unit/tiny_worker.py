@@ -13,8 +13,7 @@ import pytest
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import Engine
-from rollout_worker.requests.in_flight_requests import InFlightRequest
-from rollout_worker.requests.running_output import RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequest, RunningOutput
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,
@@ -82,6 +81,11 @@ class TinyWorker:
     async def reaches(self, state: Lifecycle) -> None:
         """Wait for a state."""
         await until(lambda: self.state is state, what=f"{state.value}, it is {self.state.value}")
+
+    async def is_replaced(self) -> None:
+        """Wait until the next engine serves in the place of the first."""
+        await until(lambda: self.runtime.restarts == 1, what="the restart")
+        await self.reaches(Lifecycle.ACTIVE)
 
     # Weights.
 

@@ -27,6 +27,10 @@ WEIGHTS = {"active": ACTIVE, "previous": None, "staged": None, "required": None,
 STATE = serving_state(weights=WEIGHTS)
 
 
+async def no_token() -> None:
+    return None
+
+
 @pytest.fixture
 async def worker() -> AsyncIterator[Loopback]:
     async with loopback() as server:
@@ -52,9 +56,6 @@ async def test_state_is_read_with_the_token(worker: Loopback, control: WorkerCon
 
 
 async def test_a_port_that_takes_tls_alone_is_told_from_one_that_is_gone() -> None:
-    async def token() -> str | None:
-        return None
-
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.close()
@@ -62,7 +63,7 @@ async def test_a_port_that_takes_tls_alone_is_told_from_one_that_is_gone() -> No
     async with httpx.AsyncClient(trust_env=False) as client:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            control = WorkerControl(f"http://127.0.0.1:{port}", token, client)
+            control = WorkerControl(f"http://127.0.0.1:{port}", no_token, client)
             with pytest.raises(ControlUnreachable, match="control_ca, or --control-ca-file"):
                 await control.state()
         with pytest.raises(ControlUnreachable) as gone:
@@ -71,27 +72,17 @@ async def test_a_port_that_takes_tls_alone_is_told_from_one_that_is_gone() -> No
 
 
 async def test_without_a_token_none_is_sent(worker: Loopback) -> None:
-    async def token() -> str | None:
-        return None
-
     worker.answer("GET", "/v1/state", STATE)
     async with httpx.AsyncClient(trust_env=False) as client:
-        await WorkerControl(worker.url, token, client).state()
+        await WorkerControl(worker.url, no_token, client).state()
     assert "Authorization" not in worker.headers[0]
 
 
 async def test_verbs_send_what_the_routes_take(worker: Loopback, control: WorkerControl) -> None:
     source = {"path": "/w/2", "checkpoint": None}
     staged = {"epoch": 1, "version": 2, "source": source, "phase": "Staging"}
-    committed = {
-        "active": ACTIVE,
-        "previous": None,
-        "commit_seq": 2,
-        "pause_seconds": 0.1,
-        "finished": 1,
-        "aborted": 0,
-        "kept": 0,
-    }
+    committed = {"active": ACTIVE, "previous": None, "commit_seq": 2, "pause_seconds": 0.1}
+    committed |= {"finished": 1, "aborted": 0, "kept": 0}
     worker.answer("GET", "/v1/weights", WEIGHTS)
     worker.answer("POST", "/v1/weights/stage", staged, 202)
     worker.answer("POST", "/v1/weights/commit", committed)
@@ -167,9 +158,6 @@ async def test_no_answer_in_time_and_no_connection_are_unreachable(
     with pytest.raises(ControlUnreachable, match="/v1/state: "):
         await control.state(timeout=0.05)
 
-    async def token() -> str | None:
-        return None
-
     async with httpx.AsyncClient(trust_env=False) as client:
         with pytest.raises(ControlUnreachable, match=r"127\.0\.0\.1:1/v1/state"):
-            await WorkerControl("http://127.0.0.1:1", token, client).state()
+            await WorkerControl("http://127.0.0.1:1", no_token, client).state()

@@ -108,23 +108,23 @@ def tool_token(conversation: Conversation) -> int:
 
 
 def trained_on_the_tool(each: Conversation) -> None:
-    streams(each).loss.data[tool_token(each)] = 1
+    streams(each).loss[tool_token(each)] = 1
 
 
 def marked_as_sampled(each: Conversation) -> None:
-    streams(each).sampled.data[tool_token(each)] = 1
+    streams(each).sampled[tool_token(each)] = 1
 
 
 def not_marked_as_sampled(each: Conversation) -> None:
-    streams(each).sampled.data[-1] = 0
+    streams(each).sampled[-1] = 0
 
 
 def other_logprob(each: Conversation) -> None:
-    streams(each).logprobs.data[-2] += 1e-6
+    streams(each).logprobs[-2] += 1e-6
 
 
 def other_token(each: Conversation) -> None:
-    streams(each).ids.data[-2] += 1
+    streams(each).ids[-2] += 1
 
 
 def dropped_token(each: Conversation) -> None:

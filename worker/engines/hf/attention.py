@@ -1,13 +1,13 @@
 """Attention over the KV rows for a pass that mixes single tokens and pieces of prefixes.
 
 A pass is flat, [1, N] tokens: first one token of each decoding row, then the pieces, so that all
-linear layers see nothing but real tokens, however long each is. Only attention cares who belongs
-together: the decoding rows are one rectangle, each piece is one of its own. Heads that share keys
-are folded into the queries instead of copying keys and values for each of them: for 14 heads
+linear layers compute real tokens only, however long each piece is. Attention alone depends on which tokens
+belong together: the decoding rows are one block, and so is each piece. Heads that share keys
+are folded into the queries instead of copying keys and values for each of them: with 14 heads
 over 2 that is ten times as fast on a CPU.
 
-transformers calls `attend_*` by the names under which they are registered. What a pass looks like
-(`Pass`) reaches them by the thread that runs it.
+transformers calls `attend_*` by the names under which they are registered; they find the `ForwardPass`
+in a variable of the thread.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from transformers import AttentionInterface
 from rollout_worker.engine import EngineError
 
 ATTENTION_PREFIX = "rollout_"
-"""Names of our functions: this and the implementation that they stand for."""
+"""Our functions are registered under this and the name of the implementation that they replace."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """A rectangle of a pass: tokens [begin, end) belong to `rows`, which they see up to `width`.
+    """A part of a pass: tokens [begin, end) attend to the first `width` columns of `rows`.
 
-    With one token a row (decoding) `rows` are many, else one row has many tokens. `far`, `near`:
+    There are many rows with one token each (decoding), or one row with many tokens. `far`, `near`:
     what is added to the scores, [B, 1, C, width], in layers without and with a window; None where
-    everything is seen.
+    nothing is masked.
     """
 
     begin: int
@@ -47,7 +47,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One pass: its rectangles and which layers have a window."""
+    """The blocks of a pass, whether the first holds decoding rows, and which layers have a window."""
 
     pieces: tuple[AttentionBlock, ...]
     decodes: bool
@@ -67,7 +67,7 @@ AttentionFunction = Callable[..., tuple[Tensor, Any]]
 def _attend_pass(
     module: Any, query: Tensor, key: Tensor, value: Tensor, one: AttentionFunction, **more: Any
 ) -> tuple[Tensor, None]:
-    """Attend with queries [1, H, N, D] to layers [rows, G, capacity, D]; returns [1, N, H, D]."""
+    """Attend with queries [1, H, N, D] to layers [rows, G, capacity, D]; return [1, N, H, D]."""
     now = current_pass.now
     if now is None:
         raise RuntimeError("attention over KV rows was called outside a pass")
@@ -87,7 +87,7 @@ def _attend_pass(
 def attend_sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
-    """Stand in for transformers' sdpa."""
+    """Replace transformers' sdpa."""
     odd = [name for name in ("position_bias", "s_aux") if more.get(name) is not None]
     if odd:
         raise RuntimeError(f"attention with {odd[0]} needs --attention eager")
@@ -114,18 +114,14 @@ def _sdpa_grouped_heads(
 def attend_eager(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
-    """Stand in for the eager attention of the model at hand, which knows its peculiarities."""
+    """Replace eager attention; calls the model's own, which has its peculiarities."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     more = {name: given for name, given in more.items() if name != "dropout"}
     return _attend_pass(module, query, key, value, own, **more)
 
 
 def attention_implementation(model_class: Any, kind: str) -> str:
-    """Return the name under which a model is to be loaded, for `kind` sdpa or eager.
-
-    Raises:
-        EngineError: the model's attention can't be put in place of.
-    """
+    """Return the implementation of attention to load a model with, or raise `EngineError`; `kind`: sdpa or eager."""
     able = model_class._supports_attention_backend
     if kind == "sdpa":
         able = able and model_class._supports_sdpa
@@ -133,7 +129,7 @@ def attention_implementation(model_class: Any, kind: str) -> str:
         able = able and hasattr(sys.modules[model_class.__module__], "eager_attention_forward")
     if not able:
         raise EngineError(
-            f"transformers lets nobody replace the {kind} attention of {model_class.__name__}: "
+            f"transformers does not let us replace the {kind} attention of {model_class.__name__}: "
             "try --attention eager (or sdpa), or serve it with the vllm or sglang engine"
         )
     return f"{ATTENTION_PREFIX}{kind}"

@@ -1,8 +1,8 @@
-"""The queue, who runs, and one step after another; synchronous, owned by the step thread; whole.
+"""The admission queue, the running outputs and their steps; synchronous, owned by the step thread.
 
 Running output i is row i of the KV cache. A step admits what fits and feeds the model, in one pass,
 one token of every output that is decoding and pieces of the prefixes of those that are not, then
-draws a token for all that are complete. Weights, KV and admission change only between steps,
+draws a token for all whose prefix is complete. Weights, KV and admission change only between steps,
 through the methods below. Outputs pinned to the former weights get a pass of their own.
 """
 
@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from rollout_common.wire import CHECKPOINT, AbortReason, WeightsId
 from rollout_worker.engine import EngineDelta, KvPolicy
@@ -19,16 +20,70 @@ from rollout_worker.engines.admission_queue import AdmissionQueue
 
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
-from .metrics import BatchCensus, StepTotals
-from .prefill_pace import PrefillPace
-from .sampling import BatchSampler
-from .sequence import OutputSequence
-from .settings import SEND_INTERVAL_SECONDS
+from .sequence import BatchSampler, OutputSequence
+from .settings import PREFILL_SECONDS_PER_STEP, SEND_INTERVAL_SECONDS
 from .weights.weights_memory import WeightsMemory
 
 logger = logging.getLogger(__name__)
 
 DeltaDelivery = tuple[OutputSequence, EngineDelta]
+
+LEAST_PREFILL, MOST_PREFILL = 64, 8192
+"""Bounds of the tokens of prefixes in a step, however slow or fast the device."""
+_AVERAGE_WEIGHT = 0.2
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Counts since the start, for `metrics`."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCensus:
+    """Which requests run, which of them on the former weights, and how many wait."""
+
+    running: frozenset[str] = frozenset()
+    queued: int = 0
+    pinned: frozenset[str] = frozenset()
+
+
+class PrefillPace:
+    """Limits the prefixes in a step so that it lasts about twice as long as one without.
+
+    Neither running outputs nor a pause must wait for long prompts. `fixed`: the limit if it is not 0; else the limit
+    begins at `first` and is halved or doubled by how long the passes take.
+    """
+
+    def __init__(self, fixed: int, first: int) -> None:
+        self._fixed = fixed
+        self._budget = first
+        self._decode: float | None = None
+        self._warm = False
+
+    def note_pass(self, seconds: float, fed: int) -> None:
+        """Learn from a pass that fed `fed` tokens of prefixes."""
+        if not self._warm:  # the first pass also does work that later ones find done
+            self._warm = True
+        elif not fed:
+            old = self._decode
+            self._decode = seconds if old is None else old + _AVERAGE_WEIGHT * (seconds - old)
+        else:
+            alone = self._decode or 0.0
+            share = (seconds - alone) / max(PREFILL_SECONDS_PER_STEP, alone)
+            # A short pass with few tokens says nothing about one with many; a long one does.
+            if share > 1:
+                self._budget = max(LEAST_PREFILL, min(self._budget, fed) // 2)
+            elif share < 0.5 and fed > self._budget // 2:
+                self._budget = min(MOST_PREFILL, self._budget * 2)
+
+    def prefill_budget(self) -> int:
+        """Return how many tokens of prefixes the next step may take in, at least one."""
+        return self._fixed or self._budget
 
 
 class BatchCore:
@@ -60,22 +115,18 @@ class BatchCore:
         self.identity: WeightsId = CHECKPOINT
         self._pinned: WeightsId | None = None
         self.paused = False
-        self.unfit = False  # memory is away: no step can be made
+        self.unfit = False  # memory is given back: no step can be made
         self.totals = StepTotals()
         self.census = BatchCensus()
 
     def _publish_counts(self) -> None:
-        """Publish who is here, for other threads: one assignment, so never half of it."""
+        """Publish what runs, for other threads: in one assignment, so that they never see half of it."""
         names = frozenset(sequence.request.request_id for sequence in self.running)
         pinned = frozenset(s.request.request_id for s in self.running if s.pinned)
         self.census = BatchCensus(names, len(self.queue), pinned)
 
     def check_weights(self) -> None:
-        """Refuse to go on with weights that somebody else changed.
-
-        Raises:
-            EngineError: names a tensor, and the fix.
-        """
+        """Refuse to go on with weights that the trainer has changed, as `WeightsMemory.check_unchanged`."""
         self._weights.check_unchanged()
 
     def can_step(self) -> bool:
@@ -89,7 +140,7 @@ class BatchCore:
         self._publish_counts()
 
     def abort_requests(self, ids: Collection[str] | None, reason: AbortReason) -> set[str]:
-        """End outputs with what they have; None: all. Returns the ids that were known."""
+        """End outputs (None: all) with the tokens they have. Returns the ids that were known."""
         wanted = None if ids is None else set(ids)
         ended = [
             sequence
@@ -112,8 +163,8 @@ class BatchCore:
                 sequence.pinned = True
                 continue
             sequence.pinned = False
-            # An unfinished prefill of an output without tokens is begun again: that makes its
-            # tokens of one version, at the cost of less than a prompt.
+            # An output without tokens begins its prefill again: all its tokens are then made by one
+            # version, at the cost of less than a prompt.
             if kv == "recompute" or not sequence.produced:
                 sequence.forget_kv()
             else:
@@ -123,14 +174,14 @@ class BatchCore:
         self._publish_counts()
 
     def drop_kv(self) -> None:
-        """Give the KV cache back; what runs is prefilled again when there is memory again."""
+        """Give the KV cache back; what runs is prefilled again once there is memory."""
         for sequence in self.running:
             sequence.preemptions += 1 if sequence.cached else 0
             sequence.forget_kv()
         self._kv.drop_rows()
 
     def unpin_outputs(self) -> None:
-        """Let pinned outputs go on with the active weights, prefilled anew."""
+        """Let pinned outputs go on with the active weights, prefilled again."""
         for sequence in self.running:
             if sequence.pinned:
                 sequence.pinned = False
@@ -139,7 +190,7 @@ class BatchCore:
         self._publish_counts()
 
     def _release_pinned(self) -> None:
-        """Give the former weights back with their last output."""
+        """Give the former weights back once none of their outputs runs."""
         if self._pinned is not None and not any(sequence.pinned for sequence in self.running):
             self._pinned = None
             self._weights.release_pinned()
@@ -151,25 +202,22 @@ class BatchCore:
         if self._pinned is None:
             self._run_group(self.running, self.identity, pinned=False)
         else:
-            self._run_both_groups(self._pinned)
+            old = [sequence for sequence in self.running if sequence.pinned]
+            self._weights.use_weights(pinned=True)
+            try:
+                self._run_group(old, self._pinned, pinned=True)
+            finally:
+                self._weights.use_weights(pinned=False)
+            new = [sequence for sequence in self.running if not sequence.pinned]
+            self._run_group(new, self.identity, pinned=False)
         self._free_rows()
         now = time.monotonic()
         self.totals.steps += 1
         self.totals.step_seconds += now - begin
         self._send_deltas(everything=now - self._sent >= SEND_INTERVAL_SECONDS)
 
-    def _run_both_groups(self, former: WeightsId) -> None:
-        old = [sequence for sequence in self.running if sequence.pinned]
-        self._weights.use_weights(pinned=True)
-        try:
-            self._run_group(old, former, pinned=True)
-        finally:
-            self._weights.use_weights(pinned=False)
-        new = [sequence for sequence in self.running if not sequence.pinned]
-        self._run_group(new, self.identity, pinned=False)
-
     def flush_deltas(self) -> None:
-        """Hand over what waits for more tokens to come."""
+        """Hand over tokens that wait for more to come."""
         self._send_deltas(everything=True)
 
     def _send_deltas(self, *, everything: bool) -> None:
@@ -180,11 +228,9 @@ class BatchCore:
             chosen = [sequence for sequence in self._unsent if sequence.is_urgent]
             if chosen:
                 self._unsent = [sequence for sequence in self._unsent if not sequence.is_urgent]
-        deltas = [(sequence, sequence.take_delta()) for sequence in chosen]
-        self._deliver(deltas)
+        self._deliver([(sequence, sequence.take_delta()) for sequence in chosen])
 
     def _admit_requests(self) -> None:
-        """Start what waits, in order, as long as rows and tokens allow."""
         before = len(self.running)
         self.queue.admit_requests()
         if len(self.running) > before:
@@ -206,7 +252,7 @@ class BatchCore:
         """Make one pass for a group, and draw for those that have no more to feed."""
         if not group:
             return
-        # The thread's own time: what others take of a busy machine says nothing of the pass.
+        # The thread's own time: that of other threads on a busy machine says nothing about the pass.
         begin = time.thread_time()
         row_of = {id(sequence): row for row, sequence in enumerate(self.running)}
         singles = [sequence for sequence in group if sequence.pending_tokens == 1]
@@ -224,7 +270,7 @@ class BatchCore:
             sequence.cached += count
         if rows:
             drawn = self._samplers[pinned].draw_tokens(logits, rows)
-            self._weights.check_unchanged()  # after the pass: what was changed meanwhile, it may have read
+            self._weights.check_unchanged()  # the pass may have read what was changed while it ran
             for sequence, token, logprob in zip(rows, *drawn, strict=True):
                 self._take_token(sequence, token, logprob, weights)
         fed = sum(count for _, count in parts)
@@ -233,10 +279,8 @@ class BatchCore:
         self._pace.note_pass(time.thread_time() - begin, fed)
 
     def _plan_prefill(self, group: list[OutputSequence]) -> list[tuple[OutputSequence, int]]:
-        """Return whose prefix to feed how much of, in order; all but the last one to its end."""
+        """Return outputs and how much of their prefixes to feed, in order; all but the last to the end."""
         todo = [sequence for sequence in group if sequence.pending_tokens > 1]
-        if not todo:
-            return []
         budget = self._pace.prefill_budget()
         found = []
         for sequence in sorted(todo, key=lambda s: (s.request.priority, s.arrival)):
@@ -269,7 +313,7 @@ class BatchCore:
             self._unsent.append(sequence)
 
     def _free_rows(self) -> None:
-        """Free the rows of what ended: the last row takes the place of each."""
+        """Free the rows of outputs that ended: the last row moves into each."""
         row, before = 0, len(self.running)
         while row < len(self.running):
             if not self.running[row].done:

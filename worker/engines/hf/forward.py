@@ -16,7 +16,7 @@ from .kv import KvRows
 
 @dataclass(frozen=True, slots=True)
 class RowFeed:
-    """Tokens to feed to a row that holds `start` tokens already."""
+    """Tokens to feed to a row that already holds `start` tokens."""
 
     row: int
     start: int
@@ -24,12 +24,12 @@ class RowFeed:
 
     @property
     def end(self) -> int:
-        """How many tokens the row holds afterwards."""
+        """How many tokens the row holds after the pass."""
         return self.start + len(self.tokens)
 
 
 class ForwardRunner:
-    """Runs a model on any mixture of rows and lengths; the answer for a row is that of it alone."""
+    """Runs a model on any mixture of rows and lengths; a row's logits are as if it were alone."""
 
     def __init__(self, model: Any, kv: KvRows) -> None:
         self._model = model
@@ -42,10 +42,9 @@ class ForwardRunner:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run_pass(self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed], asked: int) -> Tensor:
-        """Feed one token to each row of `singles`, and some to each of `pieces`.
+        """Feed one token to each row of `singles`, and several to each of `pieces`.
 
-        Returns the logits [K, V] after the last tokens of the singles and of the first `asked`
-        pieces.
+        Returns the logits [K, V] after the singles and after the last tokens of the first `asked` pieces.
         """
         feeds = (*singles, *pieces)
         ids = torch.tensor([[token for feed in feeds for token in feed.tokens]])
@@ -96,7 +95,12 @@ class ForwardRunner:
         if singles:
             rows = [feed.row for feed in singles]
             run = range(rows[0], rows[0] + len(rows))
-            where = slice(run.start, run.stop) if rows == list(run) else self._row_index(rows)
+            contiguous = rows == list(run)
+            where = (
+                slice(run.start, run.stop)
+                if contiguous
+                else torch.tensor(rows, device=self._device)
+            )
             found.append(self._make_block(0, at, where, singles, columns[:at].view(-1, 1)))
         for feed in pieces:
             end = at + len(feed.tokens)
@@ -113,10 +117,10 @@ class ForwardRunner:
         feeds: Sequence[RowFeed],
         positions: Tensor,
     ) -> AttentionBlock:
-        """Return the rectangle of tokens at `positions` [B, C]."""
+        """Return the block of tokens at `positions` [B, C]."""
         width = max(feed.end for feed in feeds)
         behind = positions[:, None, :, None] - torch.arange(width, device=self._device)
-        # One token of each row, all rows equally long: nothing to hide.
+        # One token of each row, all rows equally long: there is nothing to mask.
         whole = positions.shape[1] == 1 and all(feed.end == width for feed in feeds)
         far = None if whole else self._additive_mask(behind < 0)
         near = far
@@ -125,11 +129,8 @@ class ForwardRunner:
         return AttentionBlock(begin, end, rows, width, far, near)
 
     def _additive_mask(self, mask: Tensor) -> Tensor:
-        """Return what to add to the scores so that nobody sees what `mask` says."""
+        """Return what to add to the scores where `mask` hides a token."""
         least = torch.finfo(self._model.dtype).min
         return torch.zeros(mask.shape, dtype=self._model.dtype, device=self._device).masked_fill_(
             mask, least
         )
-
-    def _row_index(self, rows: Sequence[int]) -> Tensor:
-        return torch.tensor(rows, device=self._device)

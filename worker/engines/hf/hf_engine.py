@@ -1,7 +1,7 @@
-"""The adapter: `Engine` of the worker's contract on top of the step thread.
+"""The adapter: the worker's contract `Engine` on top of the step thread.
 
 Everything here runs in the worker's asyncio loop. The core and the model belong to the step thread
-(`thread.py`), which answers commands at step boundaries; loading and spilling weights run in threads
+(`thread.py`), which runs commands at step boundaries; loading and spilling weights run in threads
 of their own, so that neither the loop nor an abort ever waits for a disk.
 """
 
@@ -13,7 +13,6 @@ import gc
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -36,11 +35,10 @@ from rollout_worker.engines.request_checks import check_id_unused, check_model_l
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
-from . import metrics, settings
 from .core import BatchCore, DeltaDelivery
 from .parts import HfParts, assemble_parts, make_capabilities
 from .sequence import make_sequence
-from .settings import THREAD_STOP_SECONDS
+from .settings import THREAD_STOP_SECONDS, parse_settings
 from .thread import describe_spent, find_lasting_fault
 from .weights.loading import LoadedModel, load_model
 from .weights.weights_memory import freeze_heap, release_freed
@@ -49,13 +47,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-@dataclass(slots=True)
-class _OutputStream:
-    """The reader's end of one output."""
-
-    request: EngineRequest
-    deltas: asyncio.Queue[EngineDelta]
+OutputStream = tuple[EngineRequest, asyncio.Queue[EngineDelta]]
+"""A request and the deltas of its output that its reader has not had."""
 
 
 class HfEngine(EngineAdapter[HfParts]):
@@ -63,8 +56,8 @@ class HfEngine(EngineAdapter[HfParts]):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        self._settings = settings.parse_settings(options.args)
-        self._streams: dict[str, _OutputStream] = {}
+        self._settings = parse_settings(options.args)
+        self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self.capabilities = make_capabilities(stop_strings=True, reloads=True)
@@ -81,7 +74,7 @@ class HfEngine(EngineAdapter[HfParts]):
 
         def work(cancelled: Callable[[], bool]) -> LoadedModel:
             loaded = load_model(self._options, self._settings, relay, cancelled)
-            if not self._options.guest:  # garbage of the process's owner would stay for ever, too
+            if not self._options.guest:  # it would keep garbage of the process's owner, too
                 freeze_heap()
             return loaded
 
@@ -101,10 +94,8 @@ class HfEngine(EngineAdapter[HfParts]):
             stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
-        version = transformers.__version__
-        return self._engine_info(
-            "hf", version, loaded, loaded.root_hash, loaded.layout, by_path=False
-        )
+        version, root_hash = transformers.__version__, loaded.root_hash
+        return self._engine_info("hf", version, loaded, root_hash, loaded.layout, by_path=False)
 
     @override
     async def stop(self) -> None:
@@ -116,7 +107,7 @@ class HfEngine(EngineAdapter[HfParts]):
             del parts
             await asyncio.to_thread(release_freed)
             if any(each() is not None for each in large) and not self._options.guest:
-                gc.unfreeze()  # a cycle holds them, such as an error and its frames
+                gc.unfreeze()  # a cycle keeps them alive, such as an error and its frames
                 await asyncio.to_thread(release_freed)
             if not ended:
                 raise EngineError(
@@ -150,12 +141,19 @@ class HfEngine(EngineAdapter[HfParts]):
         self.validate(request)
         name = request.request_id
         check_id_unused(name, self._streams)
-        stream = self._streams[name] = _OutputStream(request, asyncio.Queue())
+        deltas: asyncio.Queue[EngineDelta] = asyncio.Queue()
+        stream = self._streams[name] = request, deltas
         finished = False
         try:
-            await self._queue_request(parts, stream)
+            self._arrivals += 1
+            arrival = self._arrivals
+            await self._run_command(
+                lambda core: core.add_request(
+                    make_sequence(request, parts.loaded, arrival, deltas.put_nowait)
+                )
+            )
             while not finished:
-                delta = await stream.deltas.get()
+                delta = await deltas.get()
                 finished = delta.stop_reason is not None
                 yield delta
         finally:
@@ -165,16 +163,6 @@ class HfEngine(EngineAdapter[HfParts]):
                 parts.thread.run_command(
                     lambda: parts.core.abort_requests([name], AbortReason.CLIENT)
                 )
-
-    async def _queue_request(self, parts: HfParts, stream: _OutputStream) -> None:
-        self._arrivals += 1
-        arrival = self._arrivals
-
-        def enter() -> None:
-            sink = stream.deltas.put_nowait
-            parts.core.add_request(make_sequence(stream.request, parts.loaded, arrival, sink))
-
-        await asyncio.wrap_future(parts.thread.run_command(enter))
 
     @override
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
@@ -214,22 +202,24 @@ class HfEngine(EngineAdapter[HfParts]):
 
     @override
     def metrics(self) -> str:
-        parts = self._parts
-        if parts is None:
-            return ""
-        return metrics.render_metrics(parts.core.totals, parts.core.census, parts.kv, parts.memory)
+        return "" if self._parts is None else self._parts.render_metrics()
 
     async def _run_command(self, command: Callable[[BatchCore], T]) -> T:
         parts = self._require_parts()
         return await asyncio.wrap_future(parts.thread.run_command(lambda: command(parts.core)))
 
     def _deliver_deltas(self, deliveries: list[DeltaDelivery]) -> None:
-        """Called in the step thread: hand new tokens to their readers, in order."""
+        """Hand new tokens to their readers, in order; called in the step thread."""
+
+        def hand_over() -> None:
+            for sequence, delta in deliveries:
+                sequence.sink(delta)
+
         if deliveries:
-            self._call_in_loop(lambda: _hand_over_deltas(deliveries))
+            self._call_in_loop(hand_over)
 
     def _on_crash(self, why: str) -> None:
-        """Called in the step thread as its last act."""
+        """End all streams; called in the step thread just before it ends."""
         self._call_in_loop(lambda: self._end_streams(why))
 
     def _call_in_loop(self, callback: Callable[[], object]) -> None:
@@ -239,18 +229,13 @@ class HfEngine(EngineAdapter[HfParts]):
     def _end_streams(self, why: str) -> None:
         self._ended = why
         self.on_end(why)
-        for stream in self._streams.values():
-            stream.deltas.put_nowait(
+        for request, deltas in self._streams.values():
+            deltas.put_nowait(
                 EngineDelta(
                     token_ids=(),
-                    logprobs=None if stream.request.logprobs is None else (),
+                    logprobs=None if request.logprobs is None else (),
                     spans=(),
                     stop_reason=StopReason.ABORTED,
                     abort_reason=AbortReason.ENGINE,
                 )
             )
-
-
-def _hand_over_deltas(deliveries: list[DeltaDelivery]) -> None:
-    for sequence, delta in deliveries:
-        sequence.sink(delta)

@@ -1,7 +1,7 @@
-"""The weights of one running engine of this process.
+"""The weights of one running hf engine.
 
-Runs in the asyncio loop. Spilling happens in threads; whatever touches the model runs as a command
-of the step thread, or while `core.unfit` keeps it from stepping.
+Runs in the asyncio loop. Threads spill weights; what touches the model runs as a command
+of the step thread, or while `core.unfit` keeps that from stepping.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class HfVersions(WeightVersions[TensorSink]):
 
     @override
     async def _close_committed(self, sink: Sink) -> None:
-        self._memory.free_in_thread(
-            sink.close
-        )  # the engine stands still here, and need not for that
+        self._memory.free_in_thread(sink.close)  # so that the engine steps again before it is done
 
     @override
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
@@ -79,33 +77,33 @@ class HfVersions(WeightVersions[TensorSink]):
     @override
     async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
         if "kv_cache" in tags:
-            await self._run_command(lambda: self._set_asleep("kv_cache"))
+            await self._mark_memory("kv_cache", asleep=True)
             await self._run_command(self._core.drop_kv)
         if "weights" in tags:
             await self._release_weights(level)
-        await run_in_thread(lambda _: self._memory.release_memory(), threading.Event())
+        await _run_in_thread(self._memory.release_memory)
 
     async def _release_weights(self, level: Literal[1, 2]) -> None:
-        await self._run_command(lambda: self._set_asleep("weights"))
+        await self._mark_memory("weights", asleep=True)
         await self._run_command(self._core.unpin_outputs)
         try:
-            # Else there is nothing worth keeping.
+            # Weights that are gone or changed are not worth keeping.
             if level == 1 and self._memory.resident and self._memory.is_intact:
-                await run_in_thread(lambda _: self._memory.spill_weights(), threading.Event())
+                await _run_in_thread(self._memory.spill_weights)
         except BaseException:
             self._memory.forget_spill()
-            await self._run_command(lambda: self._set_awake("weights"))
+            await self._mark_memory("weights", asleep=False)
             raise
         await self._run_command(self._memory.drop_weights)
 
     @override
     async def _read_back(self, refill: WeightsRefill) -> TensorSink | None:
-        """Return the weights' values; None if they are there again, from a sound copy."""
+        """Return the weights' values; None if they are in memory, from a sound copy."""
         if self._memory.resident:  # a former wake was cancelled at the last moment
             return None
         if self._memory.has_spill:
             try:
-                await run_in_thread(lambda _: self._memory.restore_weights(), threading.Event())
+                await _run_in_thread(self._memory.restore_weights)
             except EngineError as error:
                 logger.warning("%s; reading the active weights from their source", error)
                 self._memory.forget_spill()
@@ -118,21 +116,27 @@ class HfVersions(WeightVersions[TensorSink]):
         if sink is not None:
             await self._run_command(lambda: self._memory.swap_weights(sink))
         if "weights" in tags and self._memory.resident:
-            await self._run_command(lambda: self._set_awake("weights"))
+            await self._mark_memory("weights", asleep=False)
         if "kv_cache" in tags:
-            await self._run_command(lambda: self._set_awake("kv_cache"))
+            await self._mark_memory("kv_cache", asleep=False)
 
     @override
     async def _drop_copy(self) -> None:
         self._memory.forget_spill()
 
-    def _set_asleep(self, tag: MemoryTag) -> None:
-        self._asleep.add(tag)
-        self._core.unfit = True
+    async def _mark_memory(self, tag: MemoryTag, *, asleep: bool) -> None:
+        def mark() -> None:
+            if asleep:
+                self._asleep.add(tag)
+            else:
+                self._asleep.discard(tag)
+            self._core.unfit = bool(self._asleep)
 
-    def _set_awake(self, tag: MemoryTag) -> None:
-        self._asleep.discard(tag)
-        self._core.unfit = bool(self._asleep)
+        await self._run_command(mark)
 
     async def _run_command(self, command: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.run_command(command))
+
+
+async def _run_in_thread(work: Callable[[], None]) -> None:
+    await run_in_thread(lambda _: work(), threading.Event())

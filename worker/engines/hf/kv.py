@@ -1,11 +1,11 @@
 """Keys and values of the running outputs: one row each, written in place.
 
 Per layer there is one tensor [rows, heads, capacity, head_dim] for keys and one for values. Row i
-holds the tokens of running output i from column 0 on, so rows of different lengths lie side by
-side without padding between prompt and output, a row joins or leaves without moving the others,
-and a step writes one column of each row instead of copying the cache. What lies beyond a row's
-length is never attended to (`attention.py`), but must be finite: a row is zeroed when it is taken.
-`KvRows` stands in for transformers' own cache: the model's layers call `update`.
+holds the tokens of running output i from column 0 on. So rows of different lengths have no
+padding between prompt and output, a row joins or leaves without moving the others,
+and a step writes one column of each row instead of copying the cache. No token attends to columns beyond a
+row's length (`attention.py`), but their values must be finite: a row is zeroed when an output takes it.
+`KvRows` replaces transformers' own cache: the model's layers call `update`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 ROW_STEP, COLUMN_STEP = 8, 128
-"""Growth goes in whole steps, so that it is rare."""
+"""The cache grows by whole steps, so that it grows rarely."""
 
 
 class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
-    """The rows; grows with what runs and never beyond `max_tokens` (rows x capacity)."""
+    """The rows; grow with the running outputs, never beyond `max_tokens` (rows x capacity)."""
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -31,11 +31,11 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
         self._rows = 0
         self._capacity = 0
         self.places: tuple[Tensor, Tensor] | None = None
-        """Rows and columns, [N] each, where the N tokens of the pass under way go."""
+        """Rows and columns, [N] each, of the N tokens of the pass under way."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of all layers."""
         layers = [*self._keys.values(), *self._values.values()]
         return sum(layer.numel() * layer.element_size() for layer in layers)
 
@@ -60,7 +60,7 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
         return new
 
     def clear(self, row: int) -> None:
-        """Zero a row, so that nothing of its former owner, NaN least of all, is left."""
+        """Zero a row, so that nothing of its former output is left, least of all a NaN."""
         for layer in (*self._keys.values(), *self._values.values()):
             if row < layer.shape[0]:
                 layer[row].zero_()
@@ -81,7 +81,7 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [1, H, N, D] to their places; return whole layers."""
+        """Write new keys and values [1, H, N, D] to `places`; return whole layers."""
         return (
             self._write_states(self._keys, layer_idx, key_states),
             self._write_states(self._values, layer_idx, value_states),
@@ -99,5 +99,5 @@ class KvRows(Cache):  # type: ignore[misc]  # transformers is untyped
         return layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions and masks are always given, so nobody needs a common length."""
+        """Return 0: every pass is given its positions and masks, so no common length is needed."""
         return 0

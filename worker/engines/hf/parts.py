@@ -1,4 +1,4 @@
-"""A loaded model and all that works on it, put together."""
+"""A loaded model with the objects that work on it, and their metrics."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ from rollout_common.wire import Capabilities
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
 
-from .core import BatchCore, DeltaDelivery
+from .core import BatchCore, DeltaDelivery, PrefillPace
 from .forward import ForwardRunner
 from .hf_versions import HfVersions
 from .kv import KvRows
-from .prefill_pace import PrefillPace
 from .settings import HfSettings
 from .thread import StepThread
-from .weights.allocations import device_allocator
+from .weights.buffers import device_allocator
 from .weights.loading import LoadedModel
 from .weights.weights_memory import WeightsMemory
 
 DEFAULT_BATCH_TOKENS = 32768
-"""KV cache of some hundred MB for a model that a CPU can serve."""
+"""A KV cache of some hundred MB for a model that a CPU can serve."""
 
 FIRST_PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Tokens of prefixes in the first steps, before the device's speed is known."""
+"""Tokens of prefixes in the first steps, before the speed of the device is known."""
+
+METRIC_HELP = {
+    "hf_engine_steps_total": "Steps made.",
+    "hf_engine_step_seconds_total": "Time in steps.",
+    "hf_engine_prefill_tokens_total": "Tokens fed as prefixes, again after a lost cache included.",
+    "hf_engine_decode_tokens_total": "Tokens fed one by one.",
+    "hf_engine_batch_rows": "Outputs in the batch.",
+    "hf_engine_waiting": "Outputs waiting for a row.",
+    "hf_engine_kv_cache_bytes": "Memory of keys and values.",
+    "hf_engine_weights_bytes": "Memory of the weights, those of pinned outputs included.",
+}
 
 
 @dataclass(slots=True)
@@ -48,6 +58,29 @@ class HfParts:
         """Ids of those that run on the former weights."""
         return self.core.census.pinned
 
+    def render_metrics(self) -> str:
+        """Return the engine's own metrics in the Prometheus text format."""
+        totals, census = self.core.totals, self.core.census
+        figures = {
+            "hf_engine_steps_total": totals.steps,
+            "hf_engine_step_seconds_total": totals.step_seconds,
+            "hf_engine_prefill_tokens_total": totals.prefill_tokens,
+            "hf_engine_decode_tokens_total": totals.decode_tokens,
+            "hf_engine_batch_rows": len(census.running),
+            "hf_engine_waiting": census.queued,
+            "hf_engine_kv_cache_bytes": self.kv.nbytes,
+            "hf_engine_weights_bytes": self.memory.nbytes,
+        }
+        lines = []
+        for name, value in figures.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [
+                f"# HELP {name} {METRIC_HELP[name]}",
+                f"# TYPE {name} {kind}",
+                f"{name} {value}",
+            ]
+        return "\n".join(lines) + "\n"
+
 
 def assemble_parts(
     loaded: LoadedModel,
@@ -56,10 +89,10 @@ def assemble_parts(
     deliver: Callable[[list[DeltaDelivery]], None],
     on_crash: Callable[[str], None],
 ) -> HfParts:
-    """Put the parts together; the step thread is not started.
+    """Make the parts; the step thread is not started.
 
     Raises:
-        EngineError: options that do not fit together.
+        EngineError: the KV cache is smaller than the longest request.
     """
     max_tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, loaded.max_length)
     if max_tokens < loaded.max_length:
@@ -85,7 +118,7 @@ def assemble_parts(
 
 
 def make_capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
-    """Return what the engine can do; `reloads`: the model's weights can be read again."""
+    """Return what the engine can do; `reloads`: it can read the model's weights again."""
     return Capabilities(
         logprobs=("sampling", "raw"),
         seed=True,

@@ -1,11 +1,14 @@
-"""One output in the making."""
+"""The outputs that the engine makes, and how it draws one token for each of a batch."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from rollout_common.wire import AbortReason, StopReason, WeightsId
 from rollout_worker.engine import EngineDelta, EngineRequest
@@ -17,19 +20,23 @@ from rollout_worker.engines.request_checks import (
     with_max_tokens,
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
-from rollout_worker.engines.sampling.batch_rows import SampledRow
+from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
+from rollout_worker.engines.sampling.token_draw import draw_tokens
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 
 from .weights.loading import LoadedModel
 
+LEAST_TEMPERATURE = 1e-30
+"""Smaller ones leave the range of float32; these are greedy but for equal logits already."""
+
 
 @dataclass(slots=True, eq=False)
 class OutputSequence:
-    """A request on its way: prompt and output so far, and how much of it the KV cache holds.
+    """Prompt and output of one request so far, and how much of them the KV cache holds.
 
     The rest (`pending_tokens`) must go through the model: one token in normal decoding, the whole prefix
     at first and after its KV was lost. `stale` says that the KV holds entries of older weights,
-    `pinned` that it runs on the weights before the active ones. Tokens are handed over by `delta`,
+    `pinned` that it runs on the weights before the active ones. `take_delta` hands tokens over,
     one or many at a time.
     """
 
@@ -65,31 +72,31 @@ class OutputSequence:
 
     @property
     def temperature(self) -> float:
-        """What its logits are divided by."""
+        """What its logits are divided by; 0: it takes the most likely token."""
         return self.request.sampling.temperature
 
     @property
     def pending_tokens(self) -> int:
-        """How many tokens the model has not seen yet."""
+        """How many tokens the model has not read yet."""
         return len(self.tokens) - self.cached
 
     @property
     def reserved_tokens(self) -> int:
-        """Longest that it can become, in tokens."""
+        """The most tokens that prompt and output can become."""
         return self._prompt + (self.request.sampling.max_tokens or 1)
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody waits for what is undelivered: its first token, or its end."""
+        """Whether the reader waits for what is undelivered: its first token, or its end."""
         return self.done or not self._delivered
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether it has tokens that were not handed over."""
+        """Whether it has tokens that `take_delta` has not returned."""
         return self.produced > self._delivered
 
     def forget_kv(self) -> None:
-        """Nothing of it is in the KV cache any more."""
+        """Note that the KV cache holds nothing of it any more."""
         self.cached = 0
         self.stale = False
 
@@ -105,12 +112,12 @@ class OutputSequence:
         self.done = self._verdict is not None
 
     def abort_output(self, reason: AbortReason, not_finite: WeightsId | None = None) -> None:
-        """End it from outside, or because of weights whose logits are not finite; what it has stays."""
+        """End it before its time, perhaps because of weights whose logits are not finite; it keeps its tokens."""
         self.done = True
         self._abort, self._not_finite = reason, not_finite
 
     def take_delta(self) -> EngineDelta:
-        """Return what is new since the last call; with the reason of the end once it is done."""
+        """Return what is new since the last call, with the reason once the output has ended."""
         begin, end = self._delivered, self.produced
         reason, match = self._verdict or (None, None)
         if self._abort is not None:
@@ -136,10 +143,10 @@ class OutputSequence:
 def make_sequence(
     request: EngineRequest, loaded: LoadedModel, arrival: int, sink: Callable[[EngineDelta], None]
 ) -> OutputSequence:
-    """Set up a checked request; `sink` takes its deltas, in the asyncio loop."""
+    """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_max_tokens(request, loaded)
     asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
-    # Of its own: torch's generator may be a trainer's, and seeded alike on each replica.
+    # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.
     asks.setdefault("seed", secrets.randbits(63))
     return OutputSequence(
         request=request,
@@ -148,3 +155,32 @@ def make_sequence(
         arrival=arrival,
         sink=sink,
     )
+
+
+class BatchSampler:
+    """Draws for a batch; what depends on the batch alone is kept until the batch changes."""
+
+    def __init__(self) -> None:
+        self._sequences: list[OutputSequence] = []
+        self._rows = SampledRows([], torch.device("cpu"))
+        self._temperatures = torch.empty(0, 1)
+
+    def draw_tokens(
+        self, logits: Tensor, sequences: Sequence[OutputSequence]
+    ) -> tuple[list[int], list[float]]:
+        """Draw a token for each row from `logits` [B, V].
+
+        Returns tokens [B] and natural log-probabilities [B]. A log-probability that is not finite says that the
+        row's logits were not, and its token means nothing.
+        """
+        if list(sequences) != self._sequences:
+            self._sequences = list(sequences)
+            self._rows = SampledRows([each.row for each in sequences], logits.device)
+            values = [max(each.temperature, LEAST_TEMPERATURE) for each in sequences]
+            heat = torch.tensor(values, device=logits.device)
+            self._temperatures = heat.masked_fill_(self._rows.greedy_rows, 1).unsqueeze(1)
+        last = [len(each.row.prompt) + each.produced - 1 for each in sequences]
+        positions = torch.tensor(last, device=logits.device)
+        work = logits.to(torch.float32, copy=True)
+        tokens, logprobs = draw_tokens(work, self._rows, self._temperatures, positions)
+        return tokens.tolist(), logprobs.tolist()

@@ -1,4 +1,4 @@
-"""The engine's own flags (`engine.args`)."""
+"""The durations of the hf engine, and its own flags (`engine.args`)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from typing import NoReturn
 
 from rollout_worker.engine import EngineError
 
-# core.py
-
 SEND_INTERVAL_SECONDS = 0.02
-"""Tokens wait this long for more, unless they are an output's first or last: a tiny model makes
+"""How long tokens wait for more, unless they are an output's first or last: a tiny model makes
 them faster than readers can be woken."""
 
-
-# hf_engine.py
+PREFILL_SECONDS_PER_STEP = 0.1
+"""What new prompts may add to a step, however short it is without them: a reader hardly notices it."""
 
 THREAD_STOP_SECONDS = 30.0
-"""How long `stop` waits for the step that runs."""
+"""How long `stop` waits for the step that runs: longer than any sound one on a busy CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class HfSettings:
-    """What the flags say.
+    """The values of the flags.
 
     `max_batch_size`: most outputs in one step. `prefill_tokens`: most prompt tokens that a step
-    takes in, so that neither running outputs nor a pause wait for a long prompt; 0: as the device
-    is. `step_deadline_seconds`: a step
-    that takes longer counts as hung. `threads`: torch's; 0 leaves them as they are.
+    takes in, so that neither running outputs nor a pause wait for a long prompt; 0: measured.
+    `step_deadline_seconds`: a step that takes longer counts as hung. `threads`: torch's; 0 leaves them as they are.
     """
 
     max_batch_size: int = 64
@@ -39,12 +36,9 @@ class HfSettings:
     threads: int = 0
 
 
-DEFAULTS = HfSettings()
-
-
 class _HfFlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        flags = " ".join(sorted(flag for flag in self._option_string_actions))
+        flags = " ".join(sorted(self._option_string_actions))
         raise EngineError(f"engine.args of the hf engine: {message}; its flags are {flags}")
 
 
@@ -59,17 +53,11 @@ _positive_integer.__name__ = "positive int"  # what argparse calls it in its mes
 
 
 def parse_settings(args: Sequence[str]) -> HfSettings:
-    """Parse the flags.
-
-    Raises:
-        EngineError: an unknown flag or a bad value; lists the flags.
-    """
-    parser = _HfFlagParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--max-batch-size", type=_positive_integer, default=DEFAULTS.max_batch_size)
-    parser.add_argument("--prefill-tokens", type=_positive_integer, default=DEFAULTS.prefill_tokens)
-    parser.add_argument(
-        "--step-deadline-seconds", type=float, default=DEFAULTS.step_deadline_seconds
-    )
-    parser.add_argument("--attention", choices=("sdpa", "eager"), default=DEFAULTS.attention)
-    parser.add_argument("--threads", type=_positive_integer, default=DEFAULTS.threads)
+    """Parse the flags; raise `EngineError`, which lists them, for an unknown one or a bad value."""
+    # A flag that is not given leaves its attribute out, so that `HfSettings` has the only defaults.
+    parser = _HfFlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag in ("--max-batch-size", "--prefill-tokens", "--threads"):
+        parser.add_argument(flag, type=_positive_integer)
+    parser.add_argument("--step-deadline-seconds", type=float)
+    parser.add_argument("--attention", choices=("sdpa", "eager"))
     return HfSettings(**vars(parser.parse_args(list(args))))

@@ -1,8 +1,8 @@
 """The step thread: runs steps, and commands between them.
 
-The asyncio side never touches the core. It sends commands (functions of no argument), which run in
+The asyncio side never touches the core. It sends commands (functions without arguments), which run in
 order at the next step boundary, also while steps are paused. An `EngineError` of a command goes to
-its caller alone; anything else, from a command or a step, means that the state is unknown: the
+its caller alone; any other error, of a command or a step, means that the state is unknown: the
 thread ends, `on_crash` is called and every later command gets `EngineCrashed`.
 """
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CUDA_ERROR_PREFIX = "CUDA error:"
-"""How torch begins what CUDA reports, in classes that differ between its calls and versions."""
+"""How torch begins CUDA's reports; their classes differ between its calls and versions."""
 
 OUT_OF_MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What a full GPU says."""
+"""What the report of a full GPU has in it."""
 
 
 class StepThread:
@@ -38,7 +38,7 @@ class StepThread:
 
     def __init__(self, core: BatchCore, on_crash: Callable[[str], None]) -> None:
         self._core = core
-        self._spent: str | None = None  # what CUDA said before it gave up
+        self._spent: str | None = None  # CUDA's report that its context is lost
         self._on_crash = on_crash
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -48,7 +48,7 @@ class StepThread:
         self._thread = threading.Thread(target=self._run_steps, name="hf-steps", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def run_command(self, command: Callable[[], T]) -> Future[T]:
@@ -63,7 +63,7 @@ class StepThread:
         return future
 
     def stop(self, timeout: float) -> bool:
-        """End after the current step; return whether it did within `timeout` seconds."""
+        """End the thread after its current step; return whether it ended within `timeout` seconds."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -72,11 +72,7 @@ class StepThread:
         return not self._thread.is_alive()
 
     def find_problem(self, deadline: float) -> str | None:
-        """Return what is wrong, None if it makes progress or idles.
-
-        Raises:
-            ProcessSpent: CUDA serves this process no more.
-        """
+        """Return what is wrong, None if the thread makes progress or idles; raise `ProcessSpent` if CUDA is lost."""
         if self._spent is not None:
             raise ProcessSpent(describe_spent(self._spent))
         if self._crash is not None:
@@ -93,10 +89,12 @@ class StepThread:
             with torch.no_grad():
                 while self._run_turn():
                     pass
-        except BaseException as error:  # whatever it was, nobody may hang
+        except BaseException as error:  # whatever it is, no caller may hang
             logger.exception("the step thread died")
             self._spent = find_lasting_fault(error)
-            self._report_crash(f"the step thread died: {type(error).__name__}: {error}")
+            why = f"the step thread died: {type(error).__name__}: {error}"
+            self._refuse_commands(why)
+            self._on_crash(why)
         else:
             self._refuse_commands("the engine was stopped")
 
@@ -110,7 +108,7 @@ class StepThread:
             self._commands.clear()
         self._busy_since = time.monotonic()
         if commands:
-            self._core.flush_deltas()  # nothing made before a command is told after it
+            self._core.flush_deltas()  # tokens made before a command are delivered before it
         for index, (command, future) in enumerate(commands):
             try:
                 self._execute_command(command, future)
@@ -137,10 +135,6 @@ class StepThread:
             future.set_exception(crash)
             raise
 
-    def _report_crash(self, why: str) -> None:
-        self._refuse_commands(why)
-        self._on_crash(why)
-
     def _refuse_commands(self, why: str) -> None:
         with self._wake:
             self._crash = why
@@ -152,10 +146,10 @@ class StepThread:
 
 
 def find_lasting_fault(error: BaseException | None) -> str | None:
-    """Return what CUDA says, if the error or one that it came of is CUDA's own; else None.
+    """Return CUDA's report, if the error or one of its causes is CUDA's own; else None.
 
     An illegal address or a device that fell off the bus ends CUDA's context of the process for good.
-    Memory that isn't there passes.
+    A lack of memory does not.
     """
     while error is not None:
         of_cuda = isinstance(error, torch.AcceleratorError) or (
@@ -168,5 +162,5 @@ def find_lasting_fault(error: BaseException | None) -> str | None:
 
 
 def describe_spent(why: str) -> str:
-    """Return the sentence for a process that has met such an error."""
+    """Return the sentence for a process that has had such an error."""
     return f"the GPU's context of this process is lost: {why}; only a new process can use the GPU"

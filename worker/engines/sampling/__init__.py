@@ -1,1 +1,1 @@
-"""The one sampler of the engines whose sampling is ours: hf's, and the one that replaces SGLang's own."""
+"""The sampler of the hf engine, which also replaces SGLang's own."""

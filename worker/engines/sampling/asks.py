@@ -1,18 +1,17 @@
-"""What a request asks of the sampler: only what changes something, as JSON."""
+"""What a request asks of the sampler, as JSON; without the options that change nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rollout_common.wire import SamplingParams
 from rollout_worker.engine import EngineRequest
 
 MIN_REPETITION_PENALTY = 1e-30
-"""Smaller penalties are 0 in float32 and would make NaN of the logits of ids that are not allowed."""
+"""Smaller penalties are 0 in float32; the logits of ids that are not allowed would become NaN."""
 
 
 def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
-    """Return the asks of one output that the sampler knows (`batch_rows.SampledRow`); `stops`: what ends it."""
+    """Return what one output asks, for `batch_rows.SampledRow`; `stops`: the token ids that end it."""
     sampling = request.sampling
     asks: dict[str, Any] = {
         "greedy": sampling.temperature == 0,
@@ -20,7 +19,8 @@ def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, An
     }
     if sampling.seed is not None:
         asks["seed"] = sampling.seed
-    if sampling.temperature > 0 and _is_truncated(sampling):
+    truncated = sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
+    if sampling.temperature > 0 and truncated:
         asks["cut"] = [sampling.min_p, sampling.top_k, sampling.top_p]
     penalties = (
         max(MIN_REPETITION_PENALTY, sampling.repetition_penalty),
@@ -37,7 +37,3 @@ def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, An
     if sampling.allowed_token_ids is not None:
         asks["allowed"] = list(sampling.allowed_token_ids)
     return asks
-
-
-def _is_truncated(sampling: SamplingParams) -> bool:
-    return sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1

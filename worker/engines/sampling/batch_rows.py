@@ -1,12 +1,13 @@
-"""What single outputs ask of the sampler, as tensors over the rows of a batch.
+"""What outputs ask of the sampler, as tensors over the rows of a batch.
 
-They are made when the batch's composition changes, and nothing in a step waits for the device or goes row by row.
+The tensors are made when the composition of the batch changes, so a step neither waits for the device nor loops
+over rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,33 +17,22 @@ from torch import Tensor
 from .truncation import TOP_TOKENS, TruncationParams
 
 MAX_BIAS = 1e30
-"""Beyond, sums leave the range of float32; it is as good as infinite already."""
+"""Above it sums leave the range of float32; it has the effect of infinity already."""
 BIAS_KEYS = ("bias_ids", "bias_values")
 
 
 @dataclass(slots=True, eq=False)
 class SampledRow:
-    """One output: `asks` as `sampling_asks` wrote it, its prompt, what it has produced."""
+    """One output: `asks` as of `sampling_asks`, its prompt, and the tokens that it has produced."""
 
     asks: Mapping[str, Any]
     prompt: Sequence[int]
     output: Sequence[int]
     counts: Tensor | None = None  # [V] how often each token was produced, int32
     in_prompt: Tensor | None = None  # [V]
-    greedy: bool = field(init=False)
-    raw: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.greedy = bool(self.asks.get("greedy"))
-        self.raw = bool(self.asks.get("raw"))
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether earlier tokens matter."""
-        return "penalties" in self.asks
 
     def prepare_counts(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `counts` and `in_prompt`, made when they are needed first."""
+        """Return `counts` and `in_prompt`; makes them at the first call."""
         if self.counts is None or self.in_prompt is None:
             output = _to_device(self.output, torch.long, device)
             ones = torch.ones(len(output), dtype=torch.int32, device=device)
@@ -54,7 +44,7 @@ class SampledRow:
 
 
 class SampledRows:
-    """The rows of one batch; made anew when its composition changes."""
+    """The rows of one batch; a batch of another composition has another object."""
 
     def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
         self.rows = list(rows)
@@ -74,7 +64,7 @@ class SampledRows:
         return SampledRows([*self.rows, *other.rows], self._device)
 
     def split_rows(self, size: int) -> list[SampledRows]:
-        """Return these rows in pieces of a size, always the same ones."""
+        """Return these rows in pieces of a size; the same objects at every call."""
         if len(self.rows) <= size:
             return [self]
         if not self._pieces:
@@ -85,22 +75,22 @@ class SampledRows:
     @cached_property
     def greedy_rows(self) -> Tensor:
         """[B] rows that take the most likely token."""
-        return self._device_tensor([row.greedy for row in self.rows], torch.bool)
+        return self._device_tensor(self._marks("greedy"), torch.bool)
 
     @cached_property
     def all_greedy(self) -> bool:
-        """Whether nothing is left to chance."""
-        return all(row.greedy for row in self.rows)
+        """Whether all rows take the most likely token."""
+        return all(self._marks("greedy"))
 
     @cached_property
     def any_greedy(self) -> bool:
         """Whether any row takes the most likely token."""
-        return any(row.greedy for row in self.rows)
+        return any(self._marks("greedy"))
 
     @cached_property
     def raw_rows(self) -> Tensor | None:
         """[B] rows whose logprobs are the model's own; None if there are none."""
-        marks = [row.raw for row in self.rows]
+        marks = self._marks("raw")
         return self._device_tensor(marks, torch.bool) if any(marks) else None
 
     @cached_property
@@ -110,7 +100,7 @@ class SampledRows:
 
     @cached_property
     def seeded_rows(self) -> tuple[Tensor, Tensor] | None:
-        """Indices of rows with a seed, and their seeds."""
+        """Indices of the rows with a seed, and their seeds."""
         at = self._rows_with("seed")
         if not at:
             return None
@@ -119,7 +109,7 @@ class SampledRows:
 
     @cached_property
     def truncated_rows(self) -> tuple[Tensor, TruncationParams] | None:
-        """Indices of rows that are cut off, and how."""
+        """Indices of the rows that are truncated, and by what."""
         at = self._rows_with("cut")
         if not at:
             return None
@@ -132,7 +122,7 @@ class SampledRows:
         return self._device_tensor(at, torch.long), TruncationParams(min_p, top_k, top_p, sure)
 
     def edit_logits(self, logits: Tensor, positions: Tensor) -> None:
-        """Apply what comes before the temperature to `logits` [B, V], in place."""
+        """Apply to `logits` [B, V], in place, all that comes before the temperature."""
         if self._biases is not None:
             at, ids, values = self._biases
             logits[at, ids] += values
@@ -141,23 +131,19 @@ class SampledRows:
             allowed = logits[at, ids]
             logits.index_fill_(0, rows, -torch.inf)
             logits[at, ids] = allowed
-        self._apply_penalties(logits)
+        if self._penalties is not None:
+            at, factors = self._penalties
+            made, prompts = self._token_history(logits.shape[1])
+            logits[at] = apply_penalties(logits[at], prompts, made, factors)
         if self._withheld_stops is not None:
             at, ids, least = self._withheld_stops
             early = positions[at] + 1 - self.prompt_lengths[at] < least
             logits[at, ids] = torch.where(early, -torch.inf, logits[at, ids])
 
-    def _apply_penalties(self, logits: Tensor) -> None:
-        if self._penalties is None:
-            return
-        at, factors = self._penalties
-        made, prompts = self._token_history(logits.shape[1])
-        logits[at] = apply_penalties(logits[at], prompts, made, factors)
-
     def _token_history(self, vocab: int) -> tuple[Tensor, Tensor]:
         """Return [P, V] how often tokens were produced in the penalised rows, and which are in their prompts.
 
-        The rows keep views, so that the next batch that they are in knows what this one counts.
+        The rows keep views, so that their next batch has the counts of this one.
         """
         if self._history is None:
             rows = [self.rows[index] for index in self._rows_with("penalties")]
@@ -169,14 +155,14 @@ class SampledRows:
         return self._history
 
     def count_tokens(self, tokens: Tensor) -> None:
-        """Note the tokens [B] just drawn."""
+        """Count the tokens [B] just drawn."""
         if self._penalties is not None and self._history is not None:
             drawn = tokens[self._penalties[0]].long().unsqueeze(1)
             self._history[0].scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.int32))
 
     @cached_property
     def _biases(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, tokens and what is added to them."""
+        """Rows, tokens, and what is added to their logits."""
         entries = [
             (index, token, max(-MAX_BIAS, min(MAX_BIAS, value)))
             for index in self._rows_with("bias_ids")
@@ -186,7 +172,7 @@ class SampledRows:
 
     @cached_property
     def _allowed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Restricted rows; and rows and tokens of all that is allowed in them."""
+        """Restricted rows; then row and token of everything that is allowed in them."""
         restricted = self._rows_with("allowed")
         if not restricted:
             return None
@@ -196,7 +182,7 @@ class SampledRows:
 
     @cached_property
     def _penalties(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
-        """Penalised rows, and their repetition, presence and frequency as columns."""
+        """Penalised rows, and their repetition, presence and frequency penalties as columns."""
         at = self._rows_with("penalties")
         if not at:
             return None
@@ -209,7 +195,7 @@ class SampledRows:
 
     @cached_property
     def _withheld_stops(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, tokens that would end them, and the least tokens of the row before they may."""
+        """Rows, tokens that end them, and how many tokens the row must have before one may."""
         entries = [
             (index, stop, self.rows[index].asks["min_tokens"])
             for index in self._rows_with("min_tokens")
@@ -228,6 +214,9 @@ class SampledRows:
         )
         return first, second, third
 
+    def _marks(self, ask: str) -> list[bool]:
+        return [bool(row.asks.get(ask)) for row in self.rows]
+
     def _rows_with(self, ask: str) -> list[int]:
         return [index for index, row in enumerate(self.rows) if ask in row.asks]
 
@@ -236,7 +225,7 @@ class SampledRows:
 
 
 def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor on the device; nobody waits until it is there."""
+    """Return a tensor on the device, without waiting until it is there."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
@@ -245,10 +234,10 @@ def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 def apply_penalties(
     part: Tensor, prompts: Tensor, counts: Tensor, factors: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Return the logits `part` [B, V] with penalties for what was there before.
+    """Return the logits `part` [B, V], which are not changed, with penalties for earlier tokens.
 
     Args:
-        part: Left as it is.
+        part: [B, V].
         prompts: [B, V] whether a token is in the prompt.
         counts: [B, V] how often it was produced.
         factors: [B, 1] each: repetition, presence, frequency.

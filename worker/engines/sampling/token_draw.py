@@ -1,9 +1,9 @@
-"""A token for each row of a batch, drawn from what its request asks for.
+"""Draw a token for each row of a batch, as its request asks.
 
 Order of application: bias and allowed ids, penalties, `min_tokens`, temperature, `min_p`, `top_k`,
-`top_p`. A token is found by inverting the cumulative distribution, one number a token, the same on
-every device. SGLang's own penalties leave the prompt out and forget the output when a request is
-retracted, and its own logprobs ignore truncation; hence all of it is done here.
+`top_p`. A token is found by inverting the cumulative distribution at one random number, the same on
+every device. SGLang does not use its own sampler: its penalties ignore the prompt and forget the output when a
+request is retracted, and its logprobs ignore truncation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .batch_rows import SampledRows
 from .truncation import truncate_logits
 
 BLOCK_TOKENS = 128
-"""Tokens that are summed first when one is drawn; usual vocabularies are multiples of it."""
+"""Tokens in a block that is summed before one is drawn; usual vocabularies are multiples of it."""
 
 PIECE_LOGITS = 1 << 25
-"""Logits that are worked on at once: a few copies of them in float32 are what a step takes, however many rows it has."""
+"""Logits computed at once: a step takes memory for a few copies of them in float32, however many rows it has."""
 
 
 def draw_tokens(
@@ -68,35 +68,35 @@ def _values_at(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _random_numbers(rows: SampledRows, positions: Tensor) -> Tensor:
-    """Return what decides each row, [B] in [0, 1): by its seed if it has one."""
-    at, seeds = rows.seeded_rows or (None, None)
-    if at is None or seeds is None or len(at) < len(rows):
-        numbers = torch.rand(len(rows), dtype=torch.float64, device=positions.device)
-    else:  # torch's generator is left alone: it may be a trainer's
-        numbers = torch.empty(len(rows), dtype=torch.float64, device=positions.device)
-    if at is not None and seeds is not None:
+    """Return the random number of each row, [B] in [0, 1): by its seed if it has one."""
+    seeded = rows.seeded_rows
+    # If all rows have a seed, torch's generator is not used: it may be a trainer's.
+    make = torch.empty if seeded is not None and len(seeded[0]) == len(rows) else torch.rand
+    numbers = make(len(rows), dtype=torch.float64, device=positions.device)
+    if seeded is not None:
+        at, seeds = seeded
         numbers[at] = seeded_uniform(seeds, positions[at] + 1 - rows.prompt_lengths[at])
     return numbers
 
 
 def pick_tokens(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return the tokens [B] at these places `numbers` [B] of the cumulated `weights` [B, V].
+    """Return the tokens [B] at `numbers` [B] of the cumulated `weights` [B, V].
 
-    Sums whole blocks first and adds up only the chosen one, in double precision: on a CPU many
-    times quicker than `torch.multinomial`, which draws a number for every token.
+    Sums whole blocks first and cumulates only the chosen one, in double precision: on a CPU many
+    times faster than `torch.multinomial`, which draws a number for every token.
     """
     count = weights.shape[1]
     if count % BLOCK_TOKENS:
         weights = torch.nn.functional.pad(weights, (0, -count % BLOCK_TOKENS))
     blocks = weights.reshape(len(weights), -1, BLOCK_TOKENS)
     tokens = find_tokens(blocks, blocks.sum(dim=-1).double().cumsum(dim=-1), numbers)
-    return tokens.clamp_(max=count - 1)  # beyond only if the weights were not finite
+    return tokens.clamp_(max=count - 1)  # higher only if the weights were not finite
 
 
 def seeded_uniform(seeds: Tensor, produced: Tensor) -> Tensor:
-    """Return numbers in [0, 1) of these seeds [S] at these lengths of the output [S].
+    """Return numbers in [0, 1) for these seeds [S] at these lengths of the output [S].
 
-    A hash of both (SplitMix64), hence the same whatever else is in the batch, on every device, and
+    A number is a hash of both (SplitMix64), hence the same whatever else is in the batch, on every device, and
     after a prefix was computed again.
     """
     mixed = _mix_bits(_mix_bits(seeds) + produced.long() * -7046029254386353131)
@@ -110,7 +110,7 @@ def _mix_bits(x: Tensor) -> Tensor:
 
 
 def _shift_unsigned(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right without the sign."""
+    """Shift to the right, without extending the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -133,5 +133,5 @@ def find_tokens(blocks: Tensor, cumulative: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _clamp_below(target: Tensor, total: Tensor) -> Tensor:
-    """Keep strictly below the total, so that the first sum above is of a possible token."""
+    """Keep below the total, so that the first sum above the target belongs to a possible token."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

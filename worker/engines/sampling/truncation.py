@@ -1,7 +1,7 @@
-"""`min_p`, `top_k` and `top_p` on the rows of a batch: what they cut off is masked.
+"""`min_p`, `top_k` and `top_p` on the rows of a batch: the tokens that they cut off are masked.
 
-The most likely tokens are looked at first, which settles nearly every row; only what is left is sorted whole, some rows
-at a time. To know which rows those are, a step waits for the device once, and not at all if every row has a small `top_k`.
+The most likely tokens alone decide nearly every row; only the other rows are sorted as a whole, some at a time.
+To know which rows those are, a step waits for the device once, or not at all if every row has a small `top_k`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 SORT_LOGITS = 1 << 22
-"""Logits that are sorted at once, which takes ten times their memory."""
+"""Logits sorted at once, which takes ten times their memory."""
 TOP_TOKENS = 1024
-"""Most likely tokens that are looked at first."""
+"""How many of the most likely tokens are looked at first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TruncationParams:
-    """What is cut off of rows, [B, 1] each in double; `sure`: every row has a small `top_k`."""
+    """The parameters of rows, [B, 1] each in double; `sure`: every row has a small `top_k`."""
 
     min_p: Tensor
     top_k: Tensor
@@ -27,12 +27,12 @@ class TruncationParams:
     sure: bool = False
 
     def select_rows(self, rows: Tensor) -> TruncationParams:
-        """Return those of these rows."""
+        """Return the parameters of these rows."""
         return TruncationParams(self.min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
 def truncate_logits(work: Tensor, at: Tensor, cuts: TruncationParams) -> None:
-    """Mask in the rows `at` of `work` [B, V] what is cut off, in place; the maximum of each row is 0."""
+    """Mask in place what is cut off in the rows `at` of `work` [B, V], whose maximum is 0 each."""
     part = work[at]
     exact = (
         _truncate_top(part, cuts)
@@ -41,21 +41,21 @@ def truncate_logits(work: Tensor, at: Tensor, cuts: TruncationParams) -> None:
     )
     work[at] = part
     if cuts.sure and work.shape[1] > TOP_TOKENS:
-        return  # its tokens are among the most likely ones: nothing to look at, nothing to wait for
+        return  # all kept tokens are among the most likely ones: the step need not wait for the device
     left = exact.logical_not().nonzero().squeeze(1)
     for some in torch.split(left, max(1, SORT_LOGITS // work.shape[1])):
         work[at[some]] = _truncate_sorted(part[some], cuts.select_rows(some))
 
 
 def _truncate_top(part: Tensor, cuts: TruncationParams) -> Tensor:
-    """Mask rows whose kept tokens are among the `TOP_TOKENS` most likely ones; return which are, [B]."""
+    """Mask the rows whose kept tokens are among the `TOP_TOKENS` most likely ones; return which rows, [B]."""
     top, order = part.topk(TOP_TOKENS, dim=-1)
     order, by_id = order.sort(dim=-1)
     top, by_value = top.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     floor = cuts.min_p.log()
     likely = part.exp().masked_fill_(part < floor, 0).sum(dim=-1, keepdim=True, dtype=torch.float64)
     kept = _kept_mask(top, cuts, likely)
-    # What is as likely as the last one may go on behind it, and so may the sum of a large top_k.
+    # Tokens as likely as the last one may follow it, and so may more of the sum of a large top_k.
     exact = ~(kept & (top == top[:, -1:])).any(dim=-1) & (cuts.top_k.squeeze(1) <= TOP_TOKENS)
     if cuts.sure:
         exact = torch.ones_like(exact)
@@ -66,16 +66,16 @@ def _truncate_top(part: Tensor, cuts: TruncationParams) -> Tensor:
 
 
 def _truncate_sorted(part: Tensor, cuts: TruncationParams) -> Tensor:
-    """Return the rows with what is cut off masked, whatever is kept: all tokens are sorted."""
+    """Return the rows with what is cut off masked, however much is kept: all tokens are sorted."""
     ordered, order = part.sort(dim=-1, descending=True, stable=True)
     ordered.masked_fill_(~_kept_mask(ordered, cuts, None), -torch.inf)
     return torch.empty_like(ordered).scatter_(1, order, ordered)
 
 
 def _kept_mask(ordered: Tensor, cuts: TruncationParams, likely: Tensor | None) -> Tensor:
-    """Return which tokens stay of those that are in order; the first one always does.
+    """Return which of the tokens, in descending order, are kept; the first one always is.
 
-    `likely`: [B, 1] mass of all that `min_p` leaves where these are not all tokens.
+    `likely`: [B, 1] mass of all tokens that `min_p` keeps, if these are not all tokens.
     """
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     kept = (ordered >= cuts.min_p.log()) & ((rank < cuts.top_k) | (cuts.top_k <= 0))

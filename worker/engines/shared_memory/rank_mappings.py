@@ -1,8 +1,8 @@
-"""Staged weights as an engine's own process holds them: mapped before the commit that reads them.
+"""Staged weights in an engine's own process: mapped before the commit that reads them.
 
-Where there is a GPU their pages are locked, too, so that the copy in the pause goes at the bus's speed;
-that takes its time, and is done in a thread, beside the steps. Runs in the processes of vLLM and SGLang,
-which the worker tells when a version is staged and when it is over (`ranks`).
+On a GPU their pages are locked, too, so that the copy during the pause runs at the speed of the bus. Locking
+takes long, so a thread does it while the engine steps. This runs in the processes of vLLM and SGLang; the worker
+calls them when a version is staged and when its memory goes (`ranks`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,17 +26,14 @@ from rollout_common.transfer.arena import to_be_read
 from rollout_common.transfer.locked import current_context, lock
 
 from .ranks import LOCKED, MAPPED
-from .read_watch import AbsentTensor
 from .sinks import read_index, slot_path
-from .tensor_views import TensorPlace, view_memory, view_tensors
+from .tensor_views import AbsentTensor, TensorPlace, view_tensors
 
 logger = logging.getLogger(__name__)
 
 COPIED_TENSOR_BYTES = 1 << 20
-"""Up to here a tensor of locked memory is copied before it is loaded.
-
-All ranks share that memory, and loaders change small tensors in place (SGLang 0.5.23: Gemma's norms).
-"""
+"""Up to this size a tensor of locked memory is copied before it is loaded: all ranks share that memory, and
+loaders change small tensors in place (SGLang 0.5.23: Gemma's norms)."""
 
 LockPages = Callable[..., Callable[[], None] | None]
 """As `locked.lock`."""
@@ -45,33 +42,28 @@ _mappings: list[RankMapping] = []
 
 
 def sink_path(where: Mapping[str, Any]) -> str:
-    """Return where this process finds a sink: by its `path`, or by its `slot` on this node."""
+    """Return the path of a sink in this process: its `path`, or that of its `slot` on this node."""
     return slot_path(where["slot"]) if where.get("slot") else str(where["path"])
 
 
 def begin_mapping(
     where: Mapping[str, Any], size: int, tally: tuple[str, str], *, borrowed: bool, gpu: bool
 ) -> None:
-    """Begin to map a sink; returns at once.
+    """Begin to map a sink of `size` bytes (in a gang the head's); returns at once.
 
-    Args:
-        where: As in its ticket.
-        size: Its bytes; in a gang the head's.
-        tally: Path and first words of a file that gets one byte more once it is there.
-        borrowed: It is somebody else's, to be read only.
-        gpu: The calling thread computes on one.
+    `where`: as in its ticket. `tally`: path and first words of a file that gets one more byte once the sink is mapped.
+    `borrowed`: the memory is not ours, so it is only read. `gpu`: whether the calling thread computes on one.
     """
-    close_mappings(where)
-    for each in [each for each in _mappings if not each.is_current]:
-        _close_mapping(each)  # nobody has told us that it is over
     path = sink_path(where)
+    # A sink that is not current was closed without a call of `close_mappings`.
+    _close_all(each for each in _mappings if each.path == path or not each.is_current)
     _mappings.append(
         RankMapping(path, _local_size(path, where, size), tally, borrowed=borrowed, gpu=gpu)
     )
 
 
 def find_mapping(where: Mapping[str, Any]) -> RankMapping | None:
-    """Return a sink that is held by now; None: read it as if nobody had told us of it."""
+    """Return the mapping of a sink if it is ready; None: map the sink now."""
     path = sink_path(where)
     return next(
         (each for each in _mappings if each.path == path and each.is_current and each.is_ready),
@@ -80,49 +72,43 @@ def find_mapping(where: Mapping[str, Any]) -> RankMapping | None:
 
 
 def close_mappings(where: Mapping[str, Any]) -> None:
-    """Hold a sink no longer; returns at once, its pages are unlocked in a thread."""
+    """Drop the mappings of a sink; returns at once, a thread unlocks their pages."""
     path = sink_path(where)
-    for each in [each for each in _mappings if each.path == path]:
-        _close_mapping(each)
+    _close_all(each for each in _mappings if each.path == path)
+
+
+def _close_all(mappings: Iterable[RankMapping]) -> None:
+    for each in list(mappings):
+        _mappings.remove(each)
+        each.close()
 
 
 def read_tensors(ticket: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a sink has, named by its `MappedSink.make_ticket`; mapped now, unless it is held.
+    """Yield the tensors of a sink, given its `MappedSink.make_ticket`; maps it unless it is mapped.
 
-    In a gang that is what this node's slot has. In the place of any other tensor comes `AbsentTensor`.
+    In a gang these are the tensors of this node's slot; for any other an `AbsentTensor` is yielded.
     """
     sink = json.loads(ticket)
-    handle = os.open(sink_path(sink), os.O_RDONLY)
-    try:
-        places = sink["tensors"]
-        starts = read_index(handle) if sink.get("slot") else {name: at for name, _, _, at in places}
-        there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
-        mapping = find_mapping(sink)
-        if mapping is None:
-            memory = mmap.mmap(
-                handle, _local_size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE
-            )
-            found = view_memory(memory, there)
-        else:
-            found = mapping.read_views(there)
-    finally:
-        os.close(handle)
-    return _restore_order(places, starts, found)
+    places = sink["tensors"]
+    whole, starts, _ = open_memory(sink)
+    mapping = find_mapping(sink)
+    there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
+    found = view_tensors(whole, there) if mapping is None else mapping.read_views(there)
+    return (
+        next(found) if name in starts else (name, AbsentTensor.stand_in_for(name, dtype, shape))
+        for name, dtype, shape, _ in places
+    )
 
 
 def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int], bool]:
-    """Return all bytes of a sink, [n] uint8, where each tensor begins that is here, and whether pages are locked.
+    """Return a sink's bytes ([n] uint8), where each tensor on this node begins, and whether its pages are locked.
 
-    Args:
-        sink: What its `MappedSink.make_ticket` says.
+    `sink`: as in its `MappedSink.make_ticket`.
     """
     handle = os.open(sink_path(sink), os.O_RDONLY)
     try:
-        starts = (
-            dict(read_index(handle))
-            if sink.get("slot")
-            else {name: at for name, _, _, at in sink["tensors"]}
-        )
+        in_gang = bool(sink.get("slot"))
+        starts = read_index(handle) if in_gang else {name: at for name, *_, at in sink["tensors"]}
         mapping = find_mapping(sink)
         if mapping is not None:
             return mapping.whole, starts, mapping.is_locked
@@ -132,18 +118,8 @@ def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int], bool]:
         os.close(handle)
 
 
-def _restore_order(
-    places: Iterable[TensorPlace], there: Collection[str], found: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield what was found in its place among all."""
-    for name, dtype, shape, _ in places:
-        yield (
-            next(found) if name in there else (name, AbsentTensor.stand_in_for(name, dtype, shape))
-        )
-
-
 def is_partial(ticket: str) -> bool:
-    """Whether a sink lacks tensors here that its ticket names."""
+    """Whether this node's part of a sink lacks tensors that its ticket names."""
     sink = json.loads(ticket)
     if not sink.get("slot"):
         return False
@@ -154,25 +130,20 @@ def is_partial(ticket: str) -> bool:
         os.close(handle)
 
 
-def _local_size(where: int | str, sink: Mapping[str, Any], told: int) -> int:
-    """Return how much of a sink is here: in a gang each node may have another part of it."""
-    return os.stat(where).st_size if sink.get("slot") else told
+def _local_size(where: int | str, sink: Mapping[str, Any], size: int) -> int:
+    """Return the size of a sink on this node: in a gang each node may have another part of it."""
+    return os.stat(where).st_size if sink.get("slot") else size
 
 
 def check_unchanged(where: Mapping[str, Any]) -> None:
-    """Refuse what was loaded from a sink if that was changed meanwhile; see `RankMapping.check_unchanged`."""
+    """Refuse what was loaded from a sink that was changed since; see `RankMapping.check_unchanged`."""
     mapping = find_mapping(where)
     if mapping is not None:
         mapping.check_unchanged()
 
 
-def _close_mapping(mapping: RankMapping) -> None:
-    _mappings.remove(mapping)
-    mapping.close()
-
-
 class RankMapping:
-    """One sink's memory in this process; see `map_ahead`."""
+    """One sink's memory in this process, mapped by a thread of its own."""
 
     def __init__(
         self,
@@ -193,7 +164,7 @@ class RankMapping:
         self._whole: Tensor | None = None
         self._version = 0
         self.closing: list[threading.Thread] = []
-        """What still unlocks pages."""
+        """Threads that unlock pages."""
         handle = os.open(path, os.O_RDONLY if borrowed or self._context is None else os.O_RDWR)
         self._identity = _file_identity(handle)
         self._thread = threading.Thread(
@@ -203,7 +174,7 @@ class RankMapping:
 
     @property
     def is_current(self) -> bool:
-        """Whether its path still leads to this memory: numbers of descriptors are used again."""
+        """Whether its path still leads to this memory: the system uses numbers of descriptors again."""
         try:
             return _file_identity(self.path) == self._identity
         except OSError:
@@ -216,30 +187,25 @@ class RankMapping:
 
     @property
     def is_locked(self) -> bool:
-        """Whether a GPU reads it by itself."""
+        """Whether its pages are locked, so that a GPU reads them directly."""
         return self._unlock is not None
 
     @property
     def whole(self) -> Tensor:
         """All of its bytes, [n] uint8."""
-        assert self._whole is not None, "asked for once it is ready"
+        assert self._whole is not None, "callers check `is_ready`"
         return self._whole
 
     def read_views(self, places: Iterable[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is there by name: views, which keep the memory."""
-        assert self._whole is not None, "asked for once it is ready"
-        with torch.inference_mode(mode=False):  # in which nobody would count changes of a view
-            found = list(view_tensors(self._whole, places))
+        """Yield views by name; they keep the memory."""
+        with torch.inference_mode(mode=False):  # else torch would count no changes of a view
+            found = list(view_tensors(self.whole, places))
         for name, tensor in found:
             small = self.is_locked and tensor.nbytes <= COPIED_TENSOR_BYTES
             yield name, tensor.clone() if small else tensor
 
     def check_unchanged(self) -> None:
-        """Refuse what was made of it if somebody has changed it meanwhile: other ranks read it, too.
-
-        Raises:
-            RuntimeError: somebody has.
-        """
+        """Raise `RuntimeError` if the loader has changed the memory, which other ranks read, too."""
         if self.is_locked and self._whole is not None and self._whole._version != self._version:
             raise RuntimeError(
                 "the model's loader changed staged weights in place, which all ranks read: this"
@@ -247,7 +213,7 @@ class RankMapping:
             )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Drop the memory; a thread unlocks its pages."""
         with self._state:
             self._closed = True
             whole, self._whole = self._whole, None
@@ -293,18 +259,17 @@ class RankMapping:
 
 
 def _unlock_pages(unlock: Callable[[], None], whole: Tensor | None) -> None:
-    """Unlock pages; `whole` keeps them until then."""
     unlock()
-    del whole
+    del whole  # which kept the pages until here
 
 
 def _map_memory(handle: int, size: int, kind: int, *, writable: bool) -> Any:
-    """Map memory; the mapping goes with the last view of what is returned, in a thread.
+    """Map memory; a thread unmaps it once the last view of what is returned is gone.
 
-    Python's own go while all other threads stand still, which takes its time for gigabytes.
+    Python's own mmap unmaps under the GIL, so that gigabytes stop all other threads for long.
     """
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    call = _load_libc().mmap
+    call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     address = call(None, ctypes.c_size_t(size), prot, kind, handle, ctypes.c_long(0))
     if address == ctypes.c_void_p(-1).value:
@@ -316,14 +281,12 @@ def _map_memory(handle: int, size: int, kind: int, *, writable: bool) -> Any:
 
 
 def _unmap_in_thread(address: int, size: int) -> None:
-    def work() -> None:
-        _load_libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
-
-    threading.Thread(target=work, name="rollout-unmap", daemon=True).start()
-
-
-def _load_libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    threading.Thread(
+        target=ctypes.CDLL(None).munmap,
+        args=(ctypes.c_void_p(address), ctypes.c_size_t(size)),
+        name="rollout-unmap",
+        daemon=True,
+    ).start()
 
 
 def _file_identity(where: int | str) -> tuple[int, int]:
@@ -332,7 +295,7 @@ def _file_identity(where: int | str) -> tuple[int, int]:
 
 
 def _mark_tally(tally: tuple[str, str], how: bytes) -> None:
-    """Add this byte to a file, if it is the one that is meant: on another node the path leads elsewhere."""
+    """Add this byte to the tally, if its path leads there: on another node it leads to something else."""
     path, words = tally
     with contextlib.suppress(OSError):
         if not stat.S_ISREG(os.stat(path).st_mode):

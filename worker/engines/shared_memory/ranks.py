@@ -1,43 +1,56 @@
-"""The processes of an engine, as they are told of staged memory: to hold it before the commit, to let go of it.
+"""What a worker and its engine's ranks say to each other about staged weights.
 
-Sinks are sealed and closed in threads; what they say goes through the loop to all ranks, by the
-engine's own means. A rank that can't be told maps the memory at the commit: slower, but not wrong.
+The worker has the ranks map a sink before the commit, and let go of it (`EngineRanks`). Sinks are sealed and
+closed in threads; the calls go through the loop to all ranks, by the engine's own means. A rank that can't be
+reached maps the memory at the commit: slower, but not wrong.
+
+Each rank reports which tensors it did not read (`note_unread`). Its report holds for exactly the tensors that it
+was loaded from: with one more, or another order, its loader might read others. Unless all ranks of the node have
+reported on exactly these tensors, all are needed. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
-from .settings import MIN_MAPPING_SECONDS, RANK_CALL_SECONDS, STOP_POLL_SECONDS, TALLY_POLL_SECONDS
+import xxhash
+
+from rollout_worker.engine import TensorEntry
+from rollout_worker.engines.settings import (
+    MIN_MAPPING_SECONDS,
+    RANK_CALL_SECONDS,
+    STOP_POLL_SECONDS,
+    TALLY_POLL_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
 LOCKED_BYTES_PER_SECOND = 1 << 30
-"""Bytes: slower than any machine locks them."""
+"""Every machine locks pages faster than this."""
 
 LOCKED, MAPPED = b"L", b"M"
-"""How a rank that is done holds the memory: what it adds to the tally."""
+"""What a rank that is done adds to the tally: how it holds the memory."""
 
 CallRanks = Callable[[str, Mapping[str, Any]], Awaitable[object]]
 """Runs `rollout_map` or `rollout_unmap` with these arguments in all ranks; awaited in the loop."""
 
+TensorDescription = tuple[str, str, Sequence[int]]
+"""Name, dtype as safetensors call it, and shape."""
+
 
 class EngineRanks:
-    """The ranks of one engine; made in the loop.
-
-    Args:
-        call: Reaches them.
-        count: How many of them run on this node.
-    """
+    """The ranks of one engine, of which `count` run on this node; made in the loop."""
 
     def __init__(self, call: CallRanks, count: int) -> None:
         self._call, self._count = call, count
@@ -46,39 +59,32 @@ class EngineRanks:
         self._tasks: set[Future[None]] = set()
 
     def stop_calling(self) -> None:
-        """Ask them for nothing any more, and wait for nobody."""
+        """Make no more calls, and stop waiting for those under way."""
         self._ended.set()
 
     def map_sink(self, where: Mapping[str, str], size: int, *, borrowed: bool) -> None:
-        """Have all hold a sink, and return once those of this node do, or it takes too long; blocks.
+        """Have all ranks map a sink of `size` bytes; blocks until those of this node have, or it takes too long.
 
-        Args:
-            where: As in its ticket.
-            size: Its bytes.
-            borrowed: It is somebody else's, to be read only.
+        `where`: as in its ticket. `borrowed`: the memory is not ours, so it is only read.
         """
-        with _MappingTally() as tally:
-            args = {
-                "where": dict(where),
-                "size": size,
-                "tally": tally.path_and_words,
-                "borrowed": borrowed,
-            }
+        with _open_tally() as (tally, count_marks):
+            args = {"where": dict(where), "size": size, "tally": tally, "borrowed": borrowed}
             if not self._call_all("rollout_map", args):
                 return
             seconds = MIN_MAPPING_SECONDS + size / LOCKED_BYTES_PER_SECOND
             until = time.monotonic() + seconds
-            while len(tally.marks) < self._count and not self._ended.wait(TALLY_POLL_SECONDS):
+            while len(done := count_marks()) < self._count:
+                if self._ended.wait(TALLY_POLL_SECONDS):
+                    break
                 if time.monotonic() > until:
                     logger.warning(
                         "%d of %d ranks have mapped the staged weights after %.0f s: the others map them"
                         " at the commit",
-                        len(tally.marks),
+                        len(done),
                         self._count,
                         seconds,
                     )
                     return
-            done = tally.marks
         logger.info(
             "staged weights of %d bytes are mapped by %d of %d ranks, page-locked by %d",
             size,
@@ -88,14 +94,18 @@ class EngineRanks:
         )
 
     def unmap_sink(self, where: Mapping[str, str]) -> None:
-        """Have all let go of a sink; blocks, but in the loop's own thread."""
+        """Have all ranks let go of a sink; blocks, except in the loop's own thread."""
         self._call_all("rollout_unmap", {"where": dict(where)})
 
     def _call_all(self, method: str, args: Mapping[str, Any]) -> bool:
-        """Whether all were reached."""
+        """Return whether all ranks are known to have been reached."""
         if self._ended.is_set() or self._loop.is_closed():
             return False
-        asked = asyncio.run_coroutine_threadsafe(self._call_coroutine(method, args), self._loop)
+
+        async def ask() -> None:
+            await self._call(method, args)
+
+        asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:  # which can't wait for itself
                 self._tasks.add(asked)
@@ -112,36 +122,74 @@ class EngineRanks:
             return False
         error = None if asked.cancelled() else asked.exception()
         if error is not None:
-            logger.warning("the engine's ranks could not be told of %s: %s", method, error)
+            logger.warning("%s could not be called in the engine's ranks: %s", method, error)
         return not asked.cancelled() and error is None
 
-    def _call_coroutine(self, method: str, args: Mapping[str, Any]) -> Coroutine[Any, Any, None]:
-        async def ask() -> None:
-            await self._call(method, args)
 
-        return ask()
+@contextlib.contextmanager
+def _open_tally() -> Iterator[tuple[tuple[str, str], Callable[[], bytes]]]:
+    """Open a file without a name to which each rank that is done adds a byte.
+
+    Yields what a rank has to know of it, its path and first words, and what returns the bytes so far.
+    """
+    words = uuid.uuid4().hex
+    handle = os.memfd_create("rollout-tally", os.MFD_CLOEXEC)
+    try:
+        os.write(handle, words.encode())
+        tally = f"/proc/{os.getpid()}/fd/{handle}", words
+        yield tally, lambda: os.pread(handle, 1 << 16, len(words))
+    finally:
+        os.close(handle)
 
 
-class _MappingTally:
-    """A file without a name in which each rank that is done leaves a byte."""
+def hash_tensors(tensors: Iterable[TensorDescription]) -> str:
+    """Return a hash of these tensors in this order, without their values."""
+    rows = [[name, dtype, list(shape)] for name, dtype, shape in tensors]
+    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
 
-    def __init__(self) -> None:
-        self._words = uuid.uuid4().hex
-        self._handle = os.memfd_create("rollout-tally", os.MFD_CLOEXEC)
-        os.write(self._handle, self._words.encode())
 
-    def __enter__(self) -> _MappingTally:
-        return self
+def note_unread(
+    folder: Path, tensors: Sequence[TensorDescription], unread: Collection[str]
+) -> None:
+    """Report to the worker of this node which tensors this rank, which is this process, did not read.
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+    The weights that it has loaded are sound even if the report can't be written: then the next version comes whole.
 
-    @property
-    def path_and_words(self) -> tuple[str, str]:
-        """What a rank has to know of it."""
-        return f"/proc/{os.getpid()}/fd/{self._handle}", self._words
+    `folder`: the gang's, of slots. `tensors`: all that the rank was loaded from. `unread`: the names of those on
+    whose values nothing of the rank depends.
+    """
+    report = {"mark": hash_tensors(tensors), "unread": sorted(unread)}
+    file = _report_path(folder, os.getpid())
+    partial = file.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(report))
+        partial.replace(file)
+    except OSError as error:
+        logger.warning("which tensors this rank reads can't be noted: %s", error)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
-    @property
-    def marks(self) -> bytes:
-        """What those that are done have left."""
-        return os.pread(self._handle, 1 << 16, len(self._words))
+
+def unread_by_all(
+    folder: Path, ranks: Collection[int], entries: Iterable[TensorEntry]
+) -> frozenset[str]:
+    """Return the names of those of `entries`, in their order of loading, that none of these ranks reads.
+
+    `folder`: the gang's, of slots. `ranks`: the process ids of all ranks of this node.
+    """
+    mark = hash_tensors((entry.name, entry.spec.dtype, entry.spec.shape) for entry in entries)
+    found: frozenset[str] | None = None
+    for rank in ranks:
+        try:
+            report = json.loads(_report_path(folder, rank).read_text())
+            names, same = frozenset(report["unread"]), report["mark"] == mark
+        except (OSError, ValueError, KeyError):  # no report, or not a whole one
+            return frozenset()
+        if not same:
+            return frozenset()
+        found = names if found is None else found & names
+    return found or frozenset()
+
+
+def _report_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"  # no slot has such a name

@@ -1,9 +1,9 @@
-"""Memory for a version of weights that an engine's own processes can map; one life, one file.
+"""Memory for one version of weights that an engine's own processes can map.
 
-It has no name in any file system: it is a descriptor of this process, opened by the others through
-/proc, and gone when the last process that has it open is. So it is bounded by the pod's memory, not
-by the size of /dev/shm, and outlives nobody. All of its room is taken at once: what is not there is told
-when it is asked for, not by a signal when it is filled. `torch` is not needed here.
+The memory is a file without a name: a descriptor of this process, which the others open through /proc. It
+is gone when the last process that has it open ends. So the pod's memory bounds it, not the size of /dev/shm.
+All of it is allocated at once: a lack of memory shows when the sink is opened, not as a signal while it is
+filled. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mmap
 import os
 import tempfile
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,38 +27,40 @@ from .ranks import EngineRanks
 from .staging_budget import StagingBudget
 
 SLOTS_VARIABLE = "ROLLOUT_SLOTS"
-"""Tells the ranks of an engine where the slots of their node are."""
+"""The environment variable that names the folder of the node's slots to the engine's ranks."""
 
 TENSOR_ALIGNMENT = 64
 """Every tensor begins at a multiple of this: what any dtype and vector load wants."""
 
 
 class MappedSink(Sink):
-    """The `Sink` of engines whose model is in another process.
-
-    Taking its room may take its time: see `open_mapped_sink`.
+    """The `Sink` of engines whose model is in another process; `open_mapped_sink` opens it in a thread.
 
     Args:
-        entries: What it has room for.
-        folder: Where its unnamed file is to be; None: in memory.
-        header: Begin with a header of safetensors, so that it can be read as such a file.
-            Without one, in a gang's folder, it begins with an index of its own (`read_index`).
+        entries: The tensors that it has memory for.
+        folder: Where its unnamed file is; None: in memory.
+        header: Begin with a safetensors header, so that it can be read as such a file. Without one, a
+            sink in a gang's folder begins with an index of its own (`read_index`).
         skip: Names whose values aren't needed.
-        staging: What it is charged to if it is in memory, until it is closed.
-        slots: The gang's folder of slots: the sink is found there by its id as long as it is open.
+        staging: What its memory is charged to until it is closed.
+        slots: The gang's folder of slots, where a link named by the id leads to the open sink.
         slot: That id; None: a new one.
 
     Raises:
-        EngineError: there is no room.
+        EngineError: there is not enough memory.
     """
 
     memory: Literal["host"] = "host"
     slot = ""
     took = False
     borrowed = False
+    sealed = False
     ranks: EngineRanks | None = None
-    """The processes that map it as long as it is sealed; None: none has to before the commit."""
+    """The processes that map it as long as it is sealed; None: they map it at the commit."""
     _ranks_notified = False
+    _on_disk = False
+    _map: mmap.mmap | None = None
+    _link: Path | None = None
 
     def __init__(
         self,
@@ -71,40 +73,39 @@ class MappedSink(Sink):
         slots: Path | None = None,
         slot: str | None = None,
     ) -> None:
-        kept = [entry for entry in entries if entry.name not in skip]
-        laid = (
-            _safetensors_layout if header else _aligned_layout if slots is None else _indexed_layout
-        )
-        first, self._starts, size = laid(kept)
-        self._entries = kept
+        self._entries = [entry for entry in entries if entry.name not in skip]
+        first, self._starts, size = _lay_out(self._entries, header=header, index=slots is not None)
         self._size = max(size, 1)
         self._on_disk = folder is not None
-        self._map: mmap.mmap | None = None
-        self.sealed = False
-        self._give_back = (
-            _free_nothing if folder else (staging or StagingBudget()).claim_memory(size)
-        )
+        self._give_back: Callable[[], None] = lambda: None  # a file is charged to no memory
+        if folder is None:
+            self._give_back = (staging or StagingBudget()).claim_memory(size)
         try:
-            self._handle = _open_file(folder)
-            try:
-                self._map = self._map_file()
-            except OSError:
-                os.close(self._handle)
-                raise
+            self._handle, self._map = self._open_file(folder)
         except OSError as error:
             self._give_back()
             raise EngineError(
-                f"there is no room for {size} bytes of weights in {folder or 'memory'}: {error}; "
+                f"no room for {size} bytes of weights in {folder or 'memory'}: {error}; "
                 + ("free space there or set another spill_dir" if folder else "raise its limit")
             ) from error
         self._map[: len(first)] = first
-        self.slot = ""
-        self._link: Path | None = None
         if slots is not None:
             self._publish_slot(slots, slot or uuid.uuid4().hex)
 
+    def _open_file(self, folder: Path | None) -> tuple[int, mmap.mmap]:
+        if folder is None:
+            handle = os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
+        else:
+            handle = open_unnamed_file(folder)
+        try:
+            # A hole that can't be filled later would end the process, not raise.
+            os.posix_fallocate(handle, 0, self._size)
+            return handle, mmap.mmap(handle, self._size)
+        except OSError:
+            os.close(handle)
+            raise
+
     def _publish_slot(self, slots: Path, slot: str) -> None:
-        """Let the ranks of this node find it."""
         link = slots / slot
         try:
             link.symlink_to(self.path)
@@ -112,11 +113,6 @@ class MappedSink(Sink):
             self.close()
             raise EngineError(f"slot {slot} can't be opened in {slots}: {error}") from error
         self.slot, self._link = slot, link
-
-    def _map_file(self) -> mmap.mmap:
-        # A hole that can't be filled later would end the process, not raise.
-        os.posix_fallocate(self._handle, 0, self._size)
-        return mmap.mmap(self._handle, self._size)
 
     @property
     @override
@@ -150,7 +146,6 @@ class MappedSink(Sink):
 
     @override
     def seal(self) -> None:
-        """Gives up this process's own view, and has the ranks take theirs."""
         self._unmap_view(flush=self._on_disk)
         self.sealed = True
         if self.ranks is not None and not self._on_disk:
@@ -183,40 +178,32 @@ class MappedSink(Sink):
 
 
 class BorrowedSink(MappedSink):
-    """The same over memory that was given: none is taken, nothing is written.
+    """A sink over memory that was given: it allocates nothing, and nobody writes to it.
 
-    Args:
-        entries: What it has.
-        given: Where they are; released when it is closed.
-        skip: Names whose values aren't needed.
+    `given` is released when the sink is closed.
     """
 
     took = True
     borrowed = True
+    _ticket_file = -1
 
     def __init__(
         self, entries: Sequence[TensorEntry], given: MappedWeights, *, skip: Collection[str] = ()
     ) -> None:
+        assert given.handle is not None, "`open_mapped_sink` checks it"
         self._entries = [entry for entry in entries if entry.name not in skip]
         self._starts = given.starts
         self._size = given.size
-        self._on_disk = False
-        self._map = None
-        self.sealed = False
         self._give_back = given.release
-        assert given.handle is not None, "whoever made it has looked"
         self._handle = os.dup(given.handle)
-        self._ticket_file = -1
-        self.slot, self._link = "", None
 
     @property
     @override
     def nbytes(self) -> int:
-        """None of its own."""
         return 0
 
     def ticket_path(self) -> str:
-        """Return the path of a file without a name that holds the ticket, open as long as this is."""
+        """Return the path of an unnamed file that holds the ticket, open as long as the sink is."""
         if self._ticket_file < 0:
             self._ticket_file = os.memfd_create("rollout-ticket", os.MFD_CLOEXEC)
             with open(self._ticket_file, "wb", closefd=False) as file:
@@ -243,20 +230,16 @@ async def open_mapped_sink(
     given: GivenWeights | None = None,
     ranks: EngineRanks | None = None,
 ) -> MappedSink:
-    """Make a `MappedSink` in a thread, of which `ranks` are told; a cancelled caller gets none, and none stays.
+    """Open a `MappedSink` in a thread, for `ranks` to map; it is closed if the caller is cancelled.
 
-    With mapped memory `given` that others can read it is a `BorrowedSink`, unless it is to be on disk or in
-    a gang's folder.
+    Over `given` memory that other processes can read it is a `BorrowedSink`, unless it has to be on disk or
+    in a gang's folder.
 
     Raises:
-        EngineError: there is no room.
+        EngineError: there is not enough memory.
     """
-    if (
-        isinstance(given, MappedWeights)
-        and given.handle is not None
-        and folder is None
-        and slots is None
-    ):
+    in_memory = folder is None and slots is None
+    if in_memory and isinstance(given, MappedWeights) and given.handle is not None:
         sink: MappedSink = BorrowedSink(entries, given, skip=skip)
     else:
         sink = await open_in_thread(
@@ -273,69 +256,52 @@ def slot_path(slot: str) -> str:
     return str(Path(os.environ[SLOTS_VARIABLE]) / slot)
 
 
-def _aligned_layout(entries: Sequence[TensorEntry]) -> tuple[bytes, Mapping[str, int], int]:
-    """Return what comes first, where each tensor begins, and the size of all."""
+def _lay_out(
+    entries: Sequence[TensorEntry], *, header: bool, index: bool
+) -> tuple[bytes, Mapping[str, int], int]:
+    """Return the first bytes (a safetensors header or an index), where each tensor begins, and the whole size."""
+    step = 1 if header else TENSOR_ALIGNMENT  # a file of safetensors has no gaps
     starts, end = {}, 0
     for entry in entries:
         starts[entry.name] = end
-        end += -(-entry.spec.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
-    return b"", starts, end
+        end += -(-entry.spec.nbytes // step) * step
+    first = b""
+    if header:
+        first = _encode_header(
+            {
+                entry.name: {
+                    "dtype": entry.spec.dtype,
+                    "shape": list(entry.spec.shape),
+                    "data_offsets": [start, start + entry.spec.nbytes],
+                }
+                for entry, start in zip(entries, starts.values(), strict=True)
+            }
+        )
+    elif index:
+        first = _encode_header(starts)
+    return first, {name: len(first) + start for name, start in starts.items()}, len(first) + end
 
 
-def _indexed_layout(entries: Sequence[TensorEntry]) -> tuple[bytes, Mapping[str, int], int]:
-    """Return the same for memory that begins with its index."""
-    _, starts, size = _aligned_layout(entries)
-    first = _encode_header(starts)
-    return first, {name: len(first) + start for name, start in starts.items()}, len(first) + size
+def _encode_header(fields: Mapping[str, Any]) -> bytes:
+    """Return a header as a safetensors file begins with: its length, then JSON."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % TENSOR_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_index(handle: int) -> dict[str, int]:
-    """Return where each tensor begins in what lies in a gang's folder, by its own word.
+    """Return where each tensor begins in a sink of a gang's folder, as its own index says.
 
-    Each node may hold others of a version's tensors, so the head's ticket can't say it. What is not named is not there.
+    Each node may hold other tensors of a version, so the head's ticket can't say it. A tensor that the index does
+    not name is not there.
     """
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     starts: dict[str, int] = json.loads(os.pread(handle, length, 8))
     return {name: 8 + length + start for name, start in starts.items()}
 
 
-def _encode_header(fields: Mapping[str, Any]) -> bytes:
-    """Return a header as safetensors begin with: its length, and what is where behind it."""
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % TENSOR_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _safetensors_layout(entries: Sequence[TensorEntry]) -> tuple[bytes, Mapping[str, int], int]:
-    """Return the same for a file of safetensors, which knows no gaps."""
-    fields: dict[str, Any] = {}
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.spec.nbytes
-        fields[entry.name] = {
-            "dtype": entry.spec.dtype,
-            "shape": list(entry.spec.shape),
-            "data_offsets": [begin, end],
-        }
-    first = _encode_header(fields)
-    starts = {name: len(first) + field["data_offsets"][0] for name, field in fields.items()}
-    return first, starts, len(first) + end
-
-
-def _free_nothing() -> None:
-    """Give nothing back: a file is charged to no budget of memory."""
-
-
-def _open_file(folder: Path | None) -> int:
-    return (
-        os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
-        if folder is None
-        else open_unnamed_file(folder)
-    )
-
-
 def open_unnamed_file(folder: Path) -> int:
-    """Return a descriptor of a new file without a name, which can't outlive who has it open."""
+    """Return a descriptor of a new file without a name, which is gone once no process has it open."""
     handle, name = tempfile.mkstemp(prefix="rollout-spill-", dir=folder)
     os.unlink(name)
     return handle

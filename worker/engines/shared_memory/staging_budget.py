@@ -1,6 +1,6 @@
-"""How much memory this process may still take: the kernel ends who takes more, without a word.
+"""How much memory this process may still take: the kernel kills a process that takes more, without a message.
 
-`torch` is not needed here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 from rollout_common.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
 from rollout_common.transfer.spare import Spare
 from rollout_worker.engine import EngineError
+from rollout_worker.engines.settings import FREEING_WAIT_SECONDS
 from rollout_worker.threads import BackgroundFreeing
-
-from .settings import FREEING_WAIT_SECONDS
 
 _BOUND_FIXES = {
     LIMIT: "raise spec.resources.limits.memory (or the limit of its cgroup)",
@@ -26,7 +25,7 @@ class StagingBudget:
     """The memory that staged weights may take in this process: `spec.weights.stagingMemory`.
 
     Args:
-        limit: Most bytes at once; None: what the bounds of `check_memory_left` leave, which hold anyway.
+        limit: Most bytes at once; None: what `check_memory_left` allows, which always applies.
         root: Where proc and sys are mounted.
     """
 
@@ -35,21 +34,21 @@ class StagingBudget:
         self._root = root
         self._taken = 0
         self.spare = Spare()
-        """Counts as taken, and is given up when its room is needed."""
+        """Counts as taken, and is dropped when its memory is needed."""
         self._lock = threading.Lock()
         self.freeing = BackgroundFreeing()
-        """Frees memory of former weights; `claim` waits for it."""
+        """Frees memory of former weights; `claim_memory` waits for it."""
 
     def wait_until_freed(self) -> None:
-        """Wait until what is given back is free, for `SETTLE_SECONDS` at most."""
+        """Wait until what is given back is free, for `FREEING_WAIT_SECONDS` at most."""
         self.freeing.wait_until_freed(FREEING_WAIT_SECONDS)
 
     def claim_memory(self, nbytes: int, there: int = 0) -> Callable[[], None]:
-        """Charge memory that is taken next; returns what gives it back, once however often called.
+        """Charge memory before it is taken; returns what gives it back, once however often it is called.
 
         Args:
             nbytes: How much.
-            there: So much of it is in memory already, and was the spare.
+            there: How much of it is in memory already, as the former spare.
 
         Raises:
             EngineError: names the bound, what is left of it, and the fix.
@@ -68,7 +67,7 @@ class StagingBudget:
             left = nbytes if self._limit is None else self._limit - self._taken - spare
             if nbytes > left:
                 raise EngineError(
-                    f"there is no room for {nbytes} bytes of staged weights: {left} bytes are left "
+                    f"no room for {nbytes} bytes of staged weights: {left} bytes are left "
                     f"of the {self._limit} that spec.weights.stagingMemory (--staging-memory) "
                     f"allows; raise it to {self._taken + nbytes} or more"
                 )
@@ -88,11 +87,9 @@ class StagingBudget:
 
 
 def check_memory_left(nbytes: int, root: Path = Path("/")) -> None:
-    """Refuse to take so much memory for weights if that would be the end of the process.
+    """Refuse to take so many more bytes for weights if the kernel might kill the process for it.
 
-    Args:
-        nbytes: What is to be taken beside what is taken already.
-        root: Where proc and sys are mounted.
+    `root` is where proc and sys are mounted.
 
     Raises:
         EngineError: names the bound, what is left of it, and the fix.
@@ -100,6 +97,6 @@ def check_memory_left(nbytes: int, root: Path = Path("/")) -> None:
     left, what = memory_left(root) or (nbytes + MARGIN_BYTES, MACHINE)
     if nbytes + MARGIN_BYTES > left:
         raise EngineError(
-            f"there is no room for {nbytes} bytes of weights in memory: {max(left, 0)} bytes are "
+            f"no room for {nbytes} bytes of weights in memory: {max(left, 0)} bytes are "
             f"left of {what}, and {MARGIN_BYTES} stay free; {_BOUND_FIXES[what]}"
         )

@@ -27,9 +27,9 @@ import torch
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tensor_memory
-from rollout_worker.engines.shared_memory.read_watch import ReadWatch
+from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
-from rollout_worker.engines.shared_memory.unread import note_unread
+from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
 from rollout_worker.observe.processes import command_line_of, find_process
 
 from .load_plan import LoadPlan, LoadRecorder, replay_load

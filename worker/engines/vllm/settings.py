@@ -71,7 +71,7 @@ REFUSED_FLAGS = tested.reasons_by_flag({
         "--max-num-queued-reqs --max-num-queued-tokens",
     "pauses, commits and priorities are those of vLLM's own scheduler": "--scheduler-cls",
     "the worker sets it for each request": "--stream-interval",
-    "the worker detects hung steps by them": "--disable-log-stats",
+    "they show hung steps": "--disable-log-stats",
     # Ports and processes.
     "the engine opens no port of its own": "--kv-events-config --data-parallel-multi-port-external-lb",
     "set parallelism.nodes (--nodes of the worker)": "--nnodes",

@@ -16,7 +16,7 @@ from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, EngineMember, MemberInfo, Sink, TensorEntry
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import start_while_hashing
-from rollout_worker.engines.shared_memory import unread
+from rollout_worker.engines.shared_memory import ranks
 from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
 from rollout_worker.observe.processes import ProcessHandle, StandstillDetector, find_descendants
 
@@ -66,7 +66,7 @@ class VllmMember(EngineMember):
 
     @override
     def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
-        return unread.unread_by_all(self._gang.slots, {rank.pid for rank in self._ranks}, entries)
+        return ranks.unread_by_all(self._gang.slots, {rank.pid for rank in self._ranks}, entries)
 
     @override
     async def open_slot(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -23,7 +24,17 @@ from rollout_client import (
 )
 from rollout_client.routing.member_records import MemberRecord
 from tests.support.loopback import loopback
-from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, Step, event, problem, tokens
+from tests.support.unit.scripted import (
+    END,
+    PROMPT,
+    ScriptedWorker,
+    after,
+    done_event,
+    event,
+    problem,
+    raw,
+    tokens,
+)  # fmt: skip
 from tests.support.waiting import until
 
 
@@ -111,11 +122,11 @@ async def test_weights_that_change_in_mid_stream(
 async def test_tokens_of_weights_that_are_gone_are_dropped_or_handed_over(
     pool: AsyncRolloutPool, worker: ScriptedWorker, policy: Literal["restart", "fail"]
 ) -> None:
-    async def commit(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def commit() -> None:
         pool._note_weights(worker.url, WeightsId(epoch=0, version=5))
-        return await tokens([], "aborted", abort="weights")(request, body)
 
-    worker.steps = [tokens([1], "aborted", 4, abort="weights"), commit, tokens([2], "stop", 5)]
+    gone = after(commit, tokens([], "aborted", abort="weights"))
+    worker.steps = [tokens([1], "aborted", 4, abort="weights"), gone, tokens([2], "stop", 5)]
     request = pool.generate(PROMPT, sampling=END, on_version_change=policy)
     if policy == "restart":
         result = await request
@@ -145,18 +156,12 @@ async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
 async def test_who_restarts_is_streamed_nothing_before_the_end(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    ended = False
-
-    async def last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal ended
-        ended = True
-        return await tokens([7, 8], "stop", 5)(request, body)
-
-    worker.steps = [tokens([1, 2], None, 4), tokens([1], "aborted", [5], abort="weights"), last]
+    worker.steps = [tokens([1, 2], None, 4), tokens([1], "aborted", [5], abort="weights")]
+    worker.steps.append(tokens([7, 8], "stop", 5))
     seen: list[int] = []
     async with pool.stream(PROMPT, sampling=END, on_version_change="restart") as stream:
         async for delta in stream:
-            assert ended
+            assert len(worker.bodies) == 3
             seen += delta.token_ids
     assert seen == [7, 8]
 
@@ -199,6 +204,7 @@ async def test_the_worker_has_time_to_say_that_the_deadline_is_over(
     kept = error.value.kept
     assert kept is not None
     assert kept.token_ids == (1, 2)
+    assert error.value.replica == worker.server.address
     assert [(a.outcome, a.cause) for a in kept.attempts] == [("aborted", "deadline")]
 
 
@@ -229,12 +235,7 @@ async def test_an_output_that_has_ended_is_streamed_whole_though_another_goes_on
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     go = asyncio.Event()
-
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go.wait()
-        return await tokens([3], "stop")(request, body)
-
-    worker.steps = [tokens([1, 2], "stop"), slow]
+    worker.steps = [tokens([1, 2], "stop"), after(go.wait, tokens([3], "stop"))]
     sampling = {**END, "n": 2}
     got: list[int] = []
     async with pool.stream(PROMPT, sampling=sampling, on_version_change="restart") as stream:
@@ -336,11 +337,7 @@ async def test_each_attempt_is_reported_with_its_share(worker: ScriptedWorker) -
 async def test_the_first_token_is_timed_from_the_call(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(0.2)
-        return await tokens([1, 2], "stop", pause=0.1)(request, body)
-
-    worker.steps = [slow]
+    worker.steps = [after(partial(asyncio.sleep, 0.2), tokens([1, 2], "stop", pause=0.1))]
     timing = (await pool.generate(PROMPT, sampling=END)).timing
     assert timing.first_token_seconds is not None
     assert 0.2 <= timing.first_token_seconds <= timing.total_seconds - 0.09
@@ -350,22 +347,11 @@ async def test_the_first_token_is_timed_from_the_call(
 async def test_what_was_received_has_logprobs_if_they_were_asked_for(
     pool: AsyncRolloutPool, worker: ScriptedWorker, kind: Literal["sampling", "none"]
 ) -> None:
-    async def nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        span = {"epoch": 0, "version": 0, "start": 0, "end": 1}
-        delta: dict[str, Any] = {"index": 0, "token_ids": [1], "weights": [span]}
-        if kind == "sampling":
-            delta["logprobs"] = [-0.5]
-        await response.write(event("delta", delta))
-        ended = {"index": 0, "stop_reason": "stop"}
-        usage = {"prompt_tokens": 3, "completion_tokens": 1}
-        timing = {"queued_seconds": 0, "total_seconds": 0}
-        done: dict[str, Any] = {"request_id": "r", "logprobs_of": None, "outputs": [ended]}
-        await response.write(event("done", {**done, "usage": usage, "timing": timing}))
-        return response
-
-    worker.steps = [nothing]
+    span = {"epoch": 0, "version": 0, "start": 0, "end": 1}
+    delta: dict[str, Any] = {"index": 0, "token_ids": [1], "weights": [span]}
+    if kind == "sampling":
+        delta["logprobs"] = [-0.5]
+    worker.steps = [raw(event("delta", delta), done_event({"index": 0, "stop_reason": "stop"}))]
     result = await pool.generate(PROMPT, logprobs=kind)
     assert result.logprobs == ((-0.5,) if kind == "sampling" else None)
 
@@ -373,16 +359,6 @@ async def test_what_was_received_has_logprobs_if_they_were_asked_for(
 async def test_a_stream_without_an_output_is_tried_again(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    async def empty(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        usage = {"prompt_tokens": 3, "completion_tokens": 0}
-        timing = {"queued_seconds": 0, "total_seconds": 0}
-        done: dict[str, Any] = {"request_id": "r", "logprobs_of": None, "outputs": []}
-        await response.write(event("done", {**done, "usage": usage, "timing": timing}))
-        return response
-
-    steps: list[Step] = [empty, tokens([1], "stop")]
-    worker.steps = steps
+    worker.steps = [raw(done_event()), tokens([1], "stop")]
     result = await pool.generate(PROMPT)
     assert result.attempts[0].cause == "it ended a stream without an output"

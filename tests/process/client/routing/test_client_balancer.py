@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_client.discovery.pool_members import Member, static_members
 from rollout_client.routing.balancer import MAX_SCANNED, LoadBalancer
-from rollout_client.routing.weights_bounds import WeightsBounds
+from rollout_client.routing.member_records import WeightsBounds
 from rollout_worker.schemas import WeightsId
 
 

@@ -17,9 +17,9 @@ from rollout_client.discovery.pool_members import Member
 from rollout_client.routing.balancer import LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker, probe_pause_after
 from rollout_client.routing.member_clients import MemberClients
+from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from rollout_client.routing.settings import WEIGHTS_PROBE_SECONDS
-from rollout_client.routing.weights_bounds import WeightsBounds
 from tests.support.loopback import Loopback, loopback
 from tests.support.waiting import until
 

@@ -276,7 +276,7 @@ async def test_a_progress_that_raises_ends_no_publish(
     async with world.pool() as pool:
         done = await pool.publish_weights(1, tensors=tensors(), progress=lambda told: 1 / 0)  # type: ignore[arg-type]
     assert done.replicas == 3
-    assert "progress raised an error; what it tells of goes on" in caplog.messages
+    assert "progress raised an error; the call that it reports on continues" in caplog.messages
 
 
 @pytest.mark.parametrize("version", ["5", 5.0, None, True, -1, 2**60])

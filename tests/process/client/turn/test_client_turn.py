@@ -605,10 +605,7 @@ async def test_a_rank_that_is_cancelled_in_a_vote_leaves_no_other_waiting(
 
 
 async def test_an_outage_at_the_end_of_a_turn_keeps_no_devices_and_no_pool_asleep(
-    played: PlayedPool,
-    pool: AsyncRolloutPool,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    played: PlayedPool, pool: AsyncRolloutPool, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_steering, "QUICK_SECONDS", 0.1)
     free: list[bool] = []
@@ -747,7 +744,7 @@ async def test_the_memory_of_a_holder_that_died_is_waited_for(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody looks after a turn that was given back: it would cost each turn two looks."""
-    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(device_memory, "MEMORY_QUIET_SECONDS", 0.3)
     looks = tmp_path / "looks"
     program = tmp_path / "nvidia-smi"
     program.write_text(
@@ -779,7 +776,7 @@ async def test_an_api_server_that_is_away_costs_nothing_but_waiting(
     async with AsyncRolloutPool.from_cluster("math") as pool:
         with puppet(directory, "math-0-0", *GPUS) as worker:
             worker.ask("take")
-            with pytest.raises(SteeringFailed, match="nobody said within 1 s"):
+            with pytest.raises(SteeringFailed, match="not known within 1 s"):
                 async with pool.turn(seconds=1):
                     raise AssertionError
             assert holders(directory) == SERVING

@@ -97,38 +97,20 @@ def test_who_has_it_is_named_when_time_is_up(environment: dict[str, str], direct
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
-        (
-            command("run", "--devices", "gpu-0", "--directory", "/nowhere", "--", "true"),
-            125,
-            "mount",
-        ),
-        (command("run", "--", "true"), 125, "or name the devices"),
-        (
-            command("run", "--devices", "a,a", "--", "true"),
-            125,
-            "at least one device, and each once",
-        ),
-        (command("run", "--devices", "gpu-0"), 2, "give the command to run after --"),
-        (command("run", "--timeout", "-1", "--", "true"), 2, "give a number of seconds above 0"),
-        (command("run", "--namespace", "n", "--", "true"), 2, "give --pool"),
-        (command("status", "--directory", "/nowhere"), 125, "/nowhere"),
-        (command(), 2, "run|status"),
-    ],
-    ids=[
-        "directory",
-        "devices",
-        "twice",
-        "no command",
-        "timeout",
-        "namespace",
-        "status",
-        "nothing",
+        ("run --devices gpu-0 --directory /nowhere -- true", 125, "mount"),
+        ("run -- true", 125, "or name the devices"),
+        ("run --devices a,a -- true", 125, "at least one device, and each once"),
+        ("run --devices gpu-0", 2, "give the command to run after --"),
+        ("run --timeout -1 -- true", 2, "give a number of seconds above 0"),
+        ("run --namespace n -- true", 2, "give --pool"),
+        ("status --directory /nowhere", 125, "/nowhere"),
+        ("", 2, "run|status"),
     ],
 )
 def test_what_can_not_be_done_is_said(
-    environment: dict[str, str], words: list[str], status: int, why: str
+    environment: dict[str, str], words: str, status: int, why: str
 ) -> None:
-    done = Ended({**environment, "KUBECONFIG": "/nowhere"}, words)
+    done = Ended({**environment, "KUBECONFIG": "/nowhere"}, command(*words.split()))
     assert (done.status, why in done.err) == (status, True), done.err
     assert "Traceback" not in done.err
 

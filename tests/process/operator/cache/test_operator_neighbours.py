@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -252,9 +252,9 @@ async def test_what_is_known_stays_while_the_api_server_is_away(bench: Bench) ->
 class SlowToClose(KubeClient):
     """Its streams take 20 ms to close."""
 
-    async def watch(self, *what: Any, **how: Any) -> AsyncIterator[tuple[str, Obj]]:
+    async def stream_objects(self, *what: Any, **how: Any) -> AsyncGenerator[Obj]:
         try:
-            async for event in super().watch(*what, **how):
+            async for event in super().stream_objects(*what, **how):
                 yield event
         finally:
             await asyncio.sleep(0.02)

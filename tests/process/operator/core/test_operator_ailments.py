@@ -8,7 +8,7 @@ import pytest
 
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.settings import FAILURE_RESET_SECONDS
-from tests.support.unit.poolspecs import spec_of
+from tests.support.unit.poolspecs import condition_of, spec_of
 from tests.support.unit.world import World
 
 OOM = "container 'worker' ended: OOMKilled, exit code 137"
@@ -23,14 +23,12 @@ def world() -> World:
 
 
 def degraded(world: World) -> tuple[str, str, str]:
-    found = world.status.find_condition("Degraded")
-    assert found is not None
+    found = condition_of(world.status, "Degraded")
     return found.status, found.reason, found.message
 
 
 def progressing(world: World) -> tuple[str, str, str]:
-    found = world.status.find_condition("Progressing")
-    assert found is not None
+    found = condition_of(world.status, "Progressing")
     return found.status, found.reason, found.message
 
 
@@ -210,8 +208,7 @@ def test_that_a_replica_no_longer_serves_is_told_with_its_name_and_the_cause(wor
     world.pods["pool-1-0"] = replace(world.pods["pool-1-0"], trouble="NodeLost")
     world.worker(1).foreign_hold = "Asleep"
     steps(world, 2)
-    found = world.status.find_condition("Ready")
-    assert found is not None
+    found = condition_of(world.status, "Ready")
     assert (found.status, found.reason) == ("False", "NotServing")
     assert found.message == "1 of 2 replicas serve: pool-1-0: NodeLost"
 

@@ -13,7 +13,7 @@ from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.settings import FORCED_DELETION_SECONDS, TRAINERS_SETTLED_SECONDS
 from rollout_operator.core.trainer_pods import ObservedTrainers, RecordedPlacement
 from rollout_worker.schemas import Progress, TurnState, WeightsId
-from tests.support.unit.poolspecs import colocated_spec, pushed
+from tests.support.unit.poolspecs import colocated_spec, condition_of, pushed
 from tests.support.unit.simtrainers import SimTrainers
 from tests.support.unit.world import World
 
@@ -33,8 +33,7 @@ def trainers_of(world: World) -> SimTrainers:
 
 
 def told(plan: PassPlan, kind: str) -> tuple[str, str]:
-    found = plan.status.find_condition(kind)
-    assert found is not None
+    found = condition_of(plan.status, kind)
     return found.reason, found.message
 
 

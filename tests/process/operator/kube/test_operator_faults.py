@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollout_common.kube.errors import FencedError, Unavailable
 from rollout_operator.api import names
 from rollout_operator.core.services import pool_services
-from rollout_operator.kube.errors import FencedError, Unavailable
 from rollout_operator.passes.write_obstacles import QUIET_TRIES
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.faults import FAULTS, ROUTINE, Fault

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 
+from rollout_common.kube.errors import Conflict, FencedError, Forbidden, Unavailable
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import WorkQueue
-from rollout_operator.kube.errors import Conflict, FencedError, Forbidden, Unavailable
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.passes.pass_loop import PassLoop
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ from rollout_operator.core.pass_plan import CallWorker, ControlVerb
 from rollout_operator.workers.head_poller import HeadPoller
 from rollout_operator.workers.worker_calls import CallFailure, WorkerCalls
 from rollout_operator.workers.worker_clients import WorkerClients
-from rollout_worker.ports.access_rights import AccessRight, Authorizer
+from rollout_worker.ports.auth import AccessRight, Authorizer
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.schemas import PushedBytes, StageRequest, StageSource, WorkerState
 from tests.support.unit.asgi import call
@@ -33,9 +33,6 @@ class Everyone(Authorizer):
         self, authorization: str | None, right: AccessRight, address: str = ""
     ) -> str:
         return "operator"
-
-    async def close(self) -> None:
-        pass
 
 
 class Operator:

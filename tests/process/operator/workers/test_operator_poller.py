@@ -267,7 +267,7 @@ async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
 
 
 async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_operator.workers.poll_rate_limit.MAX_POLLS_PER_SECOND", 10.0)
+    monkeypatch.setattr("rollout_operator.workers.head_poller.MAX_POLLS_PER_SECOND", 10.0)
     async with loopback() as worker, bench_of(worker) as bench:
         worker.answer("GET", "/v1/state", serving_state())
         for number in range(20):

@@ -25,14 +25,6 @@ WAITS = f"waiting for the turn: {GPU} is held by trainer-0"
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """The lock directory of a node."""
-    folder = tmp_path / "turn"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def trainer(directory: Path) -> Iterator[Turn]:
     """Somebody else who uses the device."""
     turn = Turn(directory, [GPU], "trainer-0")
@@ -51,6 +43,12 @@ async def taking_turns(
     # Of a turn that was kept to the end, the name goes only when the next one has taken it.
     await until(lambda: holders(directory).get(GPU) != "me", what="the turn to be given back")
     assert SOCKET not in os.environ
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, directory: Path) -> AsyncIterator[TinyWorker]:
+    async with taking_turns(tmp_path, directory) as made:
+        yield made
 
 
 def turn_of(worker: TinyWorker) -> str:
@@ -87,21 +85,20 @@ async def test_a_worker_without_turns_says_so(tmp_path: Path) -> None:
 
 
 async def test_it_has_the_turn_while_its_engine_has_memory(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, directory: Path, trainer: Turn
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        assert turn_of(worker) == "Held"
-        await worker.sleep()
-        assert turn_of(worker) == "Released"
-        await trainer.take_async(5)
-        trainer.give()
-        await worker.wake()
-        assert worker.state is Lifecycle.ACTIVE
-        assert has(directory) == "me"
-        with pytest.raises(TurnTimeout):
-            await trainer.take_async(0.1)
-        page = worker.worker.render_metrics().decode()
-        assert "rollout_worker_turn_wait_seconds_count 2.0" in page
+    assert turn_of(worker) == "Held"
+    await worker.sleep()
+    assert turn_of(worker) == "Released"
+    await trainer.take_async(5)
+    trainer.give()
+    await worker.wake()
+    assert worker.state is Lifecycle.ACTIVE
+    assert has(directory) == "me"
+    with pytest.raises(TurnTimeout):
+        await trainer.take_async(0.1)
+    page = worker.worker.render_metrics().decode()
+    assert "rollout_worker_turn_wait_seconds_count 2.0" in page
 
 
 @pytest.mark.parametrize("first", ["weights", "kv_cache"])
@@ -144,39 +141,35 @@ async def test_a_worker_that_ends_while_it_waits_takes_nothing(
     await trainer.take_async(5)
 
 
-async def test_a_worker_wakes_when_its_turn_has_come(
-    tmp_path: Path, directory: Path, trainer: Turn
-) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.sleep()
-        await trainer.take_async(5)
-        waking = asyncio.create_task(worker.wake())
-        await waits(worker, Lifecycle.WAKING)
-        assert worker.engine.resident == {"weights": False, "kv_cache": False}
-        trainer.give()
-        await waking
-        assert worker.state is Lifecycle.ACTIVE
-        assert worker.worker.worker_state().progress is None
+async def test_a_worker_wakes_when_its_turn_has_come(worker: TinyWorker, trainer: Turn) -> None:
+    await worker.sleep()
+    await trainer.take_async(5)
+    waking = asyncio.create_task(worker.wake())
+    await waits(worker, Lifecycle.WAKING)
+    assert worker.engine.resident == {"weights": False, "kv_cache": False}
+    trainer.give()
+    await waking
+    assert worker.state is Lifecycle.ACTIVE
+    assert worker.worker.worker_state().progress is None
 
 
 async def test_who_waits_to_wake_falls_asleep_again_when_asked_to(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, trainer: Turn
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.sleep()
-        await trainer.take_async(5)
-        waking = asyncio.create_task(worker.wake())
-        await waits(worker, Lifecycle.WAKING)
-        await asyncio.wait_for(worker.sleep("other"), 5)
-        assert worker.state is Lifecycle.ASLEEP
-        assert turn_of(worker) == "Released"
-        with refused("held"):
-            await waking
-        trainer.give()
-        await trainer.take_async(5)
-        trainer.give()
-        await worker.wake("other")
-        assert turn_of(worker) == "Held"
+    await worker.sleep()
+    await trainer.take_async(5)
+    waking = asyncio.create_task(worker.wake())
+    await waits(worker, Lifecycle.WAKING)
+    await asyncio.wait_for(worker.sleep("other"), 5)
+    assert worker.state is Lifecycle.ASLEEP
+    assert turn_of(worker) == "Released"
+    with refused("held"):
+        await waking
+    trainer.give()
+    await trainer.take_async(5)
+    trainer.give()
+    await worker.wake("other")
+    assert turn_of(worker) == "Held"
 
 
 async def test_a_worker_told_to_end_while_it_waits_to_wake_ends(
@@ -195,65 +188,62 @@ async def test_a_worker_told_to_end_while_it_waits_to_wake_ends(
 
 
 async def test_an_engine_that_dies_while_it_waits_to_wake_is_loaded_in_its_turn(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, trainer: Turn
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.sleep()
-        await trainer.take_async(5)
-        waking = asyncio.create_task(worker.wake())
-        await waits(worker, Lifecycle.WAKING)
-        worker.engine.wrong = "it died"
-        with refused("failed"):
-            await waking
-        await waits(worker, Lifecycle.LOADING)
-        assert len(worker.engines) == 1
-        trainer.give()
-        await worker.reaches(Lifecycle.ACTIVE)
-        assert len(worker.engines) == 2
+    await worker.sleep()
+    await trainer.take_async(5)
+    waking = asyncio.create_task(worker.wake())
+    await waits(worker, Lifecycle.WAKING)
+    worker.engine.wrong = "it died"
+    with refused("failed"):
+        await waking
+    await waits(worker, Lifecycle.LOADING)
+    assert len(worker.engines) == 1
+    trainer.give()
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert len(worker.engines) == 2
 
 
 async def test_an_engine_that_dies_awake_is_loaded_again_in_its_turn(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, trainer: Turn
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        theirs = asyncio.create_task(trainer.take_async(20))
-        await until(lambda: trainer.blocked_by, what="the trainer waits")
-        worker.engine.wrong = "it died"
-        await theirs
-        assert worker.engines[0].stopped
-        await waits(worker, Lifecycle.LOADING)
-        assert len(worker.engines) == 1
-        trainer.give()
-        await worker.reaches(Lifecycle.ACTIVE)
+    theirs = asyncio.create_task(trainer.take_async(20))
+    await until(lambda: trainer.blocked_by, what="the trainer waits")
+    worker.engine.wrong = "it died"
+    await theirs
+    assert worker.engines[0].stopped
+    await waits(worker, Lifecycle.LOADING)
+    assert len(worker.engines) == 1
+    trainer.give()
+    await worker.reaches(Lifecycle.ACTIVE)
 
 
 async def test_an_engine_that_dies_asleep_is_not_loaded_before_it_is_to_wake(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, trainer: Turn
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.update(1, 7)
-        await worker.sleep()
-        worker.engine.wrong = "it died"
-        await until(lambda: worker.runtime.engine is None, what="it is buried")
-        await worker.reaches(Lifecycle.ASLEEP)
-        state = worker.worker.worker_state()
-        assert state.last_error == "it died"
-        assert not state.resident.weights
-        assert [hold.state for hold in state.holds] == ["Asleep"]
-        # It stays so, and answers as one that sleeps does, the operator's repetition, too.
-        await worker.sleep()
-        await worker.sleep("other", level=2)
-        await trainer.take_async(5)
-        trainer.give()
-        with refused("held"):
-            await _until_loaded(worker, "other")
-        assert worker.state is Lifecycle.ASLEEP
-        assert len(worker.engines) == 1
-        await _until_loaded(worker, "me")
-        await worker.reaches(Lifecycle.ACTIVE)
-        assert len(worker.engines) == 2
-        assert worker.active is not None
-        assert worker.active.version == 1
+    await worker.update(1, 7)
+    await worker.sleep()
+    worker.engine.wrong = "it died"
+    await until(lambda: worker.runtime.engine is None, what="it is buried")
+    await worker.reaches(Lifecycle.ASLEEP)
+    state = worker.worker.worker_state()
+    assert state.last_error == "it died"
+    assert not state.resident.weights
+    assert [hold.state for hold in state.holds] == ["Asleep"]
+    # It stays so, and answers as one that sleeps does, the operator's repetition, too.
+    await worker.sleep()
+    await worker.sleep("other", level=2)
+    await trainer.take_async(5)
+    trainer.give()
+    with refused("held"):
+        await _until_loaded(worker, "other")
+    assert worker.state is Lifecycle.ASLEEP
+    assert len(worker.engines) == 1
+    await _until_loaded(worker, "me")
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert len(worker.engines) == 2
+    assert worker.active is not None
+    assert worker.active.version == 1
 
 
 async def _until_loaded(worker: TinyWorker, holder: str) -> None:
@@ -267,63 +257,57 @@ async def _until_loaded(worker: TinyWorker, holder: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_one_who_died_asleep_and_shall_pause_loads_for_it(
-    tmp_path: Path, directory: Path
-) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.sleep()
-        worker.engine.wrong = "it died"
-        await until(lambda: worker.runtime.engine is None, what="it is buried")
-        await worker.reaches(Lifecycle.ASLEEP)
-        with contextlib.suppress(Exception):
-            await worker.pause()
-        await worker.reaches(Lifecycle.PAUSED)
-        assert turn_of(worker) == "Held"
+async def test_one_who_died_asleep_and_shall_pause_loads_for_it(worker: TinyWorker) -> None:
+    await worker.sleep()
+    worker.engine.wrong = "it died"
+    await until(lambda: worker.runtime.engine is None, what="it is buried")
+    await worker.reaches(Lifecycle.ASLEEP)
+    with contextlib.suppress(Exception):
+        await worker.pause()
+    await worker.reaches(Lifecycle.PAUSED)
+    assert turn_of(worker) == "Held"
 
 
 async def test_an_engine_that_dies_falling_asleep_counts_as_asleep(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, trainer: Turn
 ) -> None:
     """Else whoever waits for the pool to sleep before it trains would wait for ever."""
-    async with taking_turns(tmp_path, directory) as worker:
-        gate = Gate()
-        worker.engine.before["sleep"] = gate
-        asleep = asyncio.create_task(worker.sleep())
-        await gate.reached.wait()
-        worker.engine.wrong = "it died"
-        await worker.reaches(Lifecycle.ASLEEP)
-        gate.open()
-        with contextlib.suppress(Exception):
-            await asleep
-        assert turn_of(worker) == "Released"
-        await worker.sleep()
-        await trainer.take_async(5)
+    gate = Gate()
+    worker.engine.before["sleep"] = gate
+    asleep = asyncio.create_task(worker.sleep())
+    await gate.reached.wait()
+    worker.engine.wrong = "it died"
+    await worker.reaches(Lifecycle.ASLEEP)
+    gate.open()
+    with contextlib.suppress(Exception):
+        await asleep
+    assert turn_of(worker) == "Released"
+    await worker.sleep()
+    await trainer.take_async(5)
 
 
 async def test_a_wake_that_fails_gives_the_turn_back_until_the_next_try(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, trainer: Turn
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.sleep()
-        worker.engine.before["wake"] = raising(EngineError("no room"))
-        with refused("engine-refused"):
-            await worker.wake()
-        assert worker.state is Lifecycle.ASLEEP
-        await trainer.take_async(5)
+    await worker.sleep()
+    worker.engine.before["wake"] = raising(EngineError("no room"))
+    with refused("engine-refused"):
+        await worker.wake()
+    assert worker.state is Lifecycle.ASLEEP
+    await trainer.take_async(5)
 
 
 async def test_an_engine_that_does_not_stop_keeps_the_turn(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, directory: Path, trainer: Turn
 ) -> None:
     """What it has in this process, nobody can know."""
-    async with taking_turns(tmp_path, directory) as worker:
-        worker.engine.before["stop"] = raising(EngineError("stuck"))
-        worker.engine.wrong = "it died"
-        await until(lambda: len(worker.engines) == 2, what="the next engine")
-        await worker.reaches(Lifecycle.ACTIVE)
-        assert has(directory) == "me"
-        with pytest.raises(TurnTimeout):
-            await trainer.take_async(0.1)
+    worker.engine.before["stop"] = raising(EngineError("stuck"))
+    worker.engine.wrong = "it died"
+    await until(lambda: len(worker.engines) == 2, what="the next engine")
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert has(directory) == "me"
+    with pytest.raises(TurnTimeout):
+        await trainer.take_async(0.1)
 
 
 async def test_a_process_that_is_spent_keeps_the_turn_until_it_has_ended(
@@ -360,18 +344,17 @@ async def test_an_engine_that_gives_nothing_back_is_refused(
 
 
 async def test_a_lock_directory_that_is_gone_is_told_and_waited_for(
-    tmp_path: Path, directory: Path
+    worker: TinyWorker, tmp_path: Path, directory: Path
 ) -> None:
-    async with taking_turns(tmp_path, directory) as worker:
-        await worker.sleep()
-        os.rename(directory, tmp_path / "away")
-        with refused("engine-refused") as told:
-            await worker.wake()
-        assert "mount the node's lock directory" in str(told.value)
-        assert worker.state is Lifecycle.ASLEEP
-        os.rename(tmp_path / "away", directory)
-        # The next try comes by itself.
-        await until(lambda: worker.state is Lifecycle.ACTIVE, seconds=20, what="it wakes")
+    await worker.sleep()
+    os.rename(directory, tmp_path / "away")
+    with refused("engine-refused") as told:
+        await worker.wake()
+    assert "mount the node's lock directory" in str(told.value)
+    assert worker.state is Lifecycle.ASLEEP
+    os.rename(tmp_path / "away", directory)
+    # The next try comes by itself.
+    await until(lambda: worker.state is Lifecycle.ACTIVE, seconds=20, what="it wakes")
 
 
 async def test_a_missing_lock_directory_loads_nothing(tmp_path: Path, directory: Path) -> None:
@@ -385,36 +368,32 @@ async def test_a_missing_lock_directory_loads_nothing(tmp_path: Path, directory:
 
 
 async def test_a_replaced_lock_file_replaces_the_engine(
-    tmp_path: Path, directory: Path, trainer: Turn
+    worker: TinyWorker, directory: Path, trainer: Turn
 ) -> None:
     """Its processes share the old lock, which nobody asks any more."""
-    async with taking_turns(tmp_path, directory) as worker:
-        _share(worker)
-        await worker.sleep()
-        (directory / lock_name(GPU)).unlink()
-        with contextlib.suppress(Exception):
-            await worker.wake()
-        await until(lambda: len(worker.engines) == 2, what="the next engine")
-        await worker.reaches(Lifecycle.ACTIVE)
-        with pytest.raises(TurnTimeout):
-            await trainer.take_async(0.1)
+    _share(worker)
+    await worker.sleep()
+    (directory / lock_name(GPU)).unlink()
+    with contextlib.suppress(Exception):
+        await worker.wake()
+    await until(lambda: len(worker.engines) == 2, what="the next engine")
+    await worker.reaches(Lifecycle.ACTIVE)
+    with pytest.raises(TurnTimeout):
+        await trainer.take_async(0.1)
 
 
 async def test_a_lock_file_that_is_removed_within_the_turn_is_told(
-    tmp_path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+    worker: TinyWorker, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Any trainer can do so, and the next holder would not wait."""
-    async with taking_turns(tmp_path, directory) as worker:
-        (directory / lock_name(GPU)).unlink()
-        said = f"the lock files of {GPU} were removed while this worker has the turn"
-        await until(lambda: said in str(worker.worker.worker_state().last_error), what="it says so")
-        assert [each.getMessage() for each in caplog.records].count(
-            str(worker.runtime.last_error)
-        ) == 1
-        assert worker.state is Lifecycle.ACTIVE
-        await worker.sleep()
-        await worker.wake()
-        assert has(directory) == "me"
+    (directory / lock_name(GPU)).unlink()
+    said = f"the lock files of {GPU} were removed while this worker has the turn"
+    await until(lambda: said in str(worker.worker.worker_state().last_error), what="it says so")
+    assert [each.getMessage() for each in caplog.records].count(str(worker.runtime.last_error)) == 1
+    assert worker.state is Lifecycle.ACTIVE
+    await worker.sleep()
+    await worker.wake()
+    assert has(directory) == "me"
 
 
 def _share(worker: TinyWorker) -> None:

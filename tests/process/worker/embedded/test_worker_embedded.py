@@ -41,6 +41,9 @@ ALONE: dict[str, Any] = {
 }
 
 
+Kinds = tuple[type[Worker], type[AsyncWorker]]
+
+
 @pytest.fixture
 def engines() -> list[TinyEngine]:
     """Those that were made, the present one last."""
@@ -48,7 +51,7 @@ def engines() -> list[TinyEngine]:
 
 
 @pytest.fixture
-def kinds(tmp_path: Path, engines: list[TinyEngine]) -> tuple[type[Worker], type[AsyncWorker]]:
+def kinds(tmp_path: Path, engines: list[TinyEngine]) -> Kinds:
     """Both faces over a tiny engine that steps freely."""
     model = write_weights(tmp_path / "model", 100)
 
@@ -68,7 +71,7 @@ def kinds(tmp_path: Path, engines: list[TinyEngine]) -> tuple[type[Worker], type
 
 
 @pytest.fixture
-def tiny(kinds: tuple[type[Worker], type[AsyncWorker]]) -> Iterator[Worker]:
+def tiny(kinds: Kinds) -> Iterator[Worker]:
     with kinds[0](model="model", **ALONE) as worker:
         yield worker
 
@@ -132,7 +135,7 @@ def test_a_failed_hand_over_names_the_tensor(tiny: Worker) -> None:
 
 
 def test_in_a_pool_only_the_operator_commits(
-    kinds: tuple[type[Worker], type[AsyncWorker]],
+    kinds: Kinds,
 ) -> None:
     with kinds[0](model="model", pool="math", namespace="train", **ALONE) as worker:
         with pytest.raises(ValueError, match="commit: in a pool the operator commits"):
@@ -155,7 +158,7 @@ def test_in_a_pool_only_the_operator_commits(
         assert generate(worker).json()["outputs"][0]["token_ids"] == [43, 43]
 
 
-def test_nothing_is_left_of_it(kinds: tuple[type[Worker], type[AsyncWorker]]) -> None:
+def test_nothing_is_left_of_it(kinds: Kinds) -> None:
     before, descriptors = ours(), len(os.listdir("/proc/self/fd"))
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     root = (list(logging.getLogger().handlers), logging.getLogger().level)
@@ -183,7 +186,7 @@ def test_nothing_is_left_of_it(kinds: tuple[type[Worker], type[AsyncWorker]]) ->
         worker.__enter__()
 
 
-def test_two_workers_share_a_process(kinds: tuple[type[Worker], type[AsyncWorker]]) -> None:
+def test_two_workers_share_a_process(kinds: Kinds) -> None:
     with kinds[0](model="model", **ALONE) as one, kinds[0](model="model", **ALONE) as two:
         one.hand_over(1, number(41))
         two.hand_over(1, number(42))
@@ -198,7 +201,7 @@ def test_two_workers_share_a_process(kinds: tuple[type[Worker], type[AsyncWorker
 
 
 def test_ports_end_and_open_again_although_a_child_was_forked(
-    kinds: tuple[type[Worker], type[AsyncWorker]],
+    kinds: Kinds,
 ) -> None:
     """The processes of a data loader live on, with copies of every socket."""
     with contextlib.ExitStack() as stack:
@@ -226,7 +229,7 @@ def test_ports_end_and_open_again_although_a_child_was_forked(
 
 
 async def test_the_same_within_an_event_loop(
-    kinds: tuple[type[Worker], type[AsyncWorker]],
+    kinds: Kinds,
 ) -> None:
     async with kinds[1](model="model", **ALONE) as worker:
         await worker.hand_over(1, number(42))
@@ -243,9 +246,7 @@ async def test_the_same_within_an_event_loop(
     assert not worker.running
 
 
-async def test_a_cancelled_start_leaves_no_worker(
-    kinds: tuple[type[Worker], type[AsyncWorker]], engines: list[TinyEngine]
-) -> None:
+async def test_a_cancelled_start_leaves_no_worker(kinds: Kinds, engines: list[TinyEngine]) -> None:
     before = ours()
     worker = kinds[1](model="model", **ALONE)
     reached, forever = threading.Event(), asyncio.Event()
@@ -272,7 +273,7 @@ async def test_a_cancelled_start_leaves_no_worker(
 
 
 def test_an_engine_that_does_not_load_is_told_at_once(
-    kinds: tuple[type[Worker], type[AsyncWorker]], engines: list[TinyEngine]
+    kinds: Kinds, engines: list[TinyEngine]
 ) -> None:
     worker = kinds[0](model="model", **ALONE)
     make = worker._host._make_engine
@@ -313,9 +314,12 @@ def test_a_dead_engine_is_replaced_and_copies_that_are_gone_fence_the_worker(
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"log_level": "debug"}, "log_level is no setting of an embedded worker: logging is the"),
-        ({"turn_devices": ["a"]}, "turn_devices is no setting .* rollout_client.turn"),
-        ({"rank": 1}, "rank is no setting .* one node"),
+        (
+            {"log_level": "debug"},
+            "log_level is not a setting of an embedded worker: logging is the",
+        ),
+        ({"turn_devices": ["a"]}, "turn_devices is not a setting .* rollout_client.turn"),
+        ({"rank": 1}, "rank is not a setting .* one node"),
         ({"nodes": 2, "leader_address": None}, "--nodes above 1 needs"),
         ({"max_length": "x"}, "--max-length is 'x'"),
         ({"max_queue": 0}, "--max-queue is '0': must be at least 1"),
@@ -358,45 +362,8 @@ def test_settings_come_from_keywords_then_variables_then_defaults() -> None:
         settings_from_keywords({"modell": "model"}, {})
 
 
-LEFT_OPEN = """
-import sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-from tests.support.unit.tiny_engine import TinyEngine
-from rollout_worker.embedded import Worker
-
-class Tiny(Worker):
-    _make_engine = staticmethod(lambda: TinyEngine(Path({model!r})))
-
-worker = Tiny(model="model", auth="none", control_host="127.0.0.1", data_port=0, control_port=0)
-worker.__enter__()
-print("serving", flush=True)
-{end}
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [("1 / 0", 1), ("import os\nif not os.fork(): sys.exit(0)", 0)],
-    ids=["raises", "forks"],
-)
-def test_the_interpreter_ends_though_nobody_closed_it(
-    tmp_path: Path, end: str, status: int
-) -> None:
-    model = str(write_weights(tmp_path / "model", 100))
-    script = LEFT_OPEN.format(paths=sys.path, model=model, end=end)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == status, done.stderr
-    assert done.stdout == "serving\n"
-    assert ("ZeroDivisionError" in done.stderr) is (end == "1 / 0")
-    assert "Exception ignored" not in done.stderr
-    assert "Task was destroyed" not in done.stderr
-
-
-TOO_LATE = """
-import sys, threading
+SCRIPT = """
+import os, sys, threading
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from tests.support.unit.tiny_engine import TinyEngine
@@ -405,10 +372,18 @@ from rollout_worker.embedded import Worker, WorkerEnded
 class Tiny(Worker):
     _make_engine = staticmethod(lambda: TinyEngine(Path({model!r})))
 
+worker = Tiny(model="model", auth="none", control_host="127.0.0.1", data_port=0, control_port=0)
+{rest}
+"""
+LEFT_OPEN = """
+worker.__enter__()
+print("serving", flush=True)
+"""
+TOO_LATE = """
 def late():
     threading.main_thread().join()
     try:
-        Tiny(model="model", auth="none", control_host="127.0.0.1", data_port=0, control_port=0).__enter__()
+        worker.__enter__()
     except WorkerEnded as error:
         print(error)
 
@@ -416,11 +391,32 @@ threading.Thread(target=late).start()
 """
 
 
-def test_a_worker_that_starts_while_the_interpreter_ends_says_so(tmp_path: Path) -> None:
-    model = str(write_weights(tmp_path / "model", 100))
-    script = TOO_LATE.format(paths=sys.path, model=model)
-    done = subprocess.run(
+def run_script(folder: Path, rest: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with a worker of its own."""
+    model = str(write_weights(folder / "model", 100))
+    script = SCRIPT.format(paths=sys.path, model=model, rest=rest)
+    return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("1 / 0", 1), ("if not os.fork(): sys.exit(0)", 0)],
+    ids=["raises", "forks"],
+)
+def test_the_interpreter_ends_though_nobody_closed_it(
+    tmp_path: Path, end: str, status: int
+) -> None:
+    done = run_script(tmp_path, LEFT_OPEN + end)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "serving\n"
+    assert ("ZeroDivisionError" in done.stderr) is (end == "1 / 0")
+    assert "Exception ignored" not in done.stderr
+    assert "Task was destroyed" not in done.stderr
+
+
+def test_a_worker_that_starts_while_the_interpreter_ends_says_so(tmp_path: Path) -> None:
+    done = run_script(tmp_path, TOO_LATE)
     assert "the interpreter ends, for its main thread has ended" in done.stdout, done.stderr
     assert "start the worker before that" in done.stdout

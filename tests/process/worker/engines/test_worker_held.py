@@ -131,7 +131,7 @@ async def test_ranks_that_cannot_be_told_are_no_reason_to_fail(
     assert sink.sealed
     assert content(sink.make_ticket()) == sums(2.0)
     await asyncio.to_thread(sink.close)
-    assert f"could not be told of {wrong}: no such rank" in caplog.text
+    assert f"{wrong} could not be called in the engine's ranks: no such rank" in caplog.text
     # What nobody was told to let go of goes with the next one, whatever its path is.
     second = await open_mapped_sink(ENTRIES, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(fill, second, 4.0)

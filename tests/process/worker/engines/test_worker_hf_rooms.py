@@ -16,8 +16,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRejected,
 )
-from rollout_worker.engines.hf.weights.allocations import DeviceAllocator, NamedSpec
-from rollout_worker.engines.hf.weights.buffers import TensorSink
+from rollout_worker.engines.hf.weights.buffers import DeviceAllocator, NamedSpec, TensorSink
 from rollout_worker.engines.hf.weights.loading import LoadedModel
 from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget

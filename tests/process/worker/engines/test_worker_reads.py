@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rollout_worker.engine import TensorEntry, TensorSpec
-from rollout_worker.engines.shared_memory import rank_mappings, unread
-from rollout_worker.engines.shared_memory.read_watch import (
+from rollout_worker.engines.shared_memory import rank_mappings, ranks
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink
+from rollout_worker.engines.shared_memory.tensor_views import (
     AbsentTensor,
     AbsentTensorRead,
     ReadWatch,
 )
-from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink
 
 ENTRIES = tuple(TensorEntry(name, TensorSpec("F32", (2, 3))) for name in ("a", "b", "c"))
 DESCRIBED = [(each.name, each.spec.dtype, each.spec.shape) for each in ENTRIES]
@@ -147,7 +147,7 @@ def test_what_torch_has_compiled_is_watched_and_compiled_again_after() -> None:
 def test_a_note_that_cannot_be_written_fails_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unread.note_unread(tmp_path, DESCRIBED, {"a"})
+    ranks.note_unread(tmp_path, DESCRIBED, {"a"})
     before = sorted(each.name for each in tmp_path.iterdir())
 
     def full(file: Path, content: str) -> None:
@@ -155,25 +155,25 @@ def test_a_note_that_cannot_be_written_fails_no_load(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    unread.note_unread(tmp_path, DESCRIBED, {"b"})
+    ranks.note_unread(tmp_path, DESCRIBED, {"b"})
     assert "No space left on device" in caplog.text
     assert sorted(each.name for each in tmp_path.iterdir()) == before, "no half of it"
-    assert unread.unread_by_all(tmp_path, [os.getpid()], ENTRIES) == {"a"}
+    assert ranks.unread_by_all(tmp_path, [os.getpid()], ENTRIES) == {"a"}
 
 
 def test_only_what_all_ranks_left_alone_is_unread(tmp_path: Path) -> None:
     own = os.getpid()
-    assert unread.unread_by_all(tmp_path, {own}, ENTRIES) == frozenset()
-    unread.note_unread(tmp_path, DESCRIBED, {"a", "b"})
-    assert unread.unread_by_all(tmp_path, {own}, ENTRIES) == {"a", "b"}
-    assert unread.unread_by_all(tmp_path, {own, 1}, ENTRIES) == frozenset(), "one has not told"
+    assert ranks.unread_by_all(tmp_path, {own}, ENTRIES) == frozenset()
+    ranks.note_unread(tmp_path, DESCRIBED, {"a", "b"})
+    assert ranks.unread_by_all(tmp_path, {own}, ENTRIES) == {"a", "b"}
+    assert ranks.unread_by_all(tmp_path, {own, 1}, ENTRIES) == frozenset(), "one has not told"
     (tmp_path / f"rank-{own}.json").rename(tmp_path / "rank-1.json")
-    unread.note_unread(tmp_path, DESCRIBED, {"b", "c"})
-    assert unread.unread_by_all(tmp_path, {own, 1}, ENTRIES) == {"b"}
+    ranks.note_unread(tmp_path, DESCRIBED, {"b", "c"})
+    assert ranks.unread_by_all(tmp_path, {own, 1}, ENTRIES) == {"b"}
     for said in ("", "{", "{}"):
         (tmp_path / "rank-1.json").write_text(said)
-        assert unread.unread_by_all(tmp_path, {own, 1}, ENTRIES) == frozenset()
-    assert unread.unread_by_all(tmp_path, (), ENTRIES) == frozenset(), "no ranks, no knowledge"
+        assert ranks.unread_by_all(tmp_path, {own, 1}, ENTRIES) == frozenset()
+    assert ranks.unread_by_all(tmp_path, (), ENTRIES) == frozenset(), "no ranks, no knowledge"
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_only_what_all_ranks_left_alone_is_unread(tmp_path: Path) -> None:
     ids=["fewer", "more", "another order", "another shape", "another dtype"],
 )
 def test_it_holds_for_just_these_tensors(tmp_path: Path, other: tuple[TensorEntry, ...]) -> None:
-    unread.note_unread(tmp_path, DESCRIBED, {"a"})
-    assert unread.unread_by_all(tmp_path, {os.getpid()}, ENTRIES) == {"a"}
-    assert unread.unread_by_all(tmp_path, {os.getpid()}, other) == frozenset()
+    ranks.note_unread(tmp_path, DESCRIBED, {"a"})
+    assert ranks.unread_by_all(tmp_path, {os.getpid()}, ENTRIES) == {"a"}
+    assert ranks.unread_by_all(tmp_path, {os.getpid()}, other) == frozenset()
 
 
 # A slot that has a part of a version.

@@ -16,9 +16,9 @@ from rollout_common.wire.gang_models import SlotRequest
 from rollout_worker.engine import GangMembership
 from rollout_worker.gang import gang_head as heads
 from rollout_worker.gang import member_worker as members
+from rollout_worker.gang import silence_timer
 from rollout_worker.gang.gang_addresses import member_addresses as addresses
 from rollout_worker.gang.member_client import MemberClient, MemberSilent
-from rollout_worker.gang.settings import MAX_GAP_SECONDS
 from rollout_worker.gang.silence_timer import SilenceTimer
 from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
 from rollout_worker.threads import run_in_thread
@@ -27,7 +27,6 @@ from tests.support.unit.tiny_gang import (
     NODES,
     Node,
     TinyGang,
-    hash_of_checkpoint,
     hasten_head,
     head,
     node,
@@ -42,12 +41,6 @@ CHECKPOINT = WeightsId(epoch=0, version=0)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a gang takes a fiftieth here."""
     hasten_head(monkeypatch)
-
-
-@pytest.fixture
-async def root_hash(tmp_path: Path) -> str:
-    """Of the checkpoint that both have."""
-    return await hash_of_checkpoint(tmp_path)
 
 
 @pytest.fixture
@@ -140,7 +133,7 @@ async def test_a_head_that_fails_gives_the_members_slot_back(gang: TinyGang, mem
 async def test_a_member_that_lost_its_slot_refuses_the_commit(gang: TinyGang, member: Node) -> None:
     assert (await gang.stage(1, 7)).phase == "Staged"
     (slot,) = member.worker.gang_state().slots
-    await member.worker.close_slot(slot.id)
+    await member.worker.slots.close(slot.id)
     with refused("engine-refused") as refusal:
         await gang.commit(1)
     assert f"rank 1 at 127.0.0.1:{member.port} has lost its slot" in str(refusal.value)
@@ -198,12 +191,7 @@ async def votes(liar: Loopback, gang: TinyGang, **vote: Any) -> StagedWeights:
     ],
 )
 async def test_no_vote_but_the_same_content_stages(
-    tmp_path: Path,
-    liar: Loopback,
-    root_hash: str,
-    vote: dict[str, Any],
-    why: str,
-    slug: str | None,
+    tmp_path: Path, liar: Loopback, root_hash: str, vote: dict[str, Any], why: str, slug: str | None
 ) -> None:
     says(liar, root_hash)
     async with head(tmp_path, liar.address) as gang:
@@ -264,19 +252,13 @@ async def test_a_rank_that_can_not_start_tells_the_head_why(tmp_path: Path, root
             assert "no such device" in await member.why()
 
 
-async def test_a_member_whose_head_is_gone_ends(tmp_path: Path, member: Node) -> None:
-    async with head(tmp_path, f"127.0.0.1:{member.port}"):
-        # From then on its silence counts at once.
-        await until(lambda: member.worker._leader_started, what="the head's engine")
-    assert "the head has not asked for" in await member.why()
-
-
-async def test_a_member_without_a_head_waits_for_nobody_to_hear_why(
+async def test_a_member_whose_head_is_gone_ends_and_waits_for_nobody_to_hear_why(
     tmp_path: Path, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it takes counts among the seconds within which a node without its head ends."""
     monkeypatch.setattr(members, "FAILURE_REPORT_SECONDS", 60.0)
     async with head(tmp_path, f"127.0.0.1:{member.port}"):
+        # From then on its silence counts at once.
         await until(lambda: member.worker._leader_started, what="the head's engine")
     assert "the head has not asked for" in await member.why()
 
@@ -370,13 +352,14 @@ async def test_a_member_that_dies_in_a_commit_ends_the_gang_with_a_clear_answer(
     assert "one of vLLM's ranks died" in await gang.why()
 
 
-def test_a_stall_of_our_own_is_not_somebody_elses_silence() -> None:
+def test_a_stall_of_our_own_is_not_somebody_elses_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    quiet = SilenceTimer(lambda: now)
+    quiet, most = SilenceTimer(lambda: now), 4.5
+    monkeypatch.setattr(silence_timer, "MAX_GAP_SECONDS", most)
     now = 100.0
-    assert quiet.silent_seconds() == MAX_GAP_SECONDS
-    now += MAX_GAP_SECONDS / 2
-    assert quiet.silent_seconds() == pytest.approx(MAX_GAP_SECONDS * 1.5)
+    assert quiet.silent_seconds() == most
+    now += most / 2
+    assert quiet.silent_seconds() == pytest.approx(most * 1.5)
     quiet.note_heard()
     assert quiet.silent_seconds() == 0
 

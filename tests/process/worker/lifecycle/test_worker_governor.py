@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ from tests.support.unit.tiny_worker import LONG, TinyWorker, made_by, refused, t
 from tests.support.waiting import until
 
 GONE, THERE = {"weights": False, "kv_cache": False}, {"weights": True, "kv_cache": True}
-
-
-@pytest.fixture
-async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
-        yield worker
 
 
 # Pause and resume.
@@ -83,21 +76,16 @@ async def test_while_it_drains_nobody_new_is_taken_and_a_resume_undoes_it(
     assert len((await worker.ends(running)).token_ids) == LONG
 
 
-async def test_the_earliest_deadline_of_a_drain_wins(worker: TinyWorker) -> None:
+@pytest.mark.parametrize(("first", "second"), [(600, 0.1), (0.2, 600)])
+async def test_the_earliest_deadline_of_a_drain_wins(
+    worker: TinyWorker, first: float, second: float
+) -> None:
     await worker.runs("r")
-    patient = asyncio.create_task(worker.pause("a", deadline_seconds=600))
+    pausing = asyncio.create_task(worker.pause("a", deadline_seconds=first))
     await worker.reaches(Lifecycle.PAUSING)
-    await asyncio.wait_for(worker.pause("b", deadline_seconds=0.1), 5)
-    await asyncio.wait_for(patient, 5)
+    await asyncio.wait_for(worker.pause("b", deadline_seconds=second), 5)
+    await asyncio.wait_for(pausing, 5)
     assert worker.state is Lifecycle.PAUSED
-
-
-async def test_a_later_longer_drain_does_not_lengthen_it(worker: TinyWorker) -> None:
-    await worker.runs("r")
-    first = asyncio.create_task(worker.pause("a", deadline_seconds=0.2))
-    await worker.reaches(Lifecycle.PAUSING)
-    second = asyncio.create_task(worker.pause("b", deadline_seconds=600))
-    await asyncio.wait_for(asyncio.gather(first, second), 5)
 
 
 async def test_a_drain_of_the_next_pause_is_its_own(worker: TinyWorker) -> None:
@@ -453,11 +441,7 @@ async def test_who_sleeps_through_a_commit_does_not_span_versions(worker: TinyWo
     ],
 )
 async def test_a_transition_that_fails_is_told_and_tried_again(
-    worker: TinyWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    verb: str,
-    state: Lifecycle,
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, call: str, verb: str, state: Lifecycle
 ) -> None:
     monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.2)
     if verb == "wake":
@@ -572,20 +556,18 @@ async def test_abort_names_whom_it_knew(worker: TinyWorker) -> None:
     assert [o.abort_reason for o in two.outputs] == [AbortReason.CONTROL] * 2
 
 
-async def test_a_cache_that_can_not_be_reset_now_is_no_defect(worker: TinyWorker) -> None:
-    worker.engine.before["reset_cache"] = raising(EngineError("not now"))
-    with refused("engine-refused") as caught:
-        await worker.verbs.reset_prefix_cache("me")
-    assert "not now" in str(caught.value)
-    assert caught.value.retry_after == 5
-
-
-async def test_the_cache_is_reset_and_a_dead_engine_said_so(worker: TinyWorker) -> None:
+@pytest.mark.parametrize(
+    ("error", "slug"), [(EngineError("no"), "engine-refused"), (EngineCrashed("no"), "failed")]
+)
+async def test_the_cache_is_reset_or_the_answer_says_why_not(
+    worker: TinyWorker, error: EngineError, slug: str
+) -> None:
     await worker.verbs.reset_prefix_cache("me")
     assert worker.engine.resets == 1
-    worker.engine.before["reset_cache"] = raising(EngineCrashed("it died"))
-    with refused("failed") as caught:
+    worker.engine.before["reset_cache"] = raising(error)
+    with refused(slug) as caught:
         await worker.verbs.reset_prefix_cache("me")
+    assert "no" in str(caught.value)
     assert caught.value.retry_after == 5
 
 

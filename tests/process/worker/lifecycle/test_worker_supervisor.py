@@ -6,7 +6,6 @@ import asyncio
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from rollout_worker.schemas import AbortReason, Lifecycle, RequireRequest, Weigh
 from tests.support.unit.tiny_engine import Gate, raising, write_weights
 from tests.support.unit.tiny_worker import TinyWorker, made_by, refused, tiny_worker
 from tests.support.waiting import until
-
-
-@pytest.fixture
-async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
-        yield worker
 
 
 def page(worker: TinyWorker) -> str:
@@ -155,8 +148,10 @@ async def test_weights_that_are_lost_leave_the_worker_fenced(
 
 async def test_what_was_staged_dies_with_its_engine(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    worker.engine.die()
+    first = worker.engine
+    first.die()
     await restarted(worker)
+    assert first.sinks == []
     staged = worker.updates.to_view().staged
     assert staged is not None
     assert (staged.phase, staged.error) == ("Failed", "the engine was restarted: stage again")
@@ -406,32 +401,26 @@ async def test_a_stuck_supervisor_says_so(
     assert "stuck" in (health() or "")
 
 
-@pytest.mark.parametrize(("spent", "healthy"), [(290.0, True), (301.0, False)])
-async def test_a_load_and_its_seeding_may_take_their_time_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
+@pytest.mark.parametrize(
+    ("call", "spent", "healthy"),
+    [
+        *(("start", 290.0, True), ("start", 301.0, False)),
+        *(("stop", 190.0, True), ("stop", 201.0, False)),
+    ],
+)
+async def test_a_load_and_a_burial_may_take_their_time_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, spent: float, healthy: bool
 ) -> None:
-    """As if so much of it were over already."""
+    """As if so much of it were over already: 100 s to start and 200 to seed, or 2 x 50 to stop and 100 for calls."""
     monkeypatch.setattr(supervisor, "RELOAD_WEIGHTS_SECONDS", 200.0)
+    monkeypatch.setattr(supervisor, "ENGINE_STOP_SECONDS", 50.0)
+    monkeypatch.setattr(supervisor, "ENGINE_CALL_SECONDS", 100.0)
     async with tiny_worker(tmp_path, "--start-timeout", "100") as worker:
-        gate = worker.before_start["start"] = Gate()
+        calls = worker.before_start if call == "start" else worker.engine.before
+        gate = calls[call] = Gate()
         monkeypatch.setattr(supervisor, "HEARTBEAT_SLACK_SECONDS", -spent)
         worker.runtime.report_crash("gone")
         await gate.reached.wait()
         assert (worker.worker.supervisor.health_problem() is None) is healthy
         gate.open()
         await restarted(worker)
-
-
-@pytest.mark.parametrize(("spent", "healthy"), [(190.0, True), (201.0, False)])
-async def test_a_burial_may_take_its_time_and_no_more(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, spent: float, healthy: bool
-) -> None:
-    monkeypatch.setattr(supervisor, "ENGINE_STOP_SECONDS", 50.0)
-    monkeypatch.setattr(supervisor, "ENGINE_CALL_SECONDS", 100.0)
-    gate = worker.engine.before["stop"] = Gate()
-    monkeypatch.setattr(supervisor, "HEARTBEAT_SLACK_SECONDS", -spent)
-    worker.runtime.report_crash("gone")
-    await gate.reached.wait()
-    assert (worker.worker.supervisor.health_problem() is None) is healthy
-    gate.open()
-    await restarted(worker)

@@ -15,32 +15,35 @@ import httpx
 import pytest
 
 from rollout_worker.ports import port_connections
-from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import (
     MAX_CONTROL_CONNECTIONS,
     MAX_DATA_CONNECTIONS,
     OTHER_DESCRIPTORS,
+    PROBE_ALLOWANCE,
     ConnectionPool,
     ConnectionQuota,
     Listener,
+    bind_port,
     connection_quota,
     raise_descriptor_limit,
 )
-from rollout_worker.ports.server import PROBE_ALLOWANCE, HttpServers, bind_port
 from tests.support.unit.loopwatch import watched
-from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from tests.support.unit.served import Served, served
 from tests.support.waiting import until
 
-FREE_PORTS = ["--data-host", "127.0.0.1", "--data-port", "0", "--control-port", "0"]
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+GENERATE = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
+POST = (
+    b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(GENERATE)
+    + GENERATE
+)
 
 
-class Served:
-    """A worker behind its sockets."""
+class Called:
+    """A worker behind its sockets, and the connections to it."""
 
-    def __init__(self, tiny: TinyWorker, servers: HttpServers) -> None:
-        self.tiny = tiny
-        self.data, self.control = servers.bound_ports
+    def __init__(self, worker: Served) -> None:
+        self.tiny, self.data, self.control = worker.tiny, worker.data, worker.control
         self.raw: list[Stream] = []
 
     async def open(self, port: int, text: bytes = b"") -> Stream:
@@ -62,20 +65,14 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(
-    home: Path, room: ConnectionQuota | None = None, header_seconds: float = 10.0
-) -> AsyncIterator[Served]:
-    async with tiny_worker(home, *FREE_PORTS) as tiny:
-        servers = HttpServers(tiny.worker, AllowAnyone(), room, header_seconds)
-        running = asyncio.create_task(servers.serve_both_ports())
-        found = Served(tiny, servers)
-        try:
-            yield found
-        finally:
-            for _, writer in found.raw:
-                writer.close()
-            servers.stop()
-            await asyncio.wait_for(running, 20)
+async def called(
+    home: Path, quota: ConnectionQuota | None = None, header_seconds: float = 10.0
+) -> AsyncIterator[Called]:
+    async with served(home, quota=quota, header_seconds=header_seconds) as worker:
+        found = Called(worker)
+        yield found
+        for _, writer in found.raw:
+            writer.close()
 
 
 async def closed(stream: Stream) -> bool:
@@ -87,7 +84,7 @@ async def closed(stream: Stream) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", b"POST /v1/generate HTTP/1.1\r\nHost: a\r\n"])
 async def test_half_open_connections_give_way(tmp_path: Path, sent: bytes) -> None:
-    async with served(tmp_path, ConnectionQuota(data=PROBE_ALLOWANCE + 8, control=4)) as worker:
+    async with called(tmp_path, ConnectionQuota(data=PROBE_ALLOWANCE + 8, control=4)) as worker:
         streams = [await worker.open(worker.data, sent) for _ in range(3 * PROBE_ALLOWANCE)]
         streams += [await worker.open(worker.control, sent) for _ in range(20)]
         assert await worker.reachable()
@@ -96,7 +93,7 @@ async def test_half_open_connections_give_way(tmp_path: Path, sent: bytes) -> No
 
 
 async def test_a_crowd_at_once_takes_the_places_of_who_asks_for_nothing(tmp_path: Path) -> None:
-    async with served(tmp_path, ConnectionQuota(data=30, control=30)) as worker:
+    async with called(tmp_path, ConnectionQuota(data=30, control=30)) as worker:
         for port in (worker.data, worker.control):
             idle = [await worker.open(port) for _ in range(30)]
             crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
@@ -115,7 +112,7 @@ async def test_who_reads_no_answer_keeps_no_place(
 ) -> None:
     monkeypatch.setattr(port_connections, "UNREAD_ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(port_connections, "SWEEP_INTERVAL_SECONDS", 0.05)
-    async with served(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
+    async with called(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
         loop, asks = asyncio.get_running_loop(), b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n"
         with contextlib.ExitStack() as kept:
             for _ in range(3):
@@ -195,7 +192,7 @@ async def test_the_end_of_an_answer_is_waited_for_while_it_is_read(
 
 
 async def test_a_header_that_does_not_end_is_given_up(tmp_path: Path) -> None:
-    async with served(tmp_path, header_seconds=0.2) as worker:
+    async with called(tmp_path, header_seconds=0.2) as worker:
         for port in (worker.data, worker.control):
             first = await worker.open(port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
             kept = await worker.open(port, b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -207,7 +204,7 @@ async def test_a_header_that_does_not_end_is_given_up(tmp_path: Path) -> None:
 
 
 async def test_a_connection_kept_alive_is_kept(tmp_path: Path) -> None:
-    async with served(tmp_path, header_seconds=0.1) as worker:
+    async with called(tmp_path, header_seconds=0.1) as worker:
         reader, writer = await worker.open(worker.data)
         for _ in range(2):
             writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -217,13 +214,11 @@ async def test_a_connection_kept_alive_is_kept(tmp_path: Path) -> None:
 
 
 async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
-    async with served(tmp_path, ConnectionQuota(data=PROBE_ALLOWANCE + 4, control=4)) as worker:
-        body = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
-        head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with called(tmp_path, ConnectionQuota(data=PROBE_ALLOWANCE + 4, control=4)) as worker:
         for _ in range(4):
-            await worker.open(worker.data, head + body)
+            await worker.open(worker.data, POST)
         await until(lambda: len(worker.tiny.flights) == 4, what="the requests")
-        reader, _ = await worker.open(worker.data, head + body)
+        reader, _ = await worker.open(worker.data, POST)
         assert b" 429 " in await asyncio.wait_for(reader.readline(), 10)
         assert b'refused_total{reason="queue-full"} 1.0' in worker.tiny.worker.render_metrics()
         assert await worker.reachable()
@@ -233,10 +228,8 @@ async def test_requests_leave_places_to_probes(tmp_path: Path) -> None:
 
 
 async def test_who_answers_is_never_closed_for_others(tmp_path: Path) -> None:
-    async with served(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
-        body = b'{"token_ids": [5], "sampling": {"max_tokens": 40}}'
-        head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
-        reader, _ = await worker.open(worker.data, head + body)
+    async with called(tmp_path, ConnectionQuota(data=3, control=4)) as worker:
+        reader, _ = await worker.open(worker.data, POST)
         await until(lambda: len(worker.tiny.flights), what="the request")
         for _ in range(10):
             await worker.open(worker.data, b"GET")
@@ -264,7 +257,7 @@ def use_up() -> list[int]:
 
 
 async def test_no_descriptor_left_ends_no_listening(tmp_path: Path, few_descriptors: None) -> None:
-    async with served(tmp_path) as worker:
+    async with called(tmp_path) as worker:
         waiting = []
         for port in (worker.data, worker.control):
             sock = socket.socket()
@@ -288,7 +281,7 @@ async def test_no_descriptor_left_ends_no_listening(tmp_path: Path, few_descript
 
 
 async def test_a_body_in_tiny_chunks_holds_nothing(tmp_path: Path) -> None:
-    async with served(tmp_path) as worker:
+    async with called(tmp_path) as worker:
         body = b'{"token_ids": [' + b"5," * 2**14 + b"5]}"
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
         head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -35,31 +35,19 @@ BODIES: dict[str, dict[str, Any]] = {
     **{f"/v1/{verb}": {} for verb in ("pause", "resume", "sleep", "wake", "cache/reset")},
 }
 READ = (
-    "/v1/state",
-    "/v1/info",
-    "/v1/weights",
-    "/v1/weights/dtypes",
-    "/health",
-    "/ready",
-    "/metrics",
-    "/v1/models",
+    *("/v1/state", "/v1/info", "/v1/weights", "/v1/weights/dtypes", "/v1/models"),
+    *("/v1/models/{model}", "/health", "/ready", "/metrics"),
 )
-ROUTES = (
-    *(("post", path) for path in BODIES),
-    *(("get", path) for path in (*READ, "/v1/models/{model}")),
-)
+ROUTES = (*(("post", path) for path in BODIES), *(("get", path) for path in READ))
 
 
 @pytest.fixture
 async def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
     """A worker whose engine is dead, and that does not know it."""
     monkeypatch.setattr(supervisor, "WATCH_INTERVAL_SECONDS", 60)
-    for name, value in (
-        ("make_decoder", str),
-        ("render_conversation", [5, 6]),
-        ("chat_template", ""),
-    ):
-        monkeypatch.setattr(ModelText, name, _giving(value))  # this model has no tokenizer
+    missing = {"make_decoder": str, "render_conversation": [5, 6], "chat_template": ""}
+    for name, value in missing.items():  # this model has no tokenizer
+        monkeypatch.setattr(ModelText, name, _giving(value))
     async with tiny_worker(tmp_path, "--restart-delays", "60") as worker:
         await asyncio.sleep(0.05)  # the supervisor watches
         gone = EngineCrashed("it died")
@@ -83,18 +71,12 @@ def _giving(value: object) -> Callable[..., Awaitable[object]]:
 async def clients(worker: TinyWorker) -> AsyncIterator[list[tuple[Any, httpx.AsyncClient]]]:
     apps = make_data_app(worker.worker), make_control_app(worker.worker, AllowAnyone())
     async with contextlib.AsyncExitStack() as stack:
-        yield [
-            (
-                app,
-                await stack.enter_async_context(
-                    httpx.AsyncClient(
-                        transport=httpx.ASGITransport(app=app, raise_app_exceptions=False),
-                        base_url="http://127.0.0.1",
-                    )
-                ),
-            )
-            for app in apps
-        ]
+        found = []
+        for app in apps:
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+            found.append((app, await stack.enter_async_context(client)))
+        yield found
 
 
 @pytest.mark.parametrize("path", ["/v1/generate", "/v1/completions", "/v1/chat/completions"])
@@ -149,9 +131,7 @@ async def test_an_engine_that_knows_of_its_end_says_so_at_once(dying: TinyWorker
     assert dying.runtime.last_error == "its thread ended"
 
 
-async def test_an_engine_that_was_replaced_ends_no_other_one(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_was_replaced_ends_no_other_one(tmp_path: Path) -> None:
     async with tiny_worker(tmp_path) as worker:
         first: TinyEngine = worker.engine
         first.wrong = "it died"

@@ -19,8 +19,12 @@ from rollout_common.transfer.tls import TLS_NAME
 from rollout_common.wire.gang_models import GangState
 from rollout_worker.gang.member_client import MemberClient
 from rollout_worker.ports import port_connections
-from rollout_worker.ports.port_connections import MAX_CONTROL_CONNECTIONS, ConnectionPool, Listener
-from rollout_worker.ports.server import bind_port
+from rollout_worker.ports.port_connections import (
+    MAX_CONTROL_CONNECTIONS,
+    ConnectionPool,
+    Listener,
+    bind_port,
+)
 from rollout_worker.ports.serving_certificate import ServingCertificate
 from rollout_worker.settings import InvalidSettings
 from tests.support.unit.served import served
@@ -38,8 +42,10 @@ def issue(folder: Path, name: str) -> tuple[Path, Path]:
 async def test_the_client_steers_over_tls_and_trusts_nobody_else(tmp_path: Path) -> None:
     cert, key = issue(tmp_path, "worker")
     files = ["--control-tls-cert-file", str(cert), "--control-tls-key-file", str(key)]
-    async with served(tmp_path, *files) as (data, control):
-        members = static_members([f"http://127.0.0.1:{data}"], [f"https://127.0.0.1:{control}"])
+    async with served(tmp_path, *files) as worker:
+        members = static_members(
+            [f"http://127.0.0.1:{worker.data}"], [f"https://127.0.0.1:{worker.control}"]
+        )
         trusting = ControlPorts(lambda: members, None, tmp_path / "ca.crt")
         [state] = (await trusting.get_states()).values()
         assert state.serving
@@ -53,8 +59,8 @@ async def test_the_client_steers_over_tls_and_trusts_nobody_else(tmp_path: Path)
         await strict.close()
         async with httpx.AsyncClient(trust_env=False) as plain:
             with pytest.raises(ControlUnreachable):
-                await WorkerControl(f"http://127.0.0.1:{control}", _nobody, plain).state()
-            assert (await plain.get(f"http://127.0.0.1:{data}/health")).status_code == 200
+                await WorkerControl(f"http://127.0.0.1:{worker.control}", _nobody, plain).state()
+            assert (await plain.get(f"http://127.0.0.1:{worker.data}/health")).status_code == 200
 
 
 async def _nobody() -> None:
@@ -77,7 +83,7 @@ async def test_an_end_that_nobody_waits_for_stops_no_sweep(
     monkeypatch.setattr(port_connections, "SWEEP_INTERVAL_SECONDS", 0.01)
     certificate = ServingCertificate(*issue(tmp_path, "worker"))
     sock, room = bind_port("127.0.0.1", 0, "--control-port"), ConnectionPool(4)
-    listener = Listener(sock, Closing, room, lambda: certificate.context)
+    listener = Listener(sock, Closing, room, certificate)
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.crt")
     _, writer = await asyncio.open_connection(*sock.getsockname(), ssl=trusting)
     await until(lambda: room.connections, what="the connection")
@@ -92,14 +98,14 @@ async def test_an_end_that_nobody_waits_for_stops_no_sweep(
 async def test_handshakes_that_do_not_end_give_way(tmp_path: Path) -> None:
     cert, key = issue(tmp_path, "worker")
     files = ["--control-tls-cert-file", str(cert), "--control-tls-key-file", str(key)]
-    async with served(tmp_path, *files) as (_, control):
+    async with served(tmp_path, *files) as worker:
         half = [
-            await asyncio.open_connection("127.0.0.1", control)
+            await asyncio.open_connection("127.0.0.1", worker.control)
             for _ in range(MAX_CONTROL_CONNECTIONS + 20)
         ]
         trust = ssl.create_default_context(cafile=tmp_path / "ca.crt")
         async with httpx.AsyncClient(trust_env=False, verify=trust) as client:
-            answer = await client.get(f"https://127.0.0.1:{control}/v1/state", timeout=8)
+            answer = await client.get(f"https://127.0.0.1:{worker.control}/v1/state", timeout=8)
         assert answer.status_code == 200
         for _, writer in half:
             writer.close()

@@ -14,8 +14,8 @@ import pytest
 
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.ports.data_routes import make_data_app
-from rollout_worker.requests import disconnects
-from rollout_worker.requests.disconnects import EventStream
+from rollout_worker.requests import http_requests
+from rollout_worker.requests.http_requests import EventStream
 from rollout_worker.schemas import AbortReason
 from tests.support.unit import tiny_engine
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
@@ -131,7 +131,7 @@ async def test_an_unread_stream_takes_no_more_than_its_output(
 async def test_who_never_reads_on_is_dropped_after_the_deadline(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disconnects, "ANSWER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(http_requests, "ANSWER_TIMEOUT_SECONDS", 0.2)
     client = Deaf(
         make_data_app(worker.worker), "/v1/generate", {**GENERATE, "deadline_seconds": 0.1}
     )
@@ -143,7 +143,7 @@ async def test_who_never_reads_on_is_dropped_after_the_deadline(
     assert len(worker.flights) == 0
 
 
-async def test_events_are_closed_with_their_stream() -> None:
+async def test_events_are_closed_with_their_stream(worker: TinyWorker) -> None:
     closed = asyncio.Event()
 
     async def events() -> Any:
@@ -158,5 +158,5 @@ async def test_events_are_closed_with_their_stream() -> None:
             raise OSError("the client is gone")
 
     with pytest.raises(OSError, match="gone"):
-        await EventStream(events(), 10).stream_response(send)
+        await EventStream(events(), lambda _: b"", worker.flights, [], 10).stream_response(send)
     assert closed.is_set()

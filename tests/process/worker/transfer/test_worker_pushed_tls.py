@@ -286,8 +286,8 @@ async def test_workers_with_the_same_certificate_need_no_ca(tmp_path: Path) -> N
 
 async def test_a_trainer_publishes_over_tls(tmp_path: Path) -> None:
     flags = [*files(tmp_path / "tls", san=f"DNS:{TLS_NAME},IP:127.0.0.1"), "--weights-port", "0"]
-    async with served(tmp_path, *flags, "--weights-tls", "required") as (data, control):
-        urls, controls = [f"http://127.0.0.1:{data}"], [f"https://127.0.0.1:{control}"]
+    async with served(tmp_path, *flags, "--weights-tls", "required") as at:
+        urls, controls = [f"http://127.0.0.1:{at.data}"], [f"https://127.0.0.1:{at.control}"]
         given = {name: torch.full((1,), 7, dtype=torch.uint8) for name in LAYOUT.required}
         trusting = DirectOptions(control_ca=tmp_path / "tls/ca.crt")
         pool = AsyncRolloutPool.from_urls(urls, control_urls=controls, direct=trusting)

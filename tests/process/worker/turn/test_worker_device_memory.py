@@ -12,7 +12,7 @@ import pytest
 
 from rollout_common.turn import Turn, device_memory
 from rollout_common.turn.device_memory import MIB, Free, free_memory, grows, parsed, shortfall
-from rollout_worker.core.device_turn import DeviceTurn
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry
 from rollout_worker.schemas import Progress
@@ -101,19 +101,19 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """80 GiB, all of it free, which counts at once: nothing more can come."""
-    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(device_memory, "MEMORY_QUIET_SECONDS", 0)
     return Device(gpu(80, 80))
 
 
 def turn_on(device: Device, directory: Path, *flags: str, seconds: float = 30) -> DeviceTurn:
     words = ("--turn-directory", str(directory), "--turn-devices", "gpu-0", *flags)
-    return DeviceTurn(settings(*words), WorkerTelemetry(), asyncio.sleep, device, seconds)
+    return DeviceTurn(settings(*words), WorkerTelemetry(), device, seconds)
 
 
 async def test_a_first_load_waits_while_memory_still_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(device_memory, "MEMORY_QUIET_SECONDS", 0.1)
     device = Device(gpu(10), gpu(40), gpu(90), gpu(90))
     turn, told = turn_on(device, tmp_path), list[Progress]()
     assert await turn.take(told.append)
@@ -131,7 +131,7 @@ async def test_a_driver_that_begins_late_is_waited_for() -> None:
 async def test_time_ends_a_wait_for_memory_that_still_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_memory, "QUIET_SECONDS", 60)
+    monkeypatch.setattr(device_memory, "MEMORY_QUIET_SECONDS", 60)
     device = Device(*(gpu(n) for n in range(90)))
     why, now = await device_memory.wait_for_memory({}, 0.3, look=device)
     assert why == "it still grows"
@@ -229,12 +229,12 @@ async def test_that_nobody_can_look_is_said_once(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
-    monkeypatch.setattr(device_memory, "_said", set[str]())
+    monkeypatch.setattr(device_memory, "_logged", set[str]())
     for _ in range(2):
         assert await free_memory() == {}
     assert [each.getMessage() for each in caplog.records] == [
-        "nvidia-smi tells no free memory of the devices in CUDA_VISIBLE_DEVICES (MIG-1234), as for parts of a GPU (MIG),"
-        " so nobody looks whether the memory of who had the devices before is back: the locks alone decide"
+        "nvidia-smi lists no free memory of the devices in CUDA_VISIBLE_DEVICES (MIG-1234), as for parts of a GPU (MIG),"
+        " so nobody can check that an earlier holder's memory is back: the locks alone decide"
     ]
 
 

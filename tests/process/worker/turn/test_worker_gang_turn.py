@@ -14,14 +14,13 @@ from rollout_common.turn import Turn, TurnTimeout
 from rollout_common.turn.device_memory import MIB, Free
 from rollout_common.turn.lock_files import holders
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.core import multi_node_turn
-from rollout_worker.core.device_turn import DeviceTurn
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.gang import gang_head as heads
-from rollout_worker.gang import member_turn
+from rollout_worker.gang import member_turn, multi_node_turn
 from rollout_worker.gang import member_worker as members
 from rollout_worker.gang.member_client import MemberClient, MemberSilent
 from rollout_worker.schemas import Lifecycle
-from tests.support.unit.tiny_gang import Node, TinyGang, hash_of_checkpoint, hasten, head, node
+from tests.support.unit.tiny_gang import Node, TinyGang, hasten, head, node
 from tests.support.unit.tiny_worker import refused, settings
 from tests.support.waiting import until
 
@@ -45,12 +44,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(multi_node_turn, "PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(multi_node_turn, "MEMBERS_POLL_SECONDS", 0.02)
-
-
-@pytest.fixture
-async def root_hash(tmp_path: Path) -> str:
-    """Of the checkpoint that all have."""
-    return await hash_of_checkpoint(tmp_path)
 
 
 class Nodes:
@@ -115,6 +108,12 @@ async def taking_turns(
         yield gang, running
 
 
+@pytest.fixture
+async def gang(tmp_path: Path, nodes: Nodes, root_hash: str) -> AsyncIterator[TinyGang]:
+    async with taking_turns(tmp_path, nodes, root_hash) as (made, _):
+        yield made
+
+
 def turn_of(gang: TinyGang) -> str:
     """The whole gang's turn, as `/v1/state` has it."""
     turn = gang.worker.worker_state().turn
@@ -163,15 +162,14 @@ def devices_of(gang: TinyGang) -> tuple[str, ...]:
 
 
 async def test_memory_that_is_partly_given_back_keeps_all_turns(
-    tmp_path: Path, nodes: Nodes, root_hash: str
+    gang: TinyGang, nodes: Nodes
 ) -> None:
-    async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        await gang.sleep(tags=("weights",))
-        assert (turn_of(gang), nodes.held[:2]) == ("Held", ["gang-0", "gang-1"])
-        await gang.sleep(tags=("kv_cache",))
-        await nodes.trains((0, 1))
-        await gang.wake(tags=("weights",))
-        assert (turn_of(gang), nodes.held[:2]) == ("Held", ["gang-0", "gang-1"])
+    await gang.sleep(tags=("weights",))
+    assert (turn_of(gang), nodes.held[:2]) == ("Held", ["gang-0", "gang-1"])
+    await gang.sleep(tags=("kv_cache",))
+    await nodes.trains((0, 1))
+    await gang.wake(tags=("weights",))
+    assert (turn_of(gang), nodes.held[:2]) == ("Held", ["gang-0", "gang-1"])
 
 
 async def test_no_member_locks_before_its_head_has(
@@ -211,23 +209,22 @@ async def test_who_waits_for_one_node_keeps_no_other(
 
 
 async def test_a_gang_that_waits_to_wake_falls_asleep_again_when_asked_to(
-    tmp_path: Path, nodes: Nodes, root_hash: str
+    gang: TinyGang, nodes: Nodes
 ) -> None:
-    async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        await gang.sleep()
-        await nodes.trainers[1].take_async(5)
-        waking = asyncio.create_task(gang.wake())
-        await says(gang, waits_at(1))
-        await gang.reaches(Lifecycle.WAKING)
-        await asyncio.wait_for(gang.sleep("other"), 10)
-        await gang.reaches(Lifecycle.ASLEEP)
-        with refused("held"):
-            await waking
-        await nodes.trains([0])
-        nodes.trainers[1].give()
-        await nodes.trains([0, 1])
-        await gang.wake("other")
-        assert turn_of(gang) == "Held"
+    await gang.sleep()
+    await nodes.trainers[1].take_async(5)
+    waking = asyncio.create_task(gang.wake())
+    await says(gang, waits_at(1))
+    await gang.reaches(Lifecycle.WAKING)
+    await asyncio.wait_for(gang.sleep("other"), 10)
+    await gang.reaches(Lifecycle.ASLEEP)
+    with refused("held"):
+        await waking
+    await nodes.trains([0])
+    nodes.trainers[1].give()
+    await nodes.trains([0, 1])
+    await gang.wake("other")
+    assert turn_of(gang) == "Held"
 
 
 async def test_a_member_that_is_not_there_yet_keeps_nobody_from_a_device(
@@ -241,35 +238,33 @@ async def test_a_member_that_is_not_there_yet_keeps_nobody_from_a_device(
 
 @pytest.mark.parametrize("theirs", [(1, 0), (0, 1)])
 async def test_a_trainer_in_any_order_and_a_gang_take_turns_without_end(
-    tmp_path: Path, nodes: Nodes, root_hash: str, theirs: tuple[int, int]
+    gang: TinyGang, nodes: Nodes, theirs: tuple[int, int]
 ) -> None:
     """The trainer holds one node's device as long as it waits for the other's."""
-    async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        for _ in range(4):
-            await gang.sleep()
-            training = asyncio.create_task(nodes.trains(theirs))
-            await asyncio.wait_for(gang.wake(), 20)
-            assert nodes.held[:2] == ["gang-0", "gang-1"]
-            await gang.sleep()  # it may have been faster
-            await asyncio.wait_for(training, 20)
-            await gang.wake()
+    for _ in range(4):
+        await gang.sleep()
+        training = asyncio.create_task(nodes.trains(theirs))
+        await asyncio.wait_for(gang.wake(), 20)
+        assert nodes.held[:2] == ["gang-0", "gang-1"]
+        await gang.sleep()  # it may have been faster
+        await asyncio.wait_for(training, 20)
+        await gang.wake()
 
 
 async def test_a_trainer_and_a_gang_that_hold_half_each_both_go_on(
-    tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
+    gang: TinyGang, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 1.0)
-        await gang.sleep()
-        await nodes.trainers[1].take_async(5)
-        waking = asyncio.create_task(gang.wake())
-        await says(gang, waits_at(1))
-        assert nodes.held[0] == "gang-0"
-        await nodes.trainers[0].take_async(20)
-        assert nodes.held[:2] == ["trainer-0", "trainer-1"]
-        for trainer in nodes.trainers:
-            trainer.give()
-        await waking
+    monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 1.0)
+    await gang.sleep()
+    await nodes.trainers[1].take_async(5)
+    waking = asyncio.create_task(gang.wake())
+    await says(gang, waits_at(1))
+    assert nodes.held[0] == "gang-0"
+    await nodes.trainers[0].take_async(20)
+    assert nodes.held[:2] == ["trainer-0", "trainer-1"]
+    for trainer in nodes.trainers:
+        trainer.give()
+    await waking
 
 
 async def test_two_gangs_in_opposite_orders_both_go_on(
@@ -309,9 +304,8 @@ async def test_two_gangs_in_opposite_orders_both_go_on(
 async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
     tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        multi_node_turn, "PATIENCE_SECONDS", 0.5
-    )  # a busy machine says nothing for 0.1
+    # Not 0.1: a busy machine may say nothing for so long.
+    monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 0.5)
     there = asyncio.Event()
     grown = 0
 
@@ -414,12 +408,11 @@ async def _nobody_hears(*_: object) -> None:
 
 
 async def test_a_member_that_does_not_hear_of_the_end_is_told_by_the_watch(
-    tmp_path: Path, nodes: Nodes, root_hash: str, monkeypatch: pytest.MonkeyPatch
+    gang: TinyGang, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with taking_turns(tmp_path, nodes, root_hash) as (gang, _):
-        monkeypatch.setattr(heads.GangHead, "give_turns", _nobody_hears)
-        await gang.sleep()
-        await nodes.trains([0, 1])
+    monkeypatch.setattr(heads.GangHead, "give_turns", _nobody_hears)
+    await gang.sleep()
+    await nodes.trains([0, 1])
 
 
 async def test_one_of_two_that_takes_no_turns_ends_the_start(

@@ -31,15 +31,6 @@ SOON = 0.3
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """The lock directory of a node."""
-    folder = tmp_path / "turn"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    return folder
-
-
-@pytest.fixture
 def mine(directory: Path) -> Iterator[Turn]:
     """This process's turn for one device."""
     turn = Turn(directory, [GPU], "mine")
@@ -55,6 +46,13 @@ def trainer(directory: Path, *devices: str) -> Iterator[Puppet]:
         yield other
 
 
+@pytest.fixture
+def other(directory: Path) -> Iterator[Puppet]:
+    """Another process that has the turn."""
+    with trainer(directory) as made:
+        yield made
+
+
 def refused(turn: Turn) -> dict[str, str]:
     """Who has the turn, so that we don't get it."""
     with pytest.raises(TurnTimeout) as told:
@@ -63,18 +61,17 @@ def refused(turn: Turn) -> dict[str, str]:
     return told.value.waiting_for
 
 
-def test_one_process_at_a_time_holds_the_turn(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        assert refused(mine) == {GPU: "trainer-0"}
-        other.ask("give")
-        mine.take(10)
-        assert mine.held
-        assert other.ask("take 0.3") == (
-            f"TurnTimeout: no turn within 0.3 s: {GPU} is held by mine; wait longer, or end who holds it"
-        )
-        mine.give()
-        mine.give()
-        assert other.ask("take").startswith("taken")
+def test_one_process_at_a_time_holds_the_turn(other: Puppet, mine: Turn) -> None:
+    assert refused(mine) == {GPU: "trainer-0"}
+    other.ask("give")
+    mine.take(10)
+    assert mine.held
+    assert other.ask("take 0.3") == (
+        f"TurnTimeout: no turn within 0.3 s: {GPU} is held by mine; wait longer, or end the holder"
+    )
+    mine.give()
+    mine.give()
+    assert other.ask("take").startswith("taken")
 
 
 def test_taking_what_one_has_changes_nothing(mine: Turn) -> None:
@@ -90,35 +87,25 @@ def test_a_free_turn_is_had_without_time_to_wait(mine: Turn) -> None:
         mine.give()
 
 
-def test_a_killed_holder_gives_way(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        assert refused(mine)
-        other.kill()
-        mine.take(10)
-    assert holders(directory) == {GPU: "mine"}
-
-
-def test_a_stopped_holder_keeps_the_turn(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        other.signal(signal.SIGSTOP)
-        assert refused(mine) == {GPU: "trainer-0"}
-        other.signal(signal.SIGCONT)
-        other.ask("give")
-        mine.take(10)
+def test_a_stopped_holder_keeps_the_turn(other: Puppet, mine: Turn) -> None:
+    other.signal(signal.SIGSTOP)
+    assert refused(mine) == {GPU: "trainer-0"}
+    other.signal(signal.SIGCONT)
+    other.ask("give")
+    mine.take(10)
 
 
 def test_a_child_that_joined_keeps_the_turn_of_its_killed_parent(
-    directory: Path, mine: Turn
+    other: Puppet, directory: Path, mine: Turn
 ) -> None:
-    with trainer(directory) as other:
-        child = int(other.ask("child"))
-        lock = directory / lock_name(GPU)
-        assert shares_lock(child, lock)
-        assert not shares_lock(os.getpid(), lock)
-        other.kill()
-        assert refused(mine) == {GPU: "trainer-0"}
-        os.kill(child, signal.SIGKILL)
-        mine.take(10)
+    child = int(other.ask("child"))
+    lock = directory / lock_name(GPU)
+    assert shares_lock(child, lock)
+    assert not shares_lock(os.getpid(), lock)
+    other.kill()
+    assert refused(mine) == {GPU: "trainer-0"}
+    os.kill(child, signal.SIGKILL)
+    mine.take(10)
 
 
 @pytest.mark.parametrize("who", ["holder", "child", "heir"])
@@ -141,13 +128,15 @@ def test_a_killed_process_has_lost_its_memory_when_it_loses_its_turn(
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_turn_tells_who_died_with_it(directory: Path, mine: Turn) -> None:
+def test_a_killed_holder_gives_way_and_the_next_turn_names_it(directory: Path, mine: Turn) -> None:
     mine.take(10)
     assert mine.left_by == {}
     mine.give()
     with trainer(directory) as other:
+        assert refused(mine)
         other.kill()
         mine.take(10)
+    assert holders(directory) == {GPU: "mine"}
     assert mine.left_by == {GPU: "trainer-0"}
     mine.give()
     mine.take(10)
@@ -164,19 +153,6 @@ def test_who_gives_up_waiting_leaves_the_word_of_a_death_to_the_next(
         assert alive.ask("give") == "given"
     mine.take(10)
     assert mine.left_by == {GPU: "trainer-0"}
-
-
-@pytest.mark.parametrize(
-    "note", [b'{"holder": ["a", "list"]}', b"[" * 4000, b'{"holder": 1}', b"\xff"]
-)
-def test_what_somebody_wrote_into_a_lock_file_keeps_nobody_out(
-    directory: Path, mine: Turn, note: bytes
-) -> None:
-    mine.take(10)
-    mine.give()
-    (directory / lock_name(GPU)).write_bytes(note)
-    mine.take(10)
-    assert mine.left_by == {}
 
 
 def until_it_waits(other: Puppet) -> None:
@@ -225,25 +201,23 @@ def test_who_waits_and_stands_still_keeps_nobody_out(directory: Path, mine: Turn
         assert other.answer().startswith("taken")
 
 
-def test_the_holder_gives_back_for_a_child_that_is_stopped(directory: Path, mine: Turn) -> None:
+def test_the_holder_gives_back_for_a_child_that_is_stopped(other: Puppet, mine: Turn) -> None:
     """A sleeping engine need not be asked for anything."""
-    with trainer(directory) as other:
-        os.kill(int(other.ask("child")), signal.SIGSTOP)
-        other.ask("give")
-        mine.take(10)
+    os.kill(int(other.ask("child")), signal.SIGSTOP)
+    other.ask("give")
+    mine.take(10)
 
 
-def test_a_child_that_joined_once_shares_every_later_turn(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        child = int(other.ask("child"))
-        other.ask("give")
-        mine.take(10)
-        mine.give()
-        other.ask("take")
-        other.kill()
-        assert refused(mine)
-        os.kill(child, signal.SIGKILL)
-        mine.take(10)
+def test_a_child_that_joined_once_shares_every_later_turn(other: Puppet, mine: Turn) -> None:
+    child = int(other.ask("child"))
+    other.ask("give")
+    mine.take(10)
+    mine.give()
+    other.ask("take")
+    other.kill()
+    assert refused(mine)
+    os.kill(child, signal.SIGKILL)
+    mine.take(10)
 
 
 def test_nobody_joins_without_an_invitation_and_nobody_joins_the_dead(
@@ -306,15 +280,23 @@ def test_who_waits_is_told_whom_for(directory: Path, mine: Turn) -> None:
 
 @pytest.mark.parametrize(
     "note",
-    [b"", b"[", b"[]", b'{"holder": 7}', b'{"holder": ""}', b'{"holder": "a\\nb"}', b"\xff" * 9000],
-    ids=["empty", "cut", "list", "number", "nobody", "lines", "long"],
+    [
+        *(b"", b"[", b"[]", b'{"holder": 7}', b'{"holder": ["a", "list"]}', b'{"holder": ""}'),
+        *(b'{"holder": "a\\nb"}', b"[" * 4000, b"\xff" * 9000),
+    ],
+    ids=["empty", "cut", "list", "number", "names", "nobody", "lines", "deep", "long"],
 )
 def test_what_others_write_into_a_lock_file_hurts_nobody(
     directory: Path, mine: Turn, note: bytes
 ) -> None:
-    with trainer(directory):
-        (directory / lock_name(GPU)).write_bytes(note)
+    lock = directory / lock_name(GPU)
+    with trainer(directory) as other:
+        lock.write_bytes(note)
         assert refused(mine) == {GPU: "a process that left no name"}
+        other.ask("give")
+    lock.write_bytes(note)
+    mine.take(10)
+    assert mine.left_by == {}
 
 
 def test_devices_are_had_all_or_none_in_one_order(directory: Path) -> None:
@@ -434,19 +416,18 @@ def test_processes_that_share_a_replaced_lock_must_end_first(directory: Path, mi
 
 
 def test_who_leaves_keeps_nobody_else_out_but_those_who_joined_do(
-    directory: Path, mine: Turn
+    other: Puppet, mine: Turn
 ) -> None:
     """Children that should have ended may still be there."""
-    with trainer(directory) as other:
-        child = int(other.ask("child"))
-        assert other.ask("leave") == "left"
-        assert refused(mine)
-        assert other.ask("take 0.3").startswith("TurnTimeout")
-        os.kill(child, signal.SIGKILL)
-        assert other.ask("take").startswith("taken")
-        assert refused(mine)
-        assert other.ask("leave") == "left"
-        mine.take(10)
+    child = int(other.ask("child"))
+    assert other.ask("leave") == "left"
+    assert refused(mine)
+    assert other.ask("take 0.3").startswith("TurnTimeout")
+    os.kill(child, signal.SIGKILL)
+    assert other.ask("take").startswith("taken")
+    assert refused(mine)
+    assert other.ask("leave") == "left"
+    mine.take(10)
 
 
 def test_a_missing_directory_says_what_to_mount(tmp_path: Path) -> None:
@@ -603,13 +584,12 @@ def test_the_turn_needs_nothing_but_the_standard_library(module: str) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import {module}; "
         "print([m for m in sys.modules if m.partition('.')[0] not in sys.stdlib_module_names "
-        "and not m.startswith(('rollout_worker', '__m'))])"
+        "and not m.startswith(('rollout_common', '__m'))])"
     )
     told = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == "[]"
-    assert "rollout_worker.engine" not in told.stdout
 
 
 async def test_a_forked_child_can_not_give_its_parents_turn(directory: Path) -> None:

@@ -14,19 +14,19 @@ import pytest_asyncio
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from rollout_common.wire.body_decoding import (
-    CONTROL_LIMITS,
-    MAX_DEPTH,
-    MIB,
-    data_body_limits,
-    parse_body,
-)
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
-from rollout_worker.requests.body_routes import BodyReader
+from rollout_worker.requests.http_requests import (
+    CONTROL_LIMITS,
+    MAX_DEPTH,
+    MIB,
+    BodyReader,
+    data_body_limits,
+    parse_body,
+)
 from rollout_worker.schemas import AbortRequest, GenerateRequest, StageRequest
 from rollout_worker.service import WorkerService
 from tests.support.unit.asgi import Answer, call

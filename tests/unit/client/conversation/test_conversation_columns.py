@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.conversation.columns import INT32, Column, TokenColumns
+from rollout_client.conversation.columns import INT32, TokenColumns
 from rollout_worker.schemas import WeightsSpan
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -59,10 +59,8 @@ def play(steps: list[Any]) -> tuple[TokenColumns, list[Token]]:
 @given(STEPS)
 def test_streams_are_the_plain_list_of_tokens(steps: list[Any]) -> None:
     streams, tokens = play(steps)
-    assert streams.ids.view() == [t[0] for t in tokens]
-    assert streams.loss.view() == [t[1] for t in tokens]
-    assert streams.sampled.view() == [t[2] for t in tokens]
-    assert streams.logprobs.view() == [t[3] for t in tokens]
+    for at, name in enumerate(("ids", "loss", "sampled", "logprobs")):
+        assert streams.column_view(name) == [token[at] for token in tokens]
     axes = streams.position_rows()
     wanted = [[t[5][axis] for t in tokens] for axis in range(len(axes))]
     assert [list(axis) for axis in axes] == wanted
@@ -95,14 +93,15 @@ def test_a_document_that_does_not_fit_is_refused() -> None:
         TokenColumns.from_document({**whole, "prompt_length": 4})
 
 
-def test_a_view_stays_while_the_column_grows_and_tells_when_it_was_cut() -> None:
-    column: Column[int] = Column(INT32, range(5))
-    view, short = column.view(1, 4), column.view(0, 2)
-    column.extend(range(1000))
+def test_a_view_stays_while_the_column_grows_and_raises_once_it_was_cut() -> None:
+    streams = TokenColumns()
+    streams.append_tokens(range(5))
+    view, short = streams.column_view("ids", 1, 4), streams.column_view("ids", 0, 2)
+    streams.append_tokens(range(1000))
     assert view == [1, 2, 3] == view.tolist()
     assert (view[0], view[-1], view[1:], view[::-1]) == (1, 3, [2, 3], [3, 2, 1])
-    column.cut_to(3)
-    column.extend([9, 9, 9])
+    streams.cut_to(3)
+    streams.append_tokens([9, 9, 9])
     assert short == [0, 1]
     with pytest.raises(RuntimeError, match="truncated"):
         view.tolist()

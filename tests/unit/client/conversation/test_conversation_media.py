@@ -111,7 +111,7 @@ def test_placeholders_and_grids_must_fit() -> None:
             made.rope_positions(ids, {"image_grid_thw": grids})
 
 
-def test_results_one_by_one_process_their_media_anew_but_count_once() -> None:
+def test_results_one_by_one_process_their_media_again_but_count_once() -> None:
     processor = TinyProcessor()
     request = looking(processor)
     request.get_generation_prompt_ids(processor)

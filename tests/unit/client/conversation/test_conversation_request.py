@@ -57,7 +57,7 @@ def test_an_engine_may_get_what_the_template_prints_now() -> None:
     assert again.get_generation_prompt_ids(TOK) == prompt
 
 
-def test_a_cut_prompt_can_not_be_rendered_anew() -> None:
+def test_a_cut_prompt_can_not_be_rendered_again() -> None:
     with pytest.raises(ValueError, match=r"overlong_prompt is 'truncate_left'.*use 'error'"):
         begun("qwen", use_inference_chat_template=True, overlong_prompt="truncate_left")
 

@@ -102,7 +102,7 @@ def test_a_system_message_moves_behind_a_question_that_nobody_answered() -> None
         "{% if not loop %}{{ '<|im_end|>' + messages[0].content }}{% endif %}"
     )
     request = RolloutRequest.from_messages([BRIEF, QUESTION], tok, max_prompt_len=512)
-    with pytest.raises(TemplateError, match="anew"):
+    with pytest.raises(TemplateError, match="prints the earlier conversation differently"):
         request.add_user_message(tok, "and then?")
     assert "zqx" not in tok.decode(request.input_ids.tolist())
 

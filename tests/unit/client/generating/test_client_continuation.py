@@ -11,7 +11,7 @@ from rollout_client.generating.continuation import (
     rewind_length,
 )
 from rollout_client.generating.output_draft import OutputDraft
-from rollout_client.routing.weights_bounds import WeightsBounds
+from rollout_client.routing.member_records import WeightsBounds
 from rollout_worker.schemas import GenerateRequest, SamplingParams, StreamDelta, WeightsSpan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,7 @@ from rollout_client.generating.attempt_verdicts import (
     out_of_time_error,
     step_after_weights_change,
 )
+from rollout_client.results import Outcome
 from rollout_worker.schemas import (
     AbortReason,
     DoneOutput,
@@ -63,27 +65,53 @@ def error_of(step: Next) -> RequestError:
 # The worker ended the stream.
 
 
-def test_a_stop_is_the_end() -> None:
-    match = StopMatch(token_id=6)
-    output = DoneOutput(index=0, stop_reason=StopReason.STOP, stop_match=match)
-    assert judge_answer(output, BEGUN) == AttemptVerdict(
-        "finished", "", FinishOutput(StopReason.STOP, match)
+NO_OUTPUT = "it ended a stream without an output"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome", "cause"),
+    [
+        (judge_answer(None, BEGUN), "broken", NO_OUTPUT),
+        (judge_answer(aborted(AbortReason.ENGINE), BEGUN), "aborted", "aborted: engine"),
+        (judge_answer(aborted(AbortReason.CLIENT), BEGUN), "aborted", "aborted: client"),
+        (judge_answer(aborted(None), BEGUN), "aborted", "aborted: engine"),
+        (judge_broken_attempt("reset", BEGUN), "broken", "reset"),
+        (judge_refusal(AttemptRefused(500, "internal-error", "why"), BEGUN), "refused",
+         "500 internal-error: why"),
+        (judge_refusal(AttemptRefused(502, "", "why"), BEGUN), "refused", "why"),
+        (judge_refusal(AttemptRefused(599, "x", "why"), BEGUN), "refused", "599 x: why"),
+    ],
+)  # fmt: skip
+def test_what_broke_goes_on_later_and_leaves_the_replica_alone(
+    verdict: AttemptVerdict, outcome: Outcome, cause: str
+) -> None:
+    assert verdict == AttemptVerdict(
+        outcome, cause, ContinueOutput(0.05), broke=True, exclusion=ReplicaExclusion(cause)
     )
 
 
-def test_a_stream_without_an_output_is_broken() -> None:
-    why = "it ended a stream without an output"
-    verdict = judge_answer(None, BEGUN)
-    assert (verdict.outcome, verdict.cause, verdict.broke) == ("broken", why, True)
-    assert verdict.exclusion == ReplicaExclusion(why)
-    assert verdict.next == ContinueOutput(0.05)
+MATCH = StopMatch(token_id=6)
+STOPPED = DoneOutput(index=0, stop_reason=StopReason.STOP, stop_match=MATCH)
+DUPLICATE = AttemptRefused(409, "duplicate-request", "why")
+BEHIND = AttemptRefused(409, "version-not-met", "why", active=OLD)
+AT_ONCE = ContinueOutput(0.0)
 
 
-@pytest.mark.parametrize("reason", [AbortReason.WEIGHTS, AbortReason.CONTROL])
-def test_an_abort_from_outside_goes_on_at_once(reason: AbortReason) -> None:
-    assert judge_answer(aborted(reason), BEGUN) == AttemptVerdict(
-        "aborted", reason, ContinueOutput(0.0)
-    )
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        (judge_answer(STOPPED, BEGUN), ("finished", "", FinishOutput(StopReason.STOP, MATCH))),
+        (judge_answer(aborted(AbortReason.WEIGHTS), BEGUN), ("aborted", "weights", AT_ONCE)),
+        (judge_answer(aborted(AbortReason.CONTROL), BEGUN), ("aborted", "control", AT_ONCE)),
+        (judge_refusal(DUPLICATE, BEGUN), ("refused", "duplicate-request", AT_ONCE)),
+        (judge_refusal(BEHIND, FRESH), ("refused", "version-not-met", AT_ONCE, False, None, OLD)),
+    ],
+    ids=["stop", "new weights", "control", "an id in use", "a replica that is behind"],
+)
+def test_what_is_no_failure_excludes_no_replica(
+    verdict: AttemptVerdict, expected: tuple[Any, ...]
+) -> None:
+    assert verdict == AttemptVerdict(*expected)
 
 
 def test_an_output_aborted_with_all_its_tokens_is_whole() -> None:
@@ -111,15 +139,6 @@ def test_weights_that_make_no_token_are_told_at_once() -> None:
     assert (verdict.broke, verdict.exclusion) == (False, None)
 
 
-@pytest.mark.parametrize("reason", [AbortReason.ENGINE, AbortReason.CLIENT, None])
-def test_an_abort_that_nobody_asked_for_is_a_failure(reason: AbortReason | None) -> None:
-    verdict = judge_answer(aborted(reason), BEGUN)
-    cause = f"aborted: {reason or 'engine'}"
-    assert verdict == AttemptVerdict(
-        "aborted", cause, ContinueOutput(0.05), broke=True, exclusion=ReplicaExclusion(cause)
-    )
-
-
 def test_an_abort_at_the_deadline_is_the_deadline() -> None:
     verdict = judge_answer(aborted(AbortReason.DEADLINE), BEGUN)
     assert (verdict.outcome, verdict.cause) == ("aborted", "deadline")
@@ -129,13 +148,6 @@ def test_an_abort_at_the_deadline_is_the_deadline() -> None:
 
 
 # It broke.
-
-
-def test_what_broke_goes_on_later_and_leaves_the_replica_alone() -> None:
-    verdict = judge_broken_attempt("reset", BEGUN)
-    assert verdict == AttemptVerdict(
-        "broken", "reset", ContinueOutput(0.05), broke=True, exclusion=ReplicaExclusion("reset")
-    )
 
 
 @pytest.mark.parametrize(
@@ -238,25 +250,6 @@ def test_who_does_not_serve_is_left_alone_until_a_probe() -> None:
     )
 
 
-def test_a_request_id_that_is_still_known_is_asked_again() -> None:
-    verdict = judge_refusal(AttemptRefused(409, "duplicate-request", "why"), BEGUN)
-    assert verdict == AttemptVerdict("refused", "duplicate-request", ContinueOutput(0.0))
-
-
-@pytest.mark.parametrize(("status", "slug"), [(500, "internal-error"), (502, ""), (599, "x")])
-def test_an_error_of_the_worker_is_a_failure(status: int, slug: str) -> None:
-    refusal = AttemptRefused(status, slug, "why")
-    verdict = judge_refusal(refusal, BEGUN)
-    assert verdict == AttemptVerdict(
-        "refused",
-        str(refusal),
-        ContinueOutput(0.05),
-        broke=True,
-        exclusion=ReplicaExclusion(str(refusal)),
-    )
-    assert str(refusal).endswith("why")
-
-
 @pytest.mark.parametrize(
     ("status", "slug", "cause"), [(422, "invalid", "invalid"), (499, "", "499"), (404, "x", "x")]
 )
@@ -280,11 +273,6 @@ def test_the_models_length_is_the_end_only_of_what_asked_for_all_of_it() -> None
 
 
 # The weights are not those that the caller wants.
-
-
-def test_who_is_behind_is_known_by_its_weights() -> None:
-    verdict = judge_refusal(AttemptRefused(409, "version-not-met", "why", active=OLD), FRESH)
-    assert verdict == AttemptVerdict("refused", "version-not-met", ContinueOutput(0.0), weights=OLD)
 
 
 def test_who_does_not_tell_its_weights_is_asked_later() -> None:

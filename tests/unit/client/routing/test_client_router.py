@@ -12,8 +12,8 @@ import pytest
 from rollout_client import NoReplica, PoolClosed, RequestRefused, WeightsId
 from rollout_client.discovery.pool_members import Member
 from rollout_client.routing.balancer import LoadBalancer
+from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
-from rollout_client.routing.weights_bounds import WeightsBounds
 from tests.support.waiting import until
 
 URL = "http://w0:8000"

@@ -13,7 +13,7 @@ from rollout_operator.api.spec_colocation import LabelSelectorRequirement, Train
 from rollout_operator.api.status import MAX_SELECTOR_LENGTH, RolloutReplicaStatus
 from rollout_operator.core.observed_pool import ObservedPool
 from rollout_operator.core.pass_planning import plan_pass
-from rollout_operator.core.pod_reader import parse_pod
+from rollout_operator.core.pods.pod_reader import parse_pod
 from rollout_operator.core.trainer_pods import ObservedTrainers
 from rollout_worker.schemas import ActiveWeights, KeptWeights, StagedWeights
 from tests.support.unit.passlab import pod

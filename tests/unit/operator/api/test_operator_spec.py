@@ -29,6 +29,7 @@ from rollout_operator.api.status import (
 )
 from rollout_worker.schemas import WeightsId
 from tests.support.manifests import pool
+from tests.support.unit.poolspecs import condition_of
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 GPU = {"resource": "nvidia.com/gpu"}
@@ -205,8 +206,7 @@ def test_long_texts_are_cut_and_not_refused() -> None:
 
 
 def test_condition_is_found_by_type() -> None:
-    found = full_status().find_condition("Ready")
-    assert found is not None
+    found = condition_of(full_status(), "Ready")
     assert found.reason == "Serving"
     assert full_status().find_condition("Asleep") is None
 

@@ -13,8 +13,8 @@ from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAM
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import EngineDefaults
-from rollout_operator.core.pod_reader import parse_pod
 from rollout_operator.core.pods.builder import PodBuilder
+from rollout_operator.core.pods.pod_reader import parse_pod
 from tests.support.unit.poolspecs import spec_of
 
 KEY = PoolKey("rl", "math")

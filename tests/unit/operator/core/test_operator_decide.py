@@ -12,7 +12,7 @@ from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import ControlVerb, PassPlan
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_worker.schemas import StageRequest, WeightsId
-from tests.support.unit.poolspecs import NOW, a_pod, spec_of, target
+from tests.support.unit.poolspecs import NOW, a_pod, condition_of, spec_of, target
 from tests.support.unit.simworker import STAGE_ERROR
 from tests.support.unit.world import World
 
@@ -23,8 +23,7 @@ def ready(world: World) -> bool:
 
 
 def condition(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
-    found = status.find_condition(kind)
-    assert found is not None
+    found = condition_of(status, kind)
     return found.status, found.reason
 
 

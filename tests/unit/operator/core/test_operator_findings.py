@@ -10,12 +10,12 @@ import pytest
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.observed_pool import FailedCall
 from rollout_operator.core.pass_planning import plan_pass
-from rollout_operator.core.unreadable_objects import (
+from rollout_operator.core.status_report import (
     document_for_unreadable_status,
     status_for_invalid_spec,
 )
 from rollout_worker.schemas import Progress, StagedWeights, TurnState, WeightsId, WeightsSource
-from tests.support.unit.poolspecs import spec_of, target
+from tests.support.unit.poolspecs import condition_of, spec_of, target
 from tests.support.unit.world import World
 
 
@@ -71,8 +71,7 @@ def test_a_condition_keeps_its_time_until_it_turns(world: World) -> None:
     world.step()
     world.step()
     assert since("Ready") != before
-    found = world.status.find_condition("Ready")
-    assert found is not None
+    found = condition_of(world.status, "Ready")
     assert found.observed_generation == 2
 
 
@@ -314,8 +313,7 @@ def test_conflicts_come_first_then_refusals_then_failures(world: World) -> None:
     seen = replace(world.observed(), rejections={"pod/a": "refused"})
     plan = plan_pass(world.spec, seen, world.status, world.now)
     assert plan.status.message == plan.sentence == "refused"
-    found = plan.status.find_condition("Degraded")
-    assert found is not None
+    found = condition_of(plan.status, "Degraded")
     assert found.reason == "Rejected"
     seen = replace(seen, conflicts={"pod/b": "taken"})
     plan = plan_pass(world.spec, seen, world.status, world.now)
@@ -386,12 +384,10 @@ def test_a_spec_that_can_not_be_read_changes_nothing_else(world: World) -> None:
     assert len(status.message) == 1024
     kept = {c.type: c for c in before.conditions if c.type != "Degraded"}
     assert {c.type: c for c in status.conditions if c.type != "Degraded"} == kept
-    found = status.find_condition("Degraded")
-    assert found is not None
+    found = condition_of(status, "Degraded")
     assert (found.status, found.reason, found.observed_generation) == ("True", "InvalidSpec", 7)
     later = status_for_invalid_spec(status, pool, "spec.y: no", world.now + 60)
-    again = later.find_condition("Degraded")
-    assert again is not None
+    again = condition_of(later, "Degraded")
     assert again.last_transition_time == found.last_transition_time
     fresh = status_for_invalid_spec(RolloutReplicaStatus(), {"metadata": {}}, "no", world.now)
     assert fresh.observed_generation == 0

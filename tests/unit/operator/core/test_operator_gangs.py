@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.failures import backoff_seconds, consecutive_failures
 from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedPool, Pod
 from rollout_operator.core.pass_plan import CreatePod, DeletePod, RequeueAfter
-from rollout_operator.core.pod_planning import PodPlan, group_gangs, plan_pods
+from rollout_operator.core.pod_planning import (
+    PodPlan,
+    backoff_seconds,
+    consecutive_failures,
+    group_gangs,
+    plan_pods,
+)
 from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 from tests.support.unit.poolspecs import NOW, spec_of
 from tests.support.unit.poolspecs import a_pod as pod

@@ -10,14 +10,6 @@ import pytest
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.endpoint_slices import (
-    ENDPOINTS_PER_SLICE,
-    EndpointGate,
-    pool_slices,
-    read_gates,
-    slice_difference,
-    with_gates,
-)
 from rollout_operator.core.hybrid import (
     MemberCandidate,
     foreign_pod_messages,
@@ -26,8 +18,16 @@ from rollout_operator.core.hybrid import (
 )
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import ControlVerb, SetGate
+from rollout_operator.core.services import (
+    ENDPOINTS_PER_SLICE,
+    EndpointGate,
+    pool_slices,
+    read_gates,
+    slice_difference,
+    with_gates,
+)
 from rollout_worker.schemas import WeightsId
-from tests.support.unit.poolspecs import NOW, spec_of, target
+from tests.support.unit.poolspecs import NOW, condition_of, spec_of, target
 from tests.support.unit.simhybrid import STRANGER
 from tests.support.unit.world import World
 
@@ -85,8 +85,7 @@ def ready(world: World) -> list[str]:
 
 
 def told(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
-    found = status.find_condition(kind)
-    assert found is not None
+    found = condition_of(status, kind)
     return found.reason, found.message
 
 
@@ -171,7 +170,7 @@ def test_who_has_another_service_account_is_never_called() -> None:
     found = select_members(hybrid(), [stranger, candidate(running("t-1"))], {})
     assert [(pod.name, pod.replica) for pod in found] == [("t-1", 0)], "no member, no token"
     assert foreign_pod_messages(hybrid(), [stranger, candidate(running("t-1"))]) == (
-        "t-0-debug: it runs under service account 'other', so it is no member and gets no calls: give the "
+        "t-0-debug: it runs under service account 'other', so it is not a member and gets no calls: give the "
         "trainer's pods 'rollout-worker', set spec.serviceAccountName, or remove the labels of "
         "spec.colocation.trainerSelector from it",
     )

@@ -93,6 +93,12 @@ class Bench:
         assert call is None or (call.uid, call.pod) == (self.pod.uid, self.pod.name)
         return (call.body, call.deadline_seconds) if call else None
 
+    def body(self) -> Any:
+        """The body of its call, which must be due."""
+        call = self.told()
+        assert call is not None
+        return call[0]
+
     def gate(self, leaving: bool = False) -> tuple[bool, str] | None:
         change = self.planner.plan_gate(self.head, leaving)
         assert change is None or (change.name, change.uid) == (self.pod.name, self.pod.uid)
@@ -127,22 +133,17 @@ def test_a_sleeper_gives_up_what_it_has_only_for_weights_that_can_be_had() -> No
     empty = WakeRequest(tags=("weights",), load=False, generation=9)
     whole = WakeRequest(generation=9)
 
-    def wake(bench: Bench) -> object:
-        told = bench.told()
-        assert told is not None
-        return told[0]
-
     bench = Bench()
     bench.sim.hold = "Asleep"
     bench.bring()
-    assert wake(bench) == empty
+    assert bench.body() == empty
     bench.failures = {"commit": FailedCall("no", 1, 0, about=ONE)}
-    assert wake(bench) == whole, "else it would never come out of its sleep"
+    assert bench.body() == whole, "else it would never come out of its sleep"
     bench.failures = {}
     bench.bring(WeightsVersion(ONE, WeightsSource(pushed=Pushed()), "known"))
-    assert wake(bench) == whole, "nobody has them"
+    assert bench.body() == whole, "nobody has them"
     bench.weights.peers = {bench.pod.uid: ("10.0.0.2",)}
-    assert wake(bench) == empty
+    assert bench.body() == empty
 
 
 def test_who_is_out_gets_the_floor_of_the_update() -> None:
@@ -197,7 +198,7 @@ def test_what_is_staged_goes_before_sleep() -> None:
     bench.stage()
     assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
     bench.sim.hold, bench.sim.foreign_hold = "Paused", "Asleep"
-    assert isinstance((bench.told() or ("",))[0], SleepRequest), "asleep, it can discard nothing"
+    assert isinstance(bench.body(), SleepRequest), "asleep, it can discard nothing"
 
 
 @pytest.mark.parametrize("state", ["Asleep", "Paused"])
@@ -206,7 +207,7 @@ def test_a_commit_that_has_begun_comes_before_rest(state: str) -> None:
     bench.weights.update = LastUpdate(epoch=1, version=1, phase=UpdatePhase.COMMITTING)
     bench.bring()
     bench.stage()
-    assert isinstance((bench.told() or ("",))[0], CommitRequest)
+    assert isinstance(bench.body(), CommitRequest)
 
 
 def test_only_our_own_hold_is_dropped() -> None:
@@ -266,10 +267,9 @@ def test_who_is_below_the_floor_needs_no_policy_that_its_engine_lacks(
     bench.stage()
 
     def commit() -> tuple[str, str]:
-        told = bench.told()
-        assert told is not None
-        assert isinstance(told[0], CommitRequest)
-        return told[0].in_flight, told[0].on_deadline
+        body = bench.body()
+        assert isinstance(body, CommitRequest)
+        return body.in_flight, body.on_deadline
 
     assert commit() == asked, "it serves: what the spec asks for, or nothing"
     bench.weights.committed = bench.weights.committed.model_copy(update={"version": 1})
@@ -284,18 +284,15 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     assert bench.sim.staged is not None
     bench.sim.staged = bench.sim.staged.model_copy(update={"root_hash": "other"})
     assert not bench.head.has_staged(NEW)
-    told = bench.told()
-    assert told is not None
-    assert isinstance(told[0], StageRequest), "the worker compares, and refuses"
-    assert told[0].root_hash == "known"
+    body = bench.body()
+    assert isinstance(body, StageRequest), "the worker compares, and refuses"
+    assert body.root_hash == "known"
     bench.failures = {"stage": FailedCall("content-mismatch: no", 1, 5, about=ONE)}
     assert bench.told() is None
     bench.failures = {"stage": FailedCall("content-mismatch: no", 1, 0, about=ONE)}
     assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
     bench.failures = {"stage": FailedCall("of earlier weights", 1, 0, about=ZERO)}
-    told = bench.told()
-    assert told is not None
-    assert isinstance(told[0], StageRequest)
+    assert isinstance(bench.body(), StageRequest)
 
 
 @pytest.mark.parametrize(
@@ -358,11 +355,9 @@ def test_what_stands_in_the_way_is_discarded(
     bench = Bench()
     bench.bring(commit=False)
     bench.stage(version, phase, path)
-    told = bench.told()
-    assert told is not None
-    assert isinstance(told[0], DiscardRequest) == gone
+    assert isinstance(bench.body(), DiscardRequest) == gone
     if gone:
-        assert told == (DiscardRequest(epoch=1, version=version), 10)
+        assert bench.told() == (DiscardRequest(epoch=1, version=version), 10)
         bench.lifecycle = Lifecycle.ASLEEP
         assert bench.told() is None
 
@@ -373,10 +368,10 @@ def test_a_new_epoch_is_fenced_before_it_is_staged() -> None:
     bench.bring(WeightsVersion(WeightsId(epoch=2, version=0), SOURCE))
     assert bench.told() == (RequireRequest(epoch=2), 10)
     bench.sim.fence_epoch = 2
-    assert isinstance((bench.told() or ("",))[0], StageRequest)
+    assert isinstance(bench.body(), StageRequest)
     bench.sim.fence_epoch = 1
     bench.bring()
-    assert isinstance((bench.told() or ("",))[0], StageRequest), "an update of the old epoch ends"
+    assert isinstance(bench.body(), StageRequest), "an update of the old epoch ends"
 
 
 @pytest.mark.parametrize(("version", "phase"), [(1, "Staging"), (3, "Staged")])
@@ -424,11 +419,11 @@ def test_one_control_call_at_a_time_and_staging_beside_it() -> None:
     bench = Bench()
     bench.bring(commit=False)
     bench.running = frozenset({ControlVerb.REQUIRE})
-    assert isinstance((bench.told() or ("",))[0], StageRequest)
+    assert isinstance(bench.body(), StageRequest)
     bench.running = frozenset({ControlVerb.STAGE})
     assert bench.told() is None
     bench.sim.required = None
-    assert isinstance((bench.told() or ("",))[0], RequireRequest)
+    assert isinstance(bench.body(), RequireRequest)
     bench.running = frozenset({ControlVerb.REQUIRE})
     assert bench.told() is None
     bench.running = frozenset({ControlVerb.COMMIT})

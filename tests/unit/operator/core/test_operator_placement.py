@@ -289,7 +289,7 @@ def test_a_share_of_devices_without_uuids_is_told_and_moves_nobody() -> None:
     assert reason == "NoDeviceUuid"
     assert text == (
         "the driver of gpu.example.com/node of t/gpu-5 publishes no attribute uuid of it in a ResourceSlice, "
-        "so which of the 8 devices of ResourceClaim 'claim of t' a pod is to use can't be told it: use a "
+        "so a pod can't know which of the 8 devices of ResourceClaim 'claim of t' are its own: use a "
         "driver that does, or spec.colocation.slots 1"
     )
     assert PlacementPlanner(spec, unknown).lost_reason(mine) is None
@@ -372,7 +372,7 @@ def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
     assert (waits.move_reason(mine), waits.moves_in) == (None, 9.0)
     assert PlacementPlanner(spec, first).lost_reason(mine) is None
     assert PlacementPlanner(spec, first).move_reason(mine) == (
-        "its place is beside the trainer's pod 'a', with claim 'claim of a'"
+        "its place is next to the trainer's pod 'a', with claim 'claim of a'"
     )
     moved = beside(trainer("t-0", node="elsewhere"), trainer("t-1"))
     text = "its claim 'claim of t-0' is on node 'elsewhere' now"

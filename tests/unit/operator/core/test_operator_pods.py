@@ -16,8 +16,8 @@ from rollout_operator.api.revision import is_current_revision, pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.placement import PodPlacement
-from rollout_operator.core.pod_reader import parse_pod
 from rollout_operator.core.pods.builder import PodBuilder
+from rollout_operator.core.pods.pod_reader import parse_pod
 from rollout_operator.core.services import pool_services, service_difference, service_patch
 from rollout_operator.core.trainer_pods import RecordedPlacement
 from rollout_worker.settings import FLAGS

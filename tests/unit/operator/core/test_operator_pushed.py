@@ -10,7 +10,7 @@ from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 from rollout_operator.core.updates.pushed_copies import MAX_PEERS, assign_peers
 from rollout_operator.core.updates.weights_plan import WeightsPlan, committed_weights
 from rollout_worker.schemas import KeptWeights, Pushed, WeightsId, WeightsSource
-from tests.support.unit.poolspecs import a_pod, pushed, spec_of, target
+from tests.support.unit.poolspecs import a_pod, condition_of, pushed, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash
 from tests.support.unit.world import World
 
@@ -46,8 +46,7 @@ def phase_of(world: World) -> tuple[int, str]:
 
 
 def condition(world: World, kind: str) -> tuple[str, str]:
-    found = world.status.find_condition(kind)
-    assert found is not None
+    found = condition_of(world.status, kind)
     return found.status, found.reason
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import PoolCondition, RolloutReplicaStatus
-from rollout_operator.core.status_changes import owned_fields, without_progress
+from rollout_operator.core.status_report import owned_fields, without_progress
 
 MOMENT = "2026-01-01T00:00:00Z"
 LATER = "2026-01-01T00:01:00Z"

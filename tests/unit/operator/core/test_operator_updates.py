@@ -18,8 +18,7 @@ from rollout_operator.core.observed_pool import FailedCall, ObservedPool, Observ
 from rollout_operator.core.pass_plan import ControlVerb, EventNote, RequeueAfter
 from rollout_operator.core.replica_heads import ReplicaHead
 from rollout_operator.core.updates.update_planning import plan_weights
-from rollout_operator.core.updates.weights_plan import WeightsPlan
-from rollout_operator.core.updates.weights_status import weights_status
+from rollout_operator.core.updates.weights_plan import WeightsPlan, weights_status
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource, WorkerState
 from tests.support.unit.poolspecs import NOW, a_pod, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash
@@ -92,6 +91,11 @@ def phase_of(plan: WeightsPlan) -> tuple[tuple[int, int], str] | None:
     return (plan.update.identity.as_tuple(), plan.update.phase.value) if plan.update else None
 
 
+def update_of(plan: WeightsPlan) -> LastUpdate:
+    assert plan.update is not None
+    return plan.update
+
+
 def reasons(plan: WeightsPlan) -> list[tuple[str, str]]:
     return [(note.type, note.reason) for note in plan.notes]
 
@@ -100,10 +104,9 @@ def test_a_new_target_is_staged_on_all_that_serve() -> None:
     pool = Pool()
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging")
-    assert plan.update is not None
-    assert plan.update.attempts == 1
-    assert plan.update.started_at == datetime.fromtimestamp(NOW, UTC)
-    assert plan.update.message == "0 of 3 replicas have staged (1, 2)"
+    assert update_of(plan).attempts == 1
+    assert update_of(plan).started_at == datetime.fromtimestamp(NOW, UTC)
+    assert update_of(plan).message == "0 of 3 replicas have staged (1, 2)"
     assert plan.barrier == frozenset({"b0", "b1", "b2"})
     assert {v.identity for v in plan.version_for.values()} == {NEW}
     assert pool.names(plan.version_for) == [0, 1, 2]
@@ -122,8 +125,7 @@ def test_the_barrier_opens_when_the_last_has_staged() -> None:
     pool.stage(0, 1)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging")
-    assert plan.update is not None
-    assert plan.update.message == "2 of 3 replicas have staged (1, 2)"
+    assert update_of(plan).message == "2 of 3 replicas have staged (1, 2)"
     assert pool.names(plan.version_for) == [2]
     pool.stage(2)
     plan = pool.plan()
@@ -154,8 +156,7 @@ def test_an_empty_barrier_commits_at_once() -> None:
     assert plan.committed.root_hash is None, "nobody has computed it yet"
     assert plan.barrier is None
     assert pool.names(plan.version_for) == pool.names(plan.may_commit) == [0, 1, 2]
-    assert plan.update is not None
-    assert plan.update.completed_at == datetime.fromtimestamp(NOW, UTC)
+    assert update_of(plan).completed_at == datetime.fromtimestamp(NOW, UTC)
     assert reasons(plan) == [("Normal", "WeightsCommitted")]
 
 
@@ -220,9 +221,8 @@ def test_staging_past_its_deadline_has_failed_and_goes_on(seconds: float) -> Non
     late = seconds >= 60
     assert phase_of(plan) == ((1, 2), "Failed" if late else "Staging")
     assert plan.overdue == late
-    assert plan.update is not None
-    assert plan.update.attempts == 3
-    assert plan.update.message == "0 of 3 replicas have staged (1, 2); pool-1-0: no"
+    assert update_of(plan).attempts == 3
+    assert update_of(plan).message == "0 of 3 replicas have staged (1, 2); pool-1-0: no"
     assert plan.failures == ["pool-1-0: no"]
     assert reasons(plan) == ([("Warning", "WeightsDeadlineExceeded")] if late else [])
     assert pool.wait.seconds == (None if late else 1)
@@ -237,8 +237,7 @@ def test_failures_of_other_weights_do_not_count() -> None:
     pool.fail(1, "stage", about=OLD, count=5)
     plan = pool.plan()
     assert plan.failures == []
-    assert plan.update is not None
-    assert plan.update.attempts == 1
+    assert update_of(plan).attempts == 1
 
 
 def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
@@ -303,8 +302,7 @@ def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
     pool.under_way(UpdatePhase.STAGING)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Superseded")
-    assert plan.update is not None
-    assert plan.update.message == f"gave up weights (1, 2): {why}"
+    assert update_of(plan).message == f"gave up weights (1, 2): {why}"
     assert plan.committed.identity == NEW
     assert plan.committed.source == SOURCES[NEW]
     pool.spec = spec_of(replicas=3, weights=target(1, 2))
@@ -314,8 +312,7 @@ def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
         sim.jump(NEW)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
-    assert plan.update is not None
-    assert plan.update.message == "3 of 3 replicas serve it"
+    assert update_of(plan).message == "3 of 3 replicas serve it"
 
 
 def test_rest_with_an_older_update_behind_it_takes_the_target() -> None:
@@ -341,8 +338,7 @@ def test_committing_is_over_when_all_that_serve_are_there() -> None:
     pool.sims[0].jump(NEW)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
-    assert plan.update is not None
-    assert plan.update.message == "1 of 3 replicas have committed (1, 2)"
+    assert update_of(plan).message == "1 of 3 replicas have committed (1, 2)"
     assert pool.names(plan.may_commit) == pool.names(plan.version_for) == [1, 2]
     assert not plan.out_of_service
     for sim in pool.sims:
@@ -368,8 +364,7 @@ def test_who_fails_to_commit_is_out_before_the_others_go_on(verb: str) -> None:
     assert phase_of(plan) == ((1, 2), "Committing"), "its gate is on still"
     late = "pool-2-0: has not committed weights (1, 2) within 60 s"
     assert plan.failures == [late if verb == "nothing" else "pool-2-0: no"]
-    assert plan.update is not None
-    assert plan.update.message == f"2 of 3 replicas have committed (1, 2); {plan.failures[0]}"
+    assert update_of(plan).message == f"2 of 3 replicas have committed (1, 2); {plan.failures[0]}"
     pool.pods[2] = replace(pool.pods[2], gate=False, ready=False)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
@@ -419,8 +414,7 @@ def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
         sim.required = None
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
-    assert plan.update is not None
-    assert plan.update.message == "0 of 3 replicas serve it"
+    assert update_of(plan).message == "0 of 3 replicas serve it"
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
@@ -429,14 +423,12 @@ def test_without_a_barrier_the_first_that_has_staged_lets_commits_begin(strategy
     pool.under_way(UpdatePhase.STAGING)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging")
-    assert plan.update is not None
-    assert plan.update.message == "0 of 3 replicas have staged (1, 2)"
+    assert update_of(plan).message == "0 of 3 replicas have staged (1, 2)"
     assert pool.names(plan.version_for) == [0, 1, 2]
     pool.stage(1)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
-    assert plan.update is not None
-    assert plan.update.message == "committing one by one: 1 of 3 replicas have staged"
+    assert update_of(plan).message == "committing one by one: 1 of 3 replicas have staged"
     assert pool.names(plan.version_for) == [0, 2]
     assert not plan.may_commit
 
@@ -686,7 +678,7 @@ def test_nobody_commits_while_members_have_staged_different_bytes(
     assert {v.root_hash for v in plan.version_for.values()} == {right}, "what most have"
     assert len(plan.failures) == len(plan.version_for) == 1
     assert "content-mismatch" in plan.failures[0]
-    assert plan.failures[0] in (plan.update.message if plan.update else "")
+    assert plan.failures[0] in (update_of(plan).message if plan.update else "")
     pool.spec = spec_of(replicas=3, weights=target(1, 3))
     assert phase_of(pool.plan()) == ((1, 3), "Staging"), "a newer target is the way out"
 
@@ -707,9 +699,8 @@ def test_the_decision_names_the_bytes() -> None:
     pool.stage(0, 1, 2)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
-    assert plan.update is not None
-    assert plan.update.root_hash == root_hash(NEW)
-    assert plan.update.commit_started_at == datetime.fromtimestamp(NOW, UTC)
+    assert update_of(plan).root_hash == root_hash(NEW)
+    assert update_of(plan).commit_started_at == datetime.fromtimestamp(NOW, UTC)
     pool.update = plan.update
     other_bytes(pool, 0, 1, 2)
     plan = pool.plan()
@@ -730,8 +721,7 @@ def test_without_a_barrier_who_serves_it_decides_over_who_has_staged_it() -> Non
     plan = pool.plan()
     assert {v.root_hash for v in plan.version_for.values()} == {root_hash(NEW)}
     assert len(plan.failures) == 2
-    assert plan.update is not None
-    assert plan.update.root_hash == root_hash(NEW)
+    assert update_of(plan).root_hash == root_hash(NEW)
 
 
 def test_joiners_are_bound_to_the_bytes_of_the_first() -> None:
@@ -762,9 +752,8 @@ def test_while_nobody_has_it_nobody_is_expelled_and_it_has_failed(verb: str) -> 
     assert not plan.out_of_service
     assert plan.committed.identity == OLD
     assert pool.names(plan.may_commit) == [0, 1, 2], "they go on trying"
-    assert plan.update is not None
-    assert plan.update.attempts == (3 if verb == "commit" else 1)
-    assert plan.update.message.startswith("0 of 3 replicas have committed (1, 2); pool-0-0: ")
+    assert update_of(plan).attempts == (3 if verb == "commit" else 1)
+    assert update_of(plan).message.startswith("0 of 3 replicas have committed (1, 2); pool-0-0: ")
     assert reasons(plan) == ([("Warning", "WeightsDeadlineExceeded")] if verb == "nothing" else [])
     pool.update = plan.update
     again = pool.plan()
@@ -802,8 +791,7 @@ def test_a_newer_target_or_epoch_supersedes_a_refused_commit(wanted: tuple[int, 
     plan = pool.plan()
     assert phase_of(plan) == (wanted, "Staging")
     assert reasons(plan)[0] == ("Normal", "WeightsSuperseded")
-    assert plan.update is not None
-    assert plan.update.commit_started_at is None
+    assert update_of(plan).commit_started_at is None
 
 
 def test_a_pool_that_goes_to_sleep_over_a_refused_commit_keeps_what_it_is_bound_to() -> None:
@@ -821,9 +809,8 @@ def test_a_refused_commit_that_one_takes_goes_on() -> None:
     pool.sims[1].jump(NEW)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
-    assert plan.update is not None
-    assert plan.update.commit_started_at == datetime.fromtimestamp(NOW, UTC), "a deadline anew"
-    assert plan.update.root_hash == root_hash(NEW)
+    assert update_of(plan).commit_started_at == datetime.fromtimestamp(NOW, UTC), "a deadline anew"
+    assert update_of(plan).root_hash == root_hash(NEW)
     assert pool.names(plan.out_of_service) == [0, 2]
 
 
@@ -866,8 +853,7 @@ def test_what_an_engine_can_not_do_is_seen_before_staging(
         "spec.weights.inFlight.policy: engine hf can't do Keep in pool-1-0: use one of Drain, Abort"
     )
     assert phase_of(plan) == ((1, 2), "Failed")
-    assert plan.update is not None
-    assert plan.update.message == said
+    assert update_of(plan).message == said
     assert plan.failures == [said]
     assert (plan.unsupported, plan.overdue) == (True, False)
     assert not plan.version_for
@@ -876,8 +862,9 @@ def test_what_an_engine_can_not_do_is_seen_before_staging(
     pool.sims[1].policies = ()
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging"), "it is not known, so it is tried"
-    assert plan.update is not None
-    assert plan.update.started_at == datetime.fromtimestamp(NOW, UTC), "the deadline begins here"
+    assert update_of(plan).started_at == datetime.fromtimestamp(NOW, UTC), (
+        "the deadline begins here"
+    )
     pool.sims[1].jump(NEWER)
     pool.sims[1].policies = ("Drain",)
     assert phase_of(pool.plan()) == ((1, 2), "Staging"), "it needs no commit"
@@ -902,8 +889,7 @@ def test_a_status_without_the_time_gets_one() -> None:
     pool = Pool()
     pool.under_way(UpdatePhase.COMMITTING, commit_started_at=None)
     plan = pool.plan()
-    assert plan.update is not None
-    assert plan.update.commit_started_at == datetime.fromtimestamp(NOW, UTC)
+    assert update_of(plan).commit_started_at == datetime.fromtimestamp(NOW, UTC)
 
 
 # Silence, and workers ahead.
@@ -922,8 +908,9 @@ def test_who_is_silent_stays_in_the_barrier(state: str) -> None:
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging")
     assert plan.barrier == pool.barrier
-    assert plan.update is not None
-    assert plan.update.message == ("0 of 3 replicas have staged (1, 2); pool-0-0 does not answer")
+    assert update_of(plan).message == (
+        "0 of 3 replicas have staged (1, 2); pool-0-0 does not answer"
+    )
     pool.sims[0].silent = pool.sims[1].silent = False
     assert phase_of(pool.plan()) == ((1, 2), "Staging"), "what it has staged was not seen"
     pool.pods[2] = replace(pool.pods[2], phase="Failed")

@@ -10,7 +10,7 @@ import pytest
 from rollout_operator.api.names import GANG_EXIT_CODE, worker_labels
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.core.observed_pool import ObservedWorker, Pod
-from rollout_operator.core.pod_reader import PodReader, parse_boot_id, parse_pod
+from rollout_operator.core.pods.pod_reader import PodReader, parse_boot_id, parse_pod
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.poolspecs import spec_of
 from tests.support.unit.simworker import SimWorker

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import shutil
+import ssl
+import subprocess
+import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from rollout_operator.kube.credentials import LoginFailed, load_connection_info
-from rollout_operator.kube.errors import (
+from rollout_common.kube.access import load_access
+from rollout_common.kube.errors import (
     AlreadyExists,
     Conflict,
+    FencedError,
     Forbidden,
     Gone,
     Invalid,
     KubeError,
+    LoginFailed,
     NotFound,
     Unauthorized,
     Unavailable,
     from_answer,
 )
+from rollout_operator.kube.credentials import load_kopf_login
 from rollout_operator.kube.kube_client import KubeClient
 from tests.support.loopback import Loopback, kubeconfig, loopback
 
@@ -88,6 +98,17 @@ async def test_a_dead_server_is_unavailable(
             await kube.get("pods", "rl", "a")
 
 
+async def test_what_was_not_sent_is_not_counted(api: Loopback) -> None:
+    counted: list[tuple[str, str, int]] = []
+    body = {"metadata": {"namespace": "rl", "name": "a"}}
+    async with KubeClient(
+        on_request=lambda *request: counted.append(request), write_seconds=lambda: 0.0
+    ) as kube:
+        with pytest.raises(FencedError):
+            await kube.create("pods", body)
+    assert (counted, api.requests) == ([], [])
+
+
 async def test_a_write_that_hangs_ends_before_the_lease_does(api: Loopback) -> None:
     api.delay("POST", "/api/v1/namespaces/rl/pods", {}, 30)
     async with KubeClient(write_seconds=lambda: 0.2) as kube:
@@ -130,32 +151,137 @@ async def test_credentials_that_stay_refused_are_an_error(api: Loopback) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("", "the kubeconfig can't be used"),
-        ("{a: [", "the kubeconfig can't be used"),
-        ("current-context: none", "the kubeconfig can't be used"),
-    ],
+    "content", ["", "{a: [", "none", "current-context: none", "{current-context: c, contexts: [c]}"]
 )
-async def test_a_kubeconfig_that_is_no_use_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, sentence: str
+async def test_a_kubeconfig_that_is_no_use_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    with pytest.raises(LoginFailed, match=sentence):
-        await load_connection_info()
+    with pytest.raises(LoginFailed, match=f"the kubeconfig {path} can't be used"):
+        await load_kopf_login()
     async with KubeClient() as kube:
-        with pytest.raises(Unauthorized, match="get pods rl/a"):
+        with pytest.raises(Unauthorized, match=f"get pods rl/a: the kubeconfig {path}"):
             await kube.get("pods", "rl", "a")
 
 
-async def test_paths_beside_the_kubeconfig_are_found(
+async def test_a_kubeconfig_that_is_corrected_is_read_again(api: Loopback, tmp_path: Path) -> None:
+    api.answer("GET", POD, {"kind": "Pod"})
+    (tmp_path / "kubeconfig").write_text("")
+    async with KubeClient() as kube:
+        with pytest.raises(LoginFailed):
+            await kube.get("pods", "rl", "a")
+        kubeconfig(tmp_path, api.url)
+        assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
+
+
+def certificate(folder: Path) -> None:
+    """Write a certificate of its own authority, and its key."""
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", folder / "key.pem", "-out", folder / "ca.pem"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+
+
+@asynccontextmanager
+async def https(folder: Path) -> AsyncIterator[str]:
+    """Yield the URL of a server that has the certificate, and answers with the authorization."""
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"said": request.headers.get("Authorization")})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", reply)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(folder / "ca.pem", folder / "key.pem")
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    try:
+        yield f"https://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_new_authority_is_read_after_a_certificate_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = kubeconfig(tmp_path, "https://127.0.0.1:1")
-    text = path.read_text().replace('"server"', '"certificate-authority": "ca.crt", "server"')
-    path.write_text(text)
-    monkeypatch.setenv("KUBECONFIG", str(path))
-    info = await load_connection_info()
-    assert info.ca_path == str(tmp_path / "ca.crt")
+    """Its path is relative to the kubeconfig; the user has a password."""
+    (tmp_path / "other").mkdir()
+    certificate(tmp_path)
+    certificate(tmp_path / "other")
+    async with https(tmp_path) as url:
+        path = kubeconfig(tmp_path, url)
+        document = json.loads(path.read_text())
+        document["clusters"][0]["cluster"]["certificate-authority"] = "used.pem"
+        document["users"][0]["user"] = {"username": "u", "password": "p"}
+        path.write_text(json.dumps(document))
+        monkeypatch.setenv("KUBECONFIG", str(path))
+        shutil.copy(tmp_path / "other" / "ca.pem", tmp_path / "used.pem")
+        async with KubeClient() as kube:
+            with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                await kube.get("pods", "rl", "a")
+            shutil.copy(tmp_path / "ca.pem", tmp_path / "used.pem")
+            assert await kube.get("pods", "rl", "a") == {"said": "Basic dTpw"}
+
+
+async def test_a_proxy_is_asked(api: Loopback, tmp_path: Path) -> None:
+    path = kubeconfig(tmp_path, "http://kube.invalid")
+    document = json.loads(path.read_text())
+    document["clusters"][0]["cluster"]["proxy-url"] = api.url
+    path.write_text(json.dumps(document))
+    api.answer("GET", POD, {"kind": "Pod"})
+    async with KubeClient() as kube:
+        assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
+    assert api.headers[0]["Host"] == "kube.invalid"
+
+
+def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with paths of its own; the first of two entries counts, and a file may be absent."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    path = kubeconfig(first, "http://first")
+    document = json.loads(path.read_text())
+    del document["users"]
+    path.write_text(json.dumps(document))
+    other = kubeconfig(second, "http://second")
+    document = json.loads(other.read_text())
+    document["users"][0]["user"] = {"tokenFile": "token"}
+    other.write_text(json.dumps(document))
+    (second / "token").write_text("of b")
+    monkeypatch.setenv("KUBECONFIG", f"{path}:{tmp_path / 'none'}:{other}")
+    found = load_access()
+    assert (found.server, found.token()) == ("http://first", "of b")
+
+
+async def test_kopf_logs_in_as_we_do_and_knows_a_login_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:1")))
+    found = await load_kopf_login()
+    assert found.as_http_headers() == {"Authorization": "Bearer one"}
+    assert found == await load_kopf_login(), "so that it tries none again that was refused"
+
+
+async def test_the_official_client_renews_the_token_of_an_auth_provider(
+    api: Loopback, tmp_path: Path
+) -> None:
+    path = kubeconfig(tmp_path, api.url)
+    document = json.loads(path.read_text())
+    payload = base64.urlsafe_b64encode(json.dumps({"exp": int(time.time()) + 3600}).encode())
+    token = f"e30.{payload.decode().rstrip('=')}.c2ln"
+    document["users"][0]["user"] = {
+        "auth-provider": {"name": "oidc", "config": {"id-token": token}}
+    }
+    path.write_text(json.dumps(document))
+    api.answer("GET", POD, {"kind": "Pod"})
+    async with KubeClient() as kube:
+        assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
+    assert api.headers[0]["Authorization"] == f"Bearer {token}"

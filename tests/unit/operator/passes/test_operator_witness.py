@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollout_operator.passes.ended_pod_clock import EndedPodClock
+from rollout_operator.passes.pool_memory import EndedPodClock
 from tests.support.unit.poolspecs import a_pod, spec_of
 
 POD = a_pod(spec_of())

@@ -7,9 +7,7 @@ from rollout_worker.core.weights_fence import WeightsFence
 from rollout_worker.schemas import RequireRequest, WeightsId
 
 REQUESTS = st.builds(
-    RequireRequest,
-    epoch=st.integers(0, 4),
-    min_version=st.one_of(st.none(), st.integers(0, 4)),
+    RequireRequest, epoch=st.integers(0, 4), min_version=st.one_of(st.none(), st.integers(0, 4))
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_worker.engines.hf.weights.fused import FusedPart, fuse_tensors
-from rollout_worker.engines.hf.weights.fused import _locate_part as part_in
+from rollout_worker.engines.hf.weights.loading import FusedPart, fuse_tensors
+from rollout_worker.engines.hf.weights.loading import _locate_part as part_in
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rollout_common.wire.problems import KINDS
 from rollout_worker.observe import worker_telemetry
 from rollout_worker.observe.worker_telemetry import REFUSALS, WorkerTelemetry
 from rollout_worker.ports.data_routes import make_data_app
-from rollout_worker.ports.server import ConcurrencyLimit
-from rollout_worker.requests import body_routes
+from rollout_worker.ports.port_connections import ConcurrencyLimit
+from rollout_worker.requests import http_requests
 from rollout_worker.schemas import GenerateRequest
 from rollout_worker.service import WorkerService
 from tests.support.unit.asgi import call
@@ -63,10 +63,6 @@ def test_refusals_are_there_before_the_first_one() -> None:
 
 
 async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWorker) -> None:
-    def count(slug: str) -> float:
-        page = worker.worker.render_metrics().decode()
-        return value(page, f'rollout_worker_refused_total{{reason="{slug}"}}')
-
     await worker.begin("a", 3)
     with refused("duplicate-request"):
         await worker.begin("a", 3)
@@ -78,8 +74,7 @@ async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWork
     with refused("paused"):
         worker.worker.submit_request(GenerateRequest(token_ids=(1,)))
     assert worker.worker.readiness_problem() is not None, "a probe is no request"
-    counted = {slug: count(slug) for slug in REFUSALS if count(slug)}
-    assert counted == {"duplicate-request": 1, "version-not-met": 1, "paused": 2}
+    assert by_problem(worker.worker) == {"duplicate-request": 1, "version-not-met": 1, "paused": 2}
 
 
 def by_problem(worker: WorkerService) -> dict[str, float]:
@@ -91,27 +86,20 @@ def by_problem(worker: WorkerService) -> dict[str, float]:
 async def test_what_is_refused_before_admission_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the model loads, no body is read; nor one too many, or one for which there is no room."""
+    """While the model loads, no body is read; nor one too many, or one that memory has no room for."""
     asked = b'{"token_ids": [1]}'
     loading = WorkerService(settings())
-    assert (await call(make_data_app(loading), "/v1/generate", asked)).status == 503
-    assert by_problem(loading) == {"starting": 1}
+    for path in ("/v1/generate", "/v1/completions"):
+        answer = await call(make_data_app(loading), path, asked)
+        assert (answer.status, answer.slug) == (503, "starting")
+    assert by_problem(loading) == {"starting": 2}
 
     async with tiny_worker(tmp_path) as tiny:
         full = ConcurrencyLimit(make_data_app(tiny.worker), 0, tiny.worker.count_refusal)
         assert (await call(full, "/v1/generate", asked)).status == 429
-        monkeypatch.setattr(body_routes, "BODY_BUDGET_BYTES", 1)
+        monkeypatch.setattr(http_requests, "BODY_BUDGET_BYTES", 1)
         assert (await call(make_data_app(tiny.worker), "/v1/generate", asked)).status == 429
         assert by_problem(tiny.worker) == {"queue-full": 2}
-
-
-async def test_a_request_before_anything_is_loaded_is_counted() -> None:
-    worker = WorkerService(settings())
-    for path in ("/v1/generate", "/v1/completions"):
-        answer = await call(make_data_app(worker), path, b'{"token_ids": [5]}')
-        assert (answer.status, answer.slug) == (503, "starting")
-    page = worker.render_metrics().decode()
-    assert value(page, 'rollout_worker_refused_total{reason="starting"}') == 2
 
 
 async def test_memory_is_counted_beside_the_event_loop(

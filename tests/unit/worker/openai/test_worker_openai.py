@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.openai.model_text import ModelText, StreamedText
-from rollout_worker.openai.openai_messages import plain_messages
+from rollout_worker.openai.model_text import ModelText, StreamedText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.openai.tool_calls import ToolCallFilter, parse_tool_calls, tool_parser_of
 from rollout_worker.ports.data_routes import make_data_app

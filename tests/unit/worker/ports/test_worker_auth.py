@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports.access_rights import CONTROL_WORKER, SEE_STATE, read_bearer_token
-from rollout_worker.ports.auth import SharedToken
+from rollout_worker.ports.auth import CONTROL_WORKER, SEE_STATE, SharedToken, read_bearer_token
 from rollout_worker.settings import InvalidSettings
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from rollout_worker.ports.access_rights import AccessRight, Authorizer
+from rollout_worker.ports.auth import AccessRight, Authorizer
 from rollout_worker.ports.control_routes import make_control_app
 from tests.support.unit.pushing import Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker
@@ -39,9 +39,6 @@ class Everyone(Authorizer):
         self, authorization: str | None, right: AccessRight, address: str = ""
     ) -> str:
         return "system:serviceaccount:rl:trainer"
-
-    async def close(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports import head_token_review
-from rollout_worker.ports.access_rights import CONTROL_WORKER
-from rollout_worker.ports.head_token_review import HeadTokenReview
-from rollout_worker.ports.kubernetes_auth import TokenUser
+from rollout_worker.ports import kubernetes_auth
+from rollout_worker.ports.auth import CONTROL_WORKER
+from rollout_worker.ports.kubernetes_auth import HeadTokenReview, TokenUser
 from tests.support.unit.tiny_worker import refused, settings
 
 ACCOUNT = "system:serviceaccount:ns:worker"
@@ -32,7 +31,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.user: TokenUser | Exception = TokenUser(
-            ACCOUNT, {"extra": {head_token_review.POD_NAME: ["math-0-0"]}}
+            ACCOUNT, {"extra": {kubernetes_auth.POD_NAME: ["math-0-0"]}}
         )
         self.hangs = False
 
@@ -57,8 +56,8 @@ async def member(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[HeadTokenReview]:
     (tmp_path / "token").write_text(token(sub=ACCOUNT))
-    monkeypatch.setattr(head_token_review, "KubernetesReview", lambda _: cluster)
-    monkeypatch.setattr(head_token_review, "TOKEN_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(kubernetes_auth, "KubernetesReview", lambda _: cluster)
+    monkeypatch.setattr(kubernetes_auth, "TOKEN_RETRY_SECONDS", 0.05)
     flags = ("--nodes", "2", "--rank", "1", "--leader-address", "math-0-0.math-heads")
     found = HeadTokenReview(settings(*flags, "--kube-token-file", str(tmp_path / "token")))
     yield found
@@ -101,7 +100,7 @@ async def test_an_expired_token_is_worth_nothing_then(
 
 async def test_another_pods_token_is_never_known(cluster: Cluster, member: HeadTokenReview) -> None:
     other = f"Bearer {token(exp=time.time() + 60)}"
-    cluster.user = TokenUser(ACCOUNT, {"extra": {head_token_review.POD_NAME: ["math-1-0"]}})
+    cluster.user = TokenUser(ACCOUNT, {"extra": {kubernetes_auth.POD_NAME: ["math-1-0"]}})
     with refused("forbidden"):
         await member.check_caller(other, CONTROL_WORKER)
     cluster.user = AWAY

@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports.access_rights import CONTROL_WORKER, SEE_STATE
+from rollout_worker.ports.auth import CONTROL_WORKER, SEE_STATE
 from rollout_worker.ports.kubernetes_auth import KubernetesReview
 from rollout_worker.ports.settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS
 from rollout_worker.ports.token_reviews import (

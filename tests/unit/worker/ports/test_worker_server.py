@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from rollout_worker.ports.server import bind_port
+from rollout_worker.ports.port_connections import bind_port
 
 
 async def test_small_pieces_are_sent_at_once() -> None:

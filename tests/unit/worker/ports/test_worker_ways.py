@@ -1,6 +1,6 @@
-"""The ways of a request and of an update, as docs/architecture.md tells them: both are walked here.
+"""The ways of a request and of an update, as docs/architecture.md describes them: both are walked here.
 
-A trace notes every module of the worker that is entered between the call and its answer.
+A trace notes every module of the product that is entered between a call and its answer, over real sockets.
 """
 
 from __future__ import annotations
@@ -17,52 +17,42 @@ from typing import Any
 import httpx
 import pytest
 
-import rollout_worker
-from rollout_worker.ports.auth import AllowAnyone
-from rollout_worker.ports.control_routes import make_control_app
-from rollout_worker.ports.data_routes import make_data_app
-from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+from rollout_client import AsyncRolloutPool
+from tests.support.unit.served import Served, served
 
-HOME = Path(rollout_worker.__file__).resolve().parent
-PAGE = Path(__file__).parents[4] / "docs" / "architecture.md"
-MOST_FILES = 8
-EVERYWHERE = {"core", "observe", "wire", "schemas", "engine", "settings", "threads", "lifecycle"}
-"""What every part asks, and the worker's own loops, which look up at every change: no steps."""
-AT_THE_DOOR = {
-    "ports/port_app",
-    "ports/access_rights",
-    "ports/auth",
-    "ports/browser_guard",
-    "requests/body_routes",
-}
-"""What every call passes on its port: the body's limits, the caller's name and right."""
-
-IN_THE_ANSWER = {"service", "requests/admission_checks", "updates/pushed_weights"}
-"""What tells the worker's state, which a commit answers with: no steps of an update."""
+ROOT = Path(__file__).resolve().parents[4]
+PRODUCT = ("worker", "client", "common")
+PAGE = ROOT / "docs" / "architecture.md"
+MOST_PUBLISH_FILES = 42
+TIMERS = {"worker/lifecycle/supervisor", "client/routing/health_checker"}
+"""Loops that the clock wakes, whether or not anything is asked of a worker."""
 
 
-def told(title: str) -> list[str]:
-    """The files of a way, in order; the engine's adapter is told beside them."""
+def described_way(title: str) -> set[str]:
+    """The files in the table of a section."""
     section = PAGE.read_text().split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
-    return re.findall(r"^\| `([a-z_/]+)\.py` \|", section, re.MULTILINE)
+    return set(re.findall(r"^\| `([a-z_/]+)\.py` \|", section, re.MULTILINE))
 
 
 class Trace:
-    """The modules of the worker in which a function was called, in whatever thread."""
+    """The modules of the product in which a function was called, in any thread."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note a call; what the interpreter asks of a profiler."""
-        if event == "call" and (module := _module(frame.f_code.co_filename)):
+        """Note a call; the interpreter calls this as its profiler."""
+        if event == "call" and (module := _product_module(frame.f_code.co_filename)):
             self.modules.add(module)
 
 
 @cache
-def _module(name: str) -> str | None:
+def _product_module(name: str) -> str | None:
     file = Path(name).resolve()
-    return file.relative_to(HOME).with_suffix("").as_posix() if HOME in file.parents else None
+    if not file.is_relative_to(ROOT):
+        return None
+    module = file.relative_to(ROOT).with_suffix("").as_posix()
+    return module if module.startswith(PRODUCT) and module not in TIMERS else None
 
 
 @pytest.fixture
@@ -76,61 +66,44 @@ def trace() -> Iterator[Trace]:
     threading.setprofile(None)
 
 
-def steps(modules: set[str]) -> set[str]:
-    """Those of the modules that are steps of a way."""
-    return {m for m in modules - AT_THE_DOOR if m.partition("/")[0] not in EVERYWHERE}
-
-
 @pytest.fixture
-async def tiny(tmp_path: Path, trace: Trace) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
+async def worker(tmp_path: Path, trace: Trace) -> AsyncIterator[Served]:
+    (tmp_path / "token").write_text("secret")
+    auth = ("--auth", "token", "--auth-token-file", str(tmp_path / "token"))
+    async with served(tmp_path, *auth) as worker:
         yield worker
 
 
-@pytest.fixture
-async def ports(tiny: TinyWorker) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
-    """Clients of the data and the control port, without sockets."""
-    apps = make_data_app(tiny.worker), make_control_app(tiny.worker, AllowAnyone())
-    data, control = (
-        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1")
-        for app in apps
-    )
-    async with data, control:
-        yield data, control
-
-
-async def test_a_generate_request_passes_the_files_that_are_told(
-    tiny: TinyWorker, ports: tuple[httpx.AsyncClient, httpx.AsyncClient], trace: Trace
+async def test_a_generate_request_passes_exactly_the_files_of_its_table(
+    worker: Served, trace: Trace
 ) -> None:
-    data, _ = ports
-    tiny.engine.free = True
-    trace.modules.clear()
-    answer = await data.post(
-        "/v1/generate", json={"token_ids": [5, 6], "sampling": {"max_tokens": 3}}
-    )
+    worker.tiny.engine.free = True
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{worker.data}", trust_env=False
+    ) as data:
+        assert (await data.get("/health")).status_code == 200
+        trace.modules.clear()
+        body = {"token_ids": [5, 6], "sampling": {"max_tokens": 3}}
+        answer = await data.post("/v1/generate", json=body)
+        passed = set(trace.modules)
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["outputs"][0]["token_ids"]) == 3
-    way = told("The way of a generate request")
-    assert steps(trace.modules) == set(way)
-    assert len(way) <= MOST_FILES
+    assert passed == described_way("The way of a generate request")
 
 
-async def test_an_update_of_weights_passes_the_files_that_are_told(
-    tiny: TinyWorker, ports: tuple[httpx.AsyncClient, httpx.AsyncClient], trace: Trace
+async def test_a_publish_of_files_passes_the_files_of_its_table_and_few_more(
+    worker: Served, trace: Trace
 ) -> None:
-    _, control = ports
-    source = {"path": str(tiny.weights(7))}
-    identity = {"epoch": 1, "version": 1}
-    trace.modules.clear()
-    staged = await control.post("/v1/weights/stage", json={**identity, "source": source})
-    assert staged.status_code == 202, staged.text
-    slot = tiny.updates.slot
-    assert slot is not None
-    assert slot.task is not None
-    await slot.task
-    done = await control.post("/v1/weights/commit", json=identity)
-    assert done.status_code == 200, done.text
-    assert done.json()["active"]["version"] == 1
-    way = told("The way of a weights update")
-    assert steps(trace.modules) - IN_THE_ANSWER == set(way)
-    assert len(way) <= MOST_FILES
+    """On both sides: the trainer's client and the worker."""
+    tiny = worker.tiny
+    folder = str(tiny.weights(7))
+    data, control = (f"http://127.0.0.1:{port}" for port in (worker.data, worker.control))
+    async with AsyncRolloutPool.from_urls([data], control_urls=[control]) as pool:
+        await pool.acquire()
+        trace.modules.clear()
+        await pool.publish_weights(1, folder)
+        passed = set(trace.modules)
+    assert tiny.active is not None
+    assert tiny.active.version == 1
+    assert described_way("The way of a publish of files") <= passed
+    assert len(passed) <= MOST_PUBLISH_FILES, sorted(passed)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.requests.capability_checks import check_capabilities
+from rollout_worker.requests.admission_checks import check_capabilities
 from rollout_worker.schemas import SAMPLING_FIELDS, Capabilities, LogprobsOf, SamplingParams
 
 ABLE: dict[str, Any] = {

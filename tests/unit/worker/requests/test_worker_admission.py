@@ -78,6 +78,30 @@ def test_a_conflict_is_a_409_whatever_the_slug() -> None:
     assert ProblemError("asleep", "wake it").problem.status == 503
 
 
+S = Lifecycle
+WAYS: dict[Lifecycle, tuple[Lifecycle, ...]] = {
+    S.STARTING: (),
+    S.LOADING: (S.LOADING,),
+    S.FAILED: (S.FAILED,),
+    S.ACTIVE: (S.LOADING, S.ACTIVE),
+    S.PAUSING: (S.LOADING, S.PAUSING),
+    S.PAUSED: (S.LOADING, S.PAUSING, S.PAUSED),
+    S.DRAINING: (S.LOADING, S.DRAINING),
+    S.ASLEEP: (S.LOADING, S.DRAINING, S.ASLEEP),
+    S.WAKING: (S.LOADING, S.DRAINING, S.ASLEEP, S.WAKING),
+}
+
+
+def runtime_in(state: Lifecycle, *flags: str) -> WorkerRuntime:
+    """The state of a worker whose engine lives."""
+    runtime = WorkerRuntime(settings(*flags))
+    runtime.engine = cast(Engine, TinyEngine(Path("model")))
+    runtime.died = asyncio.get_running_loop().create_future()
+    for step in WAYS[state]:
+        runtime.lifecycle.move_to(step)
+    return runtime
+
+
 @pytest.mark.parametrize(
     ("state", "slug", "retry_after"),
     [
@@ -93,13 +117,9 @@ def test_a_conflict_is_a_409_whatever_the_slug() -> None:
     ],
 )
 async def test_each_state_serves_or_says_why_not(
-    tmp_path: Path, state: Lifecycle, slug: str | None, retry_after: int | None
+    state: Lifecycle, slug: str | None, retry_after: int | None
 ) -> None:
-    runtime = WorkerRuntime(settings())
-    runtime.engine = cast(Engine, TinyEngine(tmp_path))
-    runtime.died = asyncio.get_running_loop().create_future()
-    for step in WAYS[state]:
-        runtime.lifecycle.move_to(step)
+    runtime = runtime_in(state)
     refusal = serving_refusal(runtime, ACTIVE, None)
     assert (refusal and refusal.slug, refusal and refusal.retry_after) == (slug, retry_after)
     runtime.admitting = False
@@ -108,27 +128,9 @@ async def test_each_state_serves_or_says_why_not(
     assert refusal.slug == "shutting-down"
 
 
-S = Lifecycle
-WAYS: dict[Lifecycle, tuple[Lifecycle, ...]] = {
-    S.STARTING: (),
-    S.LOADING: (S.LOADING,),
-    S.FAILED: (S.FAILED,),
-    S.ACTIVE: (S.LOADING, S.ACTIVE),
-    S.PAUSING: (S.LOADING, S.PAUSING),
-    S.PAUSED: (S.LOADING, S.PAUSING, S.PAUSED),
-    S.DRAINING: (S.LOADING, S.DRAINING),
-    S.ASLEEP: (S.LOADING, S.DRAINING, S.ASLEEP),
-    S.WAKING: (S.LOADING, S.DRAINING, S.ASLEEP, S.WAKING),
-}
-
-
 @pytest.mark.parametrize("want", ["pause", "sleep"])
-async def test_a_hold_refuses_before_the_state_follows(tmp_path: Path, want: str) -> None:
-    runtime = WorkerRuntime(settings())
-    runtime.engine = cast(Engine, TinyEngine(tmp_path))
-    runtime.died = asyncio.get_running_loop().create_future()
-    for step in WAYS[S.ACTIVE]:
-        runtime.lifecycle.move_to(step)
+async def test_a_hold_refuses_before_the_state_follows(want: str) -> None:
+    runtime = runtime_in(Lifecycle.ACTIVE)
     if want == "pause":
         runtime.holds.hold_paused("me")
     else:
@@ -140,11 +142,7 @@ async def test_a_hold_refuses_before_the_state_follows(tmp_path: Path, want: str
 
 async def test_in_a_pool_nothing_is_served_below_a_floor_or_without_one(tmp_path: Path) -> None:
     pool = ("--pool", "p", "--namespace", "n", "--weights-roots", str(tmp_path))
-    runtime = WorkerRuntime(settings(*pool))
-    runtime.engine = cast(Engine, TinyEngine(tmp_path))
-    runtime.died = asyncio.get_running_loop().create_future()
-    for step in WAYS[S.ACTIVE]:
-        runtime.lifecycle.move_to(step)
+    runtime = runtime_in(Lifecycle.ACTIVE, *pool)
     floor = WeightsId(epoch=2, version=81)
     for active, required, serves in (
         (ACTIVE, None, False),

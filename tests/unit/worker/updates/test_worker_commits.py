@@ -30,14 +30,28 @@ OLD, NEW = (100, 0, False), (7, 1, False)
 
 
 @pytest.fixture
-async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
+async def worker(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[TinyWorker]:
+    async with tiny_worker(tmp_path, **getattr(request, "param", {})) as worker:
         yield worker
+
+
+one_row = pytest.mark.parametrize("worker", [{"rows": 1}], indirect=True)
+"""The engine runs one output at a time."""
 
 
 def counts(done: CommitResponse) -> tuple[int, int, int]:
     """Who ended by itself, who was ended, who goes on."""
     return done.finished, done.aborted, done.kept
+
+
+async def commit_under_way(
+    worker: TinyWorker, version: int
+) -> tuple[Gate, asyncio.Task[CommitResponse]]:
+    """Begin a commit; the engine flips once the gate opens."""
+    gate = worker.engine.before["commit"] = Gate()
+    committing = asyncio.create_task(worker.commit(version))
+    await gate.reached.wait()
+    return gate, committing
 
 
 # Idle.
@@ -76,8 +90,7 @@ async def test_the_answer_of_a_repeat_is_that_of_its_own_commit(worker: TinyWork
     await worker.update(1, 7)
     (worker.home / "w7" / "model.safetensors").unlink()
     worker.runtime.report_crash("gone")
-    await until(lambda: worker.runtime.restarts == 1, what="the restart")
-    await worker.reaches(Lifecycle.ACTIVE)
+    await worker.is_replaced()
     assert worker.active == WeightsId(epoch=0, version=0)
     done = await worker.commit(0, epoch=0)
     assert (done.active.version, done.previous, done.pause_seconds) == (0, None, 0)
@@ -178,10 +191,7 @@ async def test_a_policy_that_the_engine_lacks_is_refused_at_the_deadline_too(
         ({"in_flight": "Keep"}, [OLD, (7, 1, True)]),
         ({"in_flight": "Recompute"}, [OLD, NEW]),
         ({"in_flight": "Pin"}, [OLD]),
-        (
-            {"in_flight": "Drain", "on_deadline": "Keep", "deadline_seconds": 0},
-            [OLD, (7, 1, True)],
-        ),
+        ({"in_flight": "Drain", "on_deadline": "Keep", "deadline_seconds": 0}, [OLD, (7, 1, True)]),
     ],
     ids=["keep", "recompute", "pin", "drain, then keep"],
 )
@@ -198,17 +208,17 @@ async def test_who_runs_goes_on(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_who_waits_runs_on_the_new_weights(tmp_path: Path, policy: str) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        running = await worker.runs("r")
-        waiting = await worker.begin("w", 4)
-        assert worker.flights.waiting_count == 1
-        worker.engine.free = policy == "Drain"
-        done = await worker.commit(1, in_flight=policy, deadline_seconds=10)
-        assert sum(counts(done)) == 1, "who waited is not counted"
-        assert made_by(await worker.ends(waiting)) == [NEW]
-        assert made_by(await worker.ends(running))[0] == OLD
+@one_row
+async def test_who_waits_runs_on_the_new_weights(worker: TinyWorker, policy: str) -> None:
+    await worker.stage(1, 7)
+    running = await worker.runs("r")
+    waiting = await worker.begin("w", 4)
+    assert worker.flights.waiting_count == 1
+    worker.engine.free = policy == "Drain"
+    done = await worker.commit(1, in_flight=policy, deadline_seconds=10)
+    assert sum(counts(done)) == 1, "who waited is not counted"
+    assert made_by(await worker.ends(waiting)) == [NEW]
+    assert made_by(await worker.ends(running))[0] == OLD
 
 
 async def test_a_drain_waits_for_who_runs_and_starts_nobody(tmp_path: Path) -> None:
@@ -246,20 +256,20 @@ async def test_who_runs_is_aborted(worker: TinyWorker, fields: dict[str, Any]) -
     assert made_by(output) == [OLD]
 
 
-async def test_who_starts_before_the_queue_is_held_is_ended_too(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        first = await worker.runs("first", tokens=4)
-        second = await worker.begin("second")
-        gate = worker.engine.before["hold_admission"] = Gate()
-        committing = asyncio.create_task(worker.commit(1, in_flight="Abort"))
-        await gate.reached.wait()
-        worker.engine.step(3)
-        gate.open()
-        done = await committing
-        assert counts(done) == (1, 1, 0)
-        assert first.outputs[0].stop_reason is StopReason.LENGTH
-        assert second.outputs[0].abort_reason is AbortReason.WEIGHTS
+@one_row
+async def test_who_starts_before_the_queue_is_held_is_ended_too(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    first = await worker.runs("first", tokens=4)
+    second = await worker.begin("second")
+    gate = worker.engine.before["hold_admission"] = Gate()
+    committing = asyncio.create_task(worker.commit(1, in_flight="Abort"))
+    await gate.reached.wait()
+    worker.engine.step(3)
+    gate.open()
+    done = await committing
+    assert counts(done) == (1, 1, 0)
+    assert first.outputs[0].stop_reason is StopReason.LENGTH
+    assert second.outputs[0].abort_reason is AbortReason.WEIGHTS
 
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin"])
@@ -278,15 +288,15 @@ async def test_an_exact_version_never_spans(worker: TinyWorker, policy: str) -> 
     assert len(made_by(await worker.ends(free))) == 2
 
 
-async def test_an_exact_version_that_waits_is_ended_too(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        await worker.runs("r")
-        exact = await worker.begin("exact", exact_version=0)
-        done = await worker.commit(1, in_flight="Recompute")
-        assert exact.outputs[0].abort_reason is AbortReason.WEIGHTS
-        assert exact.outputs[0].token_ids == []
-        assert counts(done) == (0, 1, 1)
+@one_row
+async def test_an_exact_version_that_waits_is_ended_too(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    await worker.runs("r")
+    exact = await worker.begin("exact", exact_version=0)
+    done = await worker.commit(1, in_flight="Recompute")
+    assert exact.outputs[0].abort_reason is AbortReason.WEIGHTS
+    assert exact.outputs[0].token_ids == []
+    assert counts(done) == (0, 1, 1)
 
 
 async def test_an_exact_version_of_the_new_weights_goes_on(worker: TinyWorker) -> None:
@@ -399,9 +409,7 @@ async def test_a_commit_waits_for_a_verb_under_way_and_gives_up_in_time(
 async def test_the_order_is_checked_again_after_the_wait_for_the_slot(worker: TinyWorker) -> None:
     """Two commits and two stages of different versions at once: the higher one stays."""
     await worker.stage(2, 8)
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(2))
-    await gate.reached.wait()
+    gate, committing = await commit_under_way(worker, 2)
     late = asyncio.create_task(worker.begin_stage(1, 7))
     lower = asyncio.create_task(worker.commit(1))
     await asyncio.sleep(0.02)
@@ -417,9 +425,7 @@ async def test_the_order_is_checked_again_after_the_wait_for_the_slot(worker: Ti
 
 async def test_no_stage_takes_the_slot_from_a_commit(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()
+    gate, committing = await commit_under_way(worker, 1)
     higher = asyncio.create_task(worker.begin_stage(2, 8))
     await asyncio.sleep(0.02)
     assert not higher.done()
@@ -433,9 +439,7 @@ async def test_no_stage_takes_the_slot_from_a_commit(worker: TinyWorker) -> None
 
 async def test_a_stage_that_waits_for_a_commit_has_a_deadline(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()
+    gate, committing = await commit_under_way(worker, 1)
     with refused("deadline-exceeded"):
         await worker.begin_stage(2, 8, deadline_seconds=0.05)
     gate.open()
@@ -444,9 +448,7 @@ async def test_a_stage_that_waits_for_a_commit_has_a_deadline(worker: TinyWorker
 
 async def test_a_commit_outlives_its_caller(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate = worker.engine.before["commit"] = Gate()
-    caller = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()
+    gate, caller = await commit_under_way(worker, 1)
     caller.cancel()
     await asyncio.wait({caller})
     gate.open()
@@ -495,8 +497,7 @@ async def test_an_engine_that_dies_in_a_commit_is_replaced(
     assert caught.value.retry_after == 5
     await asyncio.wait_for(running.done.wait(), 10)
     assert running.outputs[0].stop_reason is StopReason.ABORTED
-    await until(lambda: worker.runtime.restarts == 1, what="the restart")
-    await worker.reaches(Lifecycle.ACTIVE)
+    await worker.is_replaced()
     flipped = call == "resume"
     assert (worker.engine.active.number, worker.updates.commit_seq) == (
         (7, 1) if flipped else (100, 0)
@@ -518,8 +519,7 @@ async def test_an_engine_that_does_not_resume_after_a_commit_is_replaced(
         await worker.commit(1, in_flight=policy)
     assert "resume failed: not now" in str(caught.value)
     assert worker.worker.worker_state().holds == ()
-    await until(lambda: worker.runtime.restarts == 1, what="the restart")
-    await worker.reaches(Lifecycle.ACTIVE)
+    await worker.is_replaced()
     assert worker.worker.worker_state().holds == ()
     assert made_by(await worker.ends(await worker.begin("r", 3))) == [NEW]
     assert (await worker.commit(1)).commit_seq == 1, "a repeat: it was committed"
@@ -546,8 +546,7 @@ async def test_an_engine_that_dies_in_a_drain_fails_the_commit_at_once(worker: T
     with refused("failed"):
         await asyncio.wait_for(committing, 10)
     assert running.outputs[0].abort_reason is AbortReason.ENGINE
-    await until(lambda: worker.runtime.restarts == 1, what="the restart")
-    await worker.reaches(Lifecycle.ACTIVE)
+    await worker.is_replaced()
     assert worker.engine.active.number == 100
 
 
@@ -562,16 +561,13 @@ async def test_an_engine_that_dies_while_the_pinned_end_fails_the_commit(
     worker.engine.die()
     with refused("failed"):
         await asyncio.wait_for(committing, 10)
-    await until(lambda: worker.runtime.restarts == 1, what="the restart")
-    await worker.reaches(Lifecycle.ACTIVE)
+    await worker.is_replaced()
     assert worker.engine.active.number == 7, "the last active weights are back"
 
 
 async def test_a_slow_commit_counts_as_its_pause(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()
+    gate, committing = await commit_under_way(worker, 1)
     await asyncio.sleep(0.1)
     gate.open()
     done = await committing
@@ -631,16 +627,16 @@ async def test_a_drain_looks_at_the_engine_again_and_again(worker: TinyWorker) -
     await asyncio.wait_for(committing, 5)
 
 
-async def test_an_output_that_had_ended_before_is_not_counted(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path, rows=1) as worker:
-        await worker.stage(1, 7)
-        exact = await worker.begin("exact", 4, exact_version=0, sampling={"n": 2})
-        worker.engine.step(5)
-        await until(lambda: exact.outputs[0].stop_reason is not None, what="the first output")
-        done = await worker.commit(1, in_flight="Recompute")
-        assert counts(done) == (0, 1, 0)
-        assert exact.outputs[0].stop_reason is StopReason.LENGTH
-        assert exact.outputs[1].abort_reason is AbortReason.WEIGHTS
+@one_row
+async def test_an_output_that_had_ended_before_is_not_counted(worker: TinyWorker) -> None:
+    await worker.stage(1, 7)
+    exact = await worker.begin("exact", 4, exact_version=0, sampling={"n": 2})
+    worker.engine.step(5)
+    await until(lambda: exact.outputs[0].stop_reason is not None, what="the first output")
+    done = await worker.commit(1, in_flight="Recompute")
+    assert counts(done) == (0, 1, 0)
+    assert exact.outputs[0].stop_reason is StopReason.LENGTH
+    assert exact.outputs[1].abort_reason is AbortReason.WEIGHTS
 
 
 async def test_who_waits_for_a_change_hears_of_the_commit_and_of_its_end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -170,6 +171,29 @@ async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
     sink.go.set()
     with pytest.raises(asyncio.CancelledError):
         await filling
+    assert sink.done == ["closed"]
+
+
+async def test_a_fill_that_is_cancelled_while_it_gives_up_keeps_no_memory(
+    source: Located, layout: WeightsLayout
+) -> None:
+    """A head's call to close a slot may come at any moment, and more than once."""
+    loop, busy, gives_up = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    sink = Bytes()
+
+    def refuse(_: str) -> None:
+        loop.run_in_executor(None, busy.wait, 10)  # so the sink is closed after it
+        gives_up.set()
+        raise EngineError("no")
+
+    filling = asyncio.create_task(fill_sink(engine(sink).open_slot, layout, source, refuse))
+    await gives_up.wait()
+    for _ in range(2):
+        filling.cancel()
+        await asyncio.sleep(0.01)
+    busy.set()
+    await asyncio.wait([filling])
     assert sink.done == ["closed"]
 
 

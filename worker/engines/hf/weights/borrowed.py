@@ -1,9 +1,9 @@
-"""Weights that serve from memory that somebody else filled: of the worker, or the trainer's own tensors.
+"""Weights that serve from memory that is not the engine's: memory of the worker, or the trainer's own tensors.
 
 A trainer's tensor of the model's device and dtype serves as it is: no byte is copied, and the trainer must not
-change it in place while it serves. torch counts writes to a tensor, so one that was changed is noticed
-(`Watch`): before a commit, before the engine steps again, and before tokens of a step are told. Only
-writes that torch doesn't count escape: those through `tensor.data`, or by other libraries.
+change it in place while it serves. torch counts writes to a tensor, so `WriteWatch` detects a change: before a
+commit, before the engine steps again, and before tokens of a step are delivered. It misses only
+writes that torch doesn't count: those through `tensor.data`, or by other libraries.
 """
 
 from __future__ import annotations
@@ -23,22 +23,17 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.shared_memory.tensor_views import view_memory
 
-from .allocations import NamedSpec, TensorAllocation
-from .buffers import COMPUTE_TORCH_DTYPES, TensorSink, tensor_nbytes
-
-
-def _release_nothing() -> None:
-    """Give nothing back."""
+from .buffers import COMPUTE_TORCH_DTYPES, NamedSpec, TensorAllocation, TensorSink, tensor_nbytes
 
 
 class WriteWatch:
-    """Tensors of somebody else, and how often each had been written to when they were given.
+    """The trainer's tensors, and how often each had been written to when they were handed over.
 
-    `release`: called once nobody computes with them any more.
+    `release`: called once nothing computes with them any more.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], release: Callable[[], None] = _release_nothing
+        self, tensors: Mapping[str, Tensor], release: Callable[[], None] = lambda: None
     ) -> None:
         self._seen = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
         self._release = release
@@ -46,22 +41,15 @@ class WriteWatch:
 
     @property
     def names(self) -> frozenset[str]:
-        """Their names."""
+        """The names of the tensors."""
         return frozenset(name for name, _, _ in self._seen)
 
     def changed_tensor(self) -> str | None:
-        """Return a tensor that was written to since, None if all are as they were."""
-        for name, tensor, version in self._seen:
-            if tensor._version != version:
-                return name
-        return None
+        """Return the name of a tensor that was written to since, None if all are as they were."""
+        return next((name for name, t, version in self._seen if t._version != version), None)
 
     def check_unchanged(self) -> None:
-        """Refuse to compute with changed tensors.
-
-        Raises:
-            EngineError: names one, and the fix.
-        """
+        """Raise `EngineError` with a name and the fix if a tensor was changed."""
         name = self.changed_tensor()
         if name is not None:
             raise EngineError(
@@ -71,19 +59,15 @@ class WriteWatch:
             )
 
     def release_tensors(self) -> None:
-        """Let go of them. Idempotent."""
+        """Drop the tensors. Idempotent."""
         self._seen, self.serving = [], False
         self._release()
 
 
 class TrainerTensorSink(TensorSink):
-    """The `Sink` that tensors of this process become; the worker writes nothing to it.
+    """The `Sink` over the trainer's tensors; the worker writes nothing to it.
 
-    Args:
-        entries: What is handed over.
-        given: The tensors.
-        targets: Where the model has them.
-        take: Takes memory for tensors that can't serve as they are.
+    `targets`: the model's tensors by name. `take` takes memory for tensors that can't serve as they are.
     """
 
     took = True
@@ -104,7 +88,7 @@ class TrainerTensorSink(TensorSink):
             if not given.copy and _can_serve_as(tensor, targets[name])
         }
         self.watch = WriteWatch(views, given.release)
-        """The tensors that serve as they are, to look at as long as they do."""
+        """Watches the tensors that serve as they are."""
         self.tensors = {name: each.detach() for name, each in views.items()}
         missing: list[NamedSpec] = [
             (name, tensor.shape, targets[name].dtype)
@@ -116,25 +100,15 @@ class TrainerTensorSink(TensorSink):
     @property
     @override
     def nbytes(self) -> int:
-        """What it holds itself."""
-        return (
-            0
-            if self._allocation is None
-            else sum(map(tensor_nbytes, self._allocation.tensors.values()))
-        )
+        owned = {} if self._allocation is None else self._allocation.tensors
+        return sum(map(tensor_nbytes, owned.values()))
 
     @override
     def allocate(self, entry: TensorEntry) -> memoryview | None:
-        """Every value is here already."""
-        return None
+        return None  # every value is here already
 
     @override
     def seal(self) -> None:
-        """Copies what has to be copied.
-
-        Raises:
-            WeightsRejected: what was hashed is not what is here now.
-        """
         if self._allocation is not None:
             for name, home in self._allocation.tensors.items():
                 home.copy_(self._source[name])
@@ -153,7 +127,6 @@ class TrainerTensorSink(TensorSink):
 
     @override
     def close(self) -> None:
-        """Who has taken `tensors` keeps them."""
         if not self.watch.serving:
             self._read.release_tensors()
         self._source = {}
@@ -161,12 +134,11 @@ class TrainerTensorSink(TensorSink):
 
 
 def _write_counted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those whose writes torch counts: not those made in inference mode."""
+    """Return the tensors whose writes torch counts: all but those made in inference mode."""
     return {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
 
 
 def _can_serve_as(tensor: Tensor, target: Tensor) -> bool:
-    """Whether a tensor may stand where the model has `target`."""
     return (
         tensor.device == target.device
         and tensor.dtype == target.dtype
@@ -176,14 +148,9 @@ def _can_serve_as(tensor: Tensor, target: Tensor) -> bool:
 
 
 class MappedTensorSink(TensorSink):
-    """The `Sink` that mapped memory becomes.
+    """The `Sink` over mapped memory, released once its last view is gone, those of pinned outputs included.
 
-    The memory is released once the last view of it is gone: of outputs that are pinned to it, too.
-
-    Args:
-        entries: What is there.
-        given: Where.
-        targets: What the model has.
+    `targets`: the model's tensors by name.
     """
 
     took = True
@@ -203,8 +170,7 @@ class MappedTensorSink(TensorSink):
 
     @override
     def allocate(self, entry: TensorEntry) -> memoryview | None:
-        """Every value is there already."""
-        return None
+        return None  # every value is there already
 
     @override
     def seal(self) -> None:
@@ -213,13 +179,12 @@ class MappedTensorSink(TensorSink):
 
     @override
     def close(self) -> None:
-        """Who has taken `tensors` keeps them."""
         self._views = {}
         super().close()
 
 
 def can_serve_from(entries: Sequence[TensorEntry], targets: Mapping[str, Tensor]) -> bool:
-    """Whether a model can compute with these bytes as they are: in main memory and of its dtypes."""
+    """Return whether a model can compute with these bytes as they are: in main memory and of its dtypes."""
     return all(
         targets[each.name].device.type == "cpu"
         and targets[each.name].dtype == COMPUTE_TORCH_DTYPES.get(each.spec.dtype)

@@ -1,9 +1,15 @@
-"""From a model folder to a model in memory, and what its checkpoint looks like."""
+"""Load a model from its folder, and find which of its tensors hold those of the checkpoint.
+
+transformers fuses some tensors of a checkpoint, such as the experts of a layer, into one of the model's. To find where
+each of them is in it, the elements of the fused one are numbered and split by the code of `save_pretrained`: the
+numbers in a part say where it was.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +18,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from rollout_common.transfer.layout import layer_of
 from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, WeightsLayout
 from rollout_worker.engines import EngineOptions
@@ -28,17 +35,30 @@ from rollout_worker.sources.checkpoint_files import FileSource, open_source, rea
 from rollout_worker.weights import OUTPUT_HEAD
 
 from .buffers import TensorSink
-from .fused import FusedPart, find_fused_parts
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPart:
+    """Where a tensor of the checkpoint is in `home`, a tensor of the model that has the shape `whole`.
+
+    `shape`: of the checkpoint's tensor; `strides` and `offset`: of its elements in the home, in elements.
+    """
+
+    home: Tensor
+    whole: torch.Size
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
 
 
 @dataclass(slots=True)
 class LoadedModel:
     """A model that can run.
 
-    `targets` maps the checkpoint's names to the tensors of the model that hold them, `parts` those that
-    are a part of one.
+    `targets` maps the checkpoint's names to the model's tensors that hold them, `parts` the names of tensors
+    that are only a part of one.
     """
 
     model: Any
@@ -66,7 +86,7 @@ def load_model(
     """Load the model; blocks.
 
     Raises:
-        EngineError: not a model that this engine can serve; the text says what to change.
+        EngineError: this engine can't serve the model; the text says what to change.
     """
     report(Progress(message="reading the model's configuration"))
     config = _load_config(options)
@@ -79,9 +99,9 @@ def load_model(
     if (device.type, dtype) == ("cpu", torch.bfloat16) and _emulates_bfloat16():
         logger.warning("this CPU emulates bfloat16: --dtype float32 is several times as fast")
 
-    tensors, root = _read_checkpoint(source, dtype, _model_class(config), report, cancelled)
+    tensors, root = _read_checkpoint(source, dtype, config, report, cancelled)
     report(Progress(message="building the model"))
-    if not options.guest:  # it is the process's owner who sets it for the whole process
+    if not options.guest:  # the progress bar of the whole process is its owner's choice
         transformers.utils.logging.disable_progress_bar()
     model = _build_model(config, tensors, dtype, settings).to(device)
     layout, targets, parts = _find_layout(model, source)
@@ -101,19 +121,17 @@ def load_model(
 def _read_checkpoint(
     source: FileSource,
     dtype: torch.dtype,
-    model_class: Any,
+    config: Any,
     report: Callable[[Progress], None],
     cancelled: Callable[[], bool],
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the checkpoint's tensors and its root hash."""
-
     def advance(done: int, total: int) -> None:
         fraction = done / total if total else 1.0
         report(Progress(message=f"loading weights {fraction:.0%}", fraction=fraction))
 
-    # What a model keeps in float32 whatever the dtype must not be rounded on the way.
+    # Tensors that a model keeps in float32 whatever the dtype must not be rounded first.
     precise = any(
-        getattr(model_class, name, None)
+        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], name, None)
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
     buffers = TensorSink(None if precise else dtype, torch.device("cpu"))
@@ -131,7 +149,7 @@ def _load_config(options: EngineOptions) -> Any:
     except (ValueError, KeyError, OSError) as error:
         raise EngineError(f"transformers does not know this model: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise EngineError(f"model_type {config.model_type!r} is no causal language model")
+        raise EngineError(f"model_type {config.model_type!r} is not a causal language model")
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     odd = kinds - {"full_attention", "sliding_attention"}
     if odd:
@@ -143,21 +161,16 @@ def _load_config(options: EngineOptions) -> Any:
 
 
 def _choose_dtype(options: EngineOptions, config: Any, source: FileSource) -> torch.dtype:
-    if options.dtype != "auto":
-        return _torch_dtype(options.dtype)
     named = getattr(config, "dtype", None)
-    if isinstance(named, torch.dtype):
+    if options.dtype == "auto" and isinstance(named, torch.dtype):
         return named
-    return _torch_dtype(checkpoint_dtype(source.entries) or "float32")
+    most = checkpoint_dtype(source.entries) or "float32"
+    dtype: torch.dtype = getattr(torch, most if options.dtype == "auto" else options.dtype)
+    return dtype
 
 
 def _emulates_bfloat16() -> bool:
     return torch.backends.cpu.get_cpu_capability() in {"DEFAULT", "AVX2"}
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _choose_device(options: EngineOptions) -> torch.device:
@@ -167,20 +180,17 @@ def _choose_device(options: EngineOptions) -> torch.device:
     return torch.device(auto if options.device == "auto" else options.device)
 
 
-def _model_class(config: Any) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
 def _build_model(
     config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: HfSettings
 ) -> Any:
-    """Make the model around the tensors; it takes them as they are, without a copy."""
-    model, info = _model_class(config).from_pretrained(
+    """Make the model around the tensors, without a copy."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, info = model_class.from_pretrained(
         None,
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation=attention_implementation(_model_class(config), settings.attention),
+        attn_implementation=attention_implementation(model_class, settings.attention),
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys"):
@@ -196,7 +206,7 @@ def _build_model(
 def _find_layout(
     model: Any, source: FileSource
 ) -> tuple[WeightsLayout, dict[str, Tensor], dict[str, FusedPart]]:
-    """Return what a version of this model must hold, and where it goes: to a tensor, or a part of one."""
+    """Return what a version of this model must hold, and the `targets` and `parts` of `LoadedModel`."""
     held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     specs = {entry.name: entry.spec for entry in source.entries}
@@ -219,8 +229,74 @@ def _find_layout(
     optional |= {name: required[target] for name, target in tied.items()}
     layout = WeightsLayout(required, optional, tied)
     if uncovered:
-        # transformers makes tensors of some models in a way that can't be followed.
+        # transformers makes tensors of some models in a way that `find_fused_parts` can't reverse.
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
         return layout, {}, {}
     targets = {name: parts[name].home if name in parts else held[name] for name in required}
     return layout, targets, parts
+
+
+def find_fused_parts(
+    model: Any, held: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, FusedPart]:
+    """Return, by the checkpoint's names, what these tensors of a model are made of; empty if that is unknown.
+
+    `held`: the model's tensors by its own names; `names`: those that its checkpoint does not have.
+    """
+    try:
+        # `save_pretrained` uses it; it is not a public name.
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return {}
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name in names:
+        layers[layer_of(name)][name] = held[name]
+    parts: dict[str, FusedPart] = {}
+    for homes in layers.values():
+        numbers, start = {}, 0
+        starts: dict[str, int] = {}
+        for name, home in homes.items():
+            starts[name] = start
+            numbers[name] = torch.arange(start, start + home.numel()).view(home.shape)
+            start += home.numel()
+        for name, where in revert_weight_conversion(model, dict(numbers)).items():
+            made = (_locate_part(where, homes[home], starts[home]) for home in homes)
+            if (part := next(filter(None, made), None)) is None:
+                return {}
+            parts[name] = part
+    return parts
+
+
+def _locate_part(where: Tensor, home: Tensor, start: int) -> FusedPart | None:
+    """Return where a tensor is in a home whose numbers begin at `start`; None if not all of it is, or not in order."""
+    if not where.numel():
+        return None
+    offset = int(where.reshape(-1)[0]) - start
+    strides = tuple(
+        int(where.select(dim, 1).reshape(-1)[0]) - start - offset if size > 1 else 0
+        for dim, size in enumerate(where.shape)
+    )
+    last = offset + sum((size - 1) * step for size, step in zip(where.shape, strides, strict=True))
+    if min(offset, *strides) < 0 or last >= home.numel():
+        return None
+    # Only as many numbers as the part has: a home may have those of a hundred experts.
+    numbers = torch.tensor(start + offset)
+    for size, step in zip(where.shape, strides, strict=True):
+        numbers = numbers.unsqueeze(-1) + torch.arange(size) * step
+    if not torch.equal(numbers, where):
+        return None
+    return FusedPart(home, home.shape, where.shape, strides, offset)
+
+
+def fuse_tensors(
+    parts: Mapping[str, FusedPart], tensors: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each of the model's fused tensors with its new value, made of the checkpoint's tensors."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, part in parts.items():
+        tensor = tensors[name]
+        key = id(part.home)
+        if key not in made:
+            made[key] = part.home, torch.empty(part.whole, dtype=tensor.dtype, device=tensor.device)
+        torch.as_strided(made[key][1], part.shape, part.strides, part.offset).copy_(tensor)
+    return list(made.values())

@@ -1,6 +1,6 @@
 """The model's weights in memory: swapped for new ones, spilled to a file, dropped.
 
-`Memory` never runs while a step runs; the engine sees to that. New weights come in buffers of their
+The engine never calls `WeightsMemory` while a step runs. New weights come in memory of their
 own next to the serving ones (`open_sink`).
 """
 
@@ -11,7 +11,6 @@ import gc
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +25,19 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 
-from .allocations import DeviceAllocator, NamedSpec, TensorAllocation, allocate_host
 from .borrowed import MappedTensorSink, TrainerTensorSink, WriteWatch, can_serve_from
-from .buffers import BOUNCE_NAME, SpillFile, TensorSink, bounce_bytes, tensor_nbytes
-from .fused import fuse_tensors
-from .loading import LoadedModel
+from .buffers import (
+    BOUNCE_NAME,
+    DeviceAllocator,
+    NamedSpec,
+    SpillFile,
+    TensorAllocation,
+    TensorSink,
+    allocate_host,
+    bounce_bytes,
+    tensor_nbytes,
+)
+from .loading import LoadedModel, fuse_tensors
 
 NOT_UPDATABLE = (
     "transformers converts this model's tensors on loading, so the hf engine can neither update its "
@@ -39,13 +46,10 @@ NOT_UPDATABLE = (
 
 
 class WeightsMemory:
-    """Holds the tensors of one model and what became of them.
+    """The tensors of one model, wherever they are.
 
-    Args:
-        loaded: The model.
-        spill_dir: Where `spill` writes; None: the temporary folder.
-        staging: What memory of another version is charged to.
-        allocate_on_device: Takes memory on the model's device; None where that is main memory.
+    `spill_weights` writes to `spill_dir`, None: the temporary folder. Memory of another version is charged to `staging`.
+    `allocate_on_device` takes memory on the model's device; None: that is main memory.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class WeightsMemory:
         self._targets, self._parts = loaded.targets, loaded.parts
         self._staging = staging
         self._allocate_on_device = allocate_on_device
-        self._all = _distinct_tensors(loaded.model)
+        self._all: list[Tensor] = list(loaded.model.parameters())  # tied ones once
         self._spill_dir = spill_dir
         self._spill: SpillFile | None = None
         self._pinned: list[tuple[Tensor, Tensor]] = []
@@ -68,28 +72,26 @@ class WeightsMemory:
 
     @property
     def is_updatable(self) -> bool:
-        """Whether other weights can be put in place of these."""
+        """Whether other weights can replace these."""
         return bool(self._targets)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that are in memory, those of pinned outputs included."""
-        return sum(map(tensor_nbytes, self._all)) + sum(
-            tensor_nbytes(tensor) for _, tensor in self._pinned
-        )
+        return sum(map(tensor_nbytes, (*self._all, *(tensor for _, tensor in self._pinned))))
 
     def open_sink(
         self, entries: Sequence[TensorEntry], given: GivenWeights | None = None
     ) -> TensorSink:
-        """Return buffers for another version of the weights, with these tensors; blocks.
+        """Return a sink for another version of the weights, with these tensors; blocks.
 
-        Tensors of this process and memory that is given serve as they are, where they can. Else all
-        of the memory is taken at once, on the model's device if that has room next to the serving
-        weights, else in main memory; so is what tensors of another dtype or device come through.
+        Given tensors and memory serve as they are, where they can. Else all memory is taken at once, on the
+        model's device if that has enough next to the serving weights, else in main memory; tensors of
+        another dtype or device pass through more main memory.
 
         Raises:
-            WeightsRejected: this model's can't be put in place.
-            EngineError: there is no room.
+            WeightsRejected: this model's weights can't be updated.
+            EngineError: there is not enough memory.
         """
         if not self.is_updatable:
             raise WeightsRejected(NOT_UPDATABLE)
@@ -103,14 +105,17 @@ class WeightsMemory:
             if each.name in self._targets
         ]
         allocation = self._allocate_tensors(specs)
-        try:
-            return TensorSink(
-                allocation=allocation,
-                bounce=self._allocate_bounce(bounce_bytes(entries, allocation)),
-            )
-        except EngineError:
-            allocation.free()
-            raise
+        bounce = None
+        if size := bounce_bytes(entries, allocation):
+            # Page-locked if there is a GPU, which then reads it several times as fast.
+            locked = self._allocate_on_device is not None
+            whole = [(BOUNCE_NAME, (size,), torch.uint8)]
+            try:
+                bounce = allocate_host(whole, self._staging, off_device=locked)
+            except EngineError:
+                allocation.free()
+                raise
+        return TensorSink(allocation=allocation, bounce=bounce)
 
     def _allocate_tensors(self, specs: Sequence[NamedSpec]) -> TensorAllocation:
         self._staging.wait_until_freed()
@@ -121,20 +126,14 @@ class WeightsMemory:
                 release_freed()
         return allocate_host(specs, self._staging, off_device=self._allocate_on_device is not None)
 
-    def _allocate_bounce(self, size: int) -> TensorAllocation | None:
-        """Take main memory, page-locked where there is a GPU, which reads it several times as fast."""
-        whole = [(BOUNCE_NAME, (size,), torch.uint8)]
-        locked = self._allocate_on_device is not None
-        return allocate_host(whole, self._staging, off_device=locked) if size else None
-
     def swap_weights(self, staged: TensorSink, *, pin: bool = False) -> None:
-        """Make these tensors the serving ones: pointers only, or a copy of what is `off_device`.
+        """Make these tensors serve: by pointers alone, or by a copy if they are `off_device`.
 
-        With `pin` the former ones stay for `use` until `release_pinned`, in place of any kept
-        before.
+        With `pin` the former ones stay for `use_weights` until `release_pinned`; they replace any that
+        stayed before.
 
         Raises:
-            EngineError: no room for both, or somebody's tensors were changed; the former ones serve on.
+            EngineError: no memory for both, or the trainer's tensors were changed; the former ones serve on.
         """
         watch = staged.watch if isinstance(staged, TrainerTensorSink) else WriteWatch({})
         watch.check_unchanged()
@@ -167,7 +166,7 @@ class WeightsMemory:
         if off_device and not pin:
             self._copy_weights(pairs, views)
         else:
-            # Nothing of the former ones is freed in this thread: no step may wait for that.
+            # Another thread frees the former ones: no step may wait for that.
             former = self._pinned if pin else gone
             former.extend((target, target.data) for target, _ in pairs)
             _point_tensors(pairs)
@@ -175,33 +174,27 @@ class WeightsMemory:
             self.free_in_thread(gone.clear)
 
     def free_in_thread(self, free: Callable[[], object]) -> None:
-        """Call this in a thread, once the engine steps again; who takes memory next waits for it."""
+        """Call `free` in a thread, once the engine steps again; the next claim of memory waits for it."""
         self._staging.freeing.free_soon(free)
 
     def release_memory(self) -> None:
-        """Return once what was let go of is the system's again, also what a thread still frees; not for ever."""
+        """Give dropped memory back to the system; waits a limited time for what a thread still frees."""
         self._staging.wait_until_freed()
         release_freed()
 
     def check_unchanged(self) -> None:
-        """Refuse to compute with tensors of somebody else that were changed meanwhile.
-
-        Raises:
-            EngineError: names one, and the fix.
-        """
+        """Raise `EngineError` if the trainer has changed a tensor since it handed it over."""
         self._watch.check_unchanged()
         self._pinned_watch.check_unchanged()
 
     @property
     def is_intact(self) -> bool:
-        """Whether the serving weights are what was committed."""
+        """Whether the serving weights are those that were committed."""
         return self._watch.changed_tensor() is None
 
     def _move_to_device(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Return the new ones on the model's device, next to the former."""
-        assert self._allocate_on_device is not None, (
-            "nothing is off the device where there is no device"
-        )
+        """Return the new weights on the model's device, next to the former."""
+        assert self._allocate_on_device is not None, "only weights for a device can be off it"
         try:
             moved = self._allocate_on_device(
                 [(str(n), t.shape, t.dtype) for n, (_, t) in enumerate(pairs)]
@@ -216,7 +209,7 @@ class WeightsMemory:
         return [(target, moved[str(number)]) for number, (target, _) in enumerate(pairs)]
 
     def _copy_weights(self, pairs: Iterable[tuple[Tensor, Tensor]], views: Collection[int]) -> None:
-        """Copy new ones over the serving ones, or to where nothing of ours serves.
+        """Copy new weights over the serving ones, or to new memory where those are not ours to overwrite.
 
         `views`: ids of the targets whose new tensors serve as they are.
         """
@@ -246,11 +239,7 @@ class WeightsMemory:
             self.free_in_thread(free)
 
     def spill_weights(self) -> None:
-        """Write the weights to a file without a name; they stay in memory until `drop`.
-
-        Raises:
-            EngineError: no room in the folder.
-        """
+        """Write the weights to a file without a name, or raise `EngineError`; they stay in memory, too."""
         try:
             self._spill = SpillFile(self._spill_dir or Path(tempfile.gettempdir()), self._all)
         except OSError as error:
@@ -260,14 +249,14 @@ class WeightsMemory:
             ) from error
 
     def drop_weights(self) -> None:
-        """Let go of the weights; `give_back` gives their memory back."""
+        """Drop the weights; `release_memory` gives their memory back."""
         for tensor in self._all:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._watch.release_tensors()
         self.resident = False
 
     def forget_spill(self) -> None:
-        """Give up a spilled copy."""
+        """Remove the spilled copy, if there is one."""
         if self._spill is not None:
             self._spill.close()
             self._spill = None
@@ -278,11 +267,7 @@ class WeightsMemory:
         return self._spill is not None
 
     def restore_weights(self) -> None:
-        """Take the spilled weights back, bit for bit.
-
-        Raises:
-            EngineError: the file cannot be read back.
-        """
+        """Read the spilled weights back, bit for bit, or raise `EngineError`."""
         if self._spill is None:
             raise EngineError("no weights were spilled: wake them from their source")
         try:
@@ -300,24 +285,19 @@ def _point_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         target.data = tensor
 
 
-def _distinct_tensors(model: Any) -> list[Tensor]:
-    """Return the tensors of a model, tied ones once."""
-    return [parameter for _, parameter in model.named_parameters()]
-
-
 def freeze_heap() -> None:
-    """Take what is alive now out of every later collection: it stays for the engine's whole life.
+    """Exclude the objects that are alive now from every later garbage collection.
 
-    A collection stops all threads. Over the objects of torch and transformers it lasts a quarter of
-    a second, over what came since some milliseconds. So it stays that way for the engines that
-    follow in this process, unless one could not be freed without (`HfEngine.stop`).
+    A collection stops all threads. Over the objects of torch and transformers it takes a quarter of
+    a second, without them some milliseconds. They stay excluded for the engines that follow in this
+    process, unless a cycle with one of them keeps a model alive (`HfEngine.stop`).
     """
     gc.collect()
     gc.freeze()
 
 
 def release_freed() -> None:
-    """Make the process give freed memory back to the system, which allocators put off."""
+    """Give freed memory back to the system, which allocators put off."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

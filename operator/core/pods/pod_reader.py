@@ -1,0 +1,244 @@
+"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from rollout_operator.api.revision import is_current_revision
+from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.trainer_pods import RecordedPlacement
+
+from .pod_trouble import (
+    container_statuses,
+    describe_startup_wait,
+    describe_trouble,
+    failed_container_log,
+    is_booting,
+    is_unschedulable,
+    memory_limits,
+    parse_timestamp,
+    unscheduled_since,
+)
+
+MAX_RESTARTS = 1_000_000
+
+
+def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
+    """Parse a labelled pod; None if its labels are not ours."""
+    meta = obj["metadata"]
+    labels: Mapping[str, str] = meta.get("labels") or {}
+    notes: Mapping[str, str] = meta.get("annotations") or {}
+    status: Obj = obj.get("status") or {}
+    try:
+        replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
+        # Any user who may patch pods can write any number there: status must hold it, and greater ones.
+        restarts = min(max(0, int(notes.get(names.ANNOTATION_RESTARTS, "0"))), MAX_RESTARTS)
+    except (KeyError, ValueError):
+        return None
+    if not meta["name"].endswith(f"-{replica}-{rank}"):
+        return None  # somebody changed its labels
+    wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    gate = conditions.get(names.GATE_SERVING, {})
+    reported = describe_trouble(status, {}, memory_limits(obj))
+    return Pod(
+        name=meta["name"],
+        uid=meta["uid"],
+        replica=replica,
+        rank=rank,
+        revision=labels.get(names.LABEL_REVISION, ""),
+        phase=status.get("phase", "Pending"),
+        mislabelled=not wanted.items() <= labels.items(),
+        owned=owner_uid is not None and _controller_uid(meta) == owner_uid,
+        deletion_at=parse_timestamp(meta.get("deletionTimestamp")),
+        grace=meta.get("deletionGracePeriodSeconds"),
+        started=has_container_run(status),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        gate=gate.get("status") == "True",
+        gate_boot=parse_boot_id(gate.get("message", "")),
+        own_grace=(obj.get("spec") or {}).get("terminationGracePeriodSeconds"),
+        gate_since=parse_timestamp(gate.get("lastTransitionTime")),
+        proven_since=parse_timestamp(
+            conditions.get(names.CONDITION_PROVEN, {}).get("lastTransitionTime")
+        ),
+        ip=status.get("podIP"),
+        node=(obj.get("spec") or {}).get("nodeName"),
+        restarts=restarts,
+        retry=notes.get(names.ANNOTATION_RETRY, ""),
+        followed=_has_followed_gang(status),
+        finished_at=max(_container_end_times(status), default=None),
+        last_known_at=_last_known_time(meta, status),
+        trouble=reported or describe_trouble(status, conditions),
+        lacks_node=not reported and is_unschedulable(conditions),
+        last_log=failed_container_log(status),
+        waits_on=describe_startup_wait(status, conditions),
+        unscheduled_since=unscheduled_since(conditions),
+        is_booting=is_booting(status),
+        colocated=_is_colocated(obj),
+        taken=_recorded_placement(notes),
+    )
+
+
+def _is_colocated(obj: Obj) -> bool:
+    """Its spec says so, which can't change; annotations can."""
+    claims = (obj.get("spec") or {}).get("resourceClaims") or ()
+    return any(claim["name"] == DEVICES_CLAIM_NAME for claim in claims)
+
+
+def _recorded_placement(notes: Mapping[str, str]) -> RecordedPlacement | None:
+    try:
+        return RecordedPlacement(
+            trainer=notes[names.ANNOTATION_TRAINER],
+            claim_uid=notes[names.ANNOTATION_CLAIM],
+            devices=tuple(notes[names.ANNOTATION_DEVICES].split(",")),
+        )
+    except KeyError:
+        return None
+
+
+BOOT_PREFIX = "boot "
+
+
+def parse_boot_id(message: str) -> str | None:
+    """The boot id that a gate's message names."""
+    head, found, rest = message.partition(BOOT_PREFIX)
+    return rest.split(":")[0].strip() if found and not head else None
+
+
+def _controller_uid(meta: Obj) -> str | None:
+    for ref in meta.get("ownerReferences") or ():
+        if ref.get("controller"):
+            uid: str = ref["uid"]
+            return uid
+    return None
+
+
+def _container_end_times(status: Obj) -> list[float]:
+    """When containers ended; an init container that fails ends its pod, too."""
+    states = (
+        container.get(part) or {}
+        for container in container_statuses(status)
+        for part in ("state", "lastState")
+    )
+    ends = (parse_timestamp((state.get("terminated") or {}).get("finishedAt")) for state in states)
+    return [end for end in ends if end]
+
+
+def _has_followed_gang(status: Obj) -> bool:
+    """Whether the worker says by its exit status that it gave its gang up."""
+    return any(
+        container["name"] == names.WORKER_CONTAINER
+        and ((container.get("state") or {}).get("terminated") or {}).get("exitCode")
+        == names.GANG_EXIT_CODE
+        for container in status.get("containerStatuses") or ()
+    )
+
+
+def has_container_run(status: Obj) -> bool:
+    """Return whether a container has run, init containers aside."""
+    states = (
+        container.get(part) or {}
+        for container in status.get("containerStatuses") or ()
+        for part in ("state", "lastState")
+    )
+    runs = (state.get("terminated") or state.get("running") or {} for state in states)
+    return any(run.get("startedAt") for run in runs)
+
+
+def _last_known_time(meta: Obj, status: Obj) -> float:
+    """Latest time of a pod that a container need not have run for: the kubelet may refuse it."""
+    changes = (
+        condition.get("lastTransitionTime")
+        for condition in status.get("conditions") or ()
+        if condition["type"]
+        not in (names.GATE_SERVING, names.CONDITION_PROVEN)  # these are written by us
+    )
+    moments = (meta.get("creationTimestamp"), status.get("startTime"), *changes)
+    return max((found for moment in moments if (found := parse_timestamp(moment))), default=0.0)
+
+
+def is_leftover(obj: Obj, pool: str, owner_uid: str) -> bool:
+    """Whether an object is left of a deleted RolloutReplica of this name: it will be collected."""
+    return any(
+        (ref.get("controller"), ref.get("kind"), ref.get("name")) == (True, names.KIND, pool)
+        and ref["uid"] != owner_uid
+        for ref in obj["metadata"].get("ownerReferences") or ()
+    )
+
+
+class PodReader:
+    """Parses the pods of a pool, each object once: the store replaces objects and changes none."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Obj, Pod | None]] = {}
+        self.strangers: tuple[str, ...] = ()
+        """A sentence on each pod of the last reading that looks like ours and is not."""
+
+    def read_pods(
+        self, objs: Iterable[Obj], pool: str, owner_uid: str, spec: RolloutReplicaSpec | None = None
+    ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
+        """Return the pods that our object controls, and those of a deleted one of its name.
+
+        A pod of another owner shows when its name is taken. Without a spec no service account counts.
+        """
+        found: list[str] = []
+        before, self._known = self._known, {}
+        ours: list[Pod] = []
+        predecessors: list[Pod] = []
+        for obj in objs:
+            # The cache keeps the object, too, so that no other one can get its id.
+            known = before.get(id(obj)) or (obj, parse_pod(obj, _controller_uid(obj["metadata"])))
+            self._known[id(obj)] = known
+            pod = known[1]
+            if pod is None:
+                continue
+            if _controller_uid(obj["metadata"]) == owner_uid:
+                why = _foreign_reason(obj, pod, pool, spec)
+                found += [why] if why else []
+                ours += [] if why else [pod]
+            elif is_leftover(obj, pool, owner_uid):
+                predecessors.append(pod)
+        self.strangers = tuple(found)
+        return tuple(ours), tuple(predecessors)
+
+
+def _foreign_reason(obj: Obj, pod: Pod, pool: str, spec: RolloutReplicaSpec | None) -> str | None:
+    name = names.pod_name(pool, pod.replica, pod.rank)
+    account = None if spec is None else spec.service_account_name
+    current = spec is not None and is_current_revision(pod.revision, spec)
+    return foreign_pod_reason(obj, name, names.heads_service(pool), account, current=current)
+
+
+def foreign_pod_reason(
+    obj: Obj, name: str, subdomain: str, account: str | None, *, current: bool
+) -> str | None:
+    """Return why a pod is not ours although its labels and its controller say so; None: it is.
+
+    Any user may patch these, but a pod's name and most of its spec can't change. Its account is the
+    pool's, or was when it was made: then it is of an older revision, and has the host name that the
+    operator gives.
+
+    Args:
+        obj: the pod.
+        name: what the operator calls it.
+        subdomain: the one that the operator gives it.
+        account: the pool's service account; None: not known, and not looked at.
+        current: it says that it is of the pool's present revision.
+    """
+    spec = obj.get("spec") or {}
+    found = spec.get("serviceAccountName") or "default"
+    older = not current and (spec.get("hostname"), spec.get("subdomain")) == (name, subdomain)
+    if obj["metadata"]["name"] != name:
+        what = f"is not called {name!r}"
+    elif account is None or found == account or older:
+        return None
+    else:
+        what = f"runs under service account {found!r}, not {account!r}"
+    return (
+        f"{obj['metadata']['name']}: it has the labels and the owner reference of this pool's pods, but "
+        f"{what}, so it gets no calls: delete it, or take both off it"
+    )

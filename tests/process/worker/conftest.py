@@ -1,0 +1,32 @@
+"""What most tests of a worker begin with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.unit.tiny_gang import hash_of_checkpoint
+from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
+    async with tiny_worker(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def root_hash(tmp_path: Path) -> str:
+    """Of the checkpoint that all nodes of a gang have."""
+    return await hash_of_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The lock directory of a node."""
+    folder = tmp_path / "turn"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
