@@ -1,7 +1,7 @@
-"""Ten minutes on one GPU: each engine's worker is started and tried where only a GPU can tell.
+"""Ten minutes on one GPU: start each engine's worker, and check what only a GPU can show.
 
-`python -m gpu_smoke` runs it (`make gpu-smoke`). It uses what the tests use to start workers and to
-judge tokens; nothing in here is imported by what is shipped.
+`python -m gpu_smoke` runs it (`make gpu-smoke`), with the tests' own code to start workers and to judge tokens.
+Nothing that is shipped imports it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for row in run(plan, arguments.engines or ENGINES, arguments.check or [*CHECKS, *VARIANTS]):
         rows.append(row)
-        _keep(plan.out / "results.json", rows)  # whatever ends this process meanwhile
+        _keep(plan.out / "results.json", rows)  # after each check, as this process may be killed
     _say("\n" + table(rows))
     _say(f"\nlogs and results: {plan.out}")
     ran = any(row.outcome == "passed" for row in rows)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(plan: Plan, engines: Sequence[str], checks: Sequence[str]) -> Iterator[Row]:
-    """Yield what each check of each engine found, as soon as it is known."""
+    """Yield the result of each check of each engine as soon as it is known."""
     models = Models(plan.size)
     for engine in engines:
         if plan.python(engine) is None:
@@ -98,7 +98,7 @@ def _run_engine(
 
 
 def _run_variant(plan: Plan, engine: str, name: str) -> Iterator[Row]:
-    """Yield what its checks found, each by both names."""
+    """Yield the results of its checks, each under the variant's and the check's name."""
     try:
         own, models = VARIANTS[name].planned(plan, name, engine)
     except NotHere as error:
@@ -121,7 +121,7 @@ def _check(scene: Scene, name: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, failures told at length."""
+    """Return the rows as a Markdown table."""
     lines = ["| engine | check | | s | found |", "|---|---|---|---|---|"]
     for row in rows:
         told = " ".join(row.told.split())[:300]

@@ -1,4 +1,4 @@
-"""The checks, in their order, one list: each returns what it found in a few words, or raises `Wrong`."""
+"""The checks, in their order: each returns its finding in a few words, or raises `Wrong`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Check = Callable[[Scene], str]
 
 
 def started(scene: Scene) -> str:
-    """It serves; the table of its processes is an artefact."""
+    """The worker serves; a table of its processes is kept."""
     titles = [f"{process.pid} {process.command_line()}" for process in scene.family()]
     scene.folder.joinpath("processes.txt").write_text("\n".join(sorted(titles)) + "\n")
     return f"Ready after {scene.start_seconds:.0f} s, {len(titles)} processes below the worker"
@@ -79,7 +79,7 @@ def limits(scene: Scene) -> str:
 
 
 def commits_under_load(scene: Scene) -> str:
-    """Many run, half of them streamed: each token is of the weights that its span names."""
+    """Commits while many requests run, half of them streamed: the weights of its span made each token."""
     told = []
     for policy in scene.policies:
         scene.stage()  # before they begin: a fast GPU would be done with them by then
@@ -135,7 +135,7 @@ def many_commits(scene: Scene) -> str:
 
 
 def held_ahead(scene: Scene) -> str:
-    """Before a commit each rank holds what is staged, on a GPU page-locked; the pause is one copy."""
+    """Before a commit each rank has mapped what is staged, page-locked on a GPU; the pause is one copy."""
     if scene.kind.in_process:
         raise NotHere("hf serves from what is staged")
     scene.stage()
@@ -209,7 +209,7 @@ def deaths(scene: Scene) -> str:
 
 
 def idle(scene: Scene) -> str:
-    """Nothing that ends by itself while idle is taken for a death."""
+    """A helper process that ends while the engine is idle does not count as a death."""
     restarts = scene.worker.state()["restarts"]
     time.sleep(scene.plan.idle_seconds)
     if scene.worker.state()["restarts"] != restarts:
@@ -241,7 +241,7 @@ def _without_cache(scene: Scene, asleep: float, half: float, awake: float) -> bo
 
 
 def _await_restart(scene: Scene, restarts: int) -> None:
-    """Wait until the worker has noticed a death after so many restarts."""
+    """Wait for one more restart than there were."""
     until_sync(
         lambda: scene.worker.state()["restarts"] > restarts,
         RESTART_SECONDS,
@@ -250,7 +250,7 @@ def _await_restart(scene: Scene, restarts: int) -> None:
 
 
 def _running(scene: Scene, name: str, *, stream: bool) -> Future[dict[str, Any]]:
-    """Begin a long request; its result is the output, whole or cut short."""
+    """Start a long request; its result is the output, whole or cut short."""
     body = {
         "request_id": f"{name}-{scene.version}",
         "sampling": {"max_tokens": scene.plan.length, "ignore_eos": True},
@@ -278,7 +278,7 @@ def _running(scene: Scene, name: str, *, stream: bool) -> Future[dict[str, Any]]
 def _judge_spans(scene: Scene, output: dict[str, Any]) -> int:
     """Teacher-force each token under the version of its span; return how many were judged.
 
-    Tokens behind another version's KV (`stale_kv`) depend on what no single model computes.
+    Tokens after another version's KV (`stale_kv`) depend on what no single model computes.
     """
     spans = output["weights"]
     ends = [0, *(span["end"] for span in spans)]

@@ -1,4 +1,4 @@
-"""How long a reader waits for a token while weights are staged beside the steps."""
+"""How long a reader waits for a token while weights are staged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.support.waiting import until_sync
 from .scene import CALL_SECONDS, Scene, Wrong
 
 STAGED_BYTES = 32 << 30
-"""What is staged meanwhile on a GPU, version after version."""
+"""Staged on a GPU while a reader waits, version after version."""
 FEW_VERSIONS = 3
-"""How many are without one."""
+"""How many versions are staged without a GPU."""
 MOST_SECONDS = 120.0
 GAP_SECONDS = 0.5
-"""Longest that a token may be late on a GPU while weights are staged, beyond twice what it is without."""
+"""On a GPU a token may take this much longer than twice the longest wait without staging."""
 
 
 def latency_while_staging(scene: Scene) -> str:
-    """Tokens come as they came while ranks map and lock what is staged, 32 GiB of it."""
+    """Tokens come no later than before while ranks map and lock 32 GiB of staged weights."""
     reader = Reader(scene)
     quiet = reader.longest(lambda: time.sleep(2 if scene.plan.device == "cuda" else 1))
     staged = 0
@@ -73,7 +73,7 @@ class Reader:
             over.set()
         reading.result(CALL_SECONDS)
         if not gaps:
-            raise Wrong("no two tokens came meanwhile: nothing was measured")
+            raise Wrong("no two tokens came while weights were staged: nothing was measured")
         return max(gaps)
 
     def _times(self, over: threading.Event) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""One engine's worker on one device, the models it serves, and what plain transformers says of them."""
+"""One engine's worker on one device, the models it serves, and plain transformers to judge it by."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ START_SECONDS = 900.0
 CALL_SECONDS = 300.0
 SIZES = ("tiny", "0.5b")
 MOE = "128 experts"
-"""The size of a model that one variant brings."""
-HELD = re.compile(
-    r"staged weights of (\d+) bytes are held by (\d+) of (\d+) ranks, page-locked by (\d+)"
+"""The model size of one variant."""
+MAPPED = re.compile(
+    r"staged weights of (\d+) bytes are mapped by (\d+) of (\d+) ranks, page-locked by (\d+)"
 )
-"""What the worker says once its engine's ranks hold a version."""
+"""What the worker logs once its engine's ranks have mapped a version."""
 
 
 class Wrong(Exception):
-    """A check found what must not be; the text says what."""
+    """A check failed; the text says what is wrong."""
 
 
 class NotHere(Exception):
-    """A check can't be done in this scene; the text says why."""
+    """A check can't run in this scene; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def version_seed(version: int) -> int:
 
 
 class Scene:
-    """A worker of one engine under way, from outside: its two ports, log, processes, memory."""
+    """A running worker of one engine, seen from outside: its two ports, log, processes, memory."""
 
     def __init__(self, plan: Plan, engine: str, models: Models) -> None:
         python = plan.python(engine)
@@ -149,7 +149,7 @@ class Scene:
 
     @property
     def exact(self) -> bool:
-        """See `Models.exact`."""
+        """Whether logits of the judge are never rounded."""
         return self.models.exact
 
     @property
@@ -160,12 +160,7 @@ class Scene:
         return 0.25  # bfloat16 has 8 bits: logits of 10 are known to 0.04
 
     def await_active(self, seconds: float) -> None:
-        """Wait until the engine serves.
-
-        Raises:
-            AssertionError: it does not.
-            Wrong: its first start failed.
-        """
+        """Wait until the engine serves; raise `Wrong` if its first start failed."""
 
         def up() -> bool:
             state = self.worker.state()
@@ -198,7 +193,7 @@ class Scene:
         until_sync(over, CALL_SECONDS, what="the stage")
 
     def discard(self) -> None:
-        """Give up what is staged."""
+        """Discard what is staged."""
         answer = self.worker.post("weights/discard", epoch=1, version=self.version + 1)
         if answer.status_code != 200:
             raise Wrong(f"discarding version {self.version + 1}: {answer.text}")
@@ -215,14 +210,10 @@ class Scene:
         return len(open_source(self.models.folder(version_seed(self.version + 1))).entries)
 
     def held(self) -> tuple[int, ...]:
-        """Return bytes, ranks that hold what was staged last, ranks there are, ranks that locked it.
-
-        Raises:
-            Wrong: the log does not say so.
-        """
-        found = HELD.findall((self.folder / "worker.log").read_text())
+        """Return for the version staged last: bytes, ranks that mapped it, all ranks, ranks that locked it."""
+        found = MAPPED.findall((self.folder / "worker.log").read_text())
         if not found:
-            raise Wrong("no rank was told of what was staged: see worker.log")
+            raise Wrong("no rank has mapped what was staged: see worker.log")
         return tuple(map(int, found[-1]))
 
     def commit(self, **fields: Any) -> dict[str, Any]:

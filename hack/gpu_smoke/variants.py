@@ -1,4 +1,4 @@
-"""What needs a worker of its own: another model, or more than one GPU. Each goes through some of the checks."""
+"""Checks that need a worker of their own: another model, or more than one GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .scene import MOE, Models, NotHere, Plan
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`checks`: names of those that it goes through. `flags`: of the worker, by engine; other engines can't.
+    """Some of the checks with another worker. `flags`: its flags by engine; other engines can't run it.
 
-    `size`: of another model than the plan's. `gpus`: how many it takes.
+    `size`: of a model other than the plan's. `gpus`: how many it needs.
     """
 
     checks: Sequence[str]
@@ -25,11 +25,7 @@ class Variant:
     gpus: int = 1
 
     def planned(self, plan: Plan, name: str, engine: str) -> tuple[Plan, Models]:
-        """Return the plan and the models of its worker.
-
-        Raises:
-            NotHere: there are too few GPUs, or the engine can't.
-        """
+        """Return the plan and the models of its worker; `NotHere` if the engine or the machine can't run it."""
         if engine not in self.flags:
             raise NotHere(f"{engine} can't")
         if plan.device == "cpu" and (self.gpus > 1 or (self.size == MOE and engine == "sglang")):

@@ -1,1 +1,1 @@
-"""What an image must show before a GPU is at hand; `probes/` runs inside of it, the rest outside."""
+"""Checks of an image without a GPU; `probes/` runs inside it, the rest outside."""

@@ -1,4 +1,4 @@
-"""Run commands in an image as a pod would: its own user, a root file system that can't be written, PID 1."""
+"""Run commands in an image as a pod would: as its own user, as PID 1, with a read-only root file system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from buildah import Store
 
 PROBES = Path(__file__).parent / "probes"
 SHARED = "/tmp/check"
-"""Inside: the probes, and a folder that lives as long as the checks."""
+"""The folder inside the image with the probes, which exists as long as the checks run."""
 
 # The command replaces the shell, which is PID 1 of its namespace. Nobody outside is reachable.
 _ENTER = """
@@ -35,13 +35,13 @@ mkdir "$root/tmp/check"
 mount --bind {shared} "$root/tmp/check"
 ip link set lo up
 exec setpriv --no-new-privs chroot --userspec={user} --groups= "$root" \
-  /usr/bin/env -i {variables} /bin/sh -c 'cd "$1"; shift; {beside} exec "$@"' sh {folder} {command}
+  /usr/bin/env -i {variables} /bin/sh -c 'cd "$1"; shift; {alongside} exec "$@"' sh {folder} {command}
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended; a status of None: it ran past its time and was killed."""
+    """How a command ended; a status of None: it exceeded its time and was killed."""
 
     status: int | None
     output: str
@@ -66,15 +66,15 @@ class Box:
         *,
         seconds: float,
         variables: dict[str, str] | None = None,
-        beside: str = "",
+        alongside: str = "",
     ) -> Ended:
-        """Run a command as PID 1; `beside` is one that runs next to it."""
+        """Run a command as PID 1; `alongside` is another one that runs in the background."""
         script = _ENTER.format(
             mount=shlex.join(self.store.command("mount", self.container)),
             shared=shlex.quote(str(self.shared)),
             variables=shlex.join(self._environ(variables or {})),
             user=shlex.quote(self.config.get("User") or "0:0"),
-            beside=f"{beside} &" if beside else "",
+            alongside=f"{alongside} &" if alongside else "",
             folder=shlex.quote(self.config.get("WorkingDir") or "/"),
             command=shlex.join(command),
         )
@@ -107,11 +107,7 @@ class Box:
 
 @contextmanager
 def opened(store: Store, reference: str) -> Iterator[Box]:
-    """Yield the image as a box; what its commands leave behind goes with it.
-
-    Raises:
-        ClusterError: there is no such image in the store.
-    """
+    """Yield the image as a box, and delete afterwards what its commands leave behind."""
     config = store.inspect(reference)
     container = store.ask("from", "--pull-never", reference).strip()
     shared = Path(tempfile.mkdtemp(prefix="rollout-check-"))
@@ -126,6 +122,6 @@ def opened(store: Store, reference: str) -> Iterator[Box]:
 
 
 def _end_children(pid: int) -> None:
-    """Kill PID 1 of the namespace, and all in it: its changed user undid that it dies with us."""
+    """Kill PID 1 of the namespace, and so all in it: with its changed user it does not die with us."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         os.kill(int(child), signal.SIGKILL)

@@ -144,23 +144,12 @@ def _serving(box: Box) -> Verdict:
     )
     if made.status != 0:
         raise Failed(f"no tiny model: {made.last()}")
-    flags = [
-        "--model",
-        f"{SHARED}/model",
-        "--device",
-        "cpu",
-        "--auth",
-        "none",
-        "--control-host",
-        "127.0.0.1",
-        "--log-format",
-        "text",
-    ]
+    flags = f"--model {SHARED}/model --device cpu --auth none --control-host 127.0.0.1 --log-format text"
     ended = box.run(
-        [*box.config["Entrypoint"], "serve", *flags],
+        [*box.config["Entrypoint"], "serve", *flags.split()],
         seconds=600,
         variables={"OMP_NUM_THREADS": "1"},
-        beside=f"python3 {SHARED}/client.py",
+        alongside=f"python3 {SHARED}/client.py",
     )
     answer = box.shared / "answer.json"
     if ended.status != 0 or not answer.exists():

@@ -1,4 +1,4 @@
-"""What the findings of a probe mean: each function returns problems, a fix in each; no image needed."""
+"""Judge the findings of a probe: each function returns problems with their fixes; no image is needed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ELSEWHERE: tuple[tuple[str, str, str], ...] = (
 
 
 SHARED = frozenset({"build_backend.py"})
-"""Files that several packages may bring: only who builds such a package reads them."""
+"""Files that several packages may bring: only a build of such a package reads them."""
 
 
 def config(found: Mapping[str, Any]) -> list[str]:
-    """Judge what the image says of itself."""
+    """Judge the configuration of the image."""
     problems = []
     if found.get("User") != f"{USER}:{USER}":
         problems.append(f"User is {found.get('User')!r}: end its target with USER {USER}:{USER}")
@@ -40,7 +40,7 @@ def config(found: Mapping[str, Any]) -> list[str]:
 
 
 def place(found: Mapping[str, Any]) -> list[str]:
-    """Judge where a command of the image finds itself, and the packages around it."""
+    """Judge the process in which a command of the image runs, and its user."""
     problems = []
     if found["pid"] != 1:
         problems.append(
@@ -72,7 +72,7 @@ def agreement(found: Mapping[str, Any]) -> list[str]:
 
 
 def libraries(found: Mapping[str, Any]) -> list[str]:
-    """Judge what shared libraries lack; what another package ships, Python has loaded by then."""
+    """Judge what shared libraries lack, except what another package ships: Python has loaded that by then."""
     wanted: dict[str, list[str]] = {}
     for file, names in sorted(found["missing"].items()):
         for name in names:
@@ -114,7 +114,7 @@ def rope(found: Mapping[str, Any]) -> list[str]:
 
 
 def preload(found: Mapping[str, Any]) -> list[str]:
-    """Judge /bin/true below the memory saver's library; the loader only warns of some failures."""
+    """Judge /bin/true with the memory saver's library preloaded; the loader only warns of some failures."""
     if found["status"] or found["said"]:
         return [
             f"{found['library']} preloaded into /bin/true: status {found['status']}, {found['said']!r}; "
@@ -124,7 +124,7 @@ def preload(found: Mapping[str, Any]) -> list[str]:
 
 
 def nvcc(said: str, installed: Mapping[str, str]) -> list[str]:
-    """Judge `nvcc --version` beside torch's CUDA."""
+    """Compare `nvcc --version` with torch's CUDA."""
     found = re.search(r"release (\d+\.\d+)", said)
     wanted = ".".join(installed.get("cuda-toolkit", "?").split(".")[:2])
     if not found or found[1] != wanted:

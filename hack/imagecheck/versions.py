@@ -1,4 +1,4 @@
-"""Do the packages of an image agree: what requirements name, what is installed, what docs say."""
+"""Whether the packages of an image agree: its requirements, what is installed, and the docs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ROWS = {
     "SGLang's kernels": "sglang-kernel",
     "memory saver": "torch-memory-saver",
 }
-"""Rows of that table and the packages whose versions stand there."""
+"""Rows of that table, and the packages whose versions they show."""
 
 TOOLKIT = (
     "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-cupti", "nvidia-cuda-nvcc", "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime", "nvidia-nvtx", "nvidia-nvvm",
 )  # fmt: skip
-"""What compiles and what that is compiled against; nvJitLink works with every release of its major."""
+"""Compilers and what they compile against; nvJitLink works with every release of its major."""
 
 PINNED = "requirements/gpu-constraints.txt"
 
@@ -61,7 +61,7 @@ def disagreements(found: Mapping[str, str]) -> list[str]:
     python, bindings = found.get("cuda-python"), found.get("cuda-bindings")
     if python and python != bindings:
         problems.append(
-            f"cuda-python {python} beside cuda-bindings {bindings}: both bring cuda.bindings; "
+            f"cuda-python {python} next to cuda-bindings {bindings}: both bring cuda.bindings; "
             f"pin one version in {PINNED}"
         )
     return problems
@@ -70,7 +70,7 @@ def disagreements(found: Mapping[str, str]) -> list[str]:
 def differences(wanted: Mapping[str, str], installed: Mapping[str, str]) -> list[str]:
     """Return where an image holds other versions than its requirements."""
     return [
-        f"{name} {installed.get(name, 'is missing')}, requirements say {version}: build the image anew"
+        f"{name} {installed.get(name, 'is missing')}, requirements say {version}: build the image again"
         for name, version in wanted.items()
         if installed.get(name, "").partition("+")[0] != version.partition("+")[0]
     ]
@@ -86,7 +86,7 @@ def table(images: Sequence[str] = IMAGES) -> list[str]:
 
 
 def stale_rows(document: Path, rows: Sequence[str]) -> list[str]:
-    """Return the rows that a document lacks, with what to do."""
+    """Return a problem for each row that a document lacks."""
     lines = {re.sub(r"\s+", " ", line.strip()) for line in document.read_text().splitlines()}
     return [
         f"{document.name} has no row `{row}`: correct its table of versions"

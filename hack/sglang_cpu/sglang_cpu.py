@@ -4,7 +4,7 @@ A `.pth` file of the environment (`make $(CACHE)/env-sglang`) imports this modul
 process of it, SGLang's own children included. It costs nothing until SGLang is imported:
 
 - `sgl_kernel` exists for GPUs only. Any `sgl_kernel.*` name is found here and raises when called;
-  the models of the tests call none, as SGLang has torch-native paths beside its kernels.
+  the models of the tests call none, as SGLang also has torch-native paths.
 - `torch_memory_saver` needs CUDA's virtual memory. `sglang_cpu_memory` gives pages back by madvise.
 """
 

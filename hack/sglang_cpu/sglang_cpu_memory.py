@@ -55,7 +55,7 @@ class Saver:
 
     @contextmanager
     def cuda_graph(self, **_: Any) -> Iterator[None]:
-        """There are no graphs on a CPU."""
+        """A CPU has no graphs."""
         yield
 
     @contextmanager

@@ -25,8 +25,8 @@ import json, sys
 from pathlib import Path
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
-from rollout_worker.engines.vllm import environment, launch, settings
-environment.prepare_environment()
+from rollout_worker.engines.vllm import launch, settings
+launch.prepare_environment()
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -41,14 +41,14 @@ def refusal(work, *args):
 
 def start():
     options = EngineOptions(model=Path(sys.argv[1]))
-    launch.launch(options, settings.parse(()), lambda _: None, lambda: False)
+    launch.launch_vllm(options, settings.parse_flags(()), lambda _: None, lambda: False)
 
 print(json.dumps({
     "flags": [action.option_strings for action in parser._actions],
-    "refusals": [refusal(settings.parse, args) for args in [
+    "refusals": [refusal(settings.parse_flags, args) for args in [
         ("--no-enable-cumem-allocator",), ("-dpn", "1"), ("--eplb-config.window_size=5",),
     ]],
-    "given": sorted(settings.parse(("-tp", "2", "--max-num-seqs", "8")).given),
+    "given": sorted(settings.parse_flags(("-tp", "2", "--max-num-seqs", "8")).given),
     "start": refusal(start),
 }))
 """,

@@ -16,7 +16,6 @@ import pytest_asyncio
 from rollout_common.turn import Turn
 from rollout_common.turn.sharing import SOCKET, Sharing
 from rollout_worker.engine import EngineError, WeightsRejected
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.process import session_processes
 from rollout_worker.engines.sglang.settings import UNREAD_INTERVAL_SECONDS
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
@@ -37,6 +36,7 @@ from tests.support.engine.engines import (
     request,
     run,
     run_all,
+    sglang_options,
     staged,
     update,
 )
@@ -59,10 +59,9 @@ pytestmark = [
 ]
 
 
-def options(model: Path) -> EngineOptions:
-    """A small engine in SGLang's own environment."""
-    flags = ("--python", str(PYTHON), "--step-deadline-seconds", str(STEP_DEADLINE))
-    return EngineOptions(model=model, device="cpu", dtype="float32", max_length=256, args=flags)
+def new_engine(model: Path) -> SglangEngine:
+    deadline = ("--step-deadline-seconds", str(STEP_DEADLINE))
+    return SglangEngine(sglang_options(model, *deadline, python=PYTHON))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_models: TinyModels, lock: Path) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(options(tiny_models.model(1)))
+    engine = new_engine(tiny_models.model(1))
     seen: list[str] = []
     try:
         await engine.start(lambda progress: seen.append(progress.message))
@@ -221,17 +220,31 @@ async def test_memory_goes_and_comes_back_bit_for_bit(
     assert same(await run(engine, request(max_tokens=16)), before)
 
 
+async def paused_with_two_running(
+    engine: SglangEngine,
+) -> tuple[list[Output], list[asyncio.Task[None]]]:
+    """Pause the engine while "r" and "rr" run. If they end first, as on a loaded machine, start two more.
+
+    The state after the pause is exact: no step runs, and each token made before it has arrived.
+    """
+    while True:  # until the test's own timeout
+        outputs = [Output(), Output()]
+        tasks = [
+            asyncio.create_task(follow(engine, request(name, max_tokens=200), output))
+            for name, output in zip(("r", "rr"), outputs, strict=True)
+        ]
+        await asyncio.gather(*(reaches(output, 3) for output in outputs))
+        await engine.pause()
+        if engine.stats().running_ids == {"r", "rr"}:
+            return outputs, tasks
+        await engine.resume()
+        await asyncio.gather(*tasks)
+
+
 async def test_requests_aborted_while_paused_do_not_keep_memory_from_going(
     engine: SglangEngine,
 ) -> None:
-    running, kept = Output(), Output()
-    tasks = [
-        asyncio.create_task(follow(engine, request("r", max_tokens=200), running)),
-        asyncio.create_task(follow(engine, request("rr", max_tokens=200), kept)),
-    ]
-    await reaches(running, 3)
-    await reaches(kept, 3)
-    await engine.pause()
+    (running, kept), tasks = await paused_with_two_running(engine)
     assert await engine.abort(["r", "unknown"], AbortReason.CLIENT) == {"r"}
     await tasks[0]
     assert running.abort_reason is AbortReason.CLIENT
@@ -248,8 +261,8 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
     output = Output()
     assert engine._node._process is not None
     assert engine._node._process._folder is not None
-    folder, leader = engine._node._process._folder, engine._node._process._main_pid
-    assert leader is not None
+    assert engine._node._process._popen is not None
+    folder, leader = engine._node._process._folder, engine._node._process._popen.pid
     try:
         scheduler = max(engine._node._process.session_pids(), key=lambda pid: pid != leader)
         task = asyncio.create_task(follow(engine, request(max_tokens=240), output))
@@ -272,7 +285,7 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
 # A start of its own: every day tests/contract/test_contract_restarts.py stops one below requests.
 @pytest.mark.soak
 async def test_a_hung_scheduler_is_noticed_and_nothing_is_left(tiny_models: TinyModels) -> None:
-    engine = SglangEngine(options(tiny_models.model(1)))
+    engine = new_engine(tiny_models.model(1))
     try:
         await engine.start(lambda _: None)
         await dies(engine, signal.SIGSTOP)

@@ -29,18 +29,24 @@ from rollout_worker.engines import EngineOptions, create_engine, create_member
 from rollout_worker.observe.processes import command_line_of, find_descendants
 from rollout_worker.schemas import MemoryTag
 from tests.support.engine.engine_kinds import KINDS
-from tests.support.engine.engines import PROMPT, V1, V2, Staged, nothing, request, run, staged
+from tests.support.engine.engines import (
+    PROMPT,
+    TWO_RANKS_ON_A_CPU,
+    V1,
+    V2,
+    Staged,
+    nothing,
+    request,
+    run,
+    sglang_options,
+    staged,
+)
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 PYTHON = KINDS["sglang"].python
-CPU = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a group of cores for each rank
-    "SGLANG_NCCL_SO_PATH": "/nowhere",  # else it looks for a GPU
-    "OMP_NUM_THREADS": "1",
-}
 NOTICED_SECONDS = 10.0
 EVERYTHING: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
@@ -114,7 +120,7 @@ async def two_nodes(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Two]:
     """Run a gang of two nodes on loopback."""
-    for name, value in ({"ROLLOUT_TENSOR": "2"} | CPU).items():
+    for name, value in TWO_RANKS_ON_A_CPU.items():
         monkeypatch.setenv(name, value)
     node = tmp_path / "node"
     mount = "mount -t tmpfs none /dev/shm"
@@ -129,15 +135,8 @@ async def two_nodes(
     def options(rank: int) -> EngineOptions:
         slots = tmp_path / f"slots-{rank}"
         slots.mkdir()
-        return EngineOptions(
-            model=tiny_models.model(1),
-            device="cpu",
-            dtype="float32",
-            max_length=256,
-            spill_dir=tmp_path,
-            args=("--python", str(node)),
-            gang=GangMembership(nodes=2, rank=rank, leader="127.0.0.1", port=port, slots=slots),
-        )
+        gang = GangMembership(nodes=2, rank=rank, leader="127.0.0.1", port=port, slots=slots)
+        return sglang_options(tiny_models.model(1), python=node, spill_dir=tmp_path, gang=gang)
 
     two = Two(options)
     try:

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from tests.support.engine.engine_kinds import KINDS
-from tests.support.engine.engines import PROMPT, V1, Output, flip, follow, reaches, request, staged
+from tests.support.engine.engines import (
+    PROMPT,
+    V1,
+    Output,
+    flip,
+    follow,
+    reaches,
+    request,
+    sglang_options,
+    staged,
+)
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 
@@ -40,15 +49,7 @@ async def test_a_pause_between_overlapping_steps_labels_every_token_right(
     python = tmp_path / "python"
     python.write_text(OVERLAPPING.format(shlex.quote(str(PYTHON))))
     python.chmod(0o755)
-    engine = SglangEngine(
-        EngineOptions(
-            model=tiny_models.model(1),
-            device="cpu",
-            dtype="float32",
-            max_length=256,
-            args=("--python", str(python)),
-        )
-    )
+    engine = SglangEngine(sglang_options(tiny_models.model(1), python=python))
     try:
         await engine.start(lambda _: None)
         assert engine.capabilities.in_flight == ("Drain", "Abort", "Recompute")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from tests.support.engine.engine_kinds import KINDS
-from tests.support.engine.engines import PROMPT, V1, nothing, request, run, update
+from tests.support.engine.engines import (
+    PROMPT,
+    TWO_RANKS_ON_A_CPU,
+    V1,
+    nothing,
+    request,
+    run,
+    sglang_options,
+    update,
+)
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 
 PYTHON = KINDS["sglang"].python
-CPU = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a group of cores for each rank
-    "SGLANG_NCCL_SO_PATH": "/nowhere",  # else it looks for a GPU
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @pytest.mark.soak
@@ -27,14 +30,9 @@ async def test_two_ranks_make_the_tokens_of_one(
     reference_2: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in ({"ROLLOUT_TENSOR": "2"} | CPU).items():
+    for name, value in TWO_RANKS_ON_A_CPU.items():
         monkeypatch.setenv(name, value)
-    args = ("--python", str(PYTHON))
-    engine = SglangEngine(
-        EngineOptions(
-            model=tiny_models.model(1), device="cpu", dtype="float32", max_length=256, args=args
-        )
-    )
+    engine = SglangEngine(sglang_options(tiny_models.model(1), python=PYTHON))
     try:
         await engine.start(lambda _: None)
         assert engine._parts is not None

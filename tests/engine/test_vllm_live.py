@@ -92,7 +92,7 @@ def test_raw_logprobs_are_the_default_where_they_are_recorded(worker: Command) -
 def test_an_update_reaches_a_tied_output_head(
     worker: Command, models: dict[str, Path], first: Reference
 ) -> None:
-    """vLLM 0.32 keeps the old packed copy of a tied head on CPUs: `extension._repack_heads`."""
+    """vLLM 0.32 keeps the old packed copy of a tied head on CPUs: `extension._finish_load`."""
     before = worker.sample(12)["token_ids"]
     worker.update(1, 1, models["two"])
     after = worker.sample(12)["token_ids"]
@@ -144,7 +144,7 @@ def test_what_vllm_alone_refuses_ends_that_request_only(
 # A start of its own, and CPUs only; every start sees by itself whether an update is right.
 @pytest.mark.soak
 def test_an_update_reaches_experts_that_are_packed(tmp_path: Path) -> None:
-    """vLLM 0.32 packs them on CPUs after the first load only: `extension._repack_experts`."""
+    """vLLM 0.32 packs them on CPUs after the first load only: `extension._finish_load`."""
     models = {seed: many_experts(tmp_path, seed, "float32") for seed in (1, 2)}
     with served(models[1], tmp_path) as worker:
         before = worker.sample(8)["token_ids"]

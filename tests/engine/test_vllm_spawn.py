@@ -19,7 +19,7 @@ import asyncio, os, signal, socket, sys, time
 
 from rollout_worker.engine import TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.engines.vllm.vllm_environment import prepare_environment
+from rollout_worker.engines.vllm.launch import prepare_environment
 
 prepare_environment()
 

@@ -137,7 +137,7 @@ def test_a_cache_that_wakes_with_the_weights_is_found(
 def test_staged_weights_that_no_rank_holds_are_found(
     tmp_path: Path, device: str, ranks: int, locked: int, *, right: bool
 ) -> None:
-    told = f"staged weights of 1073741824 bytes are held by {ranks} of 2 ranks, page-locked by"
+    told = f"staged weights of 1073741824 bytes are mapped by {ranks} of 2 ranks, page-locked by"
     (tmp_path / "worker.log").write_text(f'"{told} 7"\n"{told} {locked}"\n')
     scene = scene_of(-0.6)
     scene.folder, scene.stage = tmp_path, lambda: None

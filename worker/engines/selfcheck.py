@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rollout_common.wire import LogprobsOf, Progress, SamplingParams, StopReason
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineRequest
+from rollout_worker.engines import tested
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,10 @@ class UpdateProbe:
         return tuple(tokens), tuple(logprobs)
 
 
-def add_self_check_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag to a parser."""
+def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ours that every engine in processes of its own takes."""
+    parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
+    parser.add_argument(tested.ALLOW_UNTESTED_FLAG, action="store_true")
     parser.add_argument(SELF_CHECK_FLAG, choices=("on", "off"), default="on")
 
 

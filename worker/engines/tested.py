@@ -5,7 +5,7 @@ Imports only the standard library, for the main module of SGLang's child.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-version"
 """The flag in `engine.args` with which another version starts."""
@@ -24,6 +24,6 @@ def untested_version_refusal(engine: str, found: str) -> str | None:
     )
 
 
-def refused_flag_entries(why: str, *flags: str) -> Iterable[tuple[str, str]]:
-    """Yield an entry of a table of refused flags for each of these."""
-    return ((flag, why) for flag in flags)
+def reasons_by_flag(flags_by_reason: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of refused flags, from the flags (separated by spaces) of each reason."""
+    return {flag: why for why, flags in flags_by_reason.items() for flag in flags.split()}

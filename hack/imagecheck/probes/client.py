@@ -1,4 +1,4 @@
-"""Beside a worker that starts: wait until it serves, generate, tell it to end."""
+"""Next to a starting worker: wait until it serves, generate, and end it."""
 
 from __future__ import annotations
 

@@ -136,6 +136,20 @@ async def reaches(output: Output, tokens: int, seconds: float = 30) -> None:
         await output.grew.wait_for(lambda: len(output.token_ids) >= tokens)
 
 
+def sglang_options(model: Path, *args: str, python: Path, **options: Any) -> EngineOptions:
+    """A small SGLang on the CPU, in the environment of an interpreter."""
+    flags = ("--python", str(python), *args)
+    return EngineOptions(model, "float32", 256, "cpu", args=flags, **options)
+
+
+TWO_RANKS_ON_A_CPU = {
+    "ROLLOUT_TENSOR": "2",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a group of cores for each rank
+    "SGLANG_NCCL_SO_PATH": "/nowhere",  # else it looks for a GPU
+    "OMP_NUM_THREADS": "1",
+}
+
+
 @asynccontextmanager
 async def serving(
     model: Path, *args: str, **options: Any

@@ -12,7 +12,7 @@ import torch
 from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.engines.vllm import backups
+from rollout_worker.engines.vllm import extension
 from rollout_worker.engines.vllm.launch import StepCounter
 from rollout_worker.engines.vllm.steering import SchedulerControl
 from rollout_worker.engines.vllm.vllm_streams import WeightLabels
@@ -153,25 +153,25 @@ async def test_a_cache_that_went_along_comes_back_with_the_weights() -> None:
     assert sleeper.there == set(BOTH)
 
 
-@pytest.mark.parametrize("first", ["kv_cache", "weights"])
-async def test_a_cache_that_was_put_to_sleep_itself_stays(first: MemoryTag) -> None:
+@pytest.mark.parametrize(
+    ("asleep", "awake"),
+    [
+        ([["kv_cache"], ["weights"]], ["weights", "kv_cache"]),
+        ([["weights"], ["kv_cache"]], ["weights", "kv_cache"]),
+        ([["weights", "kv_cache"]], ["kv_cache", "weights"]),
+    ],
+)
+async def test_a_cache_that_was_put_to_sleep_itself_wakes_by_itself(
+    asleep: list[list[MemoryTag]], awake: list[MemoryTag]
+) -> None:
     sleeper = Sleeper()
-    await sleeper.sleep(1, first)
-    await sleeper.sleep(1, *(tag for tag in BOTH if tag != first))
-    await sleeper.wake("weights")
-    assert sleeper.there == {"weights"}
-    await sleeper.wake("kv_cache")
-    assert sleeper.there == set(BOTH)
-
-
-async def test_the_cache_wakes_first_if_it_is_asked_to() -> None:
-    sleeper = Sleeper()
-    await sleeper.sleep(2, *BOTH)
-    await sleeper.wake("kv_cache")
-    assert sleeper.there == {"kv_cache"}
-    await sleeper.wake("weights")
-    assert sleeper.there == set(BOTH)
-    assert sleeper.device.loads == 1
+    for tags in asleep:
+        await sleeper.sleep(2, *tags)
+    assert sleeper.there == set()
+    await sleeper.wake(awake[0])
+    assert sleeper.there == {awake[0]}
+    await sleeper.wake(awake[1])
+    assert (sleeper.there, sleeper.device.loads) == (set(BOTH), 1)
 
 
 async def test_a_copy_in_main_memory_without_room_is_refused_before_it_is_made() -> None:
@@ -226,8 +226,8 @@ def test_room_is_counted_as_torch_takes_it() -> None:
         4: piece(5 << 20, "cudagraph"),
         5: piece(6 << 20, "weights", asleep=True),
     }
-    assert backups.count_pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
-    assert backups.count_pinned_bytes(pieces, 2) == 8 << 20
+    assert extension.count_pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
+    assert extension.count_pinned_bytes(pieces, 2) == 8 << 20
 
 
 def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
@@ -239,6 +239,6 @@ def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
         start + 64: piece(64, "weights", asleep=True),
         start + 128: piece(64, "cudagraph", asleep=True),
     }
-    backups.drop_weight_backups(pieces, [buffer, torch.zeros(0)])
+    extension.drop_weight_backups(pieces, [buffer, torch.zeros(0)])
     kept = [at - start for at, data in pieces.items() if data.cpu_backup_tensor is not None]
     assert kept == [0, 128]

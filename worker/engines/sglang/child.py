@@ -1,6 +1,6 @@
 """Main module of the child: `python -m rollout_worker.engines.sglang.child FD PARENT FLAG...`.
 
-Light, as SGLang imports the main module again in every process that it spawns.
+It imports little, because SGLang imports the main module again in every process that it spawns.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from .settings import NVIDIA_SMI_TIMEOUT_SECONDS
 PR_SET_PDEATHSIG = 1
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-_NVIDIA_SMI_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
-
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; `parent` may be gone already."""
+    """Have the kernel kill this process when its parent ends; `parent` may have ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def number_devices() -> None:
-    """Replace uuids in the environment by numbers in the order of the bus; without a driver nothing is.
+    """Replace uuids in CUDA_VISIBLE_DEVICES by numbers in the order of the bus; do nothing without a driver.
 
-    SGLang 0.5 makes numbers of the parts of CUDA_VISIBLE_DEVICES (its own all-reduce, NVLink), and fails
-    on uuids, which is how a pool next to a trainer names its devices.
+    SGLang 0.5 makes numbers of its parts (its own all-reduce, NVLink), and fails on uuids, by which a
+    pool next to a trainer names its devices.
     """
     visible = os.environ.get(DEVICES_VARIABLE, "")
     if "GPU-" not in visible:
         return
     try:
-        told = subprocess.run(
-            _NVIDIA_SMI_COMMAND,
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_TIMEOUT_SECONDS,
@@ -49,34 +47,32 @@ def number_devices() -> None:
         )
     except (OSError, subprocess.SubprocessError):
         return
-    numbers = numbers_for_uuids(visible, told.stdout)
+    numbers = numbers_for_uuids(visible, listed.stdout)
     if numbers is not None:
         os.environ[DEVICES_VARIABLE] = numbers
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi counts so
 
 
-def numbers_for_uuids(visible: str, told: str) -> str | None:
-    """Return `visible` with numbers for uuids; None if one of them is not told.
+def numbers_for_uuids(visible: str, listed: str) -> str | None:
+    """Return the numbers of devices as CUDA_VISIBLE_DEVICES lists them; None if one is unknown.
 
-    Args:
-        visible: uuids, or their beginnings, separated by commas.
-        told: a line `index, uuid` for each device.
+    `visible`: uuids, or their beginnings, separated by commas. `listed`: a line `index, uuid` for each device.
     """
-    rows = [line.partition(",") for line in told.splitlines()]
-    by_uuid = {uuid.strip(): index.strip() for index, _, uuid in rows}
-    found = [
-        next((index for uuid, index in by_uuid.items() if uuid.startswith(each.strip())), None)
-        for each in visible.split(",")
-        if each.strip()
-    ]
-    return None if None in found else ",".join(index for index in found if index is not None)
+    rows = [line.partition(",") for line in listed.splitlines()]
+    found: list[str] = []
+    for each in filter(None, map(str.strip, visible.split(","))):
+        known = [index.strip() for index, _, uuid in rows if uuid.strip().startswith(each)]
+        if not known:
+            return None
+        found.append(known[0])
+    return ",".join(found)
 
 
 def main() -> None:
     """Serve the worker at the other end of the socket `FD` until it closes."""
     descriptor, parent, flags = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     die_with_parent(parent)
-    join()  # this process has no memory of the device to speak of, but what it imports may look at it
+    join()  # this process hardly uses the device's memory, but what it imports may touch the device
     if tested.ALLOW_UNTESTED_FLAG in flags:
         flags.remove(tested.ALLOW_UNTESTED_FLAG)
     elif (why := tested.untested_version_refusal("SGLang", version("sglang"))) is not None:

@@ -5,10 +5,10 @@ answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. Fro
 `{"progress": text}` while it starts, `{"ready": facts}` once, and then
 `{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
 order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,
-`queued`, or `error`: the exception's class, a colon, and what it says.
+`queued`, or `error`: the exception's class, a colon, and its text.
 
-A socket pair has neither a port to race for nor a name that anybody else could connect to, and its
-end is seen at once.
+A socket pair has no port to race for and no name by which anybody else could connect, and its end is
+noticed at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from rollout_worker.engine import EngineCrashed, EngineError
-
-logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 256 << 20
 """Longest line, in bytes: a pause lists every running request, a page of metrics is one line."""
@@ -33,6 +30,10 @@ MAX_LINE_BYTES = 256 << 20
 def encode_frame(message: Any) -> bytes:
     """Return a message as it goes over the wire."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class CallFailed(Exception):
+    """The child refused a command or failed at it."""
 
 
 class ChildConnection:
@@ -44,17 +45,17 @@ class ChildConnection:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._why: str | None = None
+        self._metrics = ""
+        self._fetching: asyncio.Task[None] | None = None
         self.on_progress: Callable[[str], None] = lambda _: None
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def run(self, sock: socket.socket) -> None:
         """Read until the child's end closes."""
         reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
-        try:
+        with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 self._take_message(json.loads(line))
-        except ConnectionError:
-            pass
 
     def _take_message(self, message: dict[str, Any]) -> None:
         if "tokens" in message:
@@ -73,11 +74,13 @@ class ChildConnection:
         elif "progress" in message:
             self.on_progress(message["progress"])
 
-    def send_command(self, op: str, /, **args: Any) -> None:
-        """Send a command without waiting for an answer."""
+    def send_command(self, op: str, /, **args: Any) -> int:
+        """Send a command without waiting for an answer; return its number."""
         if self._writer is None or self._why is not None:
             raise EngineCrashed(self._why or "SGLang's process has not started")
-        self._writer.write(encode_frame({"id": next(self._ids), "op": op, "args": args}))
+        number = next(self._ids)
+        self._writer.write(encode_frame({"id": number, "op": op, "args": args}))
+        return number
 
     async def call_child(self, op: str, /, **args: Any) -> Any:
         """Send a command and return its result.
@@ -86,18 +89,15 @@ class ChildConnection:
             CallFailed: the child could not do it.
             EngineCrashed: the child has ended.
         """
-        if self._writer is None or self._why is not None:
-            raise EngineCrashed(self._why or "SGLang's process has not started")
-        number = next(self._ids)
+        number = self.send_command(op, **args)
         call = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(encode_frame({"id": number, "op": op, "args": args}))
         try:
             return await call
         finally:
             self._calls.pop(number, None)
 
     def fail_calls(self, why: str) -> None:
-        """Fail the calls that wait: nothing can be called any more."""
+        """Fail the calls that wait, and all later ones."""
         if self._why is not None:
             return
         self._why = why
@@ -105,30 +105,17 @@ class ChildConnection:
             if not call.done():
                 call.set_exception(EngineCrashed(why))
         if self.ready.done() and not self.ready.cancelled():
-            self.ready.exception()  # looked at: nobody may be waiting for it
+            self.ready.exception()  # retrieved, as nobody may be waiting for it
         if self._writer is not None:
             self._writer.close()
 
-
-class CallFailed(Exception):
-    """The child refused a command or failed at it."""
-
-
-class MetricsPage:
-    """SGLang's own metrics: asks for the next page whenever the latest is taken, since asking takes a while."""
-
-    def __init__(self, connection: ChildConnection) -> None:
-        self._connection = connection
-        self._text = ""
-        self._asking: asyncio.Task[None] | None = None
-
-    def latest_text(self) -> str:
-        """Return the page; empty before the first one has come."""
-        if self._asking is None or self._asking.done():
+    def latest_metrics(self) -> str:
+        """Return SGLang's latest page of metrics, empty at first, and fetch the next, which takes a while."""
+        if self._fetching is None or self._fetching.done():
             with contextlib.suppress(RuntimeError):  # called outside the loop: no newer page
-                self._asking = asyncio.get_running_loop().create_task(self._fetch_page())
-        return self._text
+                self._fetching = asyncio.get_running_loop().create_task(self._fetch_metrics())
+        return self._metrics
 
-    async def _fetch_page(self) -> None:
+    async def _fetch_metrics(self) -> None:
         with contextlib.suppress(EngineError, CallFailed):
-            self._text = await self._connection.call_child("metrics")
+            self._metrics = await self.call_child("metrics")

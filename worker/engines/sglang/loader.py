@@ -49,12 +49,14 @@ TensorReader = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Load the file that the command names: by its `path`, or by its `slot`, on every node its own."""
+    """Load the sink that the command names, by its `path` or its `slot`, which is each node's own."""
     where = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
     if "folder" in where:
         model.load_weights(_read_folder(Path(where["folder"])))
         return
-    if "ticket" in where:  # memory that was given: no file, but places
+    if (
+        "ticket" in where
+    ):  # a trainer's memory, which is not a file: the ticket says where each tensor is
         ticket = Path(where["ticket"]).read_text()
         where = json.loads(ticket)
         rows = [row[:3] for row in where["tensors"]]
@@ -69,12 +71,10 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 class RecordedLoad:
-    """How one model was loaded, to be repeated.
+    """The recorded load of one model.
 
-    Attributes:
-        rows: The tensors of the version.
-        copies: None: its load does more than copy.
-        parameters: What is written, and where it was.
+    `rows`: the tensors of the version. `copies`: None if the load does more than copy. `parameters`: the
+    tensors that are written.
     """
 
     def __init__(self, model: Any, rows: TensorRows) -> None:
@@ -84,17 +84,13 @@ class RecordedLoad:
         self._places = {name: _place_of(tensor) for name, tensor in self.parameters.items()}
 
     def is_of(self, model: Any, rows: TensorRows) -> bool:
-        """Whether this model is loaded so with these tensors: all that is written is where it was."""
+        """Whether the copies fit these tensors and this model: every parameter is where it was."""
         now = _tensors_of(model)
         places = {name: _place_of(tensor) for name, tensor in now.items()}
         return rows == self.rows and places == self._places
 
     def record(self, model: Any, read: TensorReader) -> None:
-        """Load the model by its own loaders, and record how.
-
-        Raises:
-            NotRecordable: They do more than copy; the model is to be loaded again.
-        """
+        """Load the model by its own loaders and record the copies; after `NotRecordable`, load it again."""
         for module in model.modules():
             method = getattr(module, "quant_method", None)
             if method is not None and type(method).__name__ not in UNQUANTISED_METHODS:
@@ -104,13 +100,13 @@ class RecordedLoad:
         with CopyRecorder(sources, plain) as recorder:
             model.load_weights(sources.track_tensors(read()))
         recorder.check_copies()
-        # Loaders of some models copy in threads of their own, which nobody has watched.
+        # Loaders of some models copy in other threads, which are not recorded.
         seen: Counter[str] = Counter()
         for copy in recorder.copies:
             seen[copy.parameter] += math.prod(copy.target.size)
         for name, parameter in model.named_parameters():
             if seen[name] < parameter.numel():
-                raise NotRecordable(f"nobody saw all of {name} being loaded")
+                raise NotRecordable(f"not all copies to {name} were recorded")
         self.copies = recorder.copies
 
 
@@ -118,7 +114,7 @@ _last_load: RecordedLoad | None = None
 
 
 def _load_recorded(model: Any, rows: TensorRows, memory: TensorMemory, read: TensorReader) -> None:
-    """Load a version as the last one was, or by the model's own loaders."""
+    """Load a version by the recorded copies, or by the model's own loaders."""
     global _last_load
     known = _last_load if _last_load is not None and _last_load.is_of(model, rows) else None
     if known is None:
@@ -144,7 +140,7 @@ def _place_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _open_file(where: dict[str, Any]) -> tuple[TensorRows, TensorMemory]:
-    """Return the tensors and the bytes of a file of safetensors."""
+    """Return the tensors and the bytes of a safetensors file."""
     mapping = rank_mappings.find_mapping(where)
     if mapping is None:
         with open(rank_mappings.sink_path(where), "rb") as file:
@@ -176,23 +172,18 @@ def _read_version(where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the files of a checkpoint have, as a version of it would have it."""
     for file in sorted({place.file for place in open_source(folder).places.values()}):
         yield from _read_file(str(file))
 
 
 def _read_file(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as source:
-        for name in source.keys():  # noqa: SIM118 - no mapping
+        for name in source.keys():  # noqa: SIM118 - it is not a mapping
             yield name, source.get_tensor(name)
 
 
 def check_updatable(scheduler: Any) -> None:
-    """Refuse what SGLang itself refuses to update: it answers so at every update, before it touches anything.
-
-    Raises:
-        ValueError: in its own words.
-    """
+    """Raise `ValueError` if SGLang refuses updates of this model: it would do so before touching anything."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     why = weight_updater._unsupported_derived_weight_cache_error(
@@ -203,10 +194,10 @@ def check_updatable(scheduler: Any) -> None:
 
 
 def map_sink(scheduler: Any, command: str) -> None:
-    """Map a sink before it is loaded, in a scheduler: `command` has the arguments of `rank_mappings.begin_mapping`."""
+    """Map a sink before it is loaded; `command` has the arguments of `rank_mappings.begin_mapping`."""
     rank_mappings.begin_mapping(**json.loads(command), gpu=torch.cuda.is_available())
 
 
 def unmap_sink(scheduler: Any, command: str) -> None:
-    """Unmap a sink: `command` has the arguments of `rank_mappings.close_mappings`."""
+    """Unmap a sink; `command` has the arguments of `rank_mappings.close_mappings`."""
     rank_mappings.close_mappings(**json.loads(command))

@@ -1,10 +1,9 @@
-"""What the worker must know of the model, and what can be asked of it."""
+"""What the worker must know of the model, and what requests may ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rollout_common.wire import Capabilities
@@ -24,17 +23,15 @@ from rollout_worker.sources.checkpoint_files import open_source
 
 QUANTISATION_FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
 FP8_DEVICES = (8, 9), (10, 0)
-"""Compute capabilities, the second one excluded, on which SGLang keeps block-wise fp8 as it is loaded."""
+"""Compute capabilities, from the first to below the second, on which SGLang keeps block-wise fp8 as loaded."""
 
 MIN_TEMPERATURE = 1e-6
-"""Below, SGLang takes a request for greedy and its temperature for 1."""
-
-ComputeCapability = tuple[int, int]
+"""Below it SGLang takes a request for greedy and its temperature for 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class SglangModel:
-    """A model folder, read. `quantisation`: what it says of it, empty if it is not quantised."""
+    """What a model folder says. `quantisation`: its own entry, empty if it is not quantised."""
 
     tokenizer: Any | None
     layout: WeightsLayout
@@ -42,19 +39,18 @@ class SglangModel:
     max_length: int
     vocab_size: int
     dtype: str
-    bytes_total: int
     quantisation: Mapping[str, Any]
 
 
 def read_model(options: EngineOptions) -> SglangModel:
-    """Read everything but the weights' bytes; blocks.
-
-    Raises:
-        EngineError: not a model that can be served; the text says what to change.
-    """
+    """Read everything but the weights' bytes, and block; `EngineError` says what is wrong with the folder."""
     config = read_config(options.model)
     config |= config.get("text_config") or {}
     source = open_source(options.model)
+    # In the order in which SGLang looks.
+    quantisation = config.get("quantization_config") or config.get("compression_config") or {}
+    if not quantisation and (options.model / "hf_quant_config.json").exists():
+        quantisation = {"quant_method": "modelopt"}
     try:
         vocab = int(config["vocab_size"])
     except (KeyError, ValueError) as error:
@@ -66,28 +62,16 @@ def read_model(options: EngineOptions) -> SglangModel:
         max_length=resolve_max_length(options.max_length, config.get("max_position_embeddings")),
         vocab_size=vocab,
         dtype=_model_dtype(options, config, source.entries),
-        bytes_total=source.bytes_total,
-        quantisation=_read_quantisation(options.model, config),
+        quantisation=quantisation,
     )
 
 
-def _read_quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what SGLang looks at, in its order."""
-    named = config.get("quantization_config") or config.get("compression_config")
-    if named or not (folder / "hf_quant_config.json").exists():
-        return named or {}
-    return {"quant_method": "modelopt"}
-
-
-def update_refusal(quantisation: Mapping[str, Any], device: ComputeCapability | None) -> str | None:
+def update_refusal(quantisation: Mapping[str, Any], device: tuple[int, int] | None) -> str | None:
     """Return why SGLang 0.5.23 can't update such weights, None where it is known to do it right.
 
     What it packs or requantises at the load it would have to undo before each update, and it does so for
-    almost no kind: the update then fails or, worse, serves other numbers.
-
-    Args:
-        quantisation: Of the model.
-        device: Compute capability; None if it is not known or there is no GPU.
+    almost no kind: the update then fails or, worse, serves other numbers. `device`: compute capability, None
+    if it is unknown or there is no GPU.
     """
     if not quantisation:
         return None
@@ -108,7 +92,7 @@ def update_refusal(quantisation: Mapping[str, Any], device: ComputeCapability | 
 def _model_dtype(
     options: EngineOptions, config: dict[str, Any], entries: Sequence[TensorEntry]
 ) -> str:
-    """Return the checkpoint's dtype, which SGLang's own `auto` would halve if it is float32."""
+    """Return the checkpoint's dtype; SGLang's own `auto` would halve float32."""
     if options.dtype != "auto":
         return options.dtype
     named = config.get("dtype") or config.get("torch_dtype")
@@ -118,22 +102,17 @@ def _model_dtype(
 
 
 def check_request(request: EngineRequest, model: SglangModel) -> None:
-    """Refuse what cannot be served.
-
-    Raises:
-        InvalidRequest: names the field and the fix.
-    """
+    """Refuse what can't be served: `InvalidRequest` names the field and the fix."""
     check_model_limits(request, model)
     check_temperature(request, "SGLang", MIN_TEMPERATURE)
 
 
 def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:
-    """Return what the engine can do; `facts`: what the child said of itself, empty before.
-
-    With SGLang's overlapping schedule a step's tokens are known only after the next one has begun,
-    so that a pause could not say which weights made the last ones: there is no `Keep` then.
-    """
+    """Return what the engine can do; `facts`: what the child reported of itself, empty before it runs."""
     saver = bool(facts.get("enable_memory_saver", True))
+    prefixes = not facts.get("disable_radix_cache", False)
+    # With overlapping steps, a step's tokens are known only after the next one has begun, so that a pause
+    # could not say which weights made the last ones: there is no `Keep` then.
     exact = bool(facts.get("disable_overlap_schedule", False))
     return Capabilities(
         logprobs=("sampling", "raw"),
@@ -145,6 +124,6 @@ def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilit
         else ("Drain", "Abort", "Recompute"),
         sleep_levels=(1, 2) if saver else (),
         memory_release=saver,
-        prefix_cache=not facts.get("disable_radix_cache", False),
-        cache_salt=not facts.get("disable_radix_cache", False),
+        prefix_cache=prefixes,
+        cache_salt=prefixes,
     )

@@ -1,7 +1,8 @@
-"""What is changed in each process of SGLang: where it lets itself be extended, or has a fault."""
+"""Our changes to each process of SGLang: the sampler, other extensions, and repairs of its faults."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -9,24 +10,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from sglang.srt.layers import sampler
 from sglang.srt.managers import load_snapshot
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rollout_common.turn.sharing import join
+from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
+from rollout_worker.engines.sampling.token_draw import draw_tokens
 
-from . import loader, sampler, spilling
+from . import loader, spilling
 from .child import die_with_parent
 from .settings import UNREAD_INTERVAL_SECONDS
 
 NEVER_INTERVAL = 1 << 30
+REPLACED_BACKENDS = ("flashinfer", "pytorch")
+"""SGLang's samplers that ours replaces; the platform decides which one SGLang asks for."""
 
 _installed = False
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """Be a scheduler of SGLang, changed."""
+    """Run a scheduler of SGLang with our changes."""
     die_with_parent()
     join()  # before anything touches the device
     install_patches()
@@ -34,22 +42,13 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def install_patches() -> None:
-    """Change this process, before SGLang starts in it."""
+    """Patch SGLang in this process, before it starts."""
     global _installed
     if _installed:
         return
     _installed = True
-    sampler.register_sampler()
-    _add_scheduler_methods()
-    _sleep_while_paused()
-    _keep_answers_in_order()
-    _batch_unread_tokens()
-    # Segments in /dev/shm outlive a killed process; our folder goes with the engine.
-    load_snapshot.shm_path_for = _snapshot_path
-
-
-def _add_scheduler_methods() -> None:
-    """Give the schedulers the methods that `serving` calls in all of them."""
+    _register_sampler()
+    # The methods that `serving` calls in all schedulers.
     Scheduler.rollout_keep = spilling.spill_weights
     Scheduler.rollout_bring_back = spilling.restore_weights
     Scheduler.rollout_forget = spilling.drop_spilled_weights
@@ -57,14 +56,17 @@ def _add_scheduler_methods() -> None:
     Scheduler.rollout_check = loader.check_updatable
     Scheduler.rollout_map = loader.map_sink
     Scheduler.rollout_unmap = loader.unmap_sink
-
-
-def _snapshot_path(ipc_name: str) -> str:
-    return os.path.join(tempfile.gettempdir(), f"loads-{os.path.basename(ipc_name)}")
+    _sleep_while_paused()
+    _keep_answers_in_order()
+    _batch_unread_tokens()
+    # Segments in /dev/shm outlive a killed process; our folder is deleted with the engine.
+    load_snapshot.shm_path_for = lambda name: os.path.join(
+        tempfile.gettempdir(), f"loads-{os.path.basename(name)}"
+    )
 
 
 def _sleep_while_paused() -> None:
-    """Wait for commands while paused: SGLang's loop would turn as fast as it can."""
+    """Wait for commands while paused: SGLang's loop would spin."""
     record = Scheduler._record_scheduler_state_for_paused_engine
 
     def record_and_rest(self: Any) -> None:
@@ -88,23 +90,16 @@ def _keep_answers_in_order() -> None:
     SchedulerIpcChannels.create = classmethod(create_ordered)
 
 
-def _requests_with_tokens(scheduler: Any) -> Iterator[Any]:
-    """Return every request that may hold tokens that nobody was sent.
-
-    A retracted one waits in the queue; where steps overlap, the pause has given it a token more.
-    """
-    for batch in (scheduler.running_batch, scheduler.last_batch):
-        if batch is not None:
-            yield from batch.reqs
-    yield from scheduler.waiting_queue
-
-
-def _has_unsent_tokens(req: Any) -> bool:
-    return not req.finished() and len(req.output_ids) > req.send_token_offset
+def _requests_with_unsent_tokens(scheduler: Any) -> Iterator[Any]:
+    batches = [b.reqs for b in (scheduler.running_batch, scheduler.last_batch) if b is not None]
+    # A retracted request waits in the queue; where steps overlap, the pause has given it one more token.
+    for req in itertools.chain(*batches, scheduler.waiting_queue):
+        if not req.finished() and len(req.output_ids) > req.send_token_offset:
+            yield req
 
 
 def _batch_unread_tokens() -> None:
-    """Pass tokens that nobody reads along on when it is time, and before the engine rests."""
+    """Send tokens that nobody reads as they come at intervals, and before a pause."""
     send, pause = SchedulerOutputStreamer._stream_output_generation, Scheduler.pause_generation
     last = 0.0
 
@@ -116,14 +111,14 @@ def _batch_unread_tokens() -> None:
             last = now
         for req in reqs:
             if (req.sampling_params.custom_params or {}).get("unread"):
-                # The first and the last tokens go at once whatever the interval.
+                # SGLang sends the first and the last tokens at once whatever the interval.
                 req.sampling_params.stream_interval = 1 if due else NEVER_INTERVAL
         send(self, reqs, *args, **kwargs)
 
     def pause_and_send(self: Any, command: Any) -> None:
         nonlocal last
         pause(self, command)
-        rest = {req.rid: req for req in _requests_with_tokens(self) if _has_unsent_tokens(req)}
+        rest = {req.rid: req for req in _requests_with_unsent_tokens(self)}
         if rest:
             last = 0.0
             logprobs = any(req.return_logprob for req in rest.values())
@@ -131,3 +126,77 @@ def _batch_unread_tokens() -> None:
 
     SchedulerOutputStreamer._stream_output_generation = send_due
     Scheduler.pause_generation = pause_and_send
+
+
+class RolloutSampler(sampler.Sampler):  # type: ignore[misc]
+    """Draws as `token_draw` does; SGLang's own draw serves batches that are not ours (warm-up, idle ranks)."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: Any,
+        token_ids_logprobs: Any,
+        positions: torch.Tensor,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Return the next token of each row."""
+        rows: SampledRows | None = getattr(sampling_info, "rollout_rows", None)
+        logits = logits_output.next_token_logits
+        if rows is None or len(rows) != logits.shape[0]:
+            return super().forward(  # type: ignore[no-any-return]
+                logits_output,
+                sampling_info,
+                return_logprob,
+                top_logprobs_nums,
+                token_ids_logprobs,
+                positions,
+                **more,
+            )
+        logits = self._preprocess_logits(logits, sampling_info)
+        tokens, logprobs = draw_tokens(logits, rows, sampling_info.temperatures, positions)
+        if return_logprob:
+            logits_output.next_token_logprobs = logprobs
+        tokens = tokens.to(torch.int32)
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+
+def _rows_from_batch(self: Any, batch: Any, vocab_size: int) -> None:
+    self.rollout_rows = SampledRows(
+        [_make_row(request) for request in batch.reqs], torch.device(batch.device)
+    )
+
+
+def _make_row(request: Any) -> SampledRow:
+    asks = request.sampling_params.custom_params or {"greedy": request.sampling_params.top_k == 1}
+    return SampledRow(asks, tuple(request.origin_input_ids), tuple(request.output_ids))
+
+
+def _filter_rows(self: Any, keep_indices: Sequence[int], keep_indices_device: Any) -> None:
+    if getattr(self, "rollout_rows", None) is not None:
+        self.rollout_rows = self.rollout_rows.select_rows([int(index) for index in keep_indices])
+
+
+def _merge_rows(self: Any, other: Any) -> None:
+    mine, theirs = getattr(self, "rollout_rows", None), getattr(other, "rollout_rows", None)
+    self.rollout_rows = None if mine is None or theirs is None else mine.with_rows(theirs)
+
+
+def _register_sampler() -> None:
+    # SGLang keeps what requests ask for in one `SamplingBatchInfo` for each batch, which it filters and
+    # merges as requests come and go; our `SampledRows` is filtered and merged with it.
+    copy = SamplingBatchInfo.copy_for_forward
+
+    def copy_with_rows(self: Any) -> Any:
+        made = copy(self)
+        made.rollout_rows = getattr(self, "rollout_rows", None)
+        return made
+
+    SamplingBatchInfo.copy_for_forward = copy_with_rows
+    SamplingBatchInfo.adjusted_from_schedule_batch = _rows_from_batch
+    SamplingBatchInfo.adjusted_filter_batch = _filter_rows
+    SamplingBatchInfo.adjusted_merge_batch = _merge_rows
+    for backend in REPLACED_BACKENDS:
+        sampler.register_sampler_backend(backend, RolloutSampler)

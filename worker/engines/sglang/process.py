@@ -1,6 +1,6 @@
-"""The child and all that it starts: begun in a session of its own, watched, ended without a rest.
+"""The child and all that it starts: started in a session of its own, watched, and killed to the last process.
 
-Death of any of SGLang's processes is seen by the kernel's process file descriptors, at once.
+The kernel's process file descriptors report the death of any of SGLang's processes at once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,16 @@ logger = logging.getLogger("rollout_worker.sglang")
 CHILD_MODULE = "rollout_worker.engines.sglang.child"
 FOLDER_PREFIX = "rollout-sglang-"
 PROCESS_TITLE = "sglang::"
-"""What SGLang's processes call themselves."""
+"""Where the titles of SGLang's processes begin."""
 KEPT_LINES = 40
 """How much of the child's last output is kept to say why it died."""
+STARTUP_MILESTONES = {
+    "Load weight begin": "loading weights",
+    "Load weight end": "weights loaded",
+    "KV Cache is allocated": "KV cache allocated",
+    "Capture cuda graph begin": "capturing CUDA graphs",
+}
+"""What a line of SGLang's log with these words says of its start."""
 
 
 class SglangProcess:
@@ -50,12 +57,8 @@ class SglangProcess:
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
 
     def start(self, python: str, flags: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
-        """Start the child; returns our end of its socket.
-
-        Raises:
-            EngineError: there is no such interpreter.
-        """
-        remove_stale_folders()
+        """Start the child; return our end of its socket."""
+        _remove_stale_folders()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         ours, theirs = socket.socketpair()
         with theirs:
@@ -87,7 +90,7 @@ class SglangProcess:
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
         return {
             **os.environ,
-            # Sockets and files of SGLang lie here and go with the engine.
+            # SGLang's sockets and files are here, and are deleted with the engine.
             "TMPDIR": str(self._folder),
             "PROMETHEUS_MULTIPROC_DIR": str(self._folder),
             "PYTHONPATH": path,
@@ -106,7 +109,7 @@ class SglangProcess:
             while True:
                 try:
                     raw = await reader.readline()
-                except ValueError:  # a line beyond the limit; the reader has dropped it
+                except ValueError:  # a line beyond the limit, which the reader has dropped
                     continue
                 if not raw:
                     return
@@ -118,7 +121,7 @@ class SglangProcess:
             transport.close()
 
     def watch_schedulers(self) -> None:
-        """Watch the processes that SGLang names: they must not end.
+        """Watch SGLang's own processes: they must not end.
 
         Others may: torch's compile workers do after a minute without work.
         """
@@ -127,7 +130,7 @@ class SglangProcess:
                 self._watch_process(pid)
 
     def session_pids(self) -> list[int]:
-        """Processes of the child's session that are alive, itself included."""
+        """Return the processes of the child's session that are alive, itself included."""
         return [] if self._popen is None else session_processes(self._popen.pid)
 
     def _watch_process(self, pid: int) -> None:
@@ -145,24 +148,21 @@ class SglangProcess:
         self._unwatch_all()
         self._on_exit(f"{self._describe_process(pid)} ended")
 
-    @property
-    def _main_pid(self) -> int | None:
-        return None if self._popen is None else self._popen.pid
-
     def find_stopped(self, seconds: float = STANDSTILL_SECONDS) -> str | None:
-        """Return which watched process has been stopped (SIGSTOP) for so long; None: none has."""
+        """Describe a watched process that has been stopped (SIGSTOP) for this long; None: none has."""
         there = (find_process(pid) for pid in self._watched.values())
         still = self._standing.find_stopped((each for each in there if each is not None), seconds)
         return None if still is None else f"{self._describe_process(still.pid)} is stopped"
 
     def _describe_process(self, pid: int) -> str:
-        what = "SGLang's process" if pid == self._main_pid else "a process of SGLang"
+        main = self._popen is not None and pid == self._popen.pid
+        what = "SGLang's process" if main else "a process of SGLang"
         return f"{what} (pid {pid})"
 
-    def last_words(self) -> str:
-        """The most telling of the child's last lines."""
-        telling = [line for line in self._last if "Error" in line or "error:" in line]
-        lines = telling[-3:] or list(self._last)[-3:]
+    def last_errors(self) -> str:
+        """Return the child's last lines about errors, or its last lines at all."""
+        errors = [line for line in self._last if "Error" in line or "error:" in line]
+        lines = errors[-3:] or list(self._last)[-3:]
         return " | ".join(line.strip() for line in lines)
 
     def _unwatch_all(self) -> None:
@@ -173,7 +173,7 @@ class SglangProcess:
             os.close(descriptor)
 
     async def stop(self) -> None:
-        """Kill the child and all that it started; returns when none is left."""
+        """Kill the child and all that it started; return when none is left."""
         self._unwatch_all()
         if self._popen is not None:
             await asyncio.to_thread(self._kill_session, self._popen)
@@ -193,23 +193,19 @@ class SglangProcess:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            _reap_children(popen)
+            # Its children became ours if we are process 1 of a pod: collect them, too.
+            popen.poll()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-popen.pid, os.WNOHANG)[0]:
+                    pass
             if time.monotonic() > until:
                 logger.error("processes %s of SGLang could not be killed", left)
                 return
             time.sleep(0.02)
 
 
-def _reap_children(popen: subprocess.Popen[bytes]) -> None:
-    """Collect the child, and its children if they became ours (process 1 of a pod inherits)."""
-    popen.poll()
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-popen.pid, os.WNOHANG)[0]:
-            pass
-
-
 def session_processes(leader: int) -> list[int]:
-    """Return the processes of a session, without the zombies that are others' to collect."""
+    """Return the processes of a session, without zombies that another process has to collect."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -225,22 +221,9 @@ def session_processes(leader: int) -> list[int]:
     return found
 
 
-def remove_stale_folders() -> None:
-    """Remove what workers that were killed have left in the temporary folder."""
+def _remove_stale_folders() -> None:
+    """Remove the folders of workers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if owner.isdigit() and int(owner) != os.getpid() and not Path("/proc", owner).exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def startup_milestone(line: str) -> str | None:
-    """Return what a line of SGLang's log says of its start."""
-    for sign, text in (
-        ("Load weight begin", "loading weights"),
-        ("Load weight end", "weights loaded"),
-        ("KV Cache is allocated", "KV cache allocated"),
-        ("Capture cuda graph begin", "capturing CUDA graphs"),
-    ):
-        if sign in line:
-            return text
-    return None

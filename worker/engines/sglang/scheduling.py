@@ -1,13 +1,12 @@
 """Which requests wait, which run in the child, and the commands to the child about them.
 
-Requests wait here, not in the child, until it has room: so nothing starts that must not, and what
-has not begun runs on the weights of the time. All of it in the asyncio loop.
+Requests wait here, not in the child, until it has capacity: so none starts that must not, and what
+has not begun is made by the weights that serve when it begins. Everything runs in the asyncio loop.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Collection
 from typing import Any, Literal
@@ -19,11 +18,9 @@ from rollout_worker.engines.admission_queue import AdmissionQueue
 from .child_connection import ChildConnection
 from .sglang_streams import SglangStream
 
-logger = logging.getLogger(__name__)
-
 
 class RequestScheduler:
-    """The requests of one child. `posted`: by the child's id, until the child has ended them."""
+    """The requests of one child."""
 
     def __init__(self, connection: ChildConnection, max_running: int, weights: WeightsId) -> None:
         self._connection = connection
@@ -31,10 +28,13 @@ class RequestScheduler:
         self._queue = AdmissionQueue[SglangStream](
             lambda _: not self.paused and len(self._posted) < max_running, self._post_request
         )
-        self._posted: dict[str, SglangStream | None] = {}  # None: ended here, not there yet
+        # By the child's id, until the child has ended them; None: ended here, not there yet.
+        self._posted: dict[str, SglangStream | None] = {}
         self._numbers = itertools.count()
         self.paused = False
-        self._ordered_at: float | None = None  # an order to rest or go on that is not answered yet
+        self._ordered_at: float | None = (
+            None  # time of an order to rest or go on, until it is answered
+        )
         self._progress = time.monotonic()
 
     def add_request(self, stream: SglangStream) -> None:
@@ -50,7 +50,7 @@ class RequestScheduler:
         self._posted[rid] = stream
 
     def take_frames(self, frames: list[Any]) -> None:
-        """Pass on what the child made."""
+        """Pass what the child made to the streams."""
         self._progress = time.monotonic()
         surplus = []
         for rid, ids, logprobs, about in frames:
@@ -73,7 +73,7 @@ class RequestScheduler:
         self._queue.admit_requests()
 
     def abort_requests(self, streams: Collection[SglangStream], reason: AbortReason) -> None:
-        """End requests with what they have; the child lets go of them when it can."""
+        """End requests with what they have; the child ends them when it can."""
         rids = []
         for stream in streams:
             stream.end_output(reason)
@@ -84,7 +84,7 @@ class RequestScheduler:
             self._connection.send_command("abort", rids=rids)
 
     def hold_admission(self) -> None:
-        """Post nothing more, and take back what the child has not begun."""
+        """Post nothing more, and requeue what the child has not begun."""
         self._queue.is_open = False
         for rid, stream in list(self._posted.items()):
             if stream is not None and not stream.produced:
@@ -96,10 +96,10 @@ class RequestScheduler:
         await self.stop_steps("in_place")
 
     async def stop_steps(self, mode: Literal["in_place", "retract"]) -> None:
-        """Bring the child to rest, or what rests already into its queue (`retract`)."""
+        """Stop the child's steps; `retract` also moves what runs into its queue, without KV."""
         self._made = await self._order_child("pause", mode=mode)
         if mode == "retract":
-            # Those that ended here while the child was paused: now they can go there, too.
+            # A paused child keeps those that ended here; from its queue it can remove them.
             left = [rid for rid, stream in self._posted.items() if stream is None]
             if left:
                 await self._order_child("abort", rids=left)
@@ -112,7 +112,7 @@ class RequestScheduler:
             self._ordered_at = None
 
     def switch_weights(self, weights: WeightsId, *, keep: bool) -> None:
-        """Note that the child has other weights now."""
+        """Note that the child serves other weights now."""
         self._weights = weights
         for rid, stream in list(self._posted.items()):
             if stream is None:
@@ -124,21 +124,21 @@ class RequestScheduler:
                 stream.switch_weights(made, weights, stale=keep)
 
     def _requeue_stream(self, rid: str, stream: SglangStream) -> None:
-        """Queue what has made nothing again; it belongs to the weights of the time it begins."""
+        """Queue again what has no token yet: the weights that serve when it begins will make it."""
         self._posted[rid] = None
         self._connection.send_command("abort", rids=[rid])
         stream.rid = None
         self._queue.add_request(stream)
 
     def note_recomputed(self) -> None:
-        """Note that the KV of everything that runs was dropped and will be computed again."""
+        """Note that all KV was dropped and will be computed again."""
         for rid, stream in self._posted.items():
             if stream is not None and stream.has_stale_kv:
                 made = self._made.get(rid, stream.produced)
                 stream.switch_weights(made, stream.changes[-1][1], stale=False)
 
     async def resume(self) -> None:
-        """Let the child step and post what waits."""
+        """Let the child step, and post what waits."""
         if self.paused:
             await self._order_child("resume")
         self.paused, self._queue.is_open = False, True
@@ -148,13 +148,15 @@ class RequestScheduler:
     @property
     def running(self) -> frozenset[str]:
         """Ids of the requests that have made a token."""
-        live = (stream for stream in self._posted.values() if stream is not None)
-        return frozenset(stream.request.request_id for stream in live if stream.produced)
+        begun = (
+            stream for stream in self._posted.values() if stream is not None and stream.produced
+        )
+        return frozenset(stream.request.request_id for stream in begun)
 
     def find_hang(self, deadline: float) -> str | None:
-        """Say so if nothing has come for too long of requests that run, or of an order to rest."""
+        """Describe the hang if a running request, or an order to rest, got no answer for too long."""
         if self._ordered_at is not None:
-            since, owed = max(self._ordered_at, self._progress), "it was told to rest or to go on"
+            since, owed = max(self._ordered_at, self._progress), "it got an order to rest or go on"
         elif self._posted and not self.paused:
             since, owed = self._progress, "requests run"
         else:
@@ -167,7 +169,7 @@ class RequestScheduler:
 
 
 def _request_error(error: str) -> EngineError:
-    """Return what an error of the child means: a ValueError is about the request alone."""
+    """Return the error for the reader: a ValueError of the child is about this request alone."""
     kind, _, why = error.partition(": ")
     if kind == ValueError.__name__:
         return InvalidRequest("sampling", f"SGLang refuses it: {why}")

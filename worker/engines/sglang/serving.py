@@ -1,7 +1,7 @@
 """The child's main process: SGLang's engine, and the connection to the worker.
 
-Speaks the protocol of `connection` over the inherited socket. Nothing else can reach this engine: it
-listens on no port. When the socket closes, the process ends and takes the schedulers with it.
+It speaks the protocol of `child_connection` over the inherited socket. Nothing else can reach this engine:
+it listens on no port. When the socket closes, the process ends, and the schedulers with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOADER_PATH = "rollout_worker.engines.sglang.loader.load"
 
 
 def run_child(descriptor: int, flags: Sequence[str]) -> None:
-    """Start the engine and serve until the worker is gone; never returns normally."""
+    """Start the engine, serve until the worker is gone, and end this process."""
     patches.install_patches()
     sock = socket.socket(fileno=descriptor)
     sock.setblocking(True)
@@ -43,32 +43,29 @@ def run_child(descriptor: int, flags: Sequence[str]) -> None:
     set_prometheus_multiproc_dir()
     saver = ["--enable-memory-saver"] if _can_save_memory() else []
     engine = _ChildEngine(server_args=prepare_server_args([*saver, *flags]))
-    # SGLang has one where requests come in, on the first node.
-    serve = (
-        _attend_member_node
-        if engine.tokenizer_manager is None
-        else _ChildServer(engine).serve_worker
-    )
+    # Only the first node, where requests come in, has a tokenizer manager.
+    head = engine.tokenizer_manager is not None
+    serve = _ChildServer(engine).serve_worker if head else _attend_member_node
     engine.loop.run_until_complete(serve(sock))
     os._exit(0)
 
 
 async def _attend_member_node(sock: socket.socket) -> None:
-    """Stay beside the schedulers of another node than the first until the worker is gone."""
+    """Keep the schedulers of a member's node running until the worker is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
     writer.write(encode_frame({"ready": {"version": __version__}}))
     await reader.read()
 
 
 class _ChildEngine(Engine):  # type: ignore[misc]
-    """SGLang's engine with our schedulers, and without the process that makes text of tokens."""
+    """SGLang's engine with our schedulers, and without its detokenizer."""
 
     run_scheduler_process_func = staticmethod(patches.run_scheduler)
 
     @classmethod
     def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_available():
-            # Starts in half the time and shares the libraries' memory; GPUs bear no fork.
+            # Forks start in half the time and share the libraries' memory; CUDA doesn't survive a fork.
             multiprocessing.set_start_method("fork", force=True)
         return super()._launch_scheduler_processes(*args, **kwargs)
 
@@ -78,7 +75,7 @@ class _ChildEngine(Engine):  # type: ignore[misc]
 
 
 def _can_save_memory() -> bool:
-    """Whether memory can be given back: SGLang's way needs a GPU, another may stand in its place."""
+    """Whether memory can be given back: SGLang's own saver needs a GPU, a substitute may not."""
     saver = adapter.TorchMemorySaverAdapter.create(enable=True)
     return torch.cuda.is_available() or not isinstance(saver, adapter._TorchMemorySaverAdapterReal)
 
@@ -93,10 +90,10 @@ class _ChildServer:
         self._writer: asyncio.StreamWriter
         self._tasks: set[asyncio.Task[None]] = set()
         self._fresh: list[Any] = []  # token frames not sent yet
-        self._calling = asyncio.Lock()
+        self._calling = asyncio.Lock()  # one socket, on which answers come in the order of calls
 
     async def serve_worker(self, sock: socket.socket) -> None:
-        """Serve until the other end closes."""
+        """Serve the worker until its end closes."""
         reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE_BYTES)
         self._send_message({"ready": await self._describe_engine()})
         while line := await reader.readline():
@@ -104,12 +101,9 @@ class _ChildServer:
             if call["op"] == "generate":
                 await self._start_request(call["args"])
             else:
-                self._spawn_task(self._answer_call(call))
-
-    def _spawn_task(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+                task = asyncio.get_running_loop().create_task(self._answer_call(call))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     def _send_message(self, message: Any) -> None:
         self._flush_tokens()  # an answer never overtakes tokens
@@ -117,25 +111,22 @@ class _ChildServer:
 
     async def _describe_engine(self) -> dict[str, Any]:
         state = (await self._manager.get_internal_state())[0]
+        refusal = None  # why the schedulers would refuse every update
+        try:
+            await self._do_call_ranks("rollout_check")
+        except OSError as error:
+            refusal = str(error)
         keep = ("disable_overlap_schedule", "disable_radix_cache", "enable_memory_saver")
         return {
             "version": __version__,
             "max_tokens": self._info["max_total_num_tokens"],
             "max_running": state.get("effective_max_running_requests_per_dp")
             or state.get("max_running_requests"),
-            "no_updates": await self._update_refusal(),
+            "no_updates": refusal,
             "device": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
             "ranks": state.get("tp_size", 1) * state.get("pp_size", 1),
             **{name: bool(state.get(name)) for name in keep},
         }
-
-    async def _update_refusal(self) -> str | None:
-        """Return why the schedulers would refuse every update, None if they would not."""
-        try:
-            await self._call_schedulers("rollout_check")
-        except OSError as error:
-            return str(error)
-        return None
 
     async def _answer_call(self, call: dict[str, Any]) -> None:
         operation: Callable[..., Awaitable[Any]] = getattr(self, f"_do_{call['op']}")
@@ -150,7 +141,7 @@ class _ChildServer:
     # Tokens.
 
     async def _start_request(self, args: dict[str, Any]) -> None:
-        """Hand a request to the schedulers; what they make of it comes to a `_OutputReader`."""
+        """Hand a request to the schedulers; an `_OutputReader` gets what they make."""
         rid, manager = args["rid"], self._manager
         try:
             request = messages.GenerateReqInput(stream=True, **args)
@@ -165,7 +156,7 @@ class _ChildServer:
             self._deliver_tokens([rid, [], None, {"error": f"{type(error).__name__}: {error}"}])
 
     def _deliver_tokens(self, tokens: Any) -> None:
-        """Send what one step made in one piece."""
+        """Send what one step made in one frame."""
         if not self._fresh:
             asyncio.get_running_loop().call_soon(self._flush_tokens)
         self._fresh.append(tokens)
@@ -181,13 +172,13 @@ class _ChildServer:
         for rid in rids:
             state = self._manager.rid_to_state.get(rid)
             if state is not None:
-                state.abort_sent = False  # what was running then may wait in the queue now
+                state.abort_sent = False  # sent while it ran; now it may wait in the queue
             self._manager.abort_request(rid)
 
     async def _do_pause(self, mode: str) -> dict[str, int]:
-        """Return how many tokens each request had made when the engine came to rest."""
+        """Return how many tokens each request had made when the steps stopped."""
         await self._manager.pause_generation(messages.PauseGenerationReqInput(mode=mode))
-        # The command itself is not answered; what follows it through the queue is.
+        # The command itself is not answered; the next one through the same queue is.
         await self._manager.get_internal_state()
         states = self._manager.rid_to_state
         return {rid: len(state.output_ids) for rid, state in states.items()}
@@ -210,36 +201,35 @@ class _ChildServer:
             flush_cache=flush,
             weight_version=version,
         )
-        begin = messages.BeginWeightUpdateReqInput(selector="all")
-        _check_answer(await self._manager.begin_weight_update(begin))
-        _check_answer(await self._manager.update_weights_from_tensor(update))
-        _check_answer(await self._manager.end_weight_update(messages.EndWeightUpdateReqInput()))
-
-    async def _do_spill(self, what: str) -> None:
-        """Run a function of `spilling` in every scheduler."""
-        await self._call_schedulers(f"rollout_{what}")
+        manager = self._manager
+        for step, message in (
+            (manager.begin_weight_update, messages.BeginWeightUpdateReqInput(selector="all")),
+            (manager.update_weights_from_tensor, update),
+            (manager.end_weight_update, messages.EndWeightUpdateReqInput()),
+        ):
+            done, why = await step(message)
+            if not done:
+                raise RuntimeError(why)
 
     async def _do_call_ranks(self, method: str, **args: Any) -> None:
-        """Run `loader.map_sink` or `loader.unmap_sink` in every scheduler."""
-        # Arguments of SGLang's are flat.
-        await self._call_schedulers(method, command=json.dumps(args))
-
-    async def _call_schedulers(self, method: str, **args: str) -> None:
+        """Run one of the methods that `patches` adds in every scheduler."""
+        # SGLang passes only flat arguments.
+        command = {"command": json.dumps(args)} if args else {}
         try:
-            async with self._calling:  # one socket, and an answer is the next thing that it has
-                await asyncio.to_thread(self._engine.collective_rpc, method, **args)
-        except AssertionError as error:  # how SGLang tells what failed there
+            async with self._calling:
+                await asyncio.to_thread(self._engine.collective_rpc, method, **command)
+        except AssertionError as error:  # what SGLang raises when a scheduler failed
             raise OSError(str(error)) from error
 
     async def _do_release(self, tags: list[str]) -> None:
         give = messages.ReleaseMemoryOccupationReqInput(tags=with_graph_tags(tags))
         await self._manager.release_memory_occupation(give)
-        # That is the first rank's answer; the others may still be at it, and their devices go to others.
-        await self._call_schedulers("rollout_meet")
+        # Only the first rank answers. Devices are handed over next, so wait for the others, too.
+        await self._do_call_ranks("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
-        take = messages.ResumeMemoryOccupationReqInput(tags=with_graph_tags(tags))
-        await self._manager.resume_memory_occupation(take)
+        take_back = messages.ResumeMemoryOccupationReqInput(tags=with_graph_tags(tags))
+        await self._manager.resume_memory_occupation(take_back)
 
     async def _do_flush(self) -> bool:
         return bool((await self._manager.flush_cache()).success)
@@ -252,13 +242,8 @@ class _ChildServer:
         return (await asyncio.to_thread(generate_latest, registry)).decode()
 
 
-def _check_answer(answer: tuple[bool, str]) -> None:
-    if not answer[0]:
-        raise RuntimeError(answer[1])
-
-
 class _OutputReader:
-    """Takes a request's outputs where SGLang would wake somebody to fetch them."""
+    """Stands in for the event of a request: passes outputs on where SGLang would wake a reader."""
 
     def __init__(self, rid: str, outputs: list[Any], deliver: Callable[[Any], None]) -> None:
         self._rid = rid
@@ -266,7 +251,7 @@ class _OutputReader:
         self._deliver = deliver
 
     def set(self) -> None:
-        """Pass on what SGLang has just put into the list, as it does before it sets its event."""
+        """Pass on what SGLang has put into the list, which it does before it sets its event."""
         for output in self._outputs:
             self._deliver(to_child_tokens(self._rid, output))
         self._outputs.clear()

@@ -1,4 +1,4 @@
-"""The adapter: `Engine` of the worker's contract on top of a supervised child."""
+"""The adapter: `Engine` of the worker's contract on top of a supervised child of SGLang."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from rollout_common.wire import CHECKPOINT, AbortReason, Progress
-from rollout_worker.engine import (
-    EngineCrashed,
-    EngineDelta,
-    EngineError,
-    EngineInfo,
-    EngineRequest,
-)
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineInfo, EngineRequest
 from rollout_worker.engines import EngineOptions, selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.request_checks import (
@@ -27,7 +21,7 @@ from rollout_worker.engines.request_checks import (
 )
 
 from . import settings
-from .child_connection import CallFailed, ChildConnection, MetricsPage
+from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, check_request, make_capabilities
 from .scheduling import RequestScheduler
 from .sglang_node import SglangNode, StartedNode
@@ -45,7 +39,6 @@ class _SglangParts:
     connection: ChildConnection
     scheduler: RequestScheduler
     versions: SglangVersions
-    page: MetricsPage
     pinned: frozenset[str] = frozenset()
 
     @property
@@ -59,23 +52,22 @@ class SglangEngine(EngineAdapter[_SglangParts]):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        self._settings = settings.parse_flags(options.args)
         self._streams: dict[str, SglangStream] = {}
         self._arrivals = itertools.count()
-        self._node = SglangNode(options, self._settings, self._take_frames, self._on_node_end)
+        self._node = SglangNode(options, self._take_frames, self._on_node_end)
         self.capabilities = make_capabilities(tokenizer=True, facts={})
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
-        loaded = await self._node.start(report)
-        parts = self._parts = self._assemble_parts(loaded)
-        await self._warm_up_and_check(parts, loaded.root_hash, report)
-        logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
-        version, layout = loaded.facts["version"], loaded.model.layout
-        return self._engine_info("sglang", version, loaded.model, loaded.root_hash, layout)
+        started = await self._node.start(report)
+        parts = self._parts = self._assemble_parts(started)
+        await self._warm_up_and_check(parts, started.root_hash, report)
+        logger.info("serving %s, weights %s", self._options.model, started.root_hash)
+        version, layout = started.facts["version"], started.model.layout
+        return self._engine_info("sglang", version, started.model, started.root_hash, layout)
 
-    def _assemble_parts(self, loaded: StartedNode) -> _SglangParts:
-        model, connection, facts = loaded.model, loaded.connection, loaded.facts
+    def _assemble_parts(self, started: StartedNode) -> _SglangParts:
+        model, connection, facts = started.model, started.connection, started.facts
         tokens = facts["max_tokens"] - settings.SLACK_TOKENS
         if tokens < model.max_length:
             raise EngineError(
@@ -87,32 +79,32 @@ class SglangEngine(EngineAdapter[_SglangParts]):
             self._options, model, connection, scheduler, facts, self._node.mark_dead
         )
         self.capabilities = make_capabilities(tokenizer=model.tokenizer is not None, facts=facts)
-        return _SglangParts(model, connection, scheduler, versions, MetricsPage(connection))
+        return _SglangParts(model, connection, scheduler, versions)
 
     async def _warm_up_and_check(
         self, parts: _SglangParts, root_hash: str, report: Callable[[Progress], None]
     ) -> None:
-        """Warm up, and see that updates of this model work."""
+        """Warm up, and check that updates of this model work."""
         model, options = parts.model, self._options
 
         async def reload() -> None:
             try:
                 await parts.versions.reload_checkpoint()
             except EngineCrashed as error:
-                raise EngineError(self._node.last_words() or str(error)) from error
+                raise EngineError(self._node.last_errors() or str(error)) from error
 
         probe = selfcheck.UpdateProbe(self.generate, model.vocab_size, model.max_length, "sampling")
         cpu = settings.runs_on_cpu(options)
         report(Progress(message="warming up"))
         try:
             await probe.warm_up(selfcheck.PROMPT_TOKENS if cpu else selfcheck.WARM_UP_TOKENS)
-            if self._settings.self_update_check:
+            if self._node.settings.self_update_check:
                 key = ("sglang", root_hash, options.args, options.dtype)
                 await selfcheck.check_update(probe, reload, report, key)
             await parts.connection.call_child("flush")
         except (EngineCrashed, CallFailed) as error:
-            words = self._node.last_words()
-            raise EngineError(f"SGLang started, but can't generate: {words or error}") from error
+            why = self._node.last_errors() or error
+            raise EngineError(f"SGLang started, but can't generate: {why}") from error
 
     @override
     async def stop(self) -> None:
@@ -188,7 +180,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
 
     @override
     async def reset_cache(self) -> None:
-        """Forget reusable prefixes; SGLang does so only while nothing runs, else they age."""
+        # SGLang drops prefixes only while nothing runs; else it evicts them one by one later.
         await self._run_command(self._require_parts().connection.call_child("flush"))
 
     @override
@@ -196,11 +188,11 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         wrong = self._node.find_problem()
         if wrong is not None or self._parts is None:
             return wrong
-        return self._parts.scheduler.find_hang(self._settings.step_deadline_seconds)
+        return self._parts.scheduler.find_hang(self._node.settings.step_deadline_seconds)
 
     @override
     def metrics(self) -> str:
-        return "" if self._parts is None else self._parts.page.latest_text()
+        return "" if self._parts is None else self._parts.connection.latest_metrics()
 
     async def _run_command(self, call: Awaitable[object]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""SGLang's processes of one node: started, spoken to, watched, ended; the head's and a member's alike."""
+"""SGLang's processes of one node, the head's or a member's: started, called, watched, ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollout_worker.threads import run_in_thread
 from . import settings
 from .child_connection import ChildConnection
 from .model import SglangModel, read_model, update_refusal
-from .process import SglangProcess, startup_milestone
+from .process import STARTUP_MILESTONES, SglangProcess
 from .sglang_versions import open_node_slot
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ ReportProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class StartedNode:
-    """What came of a start: the model, what the child said of itself, the checkpoint's hash."""
+    """The result of a start. `facts`: what the child reported of itself."""
 
     model: SglangModel
     connection: ChildConnection
@@ -52,23 +52,19 @@ class StartedNode:
 class SglangNode:
     """This node's child of SGLang with its ranks.
 
-    Args:
-        options: What the worker says.
-        given: What the engine's own flags say.
-        take: Called with what each step made.
-        on_end: Called once, when the processes have ended by themselves or were given up.
+    `on_tokens` gets what each step made. `on_end` is called once, when the processes have ended by themselves
+    or were given up.
     """
 
     def __init__(
         self,
         options: EngineOptions,
-        given: settings.SglangSettings,
-        take: Callable[[list[Any]], None],
-        on_end: Callable[[], None],
+        on_tokens: Callable[[list[Any]], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
-        self._given = given
-        self._take = take
+        self.settings = settings.parse_flags(options.args)
+        self._on_tokens = on_tokens
         self._on_end = on_end
         self._give_up = threading.Event()
         self._process: SglangProcess | None = None
@@ -77,7 +73,7 @@ class SglangNode:
         self.ended: str | None = None
 
     async def start(self, report: ReportProgress) -> StartedNode:
-        """Start SGLang; returns once this node's ranks run.
+        """Start SGLang; return once this node's ranks run.
 
         Raises:
             EngineError: it can't; the text says why and what to change.
@@ -85,11 +81,11 @@ class SglangNode:
         report(Progress(message="reading the model's configuration"))
         try:
             model = await run_in_thread(lambda _: read_model(self._options), self._give_up)
-            if self._given.self_update_check:
+            if self.settings.self_update_check:
                 _check_updatable_kind(model)
-            options = await run_in_thread(self._with_leader_address, self._give_up)
+            options = await run_in_thread(self._resolve_leader, self._give_up)
             connection, process = self._launch_child(options, model, report)
-            hashing = asyncio.create_task(self._hash_checkpoint())
+            hashing = asyncio.create_task(run_in_thread(self._hash_checkpoint, self._give_up))
             try:
                 facts = await connection.ready
             finally:
@@ -100,56 +96,52 @@ class SglangNode:
         except ReadCancelled:
             raise EngineError("the engine was stopped while it loaded") from None
         except EngineCrashed as error:
-            raise EngineError(f"SGLang did not start: {self.last_words() or error}") from error
+            raise EngineError(f"SGLang did not start: {self.last_errors() or error}") from error
         process.watch_schedulers()
         return StartedNode(model, connection, facts, digest)
 
-    def _with_leader_address(self, cancelled: Callable[[], bool]) -> EngineOptions:
-        """Return the options with the head's address for its name, which a new pod has not at once."""
+    def _resolve_leader(self, cancelled: Callable[[], bool]) -> EngineOptions:
+        """Return the options with the address of the head, whose name a new pod gets only after a while."""
         gang = self._options.gang
         if gang is None:
             return self._options
-        return replace(
-            self._options, gang=replace(gang, leader=resolve_address(gang.leader, cancelled))
-        )
+        leader = resolve_address(gang.leader, cancelled)
+        return replace(self._options, gang=replace(gang, leader=leader))
 
     def _launch_child(
         self, options: EngineOptions, model: SglangModel, report: ReportProgress
     ) -> tuple[ChildConnection, SglangProcess]:
-        connection = self._connection = ChildConnection(self._take)
+        connection = self._connection = ChildConnection(self._on_tokens)
         connection.on_progress = lambda text: report(Progress(message=text))
 
-        def line(text: str) -> None:
-            progress = startup_milestone(text)
-            if progress is not None and not connection.ready.done():
-                report(Progress(message=progress))
+        def read_line(line: str) -> None:
+            for words, progress in STARTUP_MILESTONES.items():
+                if words in line and not connection.ready.done():
+                    report(Progress(message=progress))
 
-        process = self._process = SglangProcess(self.mark_dead, line)
+        process = self._process = SglangProcess(self.mark_dead, read_line)
         cpu = settings.runs_on_cpu(options)
-        flags = settings.child_flags(options, self._given, model, cpu)
-        if self._given.any_version:
+        flags = settings.child_flags(options, self.settings, model, cpu)
+        if self.settings.any_version:
             flags.append(tested.ALLOW_UNTESTED_FLAG)
         report(Progress(message="starting SGLang"))
-        sock = process.start(self._given.python, flags, settings.child_environment(options, cpu))
+        sock = process.start(self.settings.python, flags, settings.child_environment(options, cpu))
         self._reading = asyncio.create_task(self._read_frames(connection, sock))
         return connection, process
 
-    def last_words(self) -> str:
-        """Return what the child said last of what went wrong; empty if it said nothing."""
-        return "" if self._process is None else self._process.last_words()
+    def last_errors(self) -> str:
+        """Return the child's last lines about errors; empty if it printed nothing."""
+        return "" if self._process is None else self._process.last_errors()
 
     async def _read_frames(self, connection: ChildConnection, sock: socket.socket) -> None:
         await connection.run(sock)
         self.mark_dead("SGLang's process closed its end of the connection")
 
-    async def _hash_checkpoint(self) -> str:
-        def work(cancelled: Callable[[], bool]) -> str:
-            return hash_checkpoint(self._options.model, lambda *_: None, cancelled)
-
-        return await run_in_thread(work, self._give_up)
+    def _hash_checkpoint(self, cancelled: Callable[[], bool]) -> str:
+        return hash_checkpoint(self._options.model, lambda *_: None, cancelled)
 
     def mark_dead(self, why: str) -> None:
-        """Take note that the child is dead or in an unknown state."""
+        """Note that the child is dead or in an unknown state: every call fails from now on."""
         if self.ended is not None:
             return
         logger.error("%s", why)
@@ -159,7 +151,7 @@ class SglangNode:
             self._connection.fail_calls(why)
 
     def find_problem(self) -> str | None:
-        """Return None while its processes run, else what is wrong; from memory."""
+        """Return what is wrong with the processes, None while they run; from memory."""
         if self.ended is None and self._process is not None:
             return self._process.find_stopped()
         return self.ended
@@ -181,7 +173,7 @@ class SglangNode:
 
 
 def _check_updatable_kind(model: SglangModel) -> None:
-    """Refuse a kind of weights that can't be updated before it is loaded."""
+    """Refuse weights that can't be updated before they are loaded."""
     if (why := update_refusal(model.quantisation, None)) is not None:
         raise EngineError(
             f"{why}; {selfcheck.SELF_CHECK_FLAG}=off in engine.args serves it without updates"
@@ -189,28 +181,25 @@ def _check_updatable_kind(model: SglangModel) -> None:
 
 
 class SglangMember(EngineMember):
-    """The ranks of a node next to the head's.
+    """Starts and watches the ranks of a member's node, and gives memory where their loader looks for it.
 
-    The head commands them through SGLang's own channels. What is to do here is to start and watch
-    them, and to give memory where their loader looks for it.
+    The head commands them through SGLang's own channels.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._model: SglangModel | None = None
-        self._node = SglangNode(
-            options, settings.parse_flags(options.args), lambda _: None, lambda: None
-        )
+        self._node = SglangNode(options)
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> MemberInfo:
-        loaded = await self._node.start(report)
-        self._model = loaded.model
-        return MemberInfo(str(self._options.model), loaded.root_hash, loaded.model.layout)
+        started = await self._node.start(report)
+        self._model = started.model
+        return MemberInfo(str(self._options.model), started.root_hash, started.model.layout)
 
     @override
     def unread(self, entries: Sequence[TensorEntry]) -> frozenset[str]:
-        return frozenset()  # each rank has a slice of every tensor, for there are no pipelines
+        return frozenset()  # without pipelines, each rank has a slice of every tensor
 
     @override
     async def open_slot(

@@ -1,7 +1,7 @@
 """One output on its way through the child: what is asked, what came back, by which weights.
 
-The child knows requests by numbers of fixed length (`rid`): SGLang aborts every request whose id
-begins with the given one, so that ids of clients would hit each other.
+The child knows requests by numbers of fixed length (`rid`): SGLang aborts every request whose id begins
+with the given one, so an abort by a client's own id could end others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from rollout_common.wire import AbortReason, StopReason, WeightsId, WeightsSpan
+from rollout_common.wire import AbortReason, StopMatch, StopReason, WeightsId, WeightsSpan
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
@@ -22,10 +22,7 @@ from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 
 @dataclass(slots=True, eq=False)
 class SglangStream:
-    """A request from its arrival to its last delta.
-
-    `changes`: from which token on the weights were others, and whether KV of older ones was in use.
-    """
+    """A request from its arrival to its last delta; `changes`: the weights that made its tokens."""
 
     request: EngineRequest
     arrival: int
@@ -42,7 +39,7 @@ class SglangStream:
     queued: float = 0.0
 
     def begin_request(self, rid: str, weights: WeightsId) -> dict[str, Any]:
-        """Return what the child is asked, to be made by `weights` from the first token on."""
+        """Return the child's request; `weights` make the output from the first token on."""
         self.rid = rid
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
@@ -61,64 +58,57 @@ class SglangStream:
     def take_tokens(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, about: dict[str, Any]
     ) -> bool:
-        """Pass new tokens on; returns whether the child goes on although the output has ended."""
+        """Pass new tokens on; return whether the child goes on although the output has ended."""
         self.cached, self.retractions = about["cached"], about["retractions"]
         if self.produced == 0:
             self.queued += about["queued"] or 0.0
-        verdict, used = None, 0
+        verdict, used, abort, finish = None, 0, None, about["finish"]
         for token in ids:
             used += 1
             verdict = self.stop.check_token(token, self.produced + used)
             if verdict is not None:
                 break
         reason, match = verdict or (None, None)
-        abort = None
-        finish = about["finish"]
         if finish is not None and reason is None:
             reason, abort = StopReason.ABORTED, AbortReason.ENGINE
         self.done = reason is not None
-        kept = None if logprobs is None else tuple(logprobs[:used])
         start, self.produced = self.produced, self.produced + used
-        self._put_delta(
-            tuple(ids[:used]),
-            kept,
-            spans_within(self.changes, start, self.produced),
-            stop_reason=reason,
-            stop_match=match,
-            abort_reason=abort,
-        )
+        spans = spans_within(self.changes, start, self.produced)
+        self._put_delta(ids[:used], (logprobs or ())[:used], spans, reason, match, abort)
         return self.done and finish is None
 
     def end_output(self, reason: AbortReason) -> None:
         """End the output with what it has."""
         if not self.done:
             self.done = True
-            self._put_delta((), (), (), stop_reason=StopReason.ABORTED, abort_reason=reason)
+            self._put_delta((), (), (), StopReason.ABORTED, None, reason)
 
     def fail_output(self, error: Exception) -> None:
-        """Let the reader see an error."""
+        """End the output with an error that its reader raises."""
         if not self.done:
             self.done = True
             self.deltas.put_nowait(error)
 
     def _put_delta(
         self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...] | None,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
         spans: tuple[WeightsSpan, ...],
-        **end: Any,
+        reason: StopReason | None,
+        match: StopMatch | None,
+        abort: AbortReason | None,
     ) -> None:
-        if self.request.logprobs is None:
-            logprobs = None
         self.deltas.put_nowait(
             EngineDelta(
-                token_ids,
-                logprobs,
-                spans,
+                token_ids=tuple(token_ids),
+                logprobs=None if self.request.logprobs is None else tuple(logprobs),
+                spans=spans,
+                stop_reason=reason,
+                stop_match=match,
+                abort_reason=abort,
                 cached_tokens=self.cached,
                 preemptions=self.retractions,
                 queued_seconds=self.queued,
-                **end,
             )
         )
 
@@ -126,15 +116,11 @@ class SglangStream:
 def make_child_request(
     request: EngineRequest, eos: frozenset[int], rid: str, weights: WeightsId
 ) -> dict[str, Any]:
-    """Return the fields of SGLang's request.
-
-    Every id that ends the output goes as a stop id, EOS too; stop strings are found here. What the
-    sampler must know beyond SGLang's own parameters is in `custom_params`, see `batch_rows.SampledRow`.
-    """
+    """Return the fields of SGLang's request; `custom_params` is for our sampler (`batch_rows.SampledRow`)."""
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
     asks = sampling_asks(request, stops)
-    if not (request.streamed or sampling.stop):  # stop strings are found token by token
+    if not (request.streamed or sampling.stop):  # stop strings are found here, token by token
         asks["unread"] = True
     return {
         "rid": rid,
@@ -142,26 +128,24 @@ def make_child_request(
         "sampling_params": {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_tokens,
-            "ignore_eos": True,
+            "ignore_eos": True,  # EOS ids are among the stop ids
             "stop_token_ids": sorted(stops),
             "custom_params": asks,
         },
         "return_logprob": request.logprobs is not None,
         "logprob_start_len": -1,
         "priority": request.priority,
-        # Weights never share a prefix with others, whatever else is asked.
+        # A prefix is never shared between different weights.
         "extra_key": f"{weights.epoch}.{weights.version}:{request.cache_salt or ''}",
     }
 
 
 def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
-    """Return `[rid, ids, logprobs or None, about]` of what SGLang gave, as `connection` describes it.
-
-    What SGLang counts as a bad request becomes a ValueError: it is about this request alone.
-    """
+    """Return `[rid, ids, logprobs or None, about]` of what SGLang made, as `child_connection` describes it."""
     meta = output["meta_info"]
     finish = meta["finish_reason"]
     if finish is not None and (status := finish.get("status_code")):
+        # A bad request concerns this request alone, other errors the engine.
         kind = ValueError if status == HTTPStatus.BAD_REQUEST else RuntimeError
         return [rid, [], None, {"error": f"{kind.__name__}: {finish.get('message')}"}]
     about = {
@@ -170,9 +154,9 @@ def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
         "retractions": meta.get("num_retractions", 0),
         "queued": meta.get("queue_time"),
     }
-    # Of what was aborted in the queue SGLang tells nothing new, but its last token again.
+    # For a request aborted in the queue, SGLang repeats its last token.
     ids = output["output_ids"] if "cached_tokens" in meta else []
     found = meta.get("output_token_logprobs")
-    # A delta carries its own logprobs; the last ones are its own if it carries more.
+    # SGLang may send more logprobs than ids: the last ones are those of the ids.
     logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
     return [rid, ids, logprobs, about]

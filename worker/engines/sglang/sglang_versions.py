@@ -1,6 +1,6 @@
-"""The weights of one running child of SGLang, which works on the worker's commands one after another.
+"""The weights of one running child of SGLang, which runs the worker's commands one after another.
 
-A command that fails half-way leaves the child in an unknown state: then it is ended, and the worker
+A command that fails half-way leaves the child in an unknown state: then the child is ended, and the worker
 starts another.
 """
 
@@ -32,9 +32,6 @@ from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal
 from .scheduling import RequestScheduler
 
-MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
-MEMORY_SAVER_FIX = "enable SGLang's memory saver (on by default on a GPU)"
-
 
 async def open_node_slot(
     options: EngineOptions,
@@ -44,7 +41,7 @@ async def open_node_slot(
     given: GivenWeights | None = None,
     ranks: EngineRanks | None = None,
 ) -> Sink:
-    """Give memory on this node; SGLang reads a file of safetensors, a tied head it makes itself."""
+    """Give memory on this node, as a safetensors file, without tied heads, which SGLang makes itself."""
     return await open_mapped_sink(
         entries,
         header=True,
@@ -60,13 +57,7 @@ async def open_node_slot(
 class SglangVersions(RankVersions):
     """The weights of one running child; at sleep level 1 each rank keeps its own in a file.
 
-    Args:
-        options: What the worker says.
-        model: The model's folder.
-        connection: Leads to the child.
-        scheduler: Its requests.
-        facts: What the child said of itself.
-        give_up: Ends a child in an unknown state, with the reason.
+    `facts`: what the child reported of itself. `give_up`: ends a child in an unknown state, with the reason.
     """
 
     def __init__(
@@ -103,22 +94,21 @@ class SglangVersions(RankVersions):
         return await open_node_slot(self._options, self._model, entries, given=given, ranks=ranks)
 
     def _check_updatable(self) -> None:
-        """Refuse weights that SGLang would refuse, before anything is touched for them."""
         if self._no_updates is not None:
             raise WeightsRejected(self._no_updates)
 
     async def reload_checkpoint(self) -> None:
-        """Load the checkpoint once more as a commit loads a version; nothing runs.
+        """Load the checkpoint once more as a commit loads a version, while nothing runs.
 
         Raises:
             WeightsRejected: SGLang doesn't update this model.
-            EngineCrashed: it failed at it, and has ended.
+            EngineCrashed: the load failed, and the child has ended.
         """
         self._check_updatable()
         folder = {"folder": str(self._options.model)}
         async with self._lock, self._without_steps("the update"):
             await self._scheduler.pause()
-            # What has ended here may still be there: with it the child's cache can't be flushed.
+            # Requests that ended here may still run there, and keep the child's cache from being flushed.
             await self._scheduler.stop_steps("retract")
             await self._connection.call_child("load", where=folder, version=None, flush=True)
             await self._scheduler.resume()
@@ -128,8 +118,8 @@ class SglangVersions(RankVersions):
         return int(self._facts["ranks"])
 
     @override
-    async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
-        await self._connection.call_child("call_ranks", method=method, **args)
+    async def _call_ranks(self, method: str, args: Mapping[str, Any] | None = None) -> None:
+        await self._connection.call_child("call_ranks", method=method, **(args or {}))
 
     @override
     async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
@@ -149,52 +139,50 @@ class SglangVersions(RankVersions):
     @override
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
         if not self._facts["enable_memory_saver"]:
-            raise EngineError(f"this engine cannot give memory back: {MEMORY_SAVER_FIX}")
+            raise EngineError(
+                "this engine cannot give memory back: enable SGLang's memory saver (on by default on a GPU)"
+            )
 
     @override
     async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
-        # Memory in use must not go: what runs waits in the queue, without KV.
+        # Memory in use must not be given back: running requests wait in the queue, without KV.
         await self._scheduler.stop_steps("retract")
         if "weights" in tags and level == 1:
             try:
-                await self._connection.call_child("spill", what="keep")
+                await self._call_ranks("rollout_keep")
             except CallFailed as error:
                 raise EngineError(
                     f"cannot spill the weights: {error}; free space there, set another spill_dir, "
                     "or sleep at level 2"
                 ) from error
-        await self._connection.call_child(
-            "release", tags=[tag for tag in MEMORY_TAGS if tag in tags]
-        )
+        await self._connection.call_child("release", tags=sorted(tags))
         if "kv_cache" in tags:
             self._scheduler.note_recomputed()
 
     @override
     async def _drop_copy(self) -> None:
         async with self._without_steps("giving up the spilled weights"):
-            await self._connection.call_child("spill", what="forget")
+            await self._call_ranks("rollout_forget")
 
     @override
     async def _retake_memory(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
-        await self._connection.call_child(
-            "retake", tags=[tag for tag in MEMORY_TAGS if tag in tags]
-        )
+        await self._connection.call_child("retake", tags=sorted(tags))
         if sink is not None:
             await self._load_weights(sink, None, flush=False)
         elif "weights" in tags and self._has_copy:
-            await self._connection.call_child("spill", what="bring_back")
+            await self._call_ranks("rollout_bring_back")
 
     @override
     @asynccontextmanager
     async def _without_steps(self, what: str) -> AsyncIterator[None]:
-        """Let what is inside happen wholly, or end the child."""
+        """End the child if what is inside the block fails or is cancelled half-way."""
         try:
             yield
         except CallFailed as error:
             self._give_up(f"{what} failed: {error}")
             raise EngineCrashed(f"{what} failed: {error}") from error
         except asyncio.CancelledError:
-            self._give_up(f"{what} was given up half-way")
+            self._give_up(f"{what} was cancelled half-way")
             raise
 
     @property

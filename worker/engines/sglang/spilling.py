@@ -1,7 +1,7 @@
 """The weights of sleeping ranks: each keeps its own in a file without a name, on its own node.
 
 Runs inside SGLang's schedulers; `patches` makes these functions methods of theirs, which the child
-calls in all of them, on every node (`collective_rpc`). The file goes with the process.
+calls in all of them, on every node (`collective_rpc`). The file is deleted when the process ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _spill_descriptors: list[int] = []  # descriptor of this rank's file, while it h
 
 
 def spill_weights(scheduler: Any) -> None:
-    """Write this rank's weights to a file.
-
-    Raises:
-        OSError: one of the ranks has no room; then none has a file.
-    """
+    """Write this rank's weights to a file; if one rank has no room (`OSError`), none has a file."""
     drop_spilled_weights(scheduler)
     try:
         _run_in_all_ranks(scheduler, _write_weights)
@@ -41,24 +37,16 @@ def spill_weights(scheduler: Any) -> None:
 
 
 def restore_weights(scheduler: Any) -> None:
-    """Read this rank's weights from its file, which goes.
-
-    Raises:
-        OSError: one of the ranks can't; the model is of no use then.
-    """
+    """Read this rank's weights from its file, and delete it; the model is useless if a rank can't (`OSError`)."""
     _run_in_all_ranks(scheduler, _read_weights)
 
 
 def wait_for_ranks(scheduler: Any) -> None:
-    """Do nothing: SGLang answers this once all ranks have done what was asked before."""
+    """Do nothing: SGLang answers once all ranks have done what was asked before."""
 
 
 def _run_in_all_ranks(scheduler: Any, work: Callable[[Any], None]) -> None:
-    """Do it in all ranks, and fail in all if one does: SGLang tells what its first rank says.
-
-    Raises:
-        OSError: the first failure.
-    """
+    """Do it in all ranks; raise the first failure in all, as SGLang reports only what its first rank raises."""
     wrong = ""
     try:
         work(scheduler.tp_worker.model_runner.model)
@@ -79,7 +67,9 @@ def _write_weights(model: Any) -> None:
     os.posix_fallocate(_spill_descriptors[0], 0, max(sum(len(tensor) for tensor in pieces), 1))
     with os.fdopen(os.dup(_spill_descriptors[0]), "r+b", buffering=0) as file:
         for part in _split_chunks(pieces):
-            _write_all(file.fileno(), part.cpu().numpy().data)
+            view = part.cpu().numpy().data
+            while view:
+                view = view[file.write(view) :]
 
 
 def _read_weights(model: Any) -> None:
@@ -97,21 +87,16 @@ def _read_weights(model: Any) -> None:
 
 
 def drop_spilled_weights(_: Any) -> None:
-    """Give up this rank's file, if there is one."""
+    """Delete this rank's file, if there is one."""
     while _spill_descriptors:
         os.close(_spill_descriptors.pop())
-
-
-def _write_all(handle: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(handle, view) :]
 
 
 def _model_bytes(model: Any) -> list[Tensor]:
     """Return the bytes of all that the model computes with, each piece of memory once: [n] uint8.
 
-    Besides parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of them
-    transposed. Buffers are SGLang's own to keep.
+    In addition to parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of
+    them transposed. SGLang keeps buffers itself.
     """
     own = (value for module in model.modules() for value in vars(module).values())
     tensors = [*model.parameters(), *(value for value in own if isinstance(value, Tensor))]
@@ -123,5 +108,5 @@ def _model_bytes(model: Any) -> list[Tensor]:
 
 
 def _split_chunks(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Return bytes in parts, which share their memory."""
+    """Return views of the bytes, of at most `CHUNK_BYTES` each."""
     return [part for tensor in pieces for part in torch.split(tensor, CHUNK_BYTES)]

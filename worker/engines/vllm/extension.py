@@ -17,7 +17,7 @@ import random
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,8 @@ from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tens
 from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
-from rollout_worker.observe.processes import find_process
+from rollout_worker.observe.processes import command_line_of, find_process
 
-from . import backups
 from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
@@ -42,53 +41,47 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
 PAGE_BYTES = mmap.PAGESIZE
-CORE_TITLE = b"::EngineCore"
-"""What the process that starts the workers calls itself."""
+CORE_TITLE = "::EngineCore"
+"""Part of the title of the process that starts the workers."""
+ALWAYS_KEPT_TAGS = ("runtime", "cudagraph")
+"""Tags of what a GPU's sleep always copies to main memory; at level 1 it copies the weights, too."""
+WEIGHTS_TAG = "weights"
 
 
 def _end_with_parent() -> None:
-    """See to it that no process of vLLM outlives ours, however that one ends.
+    """Make sure that no process of vLLM outlives ours, however that one ends.
 
-    A worker dies with the engine core that started it. The core itself never looks back at its
-    parent (vLLM 0.32), so each worker watches ours and ends the core in its place. A worker that
-    Ray started watches ours, too: without it the core ends by itself.
+    A worker dies with the engine core that started it. The core itself does not watch its parent (vLLM
+    0.32), so each worker watches ours and kills the core. A worker that Ray started watches ours, too:
+    without its workers the core ends by itself.
     """
     core = os.getppid()
-    if os.environ.get(MEMBER_VARIABLE) == str(core):  # a member's worker started it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != core:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return
-    if CORE_TITLE not in _command_line(core):
+    started_by_member = os.environ.get(MEMBER_VARIABLE) == str(core)
+    if not started_by_member and CORE_TITLE not in command_line_of(core):
         head, _, started = os.environ.get(HEAD_VARIABLE, "").partition(".")
         found = find_process(int(head)) if head else None
         if found is not None and str(found.started) == started:
             _kill_after(found.pid, os.getpid())
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
-    _kill_after(int(fields[1]), core)
+    if not started_by_member:
+        fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
+        _kill_after(int(fields[1]), core)
+    elif os.getppid() != core:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_after(pid: int, also: int) -> None:
-    """Kill a process as soon as another has ended."""
-    watched = os.pidfd_open(pid)
+def _kill_after(watched: int, victim: int) -> None:
+    """Kill the victim as soon as the watched process has ended."""
+    descriptor = os.pidfd_open(watched)
 
     def watch() -> None:
         ended = select.poll()
-        ended.register(watched, select.POLLIN)
+        ended.register(descriptor, select.POLLIN)
         ended.poll()
-        os.kill(also, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
 
     threading.Thread(target=watch, name="rollout-parent", daemon=True).start()
-
-
-def _command_line(pid: int) -> bytes:
-    """Return the command line of a process; empty for 0, the parent of a container's first one."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
 
 
 _end_with_parent()
@@ -97,20 +90,20 @@ join()
 
 
 class Extension:
-    """Methods that vLLM's worker gets from us; their names must not meet its own."""
+    """Methods that vLLM's worker gets from us; their names must not clash with its own."""
 
     device: Any
     model_runner: Any
     vllm_config: Any
     _rollout_plan: LoadPlan | None = None
-    """How a version of this model is loaded, once that was recorded."""
+    """The recorded load of this model."""
     _rollout_unrecordable: TensorRows | None = None
     """The tensors of a version whose load can't be recorded."""
 
     def rollout_prepare(self) -> None:
-        """Make what a later pipeline stage receives into.
+        """Make the buffers that a later pipeline stage receives into.
 
-        vLLM makes it in a trial run, which an eager CPU never has: it would die at the first
+        vLLM makes them in a trial run, which an eager CPU never has: it would die at the first
         request (vLLM 0.32).
         """
         from vllm.distributed import get_pp_group
@@ -126,18 +119,22 @@ class Extension:
             )
 
     def rollout_reach(self, path: str, secret: str) -> int | None:
-        """Return the id of this process if it reads the worker's memory, None if it doesn't."""
+        """Return the id of this process if it can read the worker's memory, else None."""
         try:
             return os.getpid() if Path(path).read_text() == secret else None
         except OSError:
             return None
 
-    def rollout_load(self, ticket: str) -> None:
-        """Make the weights of a sink the model's; a failure leaves the model unusable."""
+    def rollout_load(self, ticket: str | None) -> None:
+        """Load the weights of a sink, or the model's own checkpoint; a failure leaves the model unusable."""
         from vllm.config import set_current_vllm_config
 
-        # Requests stand still meanwhile, and nothing of what is made here is garbage before the end.
+        # No request runs, and nothing that is made here becomes garbage before the end.
         with _without_collection(), set_current_vllm_config(self.vllm_config):
+            if ticket is None:
+                self.model_runner.reload_weights()
+                _finish_load(self)
+                return
             sink = json.loads(ticket)
             if not self._replay(sink):
                 self._load(ticket, [row[:3] for row in sink["tensors"]])
@@ -145,8 +142,8 @@ class Extension:
         rank_mappings.check_unchanged(sink)
 
     def _load(self, ticket: str, rows: TensorRows) -> None:
-        """Load a version by vLLM, and record how, unless that is known to be in vain."""
-        # Which experts are here changes between loads where vLLM balances them.
+        """Load a version by vLLM, and record the copies unless that failed before."""
+        # Where vLLM balances experts, a rank has others at each load.
         settled = not self.vllm_config.parallel_config.enable_eplb
         with _read_watched(ticket, settled) as (tensors, watched):
             if watched or not settled or rows == self._rollout_unrecordable:
@@ -162,7 +159,7 @@ class Extension:
             logger.info("commits load the weights as vLLM does, tensor by tensor: %s", why)
 
     def _replay(self, sink: dict[str, Any]) -> bool:
-        """Load a version as the last one was, if it has the same tensors; returns whether it did."""
+        """Load a version by the recorded copies if it has the same tensors; return whether it did."""
         plan = self._rollout_plan
         if plan is None or [row[:3] for row in sink["tensors"]] != plan.rows:
             return False
@@ -172,18 +169,10 @@ class Extension:
         replay_load(plan, self.model_runner, memory)
         return True
 
-    def rollout_reload(self) -> None:
-        """Load the model's own checkpoint as `rollout_load` loads a version."""
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights()
-            _finish_load(self)
-
     def rollout_map(
         self, where: dict[str, str], size: int, tally: tuple[str, str], borrowed: bool
     ) -> None:
-        """Map a sink before it is loaded, see `rank_mappings.begin_mapping`."""
+        """Map a sink before it is loaded (`rank_mappings.begin_mapping`)."""
         rank_mappings.begin_mapping(
             where, size, tally, borrowed=borrowed, gpu=self.device.type == "cuda"
         )
@@ -193,7 +182,7 @@ class Extension:
         rank_mappings.close_mappings(where)
 
     def rollout_seed(self, seed: int) -> None:
-        """Draw from here on what no other replica and no other data-parallel rank draws.
+        """Draw other numbers than the other replicas and data-parallel ranks do.
 
         vLLM begins with the same seed in every process (0.32), so that the same prompt on two
         replicas could get the same output; ranks of one model have to agree.
@@ -205,51 +194,47 @@ class Extension:
 
     def rollout_release(self, level: int, tags: list[str]) -> None:
         """Give memory back: all of it, or the KV cache."""
-        if self.device.type == "cpu":
-            if "kv_cache" in tags:
-                _release_pages(_kv_tensors(self.model_runner))
-            if "weights" in tags:
-                _drop_weights(self.model_runner.get_model())
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            return
         worker: Any = self
+        if self.device.type != "cpu":
+            worker.sleep(level) if "weights" in tags else worker.discard(("kv_cache",))
+            return
+        if "kv_cache" in tags:
+            _release_pages(_kv_tensors(self.model_runner))
         if "weights" in tags:
-            worker.sleep(level)
-        else:
-            worker.discard(("kv_cache",))
+            _drop_weights(self.model_runner.get_model())
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
     def rollout_pinned_bytes(self, level: int) -> int:
         """Return how much main memory a sleep of a GPU takes here."""
-        return backups.count_pinned_bytes(_allocator_entries(), level)
+        return count_pinned_bytes(_allocator_entries(), level)
 
     def rollout_forget(self) -> None:
-        """Give up what sleep at level 1 keeps of a GPU's weights."""
+        """Free the copy that sleep at level 1 keeps of a GPU's weights."""
         worker: Any = self
         models = [self.model_runner.get_model(), worker.get_draft_model()]
         buffers = [b for model in models if model is not None for b in model.buffers()]
-        backups.drop_weight_backups(_allocator_entries(), buffers)
+        drop_weight_backups(_allocator_entries(), buffers)
         torch.accelerator.empty_host_cache()
 
     def rollout_wake(self, tags: list[str]) -> None:
         """Take memory back; on a CPU pages come back by themselves, as zeros."""
-        if self.device.type == "cpu":
-            return
-        worker: Any = self
-        worker.wake_up(tags)
-        # Torch would keep the locked copies for itself, beside the books of who asks for the next.
-        torch.accelerator.empty_host_cache()
+        if self.device.type != "cpu":
+            worker: Any = self
+            worker.wake_up(tags)
+            # Torch would cache the locked copies, where no check of free memory sees them.
+            torch.accelerator.empty_host_cache()
 
 
 @contextlib.contextmanager
 def _read_watched(
     ticket: str, settled: bool
 ) -> Iterator[tuple[Iterator[tuple[str, torch.Tensor]], bool]]:
-    """Give what a sink has, and whether its reader is watched: a member's rank reports what the load left alone.
+    """Yield the tensors of a sink, and whether reads are watched.
 
-    Args:
-        ticket: Of the sink.
-        settled: Whether the next load reads the same tensors.
+    If so, a member's rank tells its worker which of them the load did not read.
+
+    `settled`: whether the next load reads the same tensors.
     """
     tensors = rank_mappings.read_tensors(ticket)
     if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(ticket):
@@ -257,13 +242,13 @@ def _read_watched(
         return
     with ReadWatch(tensors) as watching:
         yield iter(watching), True
-    told = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
-    note_unread(Path(os.environ[SLOTS_VARIABLE]), told, watching.untouched_names)
+    given = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
+    note_unread(Path(os.environ[SLOTS_VARIABLE]), given, watching.untouched_names)
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Let Python look for no garbage inside of the block."""
+    """Keep Python from collecting garbage inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -280,33 +265,41 @@ def _allocator_entries() -> dict[int, Any]:
     return dict(allocator.pointer_to_data)
 
 
-def _finish_load(worker: Extension) -> None:
-    if worker.device.type == "cpu":
-        _repack_heads(worker.model_runner.get_model())
-        _repack_experts(worker.model_runner.get_model())
-    else:
-        torch.cuda.synchronize(worker.device)  # it may still read locked memory
+def count_pinned_bytes(allocations: Mapping[int, Any], level: int) -> int:
+    """Return the locked memory of a sleep at this level: torch rounds each piece up to a power of two.
 
-
-def _repack_heads(model: Any) -> None:
-    """Pack output heads anew that are tied to the embedding.
-
-    vLLM packs a linear layer's weights when that layer's own tensors were loaded. A tied head has
-    none: its packed copy stays the old one, and every logit would be wrong (vLLM 0.32).
+    `allocations`: `pointer_to_data` of vLLM's `CuMemAllocator` (vLLM 0.32).
     """
+    tags = (*ALWAYS_KEPT_TAGS, WEIGHTS_TAG) if level == 1 else ALWAYS_KEPT_TAGS
+    sizes = (
+        data.handle[1] for data in allocations.values() if data.tag in tags and not data.is_asleep
+    )
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
+
+
+def drop_weight_backups(allocations: Mapping[int, Any], buffers: Iterable[torch.Tensor]) -> None:
+    """Free the copies of the weights, except pieces with buffers: no load brings those back."""
+    places = [buffer.data_ptr() for buffer in buffers if buffer.numel()]
+    for start, data in allocations.items():
+        end = start + data.handle[1]
+        if data.tag == WEIGHTS_TAG and data.is_asleep and not any(start <= p < end for p in places):
+            data.cpu_backup_tensor = None
+
+
+def _finish_load(worker: Extension) -> None:
+    """Wait until a GPU has copied; pack again on a CPU what vLLM 0.32 packs after the first load only."""
+    if worker.device.type != "cpu":
+        torch.cuda.synchronize(worker.device)  # it may still read locked memory
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    for module in model.modules():
+    for module in worker.model_runner.get_model().modules():
+        # vLLM packs a linear layer when its own tensors were loaded. A head that is tied to the
+        # embedding has none.
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def _repack_experts(model: Any) -> None:
-    """Pack experts that a load has just brought: vLLM packs them after the first one only (vLLM 0.32)."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts):
@@ -336,14 +329,11 @@ def _raise_asleep(*_: object) -> torch.Tensor:
 def _release_pages(tensors: list[torch.Tensor]) -> None:
     """Let the system take the pages of tensors; they are zero when they are touched again."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for start, size in {(s.data_ptr(), s.nbytes()) for s in map(_tensor_storage, tensors)}:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    for start, size in {(storage.data_ptr(), storage.nbytes()) for storage in storages}:
         first = -(-start // PAGE_BYTES) * PAGE_BYTES
         last = (start + size) // PAGE_BYTES * PAGE_BYTES
         if last > first and libc.madvise(
             ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED
         ):
             raise OSError(ctypes.get_errno(), "madvise failed")
-
-
-def _tensor_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()

@@ -1,6 +1,6 @@
-"""From a model folder to a running vLLM: its configuration, what is refused, its processes.
+"""From a model folder to a running vLLM: environment, configuration, what is refused, processes.
 
-Everything here blocks for seconds and runs in a thread.
+Everything here blocks, for seconds, and runs in a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout_common.turn.sharing import SOCKET
 from rollout_common.wire import Progress
-from rollout_worker.engine import EngineError, WeightsLayout
+from rollout_worker.engine import EngineError, GangMembership, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
     checkpoint_dtype,
@@ -26,42 +26,38 @@ from rollout_worker.engines.model_folder import (
     read_eos_ids,
     start_while_hashing,
 )
+from rollout_worker.engines.network import find_interface, own_address, resolve_address
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
 from .intake import VllmModel
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
-from .under_ray import check_ray_platform, set_head_variable
-from .vllm_environment import join_gang
+from .under_ray import prepare_ray
 
 logger = logging.getLogger(__name__)
 
 EXTENSION_PATH = "rollout_worker.engines.vllm.extension.Extension"
 LOGPROBS_MODES = {"sampling": "processed_logprobs", "raw": "raw_logprobs"}
 PROCESS_TITLE = "VLLM::"
-"""What vLLM's processes call themselves."""
+"""Where the titles of vLLM's processes begin."""
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
 SHARED_DEVICE_FLAGS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
-"""What gives back more than weights and KV asleep. All-reduces in graphs get a copy, so only devices that are shared
-have it."""
+"""Flags by which a sleep gives back more than weights and KV. They cost all-reduces in graphs a copy, so they
+are set only where others share the devices."""
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(slots=True)
 class StepCounter:
-    """How many steps vLLM has reported, and when it did last."""
+    """How many steps vLLM has reported, and the monotonic time of the last one."""
 
     count: int = 0
     last: float = field(default_factory=time.monotonic)
-
-    def note_step(self) -> None:
-        """Count one."""
-        self.count += 1
-        self.last = time.monotonic()
 
 
 @dataclass(slots=True)
@@ -78,17 +74,63 @@ class LaunchedVllm:
     model: VllmModel
     layout: WeightsLayout
     root_hash: str
-    version: str
     cpu: bool
     processes: set[ProcessHandle]
     segments: set[str]
     vital: set[ProcessHandle]
 
-    def adopt_ranks(self, ranks: set[ProcessHandle]) -> None:
-        """Watch over ranks that something else started."""
-        self.processes |= ranks
-        self.segments |= find_shared_memory(ranks)
-        self.vital |= ranks
+
+def prepare_environment() -> None:
+    """Set what vLLM reads of the environment, unless it is set; how it starts processes in any case."""
+    # A forked process has our listening sockets, memory of staged weights that is never given back, and the
+    # wakeup descriptor of our loop: a SIGTERM to it arrives here. Our threads may hold locks besides.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if "OMP_NUM_THREADS" in os.environ:
+        # Else vLLM binds its workers to cores of its own choice, those of other workers included.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _join_gang(gang: GangMembership, settings: VllmSettings, cancelled: Callable[[], bool]) -> str:
+    """Set what the ranks of this node read of the environment; return the head's address."""
+    leader = resolve_address(gang.leader, cancelled)
+    own = own_address(leader)
+    os.environ[SLOTS_VARIABLE] = str(gang.slots)
+    defaults = {
+        "VLLM_HOST_IP": own,
+        "GLOO_SOCKET_IFNAME": find_interface(own),
+        # A step over the network hangs where one on a node fails: the worker's own deadline comes first.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(max(1, round(settings.step_deadline_seconds))),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    return leader
+
+
+def prepare_launch(
+    options: EngineOptions,
+    settings: VllmSettings,
+    report: ReportProgress,
+    cancelled: Callable[[], bool],
+) -> tuple[Any, WeightsLayout]:
+    """Return vLLM's configuration and the checkpoint's layout.
+
+    Raises:
+        EngineError: not a model that vLLM can serve here; the text says what to change.
+        ReadCancelled: `cancelled` returned True.
+    """
+    report(Progress(message="reading the model's configuration"))
+    read_config(options.model)
+    leader = None if options.gang is None else _join_gang(options.gang, settings, cancelled)
+    config = _make_config(options, settings, leader)
+    tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+    return config, checkpoint_layout(open_source(options.model).entries, tied=tied)
 
 
 def launch_vllm(
@@ -97,23 +139,10 @@ def launch_vllm(
     report: ReportProgress,
     cancelled: Callable[[], bool],
 ) -> LaunchedVllm:
-    """Start vLLM; its processes are gone again if this raises.
-
-    Raises:
-        EngineError: not a model that vLLM can serve here; the text says what to change.
-        ReadCancelled: `cancelled` said so.
-    """
-    report(Progress(message="reading the model's configuration"))
-    read_config(options.model)
-    gang, leader = options.gang, None
-    if gang is not None:
-        leader = join_gang(gang, settings, cancelled)
-    config, cpu = make_config(options, settings, leader)
+    """Start vLLM; raises what `prepare_launch` raises, and leaves no process behind then."""
+    config, layout = prepare_launch(options, settings, report, cancelled)
     hf_config = config.model_config.hf_text_config
     eos = read_eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
-    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    layout = checkpoint_layout(open_source(options.model).entries, tied=tied)
-
     before = find_descendants(os.getpid())
     steps = StepCounter()
     llm, root_hash = start_while_hashing(
@@ -135,9 +164,9 @@ def launch_vllm(
         tokenizer=tokenizer,
         bounded=bool(config.use_v2_model_runner),
     )
-    import vllm
-
-    processes = _new_processes(before)
+    # Python's own helper of this process is not vLLM's.
+    helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
+    processes = {p for p in find_descendants(os.getpid()) - before if p.pid != helper}
     return LaunchedVllm(
         llm=llm,
         config=config,
@@ -145,46 +174,39 @@ def launch_vllm(
         model=model,
         layout=layout,
         root_hash=root_hash,
-        version=str(vllm.__version__),
-        cpu=cpu,
+        cpu=_runs_on_cpu(),
         processes=processes,
         segments=find_shared_memory(processes),
-        vital={
-            process for process in processes if process.command_line().startswith(PROCESS_TITLE)
-        },
+        vital={p for p in processes if p.command_line().startswith(PROCESS_TITLE)},
     )
 
 
-def _new_processes(before: set[ProcessHandle]) -> set[ProcessHandle]:
-    """Return the processes that came since, without Python's own helper of this one."""
-    helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
-    return {p for p in find_descendants(os.getpid()) - before if p.pid != helper}
+def _runs_on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
-def make_config(
-    options: EngineOptions, settings: VllmSettings, leader: str | None = None
-) -> tuple[Any, bool]:
-    """Return vLLM's configuration and whether it runs on the CPU; `leader`: a gang's head."""
+def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | None) -> Any:
+    """Return vLLM's configuration; `leader`: the address of a gang's head."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    cpu = bool(current_platform.is_cpu())
+    cpu = _runs_on_cpu()
     if options.device not in ("auto", "cpu" if cpu else "cuda"):
         raise EngineError(
             f"device {options.device!r} is asked for, but this vLLM runs on "
             f"{current_platform.device_name}: install the vLLM of the device"
         )
     # Ours go in before vLLM looks at them: offline it would look for its default model.
-    flags = argparse.Namespace(**vars(settings.vllm))
-    for name, value in _engine_arguments(options, settings, cpu=cpu).items():
-        setattr(flags, name, value)
+    ours = _engine_arguments(options, settings, cpu=cpu)
+    flags = argparse.Namespace(**{**vars(settings.vllm), **ours})
     if leader is not None:
         flags.master_addr = leader
     args = AsyncEngineArgs.from_cli_args(flags)
     if args.distributed_executor_backend == "ray":
-        check_ray_platform(current_platform)
-        set_head_variable()
+        prepare_ray(current_platform)
     try:
         headless = options.gang is not None and options.gang.rank > 0
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
@@ -196,19 +218,23 @@ def make_config(
         _check_head_size(config)
     _check_drafts(config)
     if cpu or options.max_batch_tokens is not None:
-        _bound_kv_cache(config, options, settings)
-    return config, cpu
+        _bound_kv_cache(config, options)
+    return config
 
 
 def _engine_arguments(
     options: EngineOptions, settings: VllmSettings, *, cpu: bool
 ) -> dict[str, Any]:
     """Return what this adapter sets, whatever the flags say."""
+    # vLLM's own choice of a dtype would round float32 to bfloat16.
+    dtype: str = options.dtype
+    if dtype == "auto":
+        dtype = checkpoint_dtype(open_source(options.model).entries) or dtype
     ours: dict[str, Any] = {
         "model": str(options.model),
         "tokenizer": str(options.model),
         "skip_tokenizer_init": True,
-        "dtype": options.dtype if options.dtype != "auto" else _checkpoint_dtype(options),
+        "dtype": dtype,
         "max_model_len": options.max_length,
         "logprobs_mode": LOGPROBS_MODES[options.logprobs],
         "generation_config": "vllm",
@@ -226,19 +252,14 @@ def _engine_arguments(
     if not cpu and SOCKET in os.environ:
         ours |= {flag: True for flag in SHARED_DEVICE_FLAGS if flag not in settings.given}
     if not cpu and "distributed_executor_backend" not in settings.given:
-        # A single GPU's model would run inside the core, where nobody sees to it that it ends.
+        # Else a single GPU's model runs inside the core, which nothing ends when the worker dies.
         ours["distributed_executor_backend"] = "mp"
     if cpu:
         # Compiled code holds on to the packed weights that it was traced with.
         ours["enforce_eager"] = True
         if "enable_chunked_prefill" not in settings.given:
-            ours["enable_chunked_prefill"] = False  # for the sake of seeds
+            ours["enable_chunked_prefill"] = False  # with it, vLLM's core dies of a seed on a CPU
     return ours
-
-
-def _checkpoint_dtype(options: EngineOptions) -> str:
-    """Return the checkpoint's dtype; vLLM's own choice would round float32 to bfloat16."""
-    return checkpoint_dtype(open_source(options.model).entries) or "auto"
 
 
 def _check_drafts(config: Any) -> None:
@@ -253,7 +274,7 @@ def _check_drafts(config: Any) -> None:
 
 
 def _check_head_size(config: Any) -> None:
-    """Refuse what would start healthy and die at the first request."""
+    """Refuse a head size with which vLLM would start on a CPU, and die at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if config.model_config.use_mla:
@@ -267,8 +288,8 @@ def _check_head_size(config: Any) -> None:
         )
 
 
-def _bound_kv_cache(config: Any, options: EngineOptions, settings: VllmSettings) -> None:
-    """Bound the KV cache: on a CPU vLLM would take nearly all memory, on a GPU the user may."""
+def _bound_kv_cache(config: Any, options: EngineOptions) -> None:
+    """Bound the KV cache: always on a CPU, where vLLM would take nearly all memory, on a GPU if asked to."""
     model, cache = config.model_config, config.cache_config
     tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, model.max_model_len)
     if tokens < model.max_model_len:
@@ -290,14 +311,15 @@ def _construct_llm(config: Any, steps: StepCounter) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class Watch(StatLoggerBase):  # type: ignore[misc,unused-ignore]
-        """Notes every step."""
+    class StepLogger(StatLoggerBase):  # type: ignore[misc,unused-ignore]
+        """Counts every step."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
         def record(self, *_: Any, **__: Any) -> None:
-            steps.note_step()
+            steps.count += 1
+            steps.last = time.monotonic()
 
         def log_engine_initialized(self) -> None:
             pass
@@ -307,6 +329,6 @@ def _construct_llm(config: Any, steps: StepCounter) -> Any:
 
     try:
         with use_process_folder():
-            return AsyncLLM.from_vllm_config(config, stat_loggers=[Watch])
+            return AsyncLLM.from_vllm_config(config, stat_loggers=[StepLogger])
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM did not start: {error}; its own log says why") from error

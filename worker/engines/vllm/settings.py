@@ -1,4 +1,4 @@
-"""The engine's flags (`engine.args`): vLLM's own, and one of ours."""
+"""The engine's flags (`engine.args`): vLLM's own, and a few of ours."""
 
 from __future__ import annotations
 
@@ -10,101 +10,90 @@ from typing import Any, NoReturn
 
 from rollout_worker.engine import EngineError, GangMembership
 from rollout_worker.engines import selfcheck, tested
-from rollout_worker.engines.tested import refused_flag_entries
 
-from .under_ray import check_ray_flags
-
-# shutdown.py
+from .under_ray import check_executor
 
 PROCESS_STOP_SECONDS = 5
-"""What vLLM's processes get to end by themselves."""
-
-
-# steering.py
+"""vLLM's processes end within a second or two; whatever then still runs is killed."""
 
 FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
-
-
-# vllm_engine.py
+"""A pause waits this long for first tokens: longer than most prefills, which would otherwise run twice."""
 
 WARM_UP_TIMEOUT_SECONDS = 600.0
-
+"""The first steps compile kernels, which takes minutes."""
 
 MEMBER_VARIABLE = "ROLLOUT_VLLM_MEMBER"
-"""Tells ranks that a worker started, and no engine core, which process it is."""
+"""The process id of the member that started these ranks; ranks of an engine core have none."""
 
 WATCH_VARIABLE = "ROLLOUT_VLLM_WATCH"
-"""Tells a member's ranks to see what they read of the weights that they are loaded from."""
+"""Has a member's ranks note which of the staged tensors they read."""
 
 PARALLELISM_VARIABLES = {
     "tensor_parallel_size": "ROLLOUT_TENSOR",
     "pipeline_parallel_size": "ROLLOUT_PIPELINE",
     "data_parallel_size": "ROLLOUT_DATA",
 }
-"""What the operator says of `spec.parallelism`."""
-
+"""The variables in which the operator passes `spec.parallelism`."""
 
 # docs/engines.md shows these; a test holds both against the pinned version's parser.
-REFUSED_FLAGS: dict[str, str] = dict(
-    (
-        ("--model", "set model.source (--model of the worker)"),
-        ("--dtype", "set model.dtype (--dtype of the worker)"),
-        ("--max-model-len", "set model.maxLength (--max-length of the worker)"),
-        ("--served-model-name", "set model.servedName (--served-name of the worker)"),
-        ("--logprobs-mode", "set engine.logprobs (--logprobs of the worker)"),
-        ("--config", "a file could set what the worker sets: give its flags one by one"),
-        *refused_flag_entries("the tokenizer is the model's own", "--tokenizer", "--tokenizer-mode"),
-        ("--skip-tokenizer-init", "it is always set: the engine takes and gives token ids"),
-        *refused_flag_entries("the worker generates, token by token", "--runner", "--convert", "--diffusion-config"),
-        # Sampling: its distribution is the request's, and its logprobs are of that distribution.
-        ("--generation-config", "only EOS ids are taken from generation_config.json"),
-        ("--override-generation-config", "send sampling parameters with each request"),
-        *refused_flag_entries("tokens would be drawn from what no request asks for", "--logits-processors",
-               "--watermark-config"),
-        # Weights: a commit reaches all of them, and a version is what its hash says.
-        ("--load-format", "the worker serves the checkpoint's own bytes"),
-        ("--worker-extension-cls", "weights come through it"),
-        ("--worker-cls", "weights, sleep and deaths are those of vLLM's own workers"),
-        ("--weight-transfer-config", "weights come through POST /v1/weights/stage"),
-        *refused_flag_entries("an update would not reach weights that are kept elsewhere", "--offload-backend",
-               "--cpu-offload-gb", "--cpu-offload-params", "--offload-group-size",
-               "--offload-num-in-group", "--offload-prefetch-step", "--offload-params"),
-        *refused_flag_entries("an update puts experts where they were at the start", "--enable-eplb",
-               "--eplb-config"),
-        ("--enable-lora", "no request names an adapter: merge it into the weights"),
-        # Spans: KV of other weights is never passed off as that of the new ones.
-        *refused_flag_entries("KV kept elsewhere outlives the weights that made it", "--kv-transfer-config",
-               "--kv-offloading-size", "--kv-offloading-backend", "--ec-transfer-config"),
-        # Sleep.
-        *refused_flag_entries("it is set where the device can", "--enable-sleep-mode", "--enable-cumem-allocator"),
-        ("--sleep-preserve-parameter-names", "sleep at level 2 keeps nothing, level 1 everything"),
-        # The queue, pauses, streams and the watch for hung steps.
-        *refused_flag_entries("the worker queues: set worker.maxQueue (--max-queue of the worker)",
-               "--max-num-queued-reqs", "--max-num-queued-tokens"),
-        ("--scheduler-cls", "pauses, commits and priorities are those of vLLM's own scheduler"),
-        ("--stream-interval", "the worker sets it for each request"),
-        ("--disable-log-stats", "they show hung steps"),
-        # Ports and processes.
-        *refused_flag_entries("the engine opens no port of its own", "--kv-events-config",
-               "--data-parallel-multi-port-external-lb"),
-        ("--nnodes", "set parallelism.nodes (--nodes of the worker)"),
-        ("--node-rank", "set by parallelism.nodes (--rank of the worker)"),
-        ("--master-addr", "set by parallelism.nodes (--leader-address of the worker)"),
-        ("--master-port", "set by parallelism.nodes (--gang-port of the worker)"),
-        *refused_flag_entries("one worker heads all ranks: set parallelism", "--data-parallel-hybrid-lb",
-               "--data-parallel-external-lb", "--data-parallel-rank", "--data-parallel-start-rank",
-               "--enable-elastic-ep", "--elastic-ep-max-dp-size", "--enable-fault-tolerance"),
-    )
-)  # fmt: skip
-"""Flags that would break a promise of the worker's, and what to use instead. By the flag's first long name; its other names, `--no-` forms and `--flag.key` are meant, too."""
+REFUSED_FLAGS = tested.reasons_by_flag({
+    "set model.source (--model of the worker)": "--model",
+    "set model.dtype (--dtype of the worker)": "--dtype",
+    "set model.maxLength (--max-length of the worker)": "--max-model-len",
+    "set model.servedName (--served-name of the worker)": "--served-model-name",
+    "set engine.logprobs (--logprobs of the worker)": "--logprobs-mode",
+    "a file could set what the worker sets: give its flags one by one": "--config",
+    "the tokenizer is the model's own": "--tokenizer --tokenizer-mode",
+    "it is always set: the engine takes and gives token ids": "--skip-tokenizer-init",
+    "the worker generates, token by token": "--runner --convert --diffusion-config",
+    # Sampling: its distribution is the request's, and its logprobs are of that distribution.
+    "only EOS ids are taken from generation_config.json": "--generation-config",
+    "send sampling parameters with each request": "--override-generation-config",
+    "tokens would be drawn from what no request asks for": "--logits-processors --watermark-config",
+    # Weights: a commit reaches all of them, and a version is what its hash says.
+    "the worker serves the checkpoint's own bytes": "--load-format",
+    "weights come through it": "--worker-extension-cls",
+    "weights, sleep and deaths are those of vLLM's own workers": "--worker-cls",
+    "weights come through POST /v1/weights/stage": "--weight-transfer-config",
+    "an update would not reach weights that are kept elsewhere":
+        "--offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size "
+        "--offload-num-in-group --offload-prefetch-step --offload-params",
+    "an update puts experts where they were at the start": "--enable-eplb --eplb-config",
+    "no request names an adapter: merge it into the weights": "--enable-lora",
+    # Spans: KV of other weights is never passed off as that of the new ones.
+    "KV kept elsewhere outlives the weights that made it":
+        "--kv-transfer-config --kv-offloading-size --kv-offloading-backend --ec-transfer-config",
+    # Sleep.
+    "it is set where the device can": "--enable-sleep-mode --enable-cumem-allocator",
+    "sleep at level 2 keeps nothing, level 1 everything": "--sleep-preserve-parameter-names",
+    # The queue, pauses, streams and the watch for hung steps.
+    "the worker queues: set worker.maxQueue (--max-queue of the worker)":
+        "--max-num-queued-reqs --max-num-queued-tokens",
+    "pauses, commits and priorities are those of vLLM's own scheduler": "--scheduler-cls",
+    "the worker sets it for each request": "--stream-interval",
+    "they show hung steps": "--disable-log-stats",
+    # Ports and processes.
+    "the engine opens no port of its own": "--kv-events-config --data-parallel-multi-port-external-lb",
+    "set parallelism.nodes (--nodes of the worker)": "--nnodes",
+    "set by parallelism.nodes (--rank of the worker)": "--node-rank",
+    "set by parallelism.nodes (--leader-address of the worker)": "--master-addr",
+    "set by parallelism.nodes (--gang-port of the worker)": "--master-port",
+    "one worker heads all ranks: set parallelism":
+        "--data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-rank --data-parallel-start-rank "
+        "--enable-elastic-ep --elastic-ep-max-dp-size --enable-fault-tolerance",
+})  # fmt: skip
+"""Flags that would break a promise of the worker's, by their first long name, and what to use instead.
+
+A flag's other names, its `--no-` form and `--flag.key` are refused, too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """What the flags say.
+    """The parsed flags.
 
-    `step_deadline_seconds`: with requests running, longer without a step counts as hung.
-    `vllm`: the parsed flags of vLLM, all of them. `given`: the names of those that were given.
+    `step_deadline_seconds`: with requests running, a longer time without a step counts as hung.
+    `vllm`: all flags of vLLM, `given`: the names of those that were given.
     `self_update_check`: load the checkpoint as an update before serving.
     """
 
@@ -114,22 +103,12 @@ class VllmSettings:
     self_update_check: bool = True
 
 
-def _untested_version() -> str | None:
-    import vllm
-
-    return tested.untested_version_refusal("vLLM", str(vllm.__version__))
-
-
 class _FlagError(Exception):
     """What argparse would have printed before it ended the process."""
 
 
 def _given_flags(parser: Any, args: Sequence[str]) -> frozenset[str]:
-    """Return the names of the flags that were given, in whichever of their spellings.
-
-    Raises:
-        EngineError: one of them is refused.
-    """
+    """Return the names of the flags that were given, in whichever of their spellings."""
     kept = [(action, action.default) for action in parser._actions]
     for action, _ in kept:
         action.default = argparse.SUPPRESS
@@ -139,14 +118,15 @@ def _given_flags(parser: Any, args: Sequence[str]) -> frozenset[str]:
         for action, default in kept:
             action.default = default
     for action, _ in kept:
-        for flag in action.option_strings:
-            if flag in REFUSED_FLAGS and action.dest in given:
-                raise _refused_flag_error(flag)
+        if action.dest in given:
+            _refuse_flags(action.option_strings)
     return given
 
 
-def _refused_flag_error(flag: str) -> EngineError:
-    return EngineError(f"engine.args: {flag} can't be given: {REFUSED_FLAGS[flag]}")
+def _refuse_flags(flags: Sequence[str]) -> None:
+    for flag in flags:
+        if flag in REFUSED_FLAGS:
+            raise EngineError(f"engine.args: {flag} can't be given: {REFUSED_FLAGS[flag]}")
 
 
 def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> VllmSettings:
@@ -155,11 +135,10 @@ def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> Vllm
     Raises:
         EngineError: an unknown or forbidden flag, or a bad value.
     """
-    for name in (arg.partition("=")[0].partition(".")[0] for arg in args):
-        flag = name.replace("_", "-")
-        if flag in REFUSED_FLAGS:  # told before vLLM opens a file, say
-            raise _refused_flag_error(flag)
+    # Before vLLM's parser opens a file that `--config` names.
+    _refuse_flags([arg.partition("=")[0].partition(".")[0].replace("_", "-") for arg in args])
 
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -169,9 +148,7 @@ def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> Vllm
 
     # An abbreviation is harder to find in a manifest.
     parser: Any = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
-    parser.add_argument(tested.ALLOW_UNTESTED_FLAG, action="store_true")
-    selfcheck.add_self_check_flag(parser)
+    selfcheck.add_adapter_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
     try:
         given = _given_flags(parser, args)
@@ -181,16 +158,11 @@ def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> Vllm
             f"engine.args of the vllm engine: {error}; its flags are those of `vllm serve --help`"
             f", --step-deadline-seconds, {selfcheck.SELF_CHECK_FLAG} and {tested.ALLOW_UNTESTED_FLAG}"
         ) from error
-    if not parsed.allow_untested_version and (why := _untested_version()) is not None:
-        raise EngineError(why)
-    if parsed.distributed_executor_backend not in (None, "mp", "ray"):
-        raise EngineError(
-            "engine.args: --distributed-executor-backend "
-            f"{parsed.distributed_executor_backend!r} runs the model inside vLLM's core, where "
-            "the worker can't watch over it: use mp (the default) or ray"
-        )
+    untested = tested.untested_version_refusal("vLLM", str(vllm.__version__))
+    if untested is not None and not parsed.allow_untested_version:
+        raise EngineError(untested)
     _apply_parallelism(parsed, given, gang)
-    check_ray_flags(parsed)
+    check_executor(parsed)
     check = parsed.self_update_check == "on"
     return VllmSettings(parsed.step_deadline_seconds, parsed, given, check)
 
@@ -198,16 +170,12 @@ def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> Vllm
 def _apply_parallelism(
     parsed: argparse.Namespace, given: frozenset[str], gang: GangMembership | None
 ) -> None:
-    """Take over what the operator says of `spec.parallelism`."""
+    """Apply `spec.parallelism`; refuse what doesn't go over several nodes."""
     for field, variable in PARALLELISM_VARIABLES.items():
         if field not in given and variable in os.environ:
             setattr(parsed, field, int(os.environ[variable]))
-    if gang is not None:
-        _check_gang(parsed, gang)
-
-
-def _check_gang(parsed: argparse.Namespace, gang: GangMembership) -> None:
-    """Refuse what doesn't go over several nodes."""
+    if gang is None:
+        return
     if parsed.data_parallel_size > 1:
         raise EngineError(
             "parallelism.data: the vllm engine has data-parallel ranks on one node only: set it to 1"

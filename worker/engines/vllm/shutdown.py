@@ -1,4 +1,4 @@
-"""The start and the end of vLLM's processes, and what they leave behind: sockets, files and shared memory.
+"""The start and the end of vLLM's processes, and what they leave: sockets, files and shared memory.
 
 Sockets and files go to a folder of this process, which is removed with the engine. Segments of
 shared memory are noted while their owners live: only their memory maps say whose they are.
@@ -21,8 +21,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError
-from rollout_worker.observe import processes
-from rollout_worker.observe.processes import PROC, ProcessHandle
+from rollout_worker.observe.processes import (
+    PROC,
+    ProcessHandle,
+    find_descendants,
+    kill_processes,
+)
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 
 from .settings import PROCESS_STOP_SECONDS
@@ -39,7 +43,7 @@ SOCKET_FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 FOLDER_PREFIX = "rollout-vllm-"
 SHM_FOLDER = "/dev/shm/"
 SEGMENT_PATTERN = re.compile(SHM_FOLDER + r"(?:psm_|torch_|sem\.mp-)[^/]+")
-"""Names that Python and torch give; weights that lie there, too, are somebody else's."""
+"""Names that Python and torch give; other files there, such as weights, are not vLLM's."""
 
 
 async def start_in_thread(
@@ -48,11 +52,7 @@ async def start_in_thread(
     give_up: threading.Event,
     before: Collection[ProcessHandle],
 ) -> T:
-    """Start vLLM in a thread, by `work(report, cancelled)`; a cancelled caller leaves no process behind.
-
-    Raises:
-        EngineError: what `work` raised, or `give_up` was set.
-    """
+    """Start vLLM in a thread, by `work(report, cancelled)`; a cancelled caller leaves no process behind."""
     loop = asyncio.get_running_loop()
 
     def relay(progress: Progress) -> None:
@@ -68,14 +68,13 @@ async def start_in_thread(
         await asyncio.to_thread(end_started_processes, before)
         done, _ = await asyncio.wait([starting], timeout=PROCESS_STOP_SECONDS)
         for future in done:
-            future.exception()  # looked at: a start that was given up is no unheard error
+            future.exception()  # retrieved, so that asyncio does not log it as an error
         raise
 
 
 def prepare_folder() -> None:
     """Give vLLM a folder for its sockets and files; remove those of workers that were killed."""
-    home = Path(tempfile.gettempdir())
-    for folder in home.glob(f"{FOLDER_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         owner = folder.name.removeprefix(FOLDER_PREFIX)
         if owner.isdigit() and not (PROC / owner).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -86,9 +85,9 @@ def prepare_folder() -> None:
 
 @contextlib.contextmanager
 def use_process_folder() -> Iterator[None]:
-    """Let processes that are started meanwhile keep their temporary files in that folder, too.
+    """Have processes that start inside the block keep their temporary files in that folder.
 
-    vLLM's executor makes one for its processes to meet, and removes it never.
+    vLLM's executor makes one through which its processes connect, and never removes it.
     """
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(_process_folder())
@@ -110,8 +109,7 @@ def find_shared_memory(processes: Iterable[ProcessHandle]) -> set[str]:
     return found
 
 
-def remove_leftovers(shared: Iterable[str]) -> None:
-    """Remove sockets and files, and these segments as far as they are still there. Blocks."""
+def _remove_leftovers(shared: Iterable[str]) -> None:
     shutil.rmtree(_process_folder(), ignore_errors=True)
     for path in shared:
         # By Python's own way first: its tracker would miss a segment that it knows.
@@ -127,24 +125,24 @@ def _process_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"{FOLDER_PREFIX}{os.getpid()}"
 
 
-def end_started_processes(before: Collection[processes.ProcessHandle]) -> None:
-    """End what began since `before`; without its processes a start fails at once."""
-    began = processes.find_descendants(os.getpid()) - set(before)
+def end_started_processes(before: Collection[ProcessHandle]) -> None:
+    """End what was started since `before`; a start whose processes are gone fails at once."""
+    began = find_descendants(os.getpid()) - set(before)
     shared = find_shared_memory(began)
-    processes.kill_processes(began, float(PROCESS_STOP_SECONDS))
-    remove_leftovers(shared)
+    kill_processes(began, float(PROCESS_STOP_SECONDS))
+    _remove_leftovers(shared)
 
 
 def shut_down_vllm(launched: LaunchedVllm) -> None:
-    """End vLLM and whatever it left."""
+    """End vLLM, its processes, and remove what they left."""
     mine = launched.processes
-    mine |= {p for known in mine for p in processes.find_descendants(known.pid)}
+    mine |= {p for known in mine for p in find_descendants(known.pid)}
     shared = launched.segments | find_shared_memory(mine)
     try:
         launched.llm.shutdown(timeout=PROCESS_STOP_SECONDS)
     except Exception:  # whatever it was, its processes are ended below
         logger.exception("vLLM did not shut down in order")
-    left = processes.kill_processes(mine, float(PROCESS_STOP_SECONDS))
+    left = kill_processes(mine, float(PROCESS_STOP_SECONDS))
     if left:
         logger.error("processes of vLLM do not end: %s", sorted(p.pid for p in left))
-    remove_leftovers(shared)
+    _remove_leftovers(shared)

@@ -1,4 +1,4 @@
-"""Whether vLLM steps, and which requests it has: admit, pause, resume, take back, forget KV."""
+"""vLLM's scheduler under control (admit, pause, resume, requeue, drop KV), and requests through it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
+from typing import Any
 
-from rollout_common.wire import AbortReason, MemoryTag
+from rollout_common.wire import AbortReason, MemoryTag, SamplingParams
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.engines.request_checks import check_id_unused, make_stop_checker
 
+from .intake import to_sampling_params
 from .launch import LaunchedVllm
 from .settings import FIRST_TOKEN_TIMEOUT_SECONDS
 from .vllm_streams import VllmStream, WeightLabels
@@ -19,10 +23,7 @@ from .vllm_streams import VllmStream, WeightLabels
 class SchedulerControl:
     """Controls vLLM's scheduler: it steps unless it is paused or frozen, or memory is asleep.
 
-    Args:
-        launched: The vLLM.
-        limit: How many outputs it runs at once; it gets no more.
-        labels: Which weights made which token.
+    vLLM gets at most `limit` outputs at once.
     """
 
     def __init__(self, launched: LaunchedVllm, limit: int, labels: WeightLabels) -> None:
@@ -35,17 +36,19 @@ class SchedulerControl:
         self._labels = labels
         self._lock = asyncio.Lock()
         self._stopped = False
-        self._ordered_at: float | None = None  # an order to stop or go on that is not answered yet
+        self._ordered_at: float | None = (
+            None  # time of an order to stop or go on, until it is answered
+        )
         self._frozen = 0
         self._lost_at = -1
         self._cache = 0
         self.paused = False
         self.admission_held = False
-        self.broken = False  # half of other weights is loaded: no step may be made any more
+        self.broken = False  # half of other weights is loaded: it must never step again
         self.asleep: set[MemoryTag] = set()
         self.streams: dict[str, VllmStream] = {}
-        self._begun: set[str] = set()
-        self._all_begun = asyncio.Event()  # all that are in vLLM have begun
+        self._begun: set[str] = set()  # names of outputs that have a token
+        self._all_begun = asyncio.Event()  # every output in vLLM has a token
 
     @property
     def running(self) -> frozenset[str]:
@@ -53,7 +56,7 @@ class SchedulerControl:
         return frozenset(self._admitted)
 
     async def wait_for_admission(self, stream: VllmStream) -> None:
-        """Wait until vLLM may have an output; a cancelled one gives its place up."""
+        """Wait until vLLM may have an output; a cancelled one leaves the queue."""
         stream.admission = asyncio.get_running_loop().create_future()
         self._queue.add_request(stream)
         self._queue.admit_requests()
@@ -77,7 +80,7 @@ class SchedulerControl:
         return not (self.paused or self._frozen or self.asleep or self.broken)
 
     async def sync_scheduler(self) -> None:
-        """Bring vLLM to what is wanted; returns once no step runs, if none may."""
+        """Pause or resume vLLM as `may_step` asks; if it may not, return once no step runs."""
         async with self._lock:
             self._queue.is_open = self.may_step and not self.admission_held
             self._queue.admit_requests()
@@ -98,10 +101,10 @@ class SchedulerControl:
             self._ordered_at = None
 
     def idle_since(self) -> float | None:
-        """Return since when no step was made although one is owed, as a monotonic time.
+        """Return the monotonic time since which vLLM makes no step although it owes one.
 
-        Owed is a step while outputs are inside of what rests not yet, and the answer to an order
-        to stop or to go on, which comes after at most one step.
+        It owes a step while it has outputs and is not stopped, and also until it answers an order to stop
+        or to go on, which takes at most one step.
         """
         if self._ordered_at is not None:
             return max(self._ordered_at, self._steps.last)
@@ -120,9 +123,9 @@ class SchedulerControl:
                 await self.sync_scheduler()
 
     async def wait_for_first_tokens(self) -> None:
-        """Admit nothing more, and give what runs a moment to get its first token.
+        """Admit nothing more, and give running outputs a moment to get their first token.
 
-        An output that has none when weights change goes back to the queue, and its prefill was in vain.
+        An output without a token goes back to the queue when weights change, and is prefilled again.
         """
         self._queue.is_open = False
         self._all_begun.clear()
@@ -132,21 +135,23 @@ class SchedulerControl:
                     await self._all_begun.wait()
 
     def note_begun(self, name: str) -> None:
-        """Note that an output has a token: no other weights can begin it any more."""
+        """Note that an output has a token: it is not requeued any more."""
         self._begun.add(name)
-        if self._admitted <= self._begun:
-            self._all_begun.set()
+        self._check_all_begun()
 
     def note_ended(self, name: str) -> None:
-        """Note that an output has ended, however it did."""
+        """Remove an output that has ended, however it did."""
         del self.streams[name]
         self._begun.discard(name)
         self._release_admitted([name])
+        self._check_all_begun()
+
+    def _check_all_begun(self) -> None:
         if self._admitted <= self._begun:
             self._all_begun.set()
 
     async def requeue_unstarted(self) -> None:
-        """Take outputs without a token back into the queue: they are to run on other weights."""
+        """Take outputs without a token back into the queue: the new weights will make them."""
         early = [
             stream
             for stream in self.streams.values()
@@ -164,7 +169,7 @@ class SchedulerControl:
             await self._llm.abort(inside, internal=True)
 
     async def abort_requests(self, names: Collection[str] | None, reason: AbortReason) -> set[str]:
-        """End outputs with what they have; None: all. Returns the names that were known."""
+        """End outputs with what they have; None: all. Return the names that were known."""
         wanted = list(self.streams) if names is None else names
         known = [self.streams[name] for name in wanted if name in self.streams]
         known = [stream for stream in known if not stream.ended]
@@ -176,19 +181,134 @@ class SchedulerControl:
 
     @property
     def is_kv_lost(self) -> bool:
-        """Whether no step was made since all KV was forgotten."""
+        """Whether no step was made since all KV was dropped."""
         return self._lost_at == self._steps.count
 
     async def drop_kv(self) -> None:
-        """Forget all KV; what runs is prefilled again."""
+        """Drop all KV; running outputs are prefilled again."""
         await self._llm.engine_core.reset_prefix_cache_async(True, False)
         self._lost_at = self._steps.count
 
     async def reset_cache(self) -> None:
-        """Forget reusable prefixes; those of running outputs are left to them."""
+        """Drop reusable prefixes; running outputs keep theirs."""
         self._cache += 1
         await self._llm.engine_core.reset_prefix_cache_async(False, False)
 
     def cache_salt(self, given: str | None) -> str:
         """Return the salt under which an output may share prefixes: never another commit's."""
         return f"{self._labels.current}.{self._cache}:{given or ''}"
+
+
+class VllmRequests:
+    """All requests of one vLLM."""
+
+    def __init__(
+        self, launched: LaunchedVllm, steering: SchedulerControl, labels: WeightLabels
+    ) -> None:
+        self._launched = launched
+        self._steering = steering
+        self._labels = labels
+        self._arrivals = 0
+        self._over = False
+        self._cleaning: set[asyncio.Task[None]] = set()
+
+    def stop_waiting(self) -> None:
+        """End the wait of every queued output: vLLM is about to be stopped."""
+        self._over = True
+        for stream in self._steering.streams.values():
+            stream.stop_waiting()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """Yield the deltas of one output as `Engine.generate` does."""
+        name, streams = request.request_id, self._steering.streams
+        check_id_unused(name, streams)
+        self._arrivals += 1
+        stops = None
+        if request.sampling.stop:
+            stops = make_stop_checker(request.sampling, self._launched.model)
+        stream = streams[name] = VllmStream(request, self._arrivals, stops)
+        try:
+            async for delta in self._run_stream(stream):
+                yield delta
+        finally:
+            self._steering.note_ended(name)
+            if stream.inside is not None:
+                self._abort_in_background(stream.inside)
+
+    async def _run_stream(self, stream: VllmStream) -> AsyncIterator[EngineDelta]:
+        """Admit and run an output, again whenever it was requeued, until it ends."""
+        while not stream.ended:
+            stream.returned = False
+            if stream.aborting is None and not self._over:
+                await self._steering.wait_for_admission(stream)
+            if stream.aborting is not None or self._over:
+                yield stream.make_aborted_delta(stream.aborting or AbortReason.ENGINE)
+                return
+            collector = await self._submit_request(stream)
+            while not (stream.ended or stream.returned):
+                try:
+                    output = collector.get_nowait() or await collector.get()
+                except Exception as error:
+                    stream.inside = None
+                    raise _crash_error(error) from error
+                if output.finished:
+                    stream.inside = None
+                # A requeued output starts again: a token that still arrives does not count.
+                if not stream.returned:
+                    fresh = not stream.produced
+                    delta = stream.take_output(output, self._labels)
+                    if fresh and stream.produced:
+                        self._steering.note_begun(stream.name)
+                    yield delta
+
+    async def _submit_request(self, stream: VllmStream) -> Any:
+        """Hand an output over to vLLM; return the collector of what vLLM makes."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+
+        launched, request = self._launched, stream.request
+        llm, config = launched.llm, launched.config
+        if len(self._steering.running) == 1:  # vLLM was idle, and owed no step
+            launched.steps.last = time.monotonic()
+        stream.started = stream.started or time.monotonic()
+        salt = self._steering.cache_salt(request.cache_salt)
+        ranks, rank = config.parallel_config.data_parallel_size, None
+        if ranks > 1 and request.session_id is not None:
+            rank = hash(request.session_id) % ranks
+        ordered = config.scheduler_config.policy == "priority"
+        try:
+            collector = await llm.add_request(
+                stream.name,
+                tokens_input(list(request.token_ids), cache_salt=salt),
+                to_sampling_params(request, launched.model),
+                priority=request.priority if ordered else 0,
+                data_parallel_rank=rank,
+            )
+            stream.inside = collector.request_id
+            stream.state = llm.output_processor.request_states.get(collector.request_id)
+            if stream.aborting is not None or stream.returned:
+                await llm.abort(stream.inside, internal=True)
+        except (VLLMClientError, ValueError) as error:  # about this request alone
+            field = getattr(error, "parameter", None)
+            known = field in SamplingParams.model_fields
+            raise InvalidRequest(
+                f"sampling.{field}" if known else "sampling", f"vLLM refuses it: {error}"
+            ) from error
+        except Exception as error:
+            raise _crash_error(error) from error
+        return collector
+
+    def _abort_in_background(self, inside: str) -> None:
+        """Make vLLM end an output that nobody reads any more."""
+
+        async def abort() -> None:
+            with contextlib.suppress(Exception):  # a dead vLLM has ended it
+                await self._launched.llm.abort(inside, internal=True)
+
+        task = asyncio.get_running_loop().create_task(abort())
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+
+def _crash_error(error: Exception) -> EngineCrashed:
+    return EngineCrashed(f"vLLM failed: {type(error).__name__}: {error}")

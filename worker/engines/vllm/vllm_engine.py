@@ -1,6 +1,6 @@
 """The adapter: `Engine` of the worker's contract on top of vLLM's `AsyncLLM`.
 
-Everything here runs in the worker's asyncio loop; starting and stopping run in threads, so that
+Everything here runs in the worker's asyncio loop, except starting and stopping, which run in threads:
 neither the loop nor an abort ever waits for a disk or a process.
 """
 
@@ -13,30 +13,27 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason, Capabilities, LogprobsOf, Progress
-from rollout_worker.engine import (
-    EngineCrashed,
-    EngineDelta,
-    EngineError,
-    EngineInfo,
-    EngineRequest,
-)
+from rollout_common.wire import AbortReason, Capabilities, Progress
+from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineInfo, EngineRequest
 from rollout_worker.engines import EngineOptions, selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
-from rollout_worker.observe import processes
+from rollout_worker.observe.processes import StandstillDetector, find_descendants
 
-from . import launch, settings, shutdown, under_ray, vllm_environment
+from . import launch, settings, shutdown
 from .intake import check_request
-from .settings import WARM_UP_TIMEOUT_SECONDS
-from .steering import SchedulerControl
-from .traffic import VllmRequests
+from .steering import SchedulerControl, VllmRequests
+from .under_ray import find_rank_processes
 from .vllm_streams import WeightLabels
 from .vllm_versions import VllmVersions
 
 logger = logging.getLogger(__name__)
+
+METRIC_PREFIX = "vllm:"
 
 
 @dataclass(slots=True)
@@ -60,21 +57,29 @@ class VllmEngine(EngineAdapter[_VllmParts]):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        vllm_environment.prepare_environment()
+        launch.prepare_environment()
         shutdown.prepare_folder()
         self._settings = settings.parse_flags(options.args, options.gang)
-        self._before = processes.find_descendants(os.getpid())
-        self._standing = processes.StandstillDetector()
-        self.capabilities = _make_capabilities(
-            options.logprobs, seed=True, strings=True, cache=True
+        self._before = find_descendants(os.getpid())
+        self._standing = StandstillDetector()
+        self.capabilities = Capabilities(
+            logprobs=(options.logprobs,),
+            seed=True,
+            priority=True,
+            stop_strings=True,
+            in_flight=("Drain", "Abort", "Keep", "Recompute"),
+            sleep_levels=(1, 2),
+            memory_release=True,
+            prefix_cache=True,
+            cache_salt=True,
         )
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
+        import vllm
+
         launched = await shutdown.start_in_thread(
-            lambda relay, cancelled: launch.launch_vllm(
-                self._options, self._settings, relay, cancelled
-            ),
+            partial(launch.launch_vllm, self._options, self._settings),
             report,
             self._give_up,
             self._before,
@@ -82,41 +87,44 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         report(Progress(message="warming up"))
         try:
             if launched.config.parallel_config.use_ray:
-                launched.adopt_ranks(await under_ray.find_rank_processes(launched.llm))
+                ranks = await find_rank_processes(launched.llm)
+                launched.processes |= ranks
+                launched.segments |= shutdown.find_shared_memory(ranks)
+                launched.vital |= ranks
             parts = await self._assemble_parts(launched)
             await self._warm_up_and_check(parts, report)
-        except (EngineCrashed, TimeoutError) as error:
+        except (EngineError, TimeoutError) as error:
             await asyncio.to_thread(shutdown.shut_down_vllm, launched)
-            raise EngineError(f"vLLM started, but can't generate: {error}") from error
-        except EngineError:
-            await asyncio.to_thread(shutdown.shut_down_vllm, launched)
+            if isinstance(error, EngineCrashed | TimeoutError):
+                raise EngineError(f"vLLM started, but can't generate: {error}") from error
             raise
         self._parts = parts
         model = launched.model
         chunked = launched.config.scheduler_config.enable_chunked_prefill
-        self.capabilities = _make_capabilities(
-            self._options.logprobs,
+        cache = bool(launched.config.cache_config.enable_prefix_caching)
+        known = {
             # A seed and a prompt taken in parts end vLLM's core on a CPU.
-            seed=not (launched.cpu and chunked),
-            strings=model.tokenizer is not None,
-            cache=bool(launched.config.cache_config.enable_prefix_caching),
-        )
+            "seed": not (launched.cpu and chunked),
+            "stop_strings": model.tokenizer is not None,
+            "prefix_cache": cache,
+            "cache_salt": cache,
+        }
+        self.capabilities = self.capabilities.model_copy(update=known)
         logger.info("serving %s, weights %s", self._options.model, launched.root_hash)
-        return self._engine_info(
-            "vllm", launched.version, model, launched.root_hash, launched.layout
-        )
+        version = str(vllm.__version__)
+        return self._engine_info("vllm", version, model, launched.root_hash, launched.layout)
 
     async def _warm_up_and_check(
         self, parts: _VllmParts, report: Callable[[Progress], None]
     ) -> None:
-        """Warm up, and see that updates of this model work."""
+        """Warm up, and check that updates of this model work."""
         launched, options = parts.launched, self._options
         model = launched.model
         probe = selfcheck.UpdateProbe(
             parts.traffic.generate, model.vocab_size, model.max_length, options.logprobs
         )
-        async with asyncio.timeout(WARM_UP_TIMEOUT_SECONDS):
-            # Long prompts vLLM has tried by itself, to see what memory they take.
+        async with asyncio.timeout(settings.WARM_UP_TIMEOUT_SECONDS):
+            # A long prompt vLLM has tried itself, to measure what memory it takes.
             await probe.warm_up(selfcheck.PROMPT_TOKENS)
         if self._settings.self_update_check:
             key = ("vllm", launched.root_hash, options.args, options.dtype)
@@ -206,20 +214,11 @@ class VllmEngine(EngineAdapter[_VllmParts]):
 
     @override
     def metrics(self) -> str:
-        from .metrics import render_metrics
-
-        return render_metrics() if self._parts is not None else ""
-
-
-def _make_capabilities(kind: LogprobsOf, *, seed: bool, strings: bool, cache: bool) -> Capabilities:
-    return Capabilities(
-        logprobs=(kind,),
-        seed=seed,
-        priority=True,
-        stop_strings=strings,
-        in_flight=("Drain", "Abort", "Keep", "Recompute"),
-        sleep_levels=(1, 2),
-        memory_release=True,
-        prefix_cache=cache,
-        cache_salt=cache,
-    )
+        # What else this process counts is exported by the worker itself.
+        if self._parts is None:
+            return ""
+        registry = CollectorRegistry()
+        for collector, names in list(REGISTRY._collector_to_names.items()):
+            if any(name.startswith(METRIC_PREFIX) for name in names):
+                registry.register(collector)
+        return generate_latest(registry).decode()

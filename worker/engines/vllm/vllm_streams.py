@@ -1,4 +1,4 @@
-"""One output on its way through vLLM, and what becomes of vLLM's outputs."""
+"""One output on its way through vLLM: what vLLM makes becomes deltas."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ NOT_FINITE_ENDING: OutputEnding = (StopReason.ABORTED, None, AbortReason.ENGINE)
 
 
 class WeightLabels:
-    """Which weights made which token: the labels given so far, one a commit.
+    """Which weights made which token: the labels so far, one for each commit.
 
-    vLLM stamps the outputs of every step with a label that is set at a commit, while nothing steps,
-    and keeps for each request where in its output each label began. So spans are exact, however
+    vLLM stamps the outputs of every step with a label, which is set at a commit while nothing steps,
+    and records for each request where in its output each label began. So spans are exact, however
     many steps' outputs arrive together.
     """
 
     def __init__(self) -> None:
-        # For each: its weights, and whether running requests kept their KV.
+        # For each label: its weights, and whether running requests kept their KV.
         self._meanings: dict[str, tuple[WeightsId, bool]] = {"0": (CHECKPOINT, False)}
         self.current = "0"
 
     @property
     def current_weights(self) -> WeightsId:
-        """The weights that the current label stands for."""
+        """The weights of the current label."""
         return self._meanings[self.current][0]
 
     def make_label(self, identity: WeightsId, *, kept: bool) -> str:
-        """Make the label of a new commit; it becomes current with `adopt`."""
+        """Return the label of a new commit; `adopt_label` makes it current."""
         label = str(int(self.current) + 1)
         self._meanings[label] = (identity, kept)
         return label
 
     def adopt_label(self, label: str) -> None:
-        """Make a label the current one: vLLM stamps it from now on."""
+        """Make a label current: vLLM stamps it from now on."""
         self.current = label
 
     def token_spans(
@@ -72,9 +72,8 @@ class WeightLabels:
 class VllmStream:
     """The reader's end of one output.
 
-    `admission`: done once it may go to vLLM, or must not wait for that any more. `inside`: vLLM's id
-    of it and its state there, while it has it. `returned`: it was taken back from vLLM before its
-    first token, to wait again.
+    `admission`: done once it may go to vLLM, or must stop waiting. `inside`, `state`: its id and state in vLLM,
+    while vLLM has it. `returned`: it was requeued before its first token.
     """
 
     request: EngineRequest
@@ -99,59 +98,67 @@ class VllmStream:
 
     @property
     def done(self) -> bool:
-        """Whether it does not wait for its admission."""
+        """Whether it does not wait for admission."""
         return self.admission is None or self.admission.done()
 
     def stop_waiting(self) -> None:
-        """Let it wait for its admission no longer, be it admitted or not."""
+        """End its wait for admission, whether it is admitted or not."""
         if self.admission is not None and not self.admission.done():
             self.admission.set_result(None)
 
     def take_output(self, output: Any, labels: WeightLabels) -> EngineDelta:
-        """Turn what vLLM gave into a delta; the last one sets `ended`."""
+        """Turn what vLLM made into a delta; the last one sets `ended`."""
         completion = output.outputs[0]
         tokens: Sequence[int] = completion.token_ids
-        logprobs = (
-            None if self.request.logprobs is None else _sampled_logprobs(completion, len(tokens))
-        )
+        logprobs: Sequence[float] | None = None
+        if self.request.logprobs is not None:
+            # Each position holds just the sampled token; without tokens, logprobs are None.
+            logprobs = completion.logprobs.logprobs if tokens else []
         starts = self._label_starts(completion)
         count, ending = self._cut_tokens(tokens, logprobs)
-        bad = (
-            self._token_weights(self.produced + count, starts, labels)
-            if ending is NOT_FINITE_ENDING
-            else None
-        )
-        if ending is None:
-            ending = self._vllm_ending(completion)
+        bad = None
+        if ending is NOT_FINITE_ENDING:
+            bad = self._token_weights(self.produced + count, starts, labels)
+        ending = ending or self._vllm_ending(completion)
         if self.state is not None and self.state.stats is not None:
             self.preemptions = self.state.stats.num_preemptions
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
         begin, self.produced = self.produced, self.produced + count
         self.ended = ending is not None
+        spans = labels.token_spans(starts, begin, self.produced)
+        return self._make_delta(tokens[:count], (logprobs or ())[:count], spans, ending, bad)
+
+    def _make_delta(
+        self,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        spans: tuple[WeightsSpan, ...] = (),
+        ending: OutputEnding | None = None,
+        not_finite: WeightsId | None = None,
+    ) -> EngineDelta:
         reason, match, abort = ending or (None, None, None)
         return EngineDelta(
-            token_ids=tuple(tokens[:count]),
-            logprobs=None if logprobs is None else tuple(logprobs[:count]),
-            spans=labels.token_spans(starts, begin, self.produced),
+            token_ids=tuple(tokens),
+            logprobs=None if self.request.logprobs is None else tuple(logprobs),
+            spans=spans,
             stop_reason=reason,
             stop_match=match,
             abort_reason=abort,
-            not_finite=bad,
+            not_finite=not_finite,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
-            queued_seconds=self._queued_seconds(),
+            queued_seconds=(self.started or time.monotonic()) - self.entered,
         )
 
     def _token_weights(
         self, index: int, starts: Sequence[tuple[str, int]], labels: WeightLabels
     ) -> WeightsId:
-        """Return the weights that made the token at an index."""
         for span in labels.token_spans(starts, index, index + 1):
             return WeightsId(epoch=span.epoch, version=span.version)
         return labels.current_weights
 
     def _label_starts(self, completion: Any) -> list[tuple[str, int]]:
-        """Return where each label of weights began; a state is gone only with the last output."""
+        """Return where each label began: the last output carries it, as the state is gone by then."""
         if self.state is not None:
             starts: list[tuple[str, int]] = self.state.weight_version_starts
             return starts
@@ -160,7 +167,7 @@ class VllmStream:
     def _cut_tokens(
         self, tokens: Sequence[int], logprobs: Sequence[float] | None
     ) -> tuple[int, OutputEnding | None]:
-        """Return how many tokens count, and why it ends with the last of them, if we say so."""
+        """Return how many tokens count, and why the output ends there, if our checks end it."""
         for index, token in enumerate(tokens):
             if logprobs is not None and not math.isfinite(logprobs[index]):
                 return index, NOT_FINITE_ENDING
@@ -172,7 +179,6 @@ class VllmStream:
         return len(tokens), None
 
     def _vllm_ending(self, completion: Any) -> OutputEnding | None:
-        """Return why vLLM ended it."""
         match completion.finish_reason:
             case None:
                 return None
@@ -183,27 +189,7 @@ class VllmStream:
             case _:
                 return StopReason.ABORTED, None, self.aborting or AbortReason.ENGINE
 
-    def _queued_seconds(self) -> float:
-        return (self.started or time.monotonic()) - self.entered
-
     def make_aborted_delta(self, reason: AbortReason) -> EngineDelta:
         """Return the last delta of an output that vLLM does not have."""
         self.ended = True
-        return EngineDelta(
-            token_ids=(),
-            logprobs=None if self.request.logprobs is None else (),
-            spans=(),
-            stop_reason=StopReason.ABORTED,
-            abort_reason=reason,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            queued_seconds=self._queued_seconds(),
-        )
-
-
-def _sampled_logprobs(completion: Any, count: int) -> list[float]:
-    """Return the log-probabilities of the sampled tokens; each position holds just that one."""
-    if not count:
-        return []
-    values: list[float] = completion.logprobs.logprobs
-    return values
+        return self._make_delta(ending=(StopReason.ABORTED, None, reason))

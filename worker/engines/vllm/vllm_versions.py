@@ -1,6 +1,6 @@
 """The weights of one running vLLM, whose workers map what this process has staged.
 
-`Steering` keeps vLLM from stepping while weights or memory change.
+`SchedulerControl` keeps vLLM from stepping while weights or memory change.
 """
 
 from __future__ import annotations
@@ -71,34 +71,29 @@ class VllmVersions(RankVersions):
 
     @override
     async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
-        """Load, then label; nothing steps meanwhile."""
         steering = self._steering
         async with steering.hold_steps():
             await steering.requeue_unstarted()
             kept = kv == "keep" and not steering.is_kv_lost
             if not kept:
                 await steering.drop_kv()
-            await self._load_weights("rollout_load", sink.make_ticket())
+            await self._load_weights(sink.make_ticket())
             self._mark_loaded()
             label = self._labels.make_label(identity, kept=kept)
             await self._launched.llm.engine_core.set_weight_version_async(label)
             self._labels.adopt_label(label)
 
     async def reload_checkpoint(self) -> None:
-        """Load the checkpoint once more as a commit loads a version; nothing runs.
-
-        Raises:
-            EngineCrashed: vLLM failed at it.
-        """
+        """Load the checkpoint once more as a commit loads a version, while nothing runs."""
         async with self._lock, self._steering.hold_steps():
             await self._steering.drop_kv()
-            await self._load_weights("rollout_reload")
+            await self._load_weights(None)
 
-    async def _load_weights(self, method: str, *args: object) -> None:
-        """Let the workers load; a failure leaves them with halves of two versions."""
+    async def _load_weights(self, ticket: str | None) -> None:
+        """Have the workers load a sink, or the checkpoint; a failure leaves them with halves of two versions."""
         self._steering.broken = True
         try:
-            await self._call_workers(method, *args)
+            await self._call_workers("rollout_load", ticket)
         except Exception as error:
             raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
         self._steering.broken = False
@@ -140,21 +135,21 @@ class VllmVersions(RankVersions):
         if "weights" not in tags:
             return
         if not self._launched.cpu:
-            # vLLM's own copies are in main memory, locked, and asked for without a look.
+            # vLLM keeps its copies in locked main memory, and does not check whether that is free.
             check_memory_left(await self._pinned_bytes(level))
         elif level == 1:
-            # A copy in a file, so that they come back whatever happens to their source.
+            # A copy in a file brings them back whatever happens to their source.
             self._spill = self._require_sealed(await refill(on_disk=True))
 
     async def _pinned_bytes(self, level: int) -> int:
-        """Return how much main memory the ranks of this node take together to sleep at this level."""
+        """Return how much main memory the ranks of this node need together to sleep at this level."""
         parallel = self._launched.config.parallel_config  # vLLM answers for one data-parallel rank
         once = sum(await self._call_workers("rollout_pinned_bytes", level))
         return int(once) * int(parallel.data_parallel_size) // self._nodes
 
     @override
     async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
-        self._asleep |= tags  # also if it fails below: no step may follow
+        self._asleep |= tags  # before anything can fail: no step may follow
         await self._steering.requeue_unstarted()
         await self._steering.drop_kv()
         await self._call_workers("rollout_release", level, sorted(tags))
@@ -170,12 +165,12 @@ class VllmVersions(RankVersions):
         await self._call_workers("rollout_wake", sorted(tags))
         source = sink or (self._spill if "weights" in tags else None)
         if source is not None:
-            await self._load_weights("rollout_load", source.make_ticket())
+            await self._load_weights(source.make_ticket())
             await self.close_spill()
         self._cache_follows = self._cache_follows and "kv_cache" not in tags
 
     async def close_spill(self) -> None:
-        """Give up the copy of sleeping weights in a file, if there is one."""
+        """Delete the file with a copy of sleeping weights, if there is one."""
         spill, self._spill = self._spill, None
         if spill is not None:
             await asyncio.to_thread(spill.close)

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineError
+from rollout_worker.engine import EngineError, TensorEntry, TensorSpec
 from rollout_worker.engines.model_folder import (
+    checkpoint_dtype,
     decode_tokens,
     load_tokenizer,
     read_config,
     read_eos_ids,
     resolve_max_length,
 )
+from rollout_worker.engines.shared_memory.tensor_views import TORCH_DTYPES
 
 
 @pytest.mark.parametrize(
@@ -77,3 +79,15 @@ def test_a_tokenizer_is_none_or_whole(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(EngineError, match=r"cannot be loaded: .*; repair its files"):
         load_tokenizer(tmp_path)
+
+
+def test_the_dtype_of_a_quantised_checkpoint_is_not_that_of_its_scales() -> None:
+    """An fp8 model: a float32 scale for each weight, and bfloat16 where it is not quantised."""
+    specs = [("F8_E4M3", (64, 64)), ("F32", (1, 1))] * 9 + [("BF16", (128, 64))]
+    entries = [TensorEntry(f"t{n}", TensorSpec(*spec)) for n, spec in enumerate(specs)]
+    assert checkpoint_dtype(entries) == "bfloat16"
+
+
+def test_every_quantised_dtype_of_a_checkpoint_has_its_torch_dtype() -> None:
+    for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0"):
+        assert TORCH_DTYPES[name].itemsize == TensorSpec(name, (1,)).nbytes

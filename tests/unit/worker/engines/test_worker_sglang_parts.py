@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,26 +26,28 @@ from rollout_worker.engine import (
     TensorEntry,
     TensorSpec,
     WeightsLayout,
+    WeightsRejected,
 )
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.child import number_devices, numbers_for_uuids
 from rollout_worker.engines.sglang.child_connection import ChildConnection, encode_frame
-from rollout_worker.engines.sglang.model import SglangModel, check_request
+from rollout_worker.engines.sglang.model import SglangModel, check_request, read_model
 from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_tokens
+from rollout_worker.engines.sglang.sglang_versions import SglangVersions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
-from rollout_worker.observe.processes import find_process
+from rollout_worker.observe.processes import command_line_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams
 from tests.support.broken_models import DAMAGE, damage
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until
 
 EOS = frozenset({2})
-MODEL = SglangModel(None, WeightsLayout({}, {}, {}), frozenset({2}), 64, 100, "float32", 0, {})
+MODEL = SglangModel(None, WeightsLayout({}, {}, {}), frozenset({2}), 64, 100, "float32", {})
 
 
 def asked(temperature: float) -> EngineRequest:
@@ -52,17 +55,14 @@ def asked(temperature: float) -> EngineRequest:
     return EngineRequest("r", (5,), sampling, "sampling")
 
 
-@pytest.mark.parametrize("temperature", [9e-7, 1e-300])
-def test_what_sglang_would_draw_at_another_temperature_is_refused(temperature: float) -> None:
+def test_temperatures_that_sglang_would_replace_are_refused() -> None:
     """It sets such a temperature to 1 and `top_k`, which our sampler does not read, to 1."""
-    with pytest.raises(InvalidRequest) as refused:
+    for temperature in (9e-7, 1e-300):
+        with pytest.raises(InvalidRequest) as refused:
+            check_request(asked(temperature), MODEL)
+        assert refused.value.field == "sampling.temperature"
+    for temperature in (0, 1e-6, 100):
         check_request(asked(temperature), MODEL)
-    assert refused.value.field == "sampling.temperature"
-
-
-@pytest.mark.parametrize("temperature", [0, 1e-6, 100])
-def test_what_sglang_draws_as_asked_passes(temperature: float) -> None:
-    check_request(asked(temperature), MODEL)
 
 
 @pytest.mark.parametrize(("name", "text", "said"), DAMAGE)
@@ -108,42 +108,30 @@ async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
         assert found.find_hang(0.05) is None, "it rests as it was told"
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [("ValueError: too many ids", InvalidRequest), ("RuntimeError: lost", EngineCrashed)],
-)
-async def test_an_error_of_one_request_is_no_crash(error: str, kind: type[EngineError]) -> None:
-    async with scheduler() as (_, stream, child):
-        child.sendall(encode_frame({"tokens": [[stream.rid, [], None, {"error": error}]]}))
-        failure = await asyncio.wait_for(stream.deltas.get(), 5)
-    assert type(failure) is kind
-    assert error.partition(": ")[2] in str(failure)
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(HTTPStatus.BAD_REQUEST, InvalidRequest), (HTTPStatus.INTERNAL_SERVER_ERROR, EngineCrashed)],
-)
-async def test_how_sglang_ended_a_request_tells_whose_fault_it_was(
-    status: HTTPStatus, kind: type[EngineError]
-) -> None:
+def ended_by_sglang(status: HTTPStatus) -> dict[str, Any]:
     """An abort of its own, as its scheduler passes it on."""
-    finish = {"type": "abort", "message": "the grammar is broken", "status_code": status}
+    finish = {"type": "abort", "message": "too many ids", "status_code": status}
+    told: dict[str, Any] = to_child_tokens("", {"meta_info": {"finish_reason": finish}})[3]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("about", "kind"),
+    [
+        ({"error": "ValueError: too many ids"}, InvalidRequest),
+        ({"error": "RuntimeError: too many ids"}, EngineCrashed),
+        (ended_by_sglang(HTTPStatus.BAD_REQUEST), InvalidRequest),
+        (ended_by_sglang(HTTPStatus.INTERNAL_SERVER_ERROR), EngineCrashed),
+    ],
+)
+async def test_an_error_of_one_request_is_no_crash(
+    about: dict[str, Any], kind: type[EngineError]
+) -> None:
     async with scheduler() as (_, stream, child):
-        assert stream.rid is not None
-        told = to_child_tokens(
-            stream.rid, {"meta_info": {"finish_reason": finish}, "output_ids": []}
-        )
-        child.sendall(encode_frame({"tokens": [told]}))
+        child.sendall(encode_frame({"tokens": [[stream.rid, [], None, about]]}))
         failure = await asyncio.wait_for(stream.deltas.get(), 5)
     assert type(failure) is kind
-    assert "the grammar is broken" in str(failure)
-
-
-@pytest.mark.parametrize("flag", ["--config", "--config=f.yaml", "--dtype", "--speculative-algo=X"])
-def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
-    with pytest.raises(EngineError, match=flag.partition("=")[0]):
-        settings.parse_flags((flag,))
+    assert "too many ids" in str(failure)
 
 
 def test_other_flags_pass() -> None:
@@ -178,18 +166,6 @@ def test_ranks_that_sglang_could_not_update_are_refused(
 
 
 @pytest.mark.parametrize(
-    "flag",
-    [
-        *("--pp-size=2", "--nnodes", "--node-rank", "--dist-init-addr=a:1"),
-        *("--enable-dp-attention", "--attn-dp-size=2"),
-    ],
-)
-def test_flags_that_the_gang_sets_or_cannot_keep_its_promises_with_are_refused(flag: str) -> None:
-    with pytest.raises(EngineError, match=flag.partition("=")[0]):
-        settings.parse_flags((flag,))
-
-
-@pytest.mark.parametrize(
     ("leader", "address"),
     [
         ("pool-0-0.pool", "pool-0-0.pool:8003"),
@@ -211,12 +187,10 @@ def test_the_nodes_of_a_gang_meet_at_its_head(leader: str, address: str, tmp_pat
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert environ[SLOTS_VARIABLE] == str(tmp_path / "slots")
     assert environ[settings.SPILL_FOLDER_VARIABLE] == str(tmp_path)
-
-
-def test_one_node_has_no_flags_of_a_gang() -> None:
-    options = EngineOptions(model=Path("m"), device="cpu")
-    flags = settings.child_flags(options, settings.parse_flags(()), MODEL, cpu=True)
-    assert "--nnodes" not in flags
+    options = replace(options, gang=None)
+    assert "--nnodes" not in settings.child_flags(
+        options, settings.parse_flags(()), MODEL, cpu=True
+    )
     assert SLOTS_VARIABLE not in settings.child_environment(options, cpu=True)
 
 
@@ -232,13 +206,12 @@ def test_one_node_has_no_flags_of_a_gang() -> None:
 def test_graphs_are_given_back_with_the_weights_where_others_get_the_device(
     shared: bool, cpu: bool, own: str | None, graphs: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (
-        (SOCKET, "/turn" if shared else None),
-        (settings.SAVE_GRAPHS_VARIABLE, own),
-    ):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    monkeypatch.delenv(SOCKET, raising=False)
+    monkeypatch.delenv(settings.SAVE_GRAPHS_VARIABLE, raising=False)
+    if shared:
+        monkeypatch.setenv(SOCKET, "/turn")
+    if own is not None:
+        monkeypatch.setenv(settings.SAVE_GRAPHS_VARIABLE, own)
     found = settings.child_environment(EngineOptions(model=Path("m")), cpu=cpu)
     assert found.get(settings.SAVE_GRAPHS_VARIABLE) == graphs
     if graphs is not None:
@@ -270,16 +243,13 @@ def test_a_rank_finds_the_slot_of_its_own_node(
         assert not list(slots.iterdir())
 
 
-async def test_a_process_that_stays_stopped_is_missed_and_one_that_a_debugger_held_is_not() -> None:
+async def test_a_process_that_stays_stopped_or_ends_is_named() -> None:
     gone: list[str] = []
     watched = SglangProcess(gone.append, lambda _: None)
     child = await asyncio.create_subprocess_exec("sleep", "60")
     watched._watch_process(child.pid)
     try:
-        assert watched.find_stopped() is None
         os.kill(child.pid, signal.SIGSTOP)
-        await until(lambda: (seen := find_process(child.pid)) is not None and seen.is_stopped())
-        assert watched.find_stopped(0.2) is None, "not for a moment"
         await until(lambda: watched.find_stopped(0.2) is not None)
         assert watched.find_stopped(0.2) == f"a process of SGLang (pid {child.pid}) is stopped"
         os.kill(child.pid, signal.SIGCONT)
@@ -315,3 +285,95 @@ def test_devices_keep_their_uuids_where_nobody_can_number_them(
         "PCI_BUS_ID",
         "1",
     )
+
+
+def folder(path: Path, **quantisation: object) -> EngineOptions:
+    config = {"vocab_size": 8, "quantization_config": quantisation}
+    (path / "config.json").write_text(json.dumps(config))
+    return EngineOptions(model=path)
+
+
+def quantised(path: Path) -> SglangEngine:
+    options = folder(path, quant_method="compressed-tensors", format="float-quantized")
+    write_weights(path, 1)
+    return SglangEngine(replace(options, max_length=8, args=("--python", "/nonexistent")))
+
+
+async def test_a_kind_that_sglang_would_update_wrongly_is_refused_before_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    engine = quantised(tmp_path)
+    with pytest.raises(EngineError, match=r"'compressed-tensors'.*--self-update-check=off"):
+        await engine.start(lambda _: None)
+
+
+async def test_such_a_kind_may_be_served_without_updates(tmp_path: Path) -> None:
+    off = quantised(tmp_path)._options
+    engine = SglangEngine(replace(off, args=(*off.args, "--self-update-check=off")))
+    with pytest.raises(EngineError, match="can't be started"):  # the next thing: no such Python
+        await engine.start(lambda _: None)
+
+
+async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_staged(
+    tmp_path: Path,
+) -> None:
+    """In its own words where it has some: it would say the same of every update."""
+    options = folder(tmp_path, quant_method="fp8", weight_block_size=[128, 128])
+    write_weights(tmp_path, 1)
+    found = read_model(replace(options, max_length=8))
+    facts = {"no_updates": None, "device": [9, 0], "ranks": 1}
+    for more, why in (
+        ({"no_updates": "Online weight updates are not supported"}, "Online weight updates"),
+        ({"device": [10, 0]}, r"capability 10\.0"),
+    ):
+        versions = SglangVersions(
+            options,
+            found,
+            ChildConnection(print),
+            RequestScheduler(ChildConnection(print), 1, CHECKPOINT),
+            facts | more,
+            print,
+        )
+        with pytest.raises(WeightsRejected, match=why):
+            await versions.open_slot([])
+
+
+CHILD = """#!/bin/bash
+(exec -a sglang::scheduler_TP0 sleep 300) &
+sleep 300 &
+wait
+"""
+
+
+def named(process: SglangProcess, name: str) -> list[int]:
+    return [pid for pid in process.session_pids() if command_line_of(pid).startswith(name)]
+
+
+async def test_only_the_end_of_what_sglang_names_ends_the_engine(tmp_path: Path) -> None:
+    """Torch's compile workers quit after a minute without work."""
+    python = tmp_path / "python"
+    python.write_text(CHILD)
+    python.chmod(0o755)
+    ends: list[str] = []
+    process = SglangProcess(ends.append, lambda _: None)
+    process.start(str(python), (), {}).close()
+    try:
+        await until(lambda: named(process, "sglang::") and named(process, "sleep"))
+        process.watch_schedulers()
+        (helper,), (scheduler,) = named(process, "sleep"), named(process, "sglang::")
+        os.kill(helper, signal.SIGKILL)
+        await until(lambda: not named(process, "sleep"))
+        os.kill(scheduler, signal.SIGKILL)
+        await until(lambda: ends)
+        assert f"pid {scheduler})" in ends[0]
+    finally:
+        await process.stop()
+
+
+async def test_an_interpreter_that_is_not_there_is_named() -> None:
+    process = SglangProcess(lambda _: None, lambda _: None)
+    try:
+        with pytest.raises(EngineError, match="--python '/nowhere/python' can't be started"):
+            process.start("/nowhere/python", (), {})
+    finally:
+        await process.stop()

@@ -23,8 +23,9 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simpl
     meeting = f"file://{tmp_path / 'store'}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    # As latent attention has it: made of a parameter, seen the other way round.
+    # As in latent attention: plain tensors made of a parameter, one of them transposed, and a tied one.
     model[0].w_kc = torch.arange(12.0).reshape(3, 4).t()
+    model[1].w_vc, model[1].tied = torch.arange(5.0), model[1].weight
     runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
     found = SimpleNamespace(tp_worker=runner, tp_cpu_group=torch.distributed.group.WORLD)
     yield found
@@ -34,7 +35,7 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simpl
 
 def values(scheduler: SimpleNamespace) -> list[torch.Tensor]:
     model = scheduler.tp_worker.model_runner.model
-    return [*(each.detach() for each in model.parameters()), model[0].w_kc]
+    return [*(each.detach() for each in model.parameters()), model[0].w_kc, model[1].w_vc]
 
 
 def open_files() -> int:

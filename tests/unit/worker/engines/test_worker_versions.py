@@ -51,7 +51,7 @@ class Child:
         self.calls: list[str] = []
 
     async def call_child(self, op: str, **args: Any) -> None:
-        self.calls.append(f"{op} {args.get('what') or ' '.join(args.get('tags', ()))}")
+        self.calls.append(f"{op} {args.get('method') or ' '.join(args.get('tags', ()))}")
 
     async def stop_steps(self, mode: str) -> None: ...
 
@@ -75,8 +75,8 @@ async def test_a_cache_that_sleeps_at_level_2_leaves_the_copy_of_the_weights() -
     await found.sleep(2, ["kv_cache"], never)
     await found.wake(["weights", "kv_cache"], never)
     assert child.calls == [
-        *("spill keep", "release weights", "release kv_cache"),
-        *("retake weights kv_cache", "spill bring_back"),
+        *("call_ranks rollout_keep", "release weights", "release kv_cache"),
+        *("retake kv_cache weights", "call_ranks rollout_bring_back"),
     ]
     assert found.is_awake
 
@@ -91,4 +91,4 @@ async def test_weights_that_sleep_at_level_2_on_top_have_no_copy_any_more() -> N
     assert not found.resident_memory().weights, "it stays asleep as it was"
     await found.wake(["weights"], None)
     assert found.resident_memory().weights
-    assert child.calls[2:] == ["spill forget", "retake weights"]
+    assert child.calls[2:] == ["call_ranks rollout_forget", "retake weights"]

@@ -52,12 +52,8 @@ def test_spans_follow_the_labels() -> None:
     assert spans == [(0, 0, 2, 4, False), (1, 1, 4, 6, True), (1, 2, 6, 9, False)]
     assert labels.token_spans(starts, 4, 4) == ()
     assert labels.current_weights == WeightsId(epoch=1, version=2)
-
-
-def test_an_output_that_began_after_a_commit_has_no_stale_kv() -> None:
-    labels = WeightLabels()
-    commit(labels, 1, kept=True)
-    assert [span.stale_kv for span in labels.token_spans([("1", 0)], 0, 3)] == [False]
+    began_later = labels.token_spans([("1", 0)], 0, 3)
+    assert [span.stale_kv for span in began_later] == [False], "it never had KV of older weights"
 
 
 def test_a_label_that_was_never_adopted_means_nothing() -> None:
@@ -182,18 +178,6 @@ def test_what_the_model_can_not_do_is_refused(
     assert (refused.value.field, refused.value.status) == (field, status)
 
 
-@pytest.mark.parametrize("flag", ["--config", "--config=/f.yaml", "--max_model_len"])
-def test_a_flag_of_the_workers_own_is_refused(flag: str) -> None:
-    with pytest.raises(EngineError, match=rf"{flag[:5]}.* can't be given: .*(set|give) "):
-        settings.parse_flags((flag, "/f.yaml"))
-
-
-@pytest.mark.parametrize("flag", ["--nnodes", "--node-rank", "--master-addr", "--master-port"])
-def test_what_a_gang_sets_is_refused(flag: str) -> None:
-    with pytest.raises(EngineError, match=f"{flag} can't be given: .*parallelism.nodes"):
-        settings.parse_flags((flag, "2"))
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -266,20 +250,22 @@ def test_what_ray_would_do_behind_the_workers_back_is_refused(
     monkeypatch.setenv(under_ray.EXECUTOR_VARIABLE, variable)
     monkeypatch.setattr(sys, "path", [])  # where no Ray is
     with pytest.raises(EngineError, match=why):
-        under_ray.check_ray_flags(ray_flags(**given))
-    under_ray.check_ray_flags(ray_flags(distributed_executor_backend="mp"))
+        under_ray.check_executor(ray_flags(**given))
+    under_ray.check_executor(ray_flags(distributed_executor_backend="mp"))
 
 
 def test_ray_is_refused_where_devices_are_had_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SOCKET, "/nowhere/turn")
     with pytest.raises(EngineError, match="can't share the turn for the devices"):
-        under_ray.check_ray_flags(ray_flags())
+        under_ray.check_executor(ray_flags())
 
 
-def test_a_device_that_ray_does_not_schedule_is_refused() -> None:
+def test_a_device_that_ray_does_not_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(under_ray.HEAD_VARIABLE, "")
     with pytest.raises(EngineError, match="no ranks under Ray on cpu: leave it out"):
-        under_ray.check_ray_platform(SimpleNamespace(ray_device_key="", device_name="cpu"))
-    under_ray.check_ray_platform(SimpleNamespace(ray_device_key="GPU", device_name="cuda"))
+        under_ray.prepare_ray(SimpleNamespace(ray_device_key="", device_name="cpu"))
+    under_ray.prepare_ray(SimpleNamespace(ray_device_key="GPU", device_name="cuda"))
+    assert os.environ[under_ray.HEAD_VARIABLE].startswith(f"{os.getpid()}.")
 
 
 class Ranks:
