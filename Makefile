@@ -89,12 +89,13 @@ mutants: $(VENV) $(ENV_MUTMUT)/.installed ## break modules with mutmut: do the t
 	$(BIN)/python hack/mutants.py $(MODULES)
 
 .PHONY: lint
-lint: $(VENV) ## ruff, mypy, import-linter, names, stale generated files
+lint: $(VENV) ## ruff, mypy, import-linter, names, English, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python hack/check_names.py
+	$(BIN)/python hack/check_english.py
 	PYTHONPATH=hack $(BIN)/python -m generate --check
 
 .PHONY: format

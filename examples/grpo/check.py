@@ -55,7 +55,7 @@ class Token:
 
 @dataclass
 class Report:
-    """What was checked; the check passes if there are no faults."""
+    """What was checked; the check passes if it found no fault."""
 
     conversations: int = 0
     turns: int = 0

@@ -1,4 +1,4 @@
-"""Publish the policy after each step, and tell at the end how long that took: memory beside files."""
+"""Publish the policy after each step, and report at the end how long that took, from memory and through files."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Publisher:
         way, clock = self.ways[self.version % len(self.ways)], Clock()
         model, version = self.policy.model, self.version
         if way == "files":
-            # A few more than serve: for workers that restart meanwhile.
+            # A few more than serve, for workers that restart during the publish.
             done = self.pool.save_and_publish(
                 model, version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS,
                 progress=clock.saw,
@@ -110,7 +110,7 @@ class Publisher:
 
 
 def update(done: Published, clock: Clock) -> Update:
-    """Return what is told of a version that serves now."""
+    """Return what the report says of a version that serves now."""
     end = time.monotonic()
     report, seconds = done.report, end - clock.began
     if report is None:

@@ -10,7 +10,7 @@ A random model would never write a call by chance, so it first imitates a teache
 learning, version 1 of the weights) that guesses half of the time and asks otherwise. It then earns
 about 0.5; only the policy gradient over whole conversations raises the reward further.
 
-A ledger beside the conversations keeps what the engines answered. At the end, check.py compares the
+A ledger next to the conversations keeps what the engines answered. At the end, check.py compares the
 two, token by token, and `report.json` says what it found.
 """
 

@@ -248,7 +248,7 @@ class RolloutReplicaSpec(ApiModel):
 
     @property
     def grace_seconds(self) -> int:
-        """Termination grace period of the pods; no part of the revision."""
+        """Termination grace period of the pods; not part of the revision."""
         return self.drain_seconds + 15
 
 

@@ -54,8 +54,8 @@ class WorkerContainer(ApiModel):
     """Hooks postStart and preStop, as in a pod spec. preStop uses up the grace period,
     spec.drainSeconds + 15 s."""
     startup_probe: ProbeTimings | None = None
-    """Until the process answers on /health; every second, 300 failures. Loading the model is no
-    part of it."""
+    """Until the process answers on /health; every second, 300 failures. Loading the model
+    is not included."""
     liveness_probe: ProbeTimings | None = None
     """Of /health; every 10 s, 5 s to answer, 6 failures."""
     readiness_probe: ProbeTimings | None = None
