@@ -106,7 +106,7 @@ class PoolSettings:
         return options
 
 
-class _LoopPools:
+class LoopPools:
     """One pool for each event loop; a pickle has only the function that makes them."""
 
     def __init__(self, make: Callable[[], AsyncRolloutPool]) -> None:
@@ -114,7 +114,7 @@ class _LoopPools:
         self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncRolloutPool]
         self._made = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[_LoopPools], tuple[Callable[[], AsyncRolloutPool]]]:
+    def __reduce__(self) -> tuple[type[LoopPools], tuple[Callable[[], AsyncRolloutPool]]]:
         return type(self), (self._make,)
 
     def current_pool(self) -> AsyncRolloutPool:
@@ -168,7 +168,7 @@ class VerlClient:
     """verl sets it if its traces should show text."""
 
     def __post_init__(self) -> None:
-        self._pools = _LoopPools(self.make)
+        self._pools = LoopPools(self.make)
         self._info: WorkerInfo | None = None
 
     @classmethod

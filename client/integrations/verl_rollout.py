@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.spool import drain_tensors
 
-from .verl import PoolSettings, _LoopPools
+from .verl import LoopPools, PoolSettings
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
@@ -40,7 +40,7 @@ class VerlRollout:
         self.is_leader_rank = int(os.environ.get("RANK", "0") if rank is None else rank) == 0
         self.replica_rank = 0
         self._settings = PoolSettings.of(config)
-        self._pools = _LoopPools(self._settings.open)
+        self._pools = LoopPools(self._settings.open)
         self._epoch: int | None = None
         self._step: int | None = None
 

@@ -107,7 +107,9 @@ def member(model: Path, name: str, namespace: str) -> Iterator[tuple[Worker, Rol
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny one, made for each run")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint; default: a tiny one, made for each run"
+    )
     parser.add_argument("--digits", type=int, nargs=TEN, metavar="ID", help="ids of 0 to 9")
     parser.add_argument("--pool", help="the RolloutReplica that this pod is a member of")
     parser.add_argument("--namespace", default="default")

@@ -21,12 +21,19 @@ from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 class EngineOptions:
     """The options that a worker gives any engine.
 
-    `max_batch_tokens`: upper bound of the KV cache, in tokens; None leaves it to the engine.
-    `spill_dir`: where weights go at sleep level 1; None: the temporary folder. `logprobs`: the kind that
-    requests get by default, for engines that record only one kind. `args`: the engine's own flags, as on its
-    command line. `staging`: what memory of staged weights is charged to; all engines of a process share it.
-    `gang`: set if the engine spans several nodes. `guest`: the worker runs in a trainer's process, so the engine
-    must not change what outlives it or affects the trainer.
+    Attributes:
+        model: The folder of the checkpoint.
+        dtype: What the weights are computed in; auto: the checkpoint's.
+        max_length: Most tokens of prompt and output together; None: the model's.
+        device: auto: a GPU if there is one.
+        spill_dir: Where weights go at sleep level 1; None: the temporary folder.
+        max_batch_tokens: Upper bound of the KV cache, in tokens; None leaves it to the engine.
+        logprobs: The kind that requests get by default, for engines that record only one kind.
+        args: The engine's own flags, as on its command line.
+        staging: What memory of staged weights is charged to; all engines of a process share it.
+        gang: Set if the engine spans several nodes.
+        guest: The worker runs in a trainer's process, so the engine must not change what outlives it or
+            affects the trainer.
     """
 
     model: Path

@@ -6,7 +6,6 @@ it silently computes other numbers. An update with the checkpoint's own bytes sh
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import time
@@ -15,12 +14,9 @@ from dataclasses import dataclass
 
 from rollout_common.wire import LogprobsOf, Progress, SamplingParams, StopReason
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineRequest
-from rollout_worker.engines import tested
+from rollout_worker.engines.tested import SELF_CHECK_FLAG
 
 logger = logging.getLogger(__name__)
-
-SELF_CHECK_FLAG = "--self-update-check"
-"""One of `engine.args`, for engines that load a checkpoint in another way than an update."""
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 24, 8
 WARM_UP_TOKENS = 8192
@@ -79,13 +75,6 @@ class UpdateProbe:
             if delta.stop_reason is StopReason.ABORTED:
                 raise EngineCrashed("the engine ended while it made its first tokens")
         return tuple(tokens), tuple(logprobs)
-
-
-def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ours that every engine in processes of its own takes."""
-    parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
-    parser.add_argument(tested.ALLOW_UNTESTED_FLAG, action="store_true")
-    parser.add_argument(SELF_CHECK_FLAG, choices=("on", "off"), default="on")
 
 
 async def check_update(

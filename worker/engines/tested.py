@@ -1,16 +1,27 @@
-"""What the adapters refuse at a start: engine versions that they were not tested with, and flags.
+"""The adapters' own flags, and what they refuse at a start: engine versions that they were not tested with, and flags.
 
 Imports only the standard library, for the main module of SGLang's child.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-version"
 """The flag in `engine.args` with which another version starts."""
 
+SELF_CHECK_FLAG = "--self-update-check"
+"""The flag in `engine.args` of engines that load a checkpoint in another way than an update: see `selfcheck`."""
+
 TESTED_VERSIONS = {"vLLM": "0.32.0", "SGLang": "0.5.23"}
+
+
+def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ours that every engine in processes of its own takes."""
+    parser.add_argument("--step-deadline-seconds", type=float, default=120.0)
+    parser.add_argument(ALLOW_UNTESTED_FLAG, action="store_true")
+    parser.add_argument(SELF_CHECK_FLAG, choices=("on", "off"), default="on")
 
 
 def untested_version_refusal(engine: str, found: str) -> str | None:

@@ -36,6 +36,7 @@ from rollout_worker.engines import (
     model_folder,
     request_checks,
     selfcheck,
+    tested,
     weight_versions,
 )
 from rollout_worker.engines.shared_memory import (
@@ -371,6 +372,7 @@ def test_what_engines_share_is_described_as_it_is() -> None:
         sinks,
         staging_budget,
         tensor_views,
+        tested,
         weight_versions,
     )
     known = {module.__name__.rpartition(".")[2]: module for module in modules}

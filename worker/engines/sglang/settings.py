@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError
-from rollout_worker.engines import EngineOptions, selfcheck, tested
+from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.network import find_interface, own_address
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
@@ -136,7 +136,7 @@ def parse_flags(args: Sequence[str]) -> SglangSettings:
     """Parse the flags; raise `EngineError` for a bad value, or a flag of SGLang that is the worker's to set."""
     parser = _FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--python", default=sys.executable)
-    selfcheck.add_adapter_flags(parser)
+    tested.add_adapter_flags(parser)
     known, flags = parser.parse_known_args(list(args))
     names = [flag.partition("=")[0] for flag in flags if flag.startswith("--") and len(flag) > 2]
     for name in names:

@@ -22,7 +22,7 @@ from rollout_worker.engine import (
     Sink,
     TensorEntry,
 )
-from rollout_worker.engines import EngineOptions, selfcheck, tested
+from rollout_worker.engines import EngineOptions, tested
 from rollout_worker.engines.model_folder import hash_checkpoint
 from rollout_worker.engines.network import resolve_address
 from rollout_worker.sources.checkpoint_files import ReadCancelled
@@ -176,7 +176,7 @@ def _check_updatable_kind(model: SglangModel) -> None:
     """Refuse weights that can't be updated before they are loaded."""
     if (why := update_refusal(model.quantisation, None)) is not None:
         raise EngineError(
-            f"{why}; {selfcheck.SELF_CHECK_FLAG}=off in engine.args serves it without updates"
+            f"{why}; {tested.SELF_CHECK_FLAG}=off in engine.args serves it without updates"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rollout_worker.engine import EngineError, GangMembership
-from rollout_worker.engines import selfcheck, tested
+from rollout_worker.engines import tested
 
 from .under_ray import check_executor
 
@@ -148,7 +148,7 @@ def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> Vllm
 
     # An abbreviation is harder to find in a manifest.
     parser: Any = Parser(add_help=False, allow_abbrev=False)
-    selfcheck.add_adapter_flags(parser)
+    tested.add_adapter_flags(parser)
     AsyncEngineArgs.add_cli_args(parser)
     try:
         given = _given_flags(parser, args)
@@ -156,7 +156,7 @@ def parse_flags(args: Sequence[str], gang: GangMembership | None = None) -> Vllm
     except (_FlagError, ValueError) as error:
         raise EngineError(
             f"engine.args of the vllm engine: {error}; its flags are those of `vllm serve --help`"
-            f", --step-deadline-seconds, {selfcheck.SELF_CHECK_FLAG} and {tested.ALLOW_UNTESTED_FLAG}"
+            f", --step-deadline-seconds, {tested.SELF_CHECK_FLAG} and {tested.ALLOW_UNTESTED_FLAG}"
         ) from error
     untested = tested.untested_version_refusal("vLLM", str(vllm.__version__))
     if untested is not None and not parsed.allow_untested_version:

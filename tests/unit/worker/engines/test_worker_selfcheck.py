@@ -12,6 +12,7 @@ from rollout_worker.engine import EngineDelta, EngineError, EngineRequest, Weigh
 from rollout_worker.engines import selfcheck
 from rollout_worker.engines.selfcheck import UpdateProbe, check_update, find_difference
 from rollout_worker.engines.sglang import model
+from rollout_worker.engines.tested import SELF_CHECK_FLAG
 from rollout_worker.schemas import AbortReason, Progress, StopReason
 
 
@@ -69,9 +70,7 @@ async def test_an_engine_that_updates_right_passes_and_is_asked_once_a_process(
 @pytest.mark.parametrize("shift", [0.3, -2.0, float("nan")])
 async def test_an_engine_that_serves_other_numbers_after_it_is_refused(shift: float) -> None:
     made = Made(shift)
-    with pytest.raises(
-        EngineError, match=rf"token 0 of output 0 .*{selfcheck.SELF_CHECK_FLAG}=off"
-    ):
+    with pytest.raises(EngineError, match=rf"token 0 of output 0 .*{SELF_CHECK_FLAG}=off"):
         await check_update(probe(made), made.reload, told, "wrong")
 
 
