@@ -1,7 +1,8 @@
-"""The pause of a commit of many small tensors in a rank of vLLM: recorded copies against vLLM's own loaders.
+"""Commits of many small tensors in a rank of vLLM against vLLM's own loaders; the plan of many ranks' shards.
 
 One rank, on a CPU, loads two versions of a mixture of experts in turn: first by vLLM's `reload_weights`,
 which finds out each time where each tensor goes, then by the copies that were recorded. Both give the same tokens.
+The plan says which of 64 ranks writes which shard of 723 tensors; its baseline only compares all pairs of shards.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import json
 import os
 import subprocess
 import tempfile
+import time
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import Any
 
 from bench import ROOT
 from bench.options import Options
 from bench.reporting.figures import Goal, Result, figure
+from rollout_client.steering.pushing.boxes import Box, overlap
+from rollout_client.steering.pushing.shards import Part, share_out
 from tests.support.engine import vllm_loads
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.tinymodels import script
@@ -24,6 +29,9 @@ EXPERTS = 128
 LAYERS = 52
 """Which makes 20,439 tensors."""
 COMMIT = Goal(median=0.3)
+RANKS, TENSORS = 64, 723
+"""A model of 70B on 8 nodes of 8 devices."""
+PLAN = Goal(median=0.2)
 SECONDS = 900.0
 
 
@@ -44,6 +52,16 @@ def run(options: Options) -> Result:
             goal=None if options.quick else COMMIT,
         )
     ]
+    plan, pairs = _measure_plan(options.count(5, 1))
+    figures.append(
+        figure(
+            f"plan of {RANKS} ranks, {TENSORS} tensors",
+            plan,
+            baseline=pairs,
+            against="all pairs of shards",
+            goal=PLAN,
+        )
+    )
     each = sorted(found["copies"])[len(found["copies"]) // 2] / found["tensors"]
     notes = [
         f"{each * 1e6:.0f} µs a tensor; {found['layers']} layers, {found['in_place']} of them copied in place, the"
@@ -51,7 +69,25 @@ def run(options: Options) -> Result:
         f"The first commit of a rank is recorded: {found['recording']:.2f} s.",
         "In bfloat16, one thread, from the call of the rank until the weights are the model's. The staged bytes are a file in the page cache, mapped in the call.",
     ]
-    return Result("weights", "Commits of many small tensors", figures, notes)
+    return Result("weights", "Many small tensors, many ranks", figures, notes)
+
+
+def _measure_plan(rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each plan, and of comparing all pairs of the same shards."""
+    rows = 8192 // RANKS
+    boxes: list[Box] = [((rank * rows, rank * rows + rows), (0, 8192)) for rank in range(RANKS)]
+    specs = [(f"tensor {number}", "BF16", (8192, 8192)) for number in range(TENSORS)]
+    offers = [[Part(spec, box) for spec in specs] for box in boxes]
+    plan, pairs = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        share_out(offers)
+        plan.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for _ in specs:
+            any(starmap(overlap, combinations(boxes, 2)))
+        pairs.append(time.perf_counter() - began)
+    return plan, pairs
 
 
 def _measure(folder: Path, layers: int, rounds: int) -> dict[str, Any]:

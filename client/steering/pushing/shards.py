@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, starmap
+from itertools import combinations, pairwise, starmap
 from typing import Any, Self
 
 from rollout_client.steering.checkpoint_form import is_sharded
@@ -135,10 +135,14 @@ def share_out(offers: Sequence[Sequence[Part]], far: Collection[int] = ()) -> Sh
                 _check_within(part.spec, part.box, rank)
                 holders[name].setdefault(part.box, []).append(rank)
     work = [Work() for _ in offers]
+
+    def burden(rank: int) -> tuple[bool, int, int]:
+        return rank in far, work[rank].nbytes, rank
+
     for name in sorted(specs):
         _check_whole(specs[name], holders[name])
         for box, ranks in sorted(holders[name].items()):
-            least = min(ranks, key=lambda rank: (rank in far, work[rank].nbytes, rank))
+            least = ranks[0] if len(ranks) == 1 else min(ranks, key=burden)
             work[least].boxes[name] = box
             work[least].nbytes += nbytes_of(specs[name], box)
     return Shares(tuple(specs[name] for name in sorted(specs)), work)
@@ -158,9 +162,25 @@ def _check_within(spec: Spec, box: Box, rank: int) -> None:
 
 def _check_whole(spec: Spec, boxes: Collection[Box]) -> None:
     there, due = sum(map(volume, boxes)), math.prod(spec[2])
-    if there != due or any(starmap(overlap, combinations(boxes, 2))):
+    if there != due or not _are_disjoint(list(boxes)):
         raise LayoutError(
             f"tensor {spec[0]!r}: the ranks' shards don't make it whole ({there} of {due} elements): all"
             " ranks that have a part of it must publish together",
             tensor=spec[0],
         )
+
+
+def _are_disjoint(boxes: Sequence[Box], dim: int = 0) -> bool:
+    """Whether no two of these different boxes have an element in common.
+
+    Shards are cut dimension by dimension, so boxes with the same run in one dimension are compared in the next one:
+    sorting takes the place of comparing all pairs. Only boxes whose runs overlap without being the same are.
+    """
+    if len(boxes) < 2 or dim == len(boxes[0]):
+        return len(boxes) < 2
+    by_run: dict[Run, list[Box]] = defaultdict(list)
+    for box in boxes:
+        by_run[box[dim]].append(box)
+    if any(before[1] > after[0] for before, after in pairwise(sorted(by_run))):
+        return not any(starmap(overlap, combinations(boxes, 2)))
+    return all(_are_disjoint(group, dim + 1) for group in by_run.values())
