@@ -83,9 +83,15 @@ def _serve(arguments: argparse.Namespace) -> int:
 async def _run(settings: WorkerSettings) -> NoReturn:
     import logging
 
+    from .gang.gang_addresses import make_gang
+    from .ports.member_port import serve_member
     from .ports.server import serve_worker
 
-    code = await serve_worker(settings)
+    gang = make_gang(settings)
+    if gang is not None and gang.rank > 0:
+        code = await serve_member(settings, gang)
+    else:
+        code = await serve_worker(settings)
     # Everything is flushed and freed. An orderly end from here would keep the pod for ten more seconds: Python
     # waits for a thread that imports torch, and clears its modules.
     logging.shutdown()

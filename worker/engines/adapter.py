@@ -22,7 +22,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRefill,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
 from rollout_worker.engines.weight_versions import WeightVersions
 

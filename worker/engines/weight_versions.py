@@ -21,7 +21,7 @@ from rollout_worker.engine import (
     WeightsRefill,
     WeightsRejected,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Request
@@ -15,15 +14,16 @@ from starlette.types import Scope
 from rollout_common.wire.gang_models import SLOT_PATTERN, GangSlot, GangState, GangTurn, SlotRequest
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.device_turn import DeviceTurn
-from rollout_worker.engine import EngineMember, GangMembership
-from rollout_worker.gang.member_slots import Claim
+from rollout_worker.engine import GangMembership
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.member_worker import MemberWorker
 from rollout_worker.requests.http_requests import CONTROL_LIMITS
+from rollout_worker.service import make_member_factory
 from rollout_worker.settings import WorkerSettings
 
 from .auth import CONTROL_WORKER, Authorizer
 from .port_app import PortGuard, new_app, note_caller, refuse_browser
-from .port_connections import ConnectionPool, bind_port, connection_quota
+from .port_connections import ConnectionPool, bind_port, connection_quota, raise_descriptor_limit
 from .server import UvicornServer, failure_cause, make_authorizer, report_failure, stop_on_signals
 from .serving_certificate import serving_certificate
 from .settings import ANSWER_FLUSH_SECONDS
@@ -130,16 +130,17 @@ def _add_turn(app: FastAPI, worker: MemberWorker) -> None:
         return worker.give_turn(attempt)
 
 
-async def serve_member(
-    settings: WorkerSettings, gang: GangMembership, create: Callable[[], EngineMember], claim: Claim
-) -> int:
+async def serve_member(settings: WorkerSettings, gang: GangMembership) -> int:
     """Serve until SIGTERM or SIGINT, or until the gang is broken; returns the exit status.
 
     Raises:
         InvalidSettings: The port or the credentials can't be used.
     """
+    raise_descriptor_limit()
+    staging = StagingBudget(settings.staging_memory)
+    create = make_member_factory(settings, gang, staging)
     locks = DeviceTurn(settings, None) if settings.turn_devices else None
-    worker = MemberWorker(settings, gang, create, claim, locks)
+    worker = MemberWorker(settings, gang, create, staging.claim_memory, locks)
     authorizer, certificate = make_authorizer(settings), serving_certificate(settings)
     sock = bind_port(settings.control_host, settings.control_port, "--control-port")
     app, quota = make_member_app(worker, authorizer), connection_quota()

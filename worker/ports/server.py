@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from rollout_common.transfer import delta
 from rollout_worker.engine import Engine, ProcessSpent
-from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken, make_gang
-from rollout_worker.service import WorkerService, make_member_factory
+from rollout_worker.service import WorkerService
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 
 from . import port_connections, serving_certificate
@@ -178,14 +177,7 @@ async def serve_worker(
         InvalidSettings: A port or the credentials can't be used.
     """
     raise_descriptor_limit()
-    gang = make_gang(settings)
-    if gang is not None and gang.rank > 0:
-        from .member_port import serve_member
-
-        staging = StagingBudget(settings.staging_memory)
-        create = make_member_factory(settings, gang, staging)
-        return await serve_member(settings, gang, create, staging.claim_memory)
-    worker = WorkerService(settings, make_engine, gang)
+    worker = WorkerService(settings, make_engine, make_gang(settings))
     servers = HttpServers(worker, make_authorizer(settings))
     stop = stop_on_signals()
     cause = await serve_until(stop, worker, servers)

@@ -29,8 +29,8 @@ from rollout_worker.engine import (
     InvalidRequest,
     ProcessSpent,
 )
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
 from rollout_worker.sources.checkpoint_files import ReadCancelled
 from rollout_worker.threads import run_in_thread

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollout_common.wire import Capabilities
 from rollout_worker.engine import EngineError
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.options import EngineOptions
 
 from .core import BatchCore, DeltaDelivery, PrefillPace
 from .forward import ForwardRunner

@@ -5,27 +5,18 @@ It imports little, because SGLang imports the main module again in every process
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from importlib.metadata import version
 
 from rollout_common.turn.sharing import join
 from rollout_worker.engines import tested
+from rollout_worker.observe.processes import die_with_parent
 
 from .settings import NVIDIA_SMI_TIMEOUT_SECONDS
 
-PR_SET_PDEATHSIG = 1
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; `parent` may have ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def number_devices() -> None:

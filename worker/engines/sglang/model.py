@@ -8,7 +8,6 @@ from typing import Any
 
 from rollout_common.wire import Capabilities
 from rollout_worker.engine import EngineError, EngineRequest, TensorEntry, WeightsLayout
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
     COMPUTE_DTYPES,
     checkpoint_dtype,
@@ -18,6 +17,7 @@ from rollout_worker.engines.model_folder import (
     read_eos_ids,
     resolve_max_length,
 )
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature
 from rollout_worker.sources.checkpoint_files import open_source
 

@@ -21,9 +21,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import draw_tokens
+from rollout_worker.observe.processes import die_with_parent
 
 from . import loader, spilling
-from .child import die_with_parent
 from .settings import UNREAD_INTERVAL_SECONDS
 
 NEVER_INTERVAL = 1 << 30

@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError
-from rollout_worker.engines import EngineOptions, tested
+from rollout_worker.engines import tested
 from rollout_worker.engines.network import find_interface, own_address
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
 from .model import SglangModel

@@ -23,7 +23,7 @@ from rollout_worker.engine import (
     TensorEntry,
     WeightsRejected,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
 from rollout_worker.engines.weight_versions import RankVersions

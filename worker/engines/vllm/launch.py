@@ -17,7 +17,6 @@ from typing import Any
 from rollout_common.turn.sharing import SOCKET
 from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, GangMembership, WeightsLayout
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import (
     checkpoint_dtype,
     checkpoint_layout,
@@ -27,6 +26,7 @@ from rollout_worker.engines.model_folder import (
     start_while_hashing,
 )
 from rollout_worker.engines.network import find_interface, own_address, resolve_address
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source

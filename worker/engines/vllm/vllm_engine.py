@@ -20,8 +20,9 @@ from typing_extensions import override
 
 from rollout_common.wire import AbortReason, Capabilities, Progress
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineInfo, EngineRequest
-from rollout_worker.engines import EngineOptions, selfcheck
+from rollout_worker.engines import selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.observe.processes import StandstillDetector, find_descendants
 
 from . import launch, settings, shutdown

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, EngineMember, MemberInfo, Sink, TensorEntry
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.model_folder import start_while_hashing
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory import ranks
 from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
 from rollout_worker.observe.processes import ProcessHandle, StandstillDetector, find_descendants

@@ -23,7 +23,7 @@ from rollout_worker.engine import (
     TensorEntry,
     WeightsRefill,
 )
-from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
 from rollout_worker.engines.weight_versions import RankVersions

@@ -21,7 +21,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from rollout_common.transfer.layout import layer_of
 from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, WeightsLayout
-from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.hf.attention import attention_implementation
 from rollout_worker.engines.hf.settings import HfSettings
 from rollout_worker.engines.model_folder import (
@@ -31,6 +30,7 @@ from rollout_worker.engines.model_folder import (
     read_eos_ids,
     resolve_max_length,
 )
+from rollout_worker.engines.options import EngineOptions
 from rollout_worker.sources.checkpoint_files import FileSource, open_source, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
