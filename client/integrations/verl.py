@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,28 +147,39 @@ class TokenOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False, repr=False)
 class VerlClient:
-    """A pool for verl's agent loops. It may be pickled; each process opens a pool of its own."""
+    """A pool for verl's agent loops. It may be pickled; each process opens a pool of its own.
 
-    make: Callable[[], AsyncRolloutPool]
-    """Makes the pool; must be picklable for this to be."""
-    _: KW_ONLY
-    prompt_length: int | None = None
-    """As in verl; with `response_length` the length of a conversation."""
-    response_length: int | None = None
-    """Budget of an answer whose sampling parameters have none."""
-    deadline_seconds: float | None = None
-    """Deadline of each generation; None: the pool's."""
-    seed: int | None = None
-    """Seed of every generation; None: each draws its own."""
-    ignore_eos: bool = False
-    """For generations whose sampling parameters do not set it."""
+    Args:
+        make: Makes the pool; must be picklable for this to be.
+        prompt_length: As in verl; with `response_length` the length of a conversation.
+        response_length: Budget of an answer whose sampling parameters have none.
+        deadline_seconds: Deadline of each generation; None: the pool's.
+        seed: Seed of every generation; None: each draws its own.
+        ignore_eos: For generations whose sampling parameters do not set it.
+    """
+
+    # Not a dataclass: verl passes it through Hydra, which would make a configuration of one.
+
     tokenizer: Any = None
     """verl sets it if its traces should show text."""
 
-    def __post_init__(self) -> None:
-        self._pools = LoopPools(self.make)
+    def __init__(
+        self,
+        make: Callable[[], AsyncRolloutPool],
+        *,
+        prompt_length: int | None = None,
+        response_length: int | None = None,
+        deadline_seconds: float | None = None,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> None:
+        self.prompt_length = prompt_length
+        self.response_length = response_length
+        self.deadline_seconds = deadline_seconds
+        self.seed = seed
+        self.ignore_eos = ignore_eos
+        self._pools = LoopPools(make)
         self._info: WorkerInfo | None = None
 
     @classmethod
