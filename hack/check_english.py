@@ -47,7 +47,7 @@ PATTERNS: tuple[Pattern, ...] = (
     make_pattern(r"\b[Mm]eanwhile\b", "'while …', 'until then'"),
     make_pattern(r"\b[Bb]eside\b(?! the point)", "'next to', 'in addition to', 'while … serves'"),
     make_pattern(
-        r"\b(?:is|are|was|were) no (?!longer|more|less|later|earlier|one\b|match)[a-z]",
+        r"\b(?:is|are|was|were) no (?!longer|more|less|later|earlier|one\b|match|room)[a-z]",
         "'is not a'",
     ),
     make_pattern(r"\bSee the (?:module|class)\b", "leave it out: `@override` needs no docstring"),

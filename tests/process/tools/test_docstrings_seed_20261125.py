@@ -8,7 +8,7 @@ sample is there to be read, and is printed if it fails.
 from __future__ import annotations
 
 import ast
-import random
+import hashlib
 import re
 from pathlib import Path
 
@@ -53,12 +53,24 @@ def docstrings() -> list[tuple[str, str, str]]:
     found = []
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
+            if str(file.relative_to(ROOT)).startswith(check_english.REWRITTEN):
+                continue
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     text = ast.get_docstring(node)
                     if text is not None:
                         found.append((f"{file.relative_to(ROOT)}:{node.lineno}", node.name, text))
     return found
+
+
+def draw_sample() -> list[tuple[str, str, str]]:
+    """A hundred of them, by a hash of file and name, so that other docstrings that come or go change few."""
+
+    def order(each: tuple[str, str, str]) -> bytes:
+        where, name, _ = each
+        return hashlib.sha256(f"{SEED} {where.partition(':')[0]} {name}".encode()).digest()
+
+    return sorted(docstrings(), key=order)[:SAMPLE]
 
 
 def words(text: str) -> set[str]:
@@ -79,8 +91,9 @@ def faults(name: str, text: str) -> list[str]:
 
 
 def test_at_least_85_of_100_docstrings_are_good() -> None:
-    sample = random.Random(SEED).sample(docstrings(), SAMPLE)
-    poor = [(where, text, found) for where, name, text in sample if (found := faults(name, text))]
+    poor = [
+        (where, text, found) for where, name, text in draw_sample() if (found := faults(name, text))
+    ]
     listed = "\n\n".join(f"{where}: {'; '.join(found)}\n{text}" for where, text, found in poor)
     assert SAMPLE - len(poor) >= GOOD, listed
 
