@@ -14,10 +14,9 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from check_names import REWRITTEN, ROOT
+
 PACKAGES = ("operator", "worker", "client", "common", "hack", "bench", "examples")
-REWRITTEN = ("common/transfer/", "worker/sources/", "client/steering/pushing/")
-"""What the next release replaces as a whole; not checked until then."""
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "charts/*/README.md", "examples/*/README.md")
 
 Pattern = tuple[re.Pattern[str], str]
@@ -66,35 +65,18 @@ PATTERNS: tuple[Pattern, ...] = (
 )
 
 
-def docstrings_and_comments(text: str) -> Iterator[tuple[int, str]]:
-    """The line and text of each docstring and of each comment of a module."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for child in body if isinstance(body, list) else ():
-            value = child.value if isinstance(child, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield child.lineno, value.value
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("# ")
-
-
-def messages(text: str) -> Iterator[tuple[int, str]]:
-    """The line and text of each string with a space in it, which people read; not of docstrings."""
-    tree = ast.parse(text)
-    docs = {
-        id(child.value)
-        for node in ast.walk(tree)
-        if isinstance(getattr(node, "body", None), list)
-        for child in node.body  # type: ignore[attr-defined]
-        if isinstance(child, ast.Expr)
-    }
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """The line and text of what people read of a module: docstrings, comments, strings with a few spaces in them."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             continue
-        if id(node) not in docs and node.value.count(" ") > 2:
+        if id(node) in docstrings or node.value.count(" ") > 2:
             yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
 
 
 def find_problems(where: str, line: int, text: str) -> Iterator[str]:
@@ -108,9 +90,8 @@ def find_problems(where: str, line: int, text: str) -> Iterator[str]:
 
 def check_module(file: Path) -> Iterator[str]:
     """Check one Python file."""
-    text, where = file.read_text(), str(file.relative_to(ROOT))
-    for line, part in [*docstrings_and_comments(text), *messages(text)]:
-        yield from find_problems(where, line, part)
+    for line, text in texts(file.read_text()):
+        yield from find_problems(str(file.relative_to(ROOT)), line, text)
 
 
 def check_page(file: Path) -> Iterator[str]:

@@ -91,7 +91,7 @@ async def _run(settings: WorkerSettings) -> NoReturn:
     if gang is not None and gang.rank > 0:
         code = await serve_member(settings, gang)
     else:
-        code = await serve_worker(settings)
+        code = await serve_worker(settings, gang)
     # Everything is flushed and freed. An orderly end from here would keep the pod for ten more seconds: Python
     # waits for a thread that imports torch, and clears its modules.
     logging.shutdown()

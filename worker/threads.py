@@ -1,9 +1,10 @@
-"""Work in threads: cancellable work, work that may hang forever, and work that can be postponed."""
+"""Work in threads: cancellable work, work that may hang forever, and work that can be postponed, as garbage collection."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections import deque
@@ -143,3 +144,15 @@ class BackgroundFreeing:
 def _ignore_failure(call: asyncio.Future[T]) -> None:
     if not call.cancelled():  # perhaps no caller waits any more
         call.exception()
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage inside the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import uvicorn
@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 from typing_extensions import override
 
 from rollout_common.transfer import delta
-from rollout_worker.engine import Engine, ProcessSpent
-from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken, make_gang
+from rollout_worker.engine import GangMembership, ProcessSpent
+from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 
@@ -168,16 +168,14 @@ def make_authorizer(settings: WorkerSettings) -> Authorizer:
     return HeadTokenReview(settings) if settings.rank else KubernetesReview(settings)
 
 
-async def serve_worker(
-    settings: WorkerSettings, make_engine: Callable[[], Engine] | None = None
-) -> int:
+async def serve_worker(settings: WorkerSettings, gang: GangMembership | None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     Raises:
         InvalidSettings: A port or the credentials can't be used.
     """
     raise_descriptor_limit()
-    worker = WorkerService(settings, make_engine, make_gang(settings))
+    worker = WorkerService(settings, gang=gang)
     servers = HttpServers(worker, make_authorizer(settings))
     stop = stop_on_signals()
     cause = await serve_until(stop, worker, servers)

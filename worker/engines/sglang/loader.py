@@ -30,6 +30,7 @@ from rollout_worker.engines.shared_memory.copy_plan import (
     SourceIndex,
     TensorMemory,
     TensorRows,
+    check_method,
     open_tensor_memory,
     repeat_copies,
     source_names,
@@ -40,11 +41,6 @@ from rollout_worker.sources.checkpoint_files import open_source
 logger = logging.getLogger(__name__)
 
 
-UNQUANTISED_METHODS = frozenset(
-    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-)
-"""SGLang's methods of a layer whose loaders only copy."""
-
 TensorReader = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -54,9 +50,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if "folder" in where:
         model.load_weights(_read_folder(Path(where["folder"])))
         return
-    if (
-        "ticket" in where
-    ):  # a trainer's memory, which is not a file: the ticket says where each tensor is
+    # A trainer's memory is not a file: its ticket says where each tensor is.
+    if "ticket" in where:
         ticket = Path(where["ticket"]).read_text()
         where = json.loads(ticket)
         rows = [row[:3] for row in where["tensors"]]
@@ -92,9 +87,7 @@ class RecordedLoad:
     def record(self, model: Any, read: TensorReader) -> None:
         """Load the model by its own loaders and record the copies; after `NotRecordable`, load it again."""
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None and type(method).__name__ not in UNQUANTISED_METHODS:
-                raise NotRecordable(f"{type(method).__name__} may do more than copy")
+            check_method(module)
         sources = SourceIndex()
         plain = {name: tensor.data for name, tensor in self.parameters.items()}
         with CopyRecorder(sources, plain) as recorder:

@@ -29,6 +29,23 @@ class NotRecordable(Exception):
     """The load does more than copy; the text says what."""
 
 
+COPYING_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+"""The methods of a layer, as vLLM and SGLang call them, whose loaders only copy; others may count shards, or note scales."""
+
+
+def check_method(layer: Any) -> None:
+    """Refuse a layer whose loaders may do more than copy.
+
+    Raises:
+        NotRecordable: Its method is not one of `COPYING_METHODS`.
+    """
+    method = getattr(layer, "quant_method", None)
+    if method is not None and type(method).__name__ not in COPYING_METHODS:
+        raise NotRecordable(f"{type(method).__name__} may do more than copy")
+
+
 class StridedPart(NamedTuple):
     """A part of a tensor: where it begins, counted in elements, its size and strides."""
 

@@ -30,7 +30,8 @@ from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tens
 from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
-from rollout_worker.observe.processes import command_line_of, find_process
+from rollout_worker.observe.processes import command_line_of, die_with_parent, find_process
+from rollout_worker.threads import without_garbage_collection
 
 from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
@@ -38,7 +39,6 @@ from .under_ray import HEAD_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 MADV_DONTNEED = 4
 PAGE_BYTES = mmap.PAGESIZE
 CORE_TITLE = "::EngineCore"
@@ -63,7 +63,7 @@ def _end_with_parent() -> None:
         if found is not None and str(found.started) == started:
             _kill_after(found.pid, os.getpid())
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if not started_by_member:
         fields = Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()
         _kill_after(int(fields[1]), core)
@@ -130,14 +130,15 @@ class Extension:
         from vllm.config import set_current_vllm_config
 
         # No request runs, and nothing that is made here becomes garbage before the end.
-        with _without_collection(), set_current_vllm_config(self.vllm_config):
+        with without_garbage_collection(), set_current_vllm_config(self.vllm_config):
             if ticket is None:
                 self.model_runner.reload_weights()
                 _finish_load(self)
                 return
             sink = json.loads(ticket)
-            if not self._replay(sink):
-                self._load(ticket, [row[:3] for row in sink["tensors"]])
+            rows = [row[:3] for row in sink["tensors"]]
+            if not self._replay(sink, rows):
+                self._load(ticket, rows)
             _finish_load(self)
         rank_mappings.check_unchanged(sink)
 
@@ -158,12 +159,12 @@ class Extension:
             why = recorder.refusal or "no layer was loaded"
             logger.info("commits load the weights as vLLM does, tensor by tensor: %s", why)
 
-    def _replay(self, sink: dict[str, Any]) -> bool:
+    def _replay(self, sink: dict[str, Any], rows: TensorRows) -> bool:
         """Load a version by the recorded copies if it has the same tensors; return whether it did."""
         plan = self._rollout_plan
-        if plan is None or [row[:3] for row in sink["tensors"]] != plan.rows:
+        if plan is None or rows != plan.rows:
             return False
-        memory = open_tensor_memory(sink, plan.rows)
+        memory = open_tensor_memory(sink, rows)
         if not memory.has_tensors(plan.tensor_names):
             return False
         replay_load(plan, self.model_runner, memory)
@@ -244,18 +245,6 @@ def _read_watched(
         yield iter(watching), True
     given = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
     note_unread(Path(os.environ[SLOTS_VARIABLE]), given, watching.untouched_names)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage inside the block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _allocator_entries() -> dict[int, Any]:

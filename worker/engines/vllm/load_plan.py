@@ -16,21 +16,18 @@ import torch
 from torch import Tensor
 
 from rollout_worker.engines.shared_memory.copy_plan import (
+    COPYING_METHODS,
     CopyRecorder,
     NotRecordable,
     RecordedCopy,
     SourceIndex,
     TensorMemory,
     TensorRows,
+    check_method,
     have_same_bytes,
     repeat_copies,
     source_names,
 )
-
-COPYING_METHODS = frozenset(
-    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-)
-"""vLLM's methods of a layer whose loaders only copy; others may count shards, or note scales."""
 
 IN_PLACE_METHODS = COPYING_METHODS - {"UnquantizedFusedMoEMethod"}
 """Those of them that may leave parameters as they were copied."""
@@ -113,9 +110,7 @@ class LoadRecorder:
         """
         from vllm.model_executor.model_loader.reload import layerwise
 
-        method = getattr(layer, "quant_method", None)
-        if method is not None and type(method).__name__ not in COPYING_METHODS:
-            raise NotRecordable(f"{type(method).__name__} may do more than copy")
+        check_method(layer)
         if {name for name, _ in info.loaded_weights} & info.kernel_non_persistent_buffers:
             raise NotRecordable("a buffer that is not saved is loaded")
         layerwise.materialize_layer(layer, info)
