@@ -1,6 +1,6 @@
 """Checks that tensors are weights of a model (layout and ties), and their root hash; all pure.
 
-Every tensor has a content hash (XXH3-128 of its bytes). The root hash is the hash over the ordered
+Every tensor has a content hash, over the hashes of its leaves. The root hash is the hash over the ordered
 (name, dtype, shape, content hash), so the same content has the same hash however it is sharded.
 Every refusal is a `WeightsRejected` that names the tensor and what to do.
 """
@@ -12,13 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rollout_common.transfer.layout import ALIGN, LayoutError, PushLayout
 from rollout_common.wire import CASTABLE
-from rollout_common.wire.root_hash import HASH, OUTPUT_HEAD, HashedTensor, root_hash_of
+from rollout_common.wire.root_hash import OUTPUT_HEAD, TREE_SCHEME, HashedTensor, root_hash_of
 
 from .engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
 
 __all__ = [
     "ALIGN",
-    "HASH",
     "OUTPUT_HEAD",
     "LayoutError",
     "PushLayout",
@@ -92,8 +91,10 @@ def check_tied_weights(tied: Mapping[str, str], digests: Mapping[str, str]) -> N
             )
 
 
-def compute_root_hash(entries: Sequence[TensorEntry], digests: Mapping[str, str]) -> str:
-    """Return the root hash of tensors, given the content hash of each."""
+def compute_root_hash(
+    entries: Sequence[TensorEntry], digests: Mapping[str, str], scheme: str = TREE_SCHEME
+) -> str:
+    """Return the root hash of tensors, given the content hash of each, which is of this scheme."""
     return root_hash_of(
-        {e.name: HashedTensor(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}
+        {e.name: HashedTensor(e.spec.dtype, e.spec.shape, digests[e.name]) for e in entries}, scheme
     )

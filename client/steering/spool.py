@@ -11,12 +11,20 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_client.blocking_portal import calling_thread
-from rollout_common.wire.root_hash import HASH, HashedTensor, root_hash_of
+from rollout_common.wire.root_hash import (
+    TREE_SCHEME,
+    HashedTensor,
+    combine_leaves,
+    hash_leaf,
+    leaf_spans,
+    root_hash_of,
+)
 
 from .checkpoint_form import state_of, whole
 
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHARD_BYTES = 4 * 2**30
+HASHING_THREADS = 2
+"""Writing the file takes longer than two threads take to hash it; a trainer needs its other processors."""
 INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
 READABLE, LISTABLE = 0o644, 0o755
 """Workers run as other users, so the umask of the trainer must not apply."""
@@ -215,9 +225,10 @@ class _ShardWriter:
             save_file(self._shard, file, metadata={"format": "pt"})
         except SafetensorError as error:  # it raises this, not OSError, when the disk is full
             raise OSError(f"version {self._final} can't be written: {error}") from error
-        for name, fields in _read_header(file).items():
-            shape, digest = tuple(fields["shape"]), _tensor_digest(self._shard[name])
-            self._hashed[name] = HashedTensor(fields["dtype"], shape, digest)
+        with ThreadPoolExecutor(HASHING_THREADS, "weights-hash") as threads:
+            for name, fields in _read_header(file).items():
+                shape, digest = tuple(fields["shape"]), _tensor_digest(self._shard[name], threads)
+                self._hashed[name] = HashedTensor(fields["dtype"], shape, digest)
         _publish_file(file)
         self._shards.append(file)
         self._shard, self._bytes = {}, 0
@@ -240,7 +251,7 @@ class _ShardWriter:
             "weight_map": {name: names[shard] for name, shard in self._places.items()},
         }
         root = root_hash_of(self._hashed)
-        digests = {name: {HASH: each.digest} for name, each in self._hashed.items()}
+        digests = {name: {TREE_SCHEME: each.digest} for name, each in self._hashed.items()}
         for name, body in (INDEX, index), (MANIFEST, {"root_hash": root, "tensors": digests}):
             file = self._folder / name
             file.write_text(json.dumps(body, indent=1) + "\n")
@@ -275,12 +286,18 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _tensor_digest(tensor: torch.Tensor) -> str:
+def _tensor_digest(tensor: torch.Tensor, threads: Executor) -> str:
     import torch
-    import xxhash
 
     content = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return xxhash.xxh3_128(content).hexdigest()
+    spans = list(leaf_spans(len(content)))
+    share = max(1, -(-len(spans) // HASHING_THREADS))
+
+    def hash_share(first: int) -> bytes:
+        leaves = (content[begin:end] for begin, end in spans[first : first + share])
+        return b"".join(map(hash_leaf, leaves))
+
+    return combine_leaves(b"".join(threads.map(hash_share, range(0, len(spans), share))))
 
 
 def _publish_file(file: Path) -> None:

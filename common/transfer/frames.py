@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 HELLO_BYTES = 1 << 10
 """What the head of a first frame may have: whoever sends it has shown no ticket yet."""
 CHUNK_BYTES = 1 << 20

@@ -110,7 +110,7 @@ def test_what_differs_serves_as_the_whole_does(
     refused = worker.post(
         "weights/stage",
         **dict(zip(("epoch", "version"), worker.next_version(), strict=True)),
-        source={"pushed": {"base": {**pushed, "root_hash": "xxh3_128:" + "0" * 32}}},
+        source={"pushed": {"base": {**pushed, "root_hash": "xxh3_128_tree:" + "0" * 32}}},
     )
     assert refused.status_code == 409
     assert refused.json()["type"].endswith(":wrong-base")

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from rollout_common.wire import Progress
 from rollout_worker.engine import EngineError, TensorEntry, WeightsLayout
-from rollout_worker.sources.checkpoint_files import Report, open_source, read_source
+from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.source_reading import Report, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_worker.engine import EngineError
-from rollout_worker.sources.checkpoint_files import ReadCancelled
+from rollout_worker.sources.source_reading import ReadCancelled
 
 from .settings import RESOLVE_RETRY_SECONDS
 

@@ -177,7 +177,12 @@ class MemberSlots:
                     return
                 located = await self._locate_source(held.request, info)
                 held.sink = await fill_sink(
-                    open_slot, info.layout, located, held.note_hash, held.report_progress
+                    open_slot,
+                    info.layout,
+                    located,
+                    held.note_hash,
+                    held.report_progress,
+                    expected=held.request.root_hash,
                 )
         except TimeoutError:
             held.error = f"not staged within {seconds:g} s"
@@ -206,7 +211,12 @@ class MemberSlots:
         Fetching(incoming, pushed.peers, self._outward).start()
         try:
             sink = await receive(
-                open_slot, info.layout, incoming, held.note_hash, held.report_progress
+                open_slot,
+                info.layout,
+                incoming,
+                held.note_hash,
+                held.report_progress,
+                expected=held.request.root_hash,
             )
         finally:
             incoming.close("the slot is filled, or was given up")

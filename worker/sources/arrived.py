@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rollout_common.transfer.frames import CHUNK_BYTES
-from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.layout import Placed, PushLayout
+from rollout_common.wire.root_hash import TREE_SCHEME, scheme_of
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
-from rollout_worker.weights import HASH
 
-from .checkpoint_files import ReadCancelled
 from .pushed_memory import Memory
+from .source_reading import ContentHashes, ReadCancelled, ReadLeaf, copy_leaf
 
 if TYPE_CHECKING:
     from .incoming import End, Incoming
@@ -48,12 +49,12 @@ class Arrived:
         assert self._incoming.end is not None
         return self._incoming.end
 
-    def read_chunks(
-        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
-    ) -> Iterator[memoryview]:
-        """See `ReadableSource.read_chunks`: follows what arrives."""
+    def open_tensor(
+        self, entry: TensorEntry, cancelled: Callable[[], bool]
+    ) -> AbstractContextManager[ReadLeaf]:
+        """See `ReadableSource.open_tensor`: follows what arrives."""
         self._cancelled = cancelled
-        return chunks_of(self.layout, self.memory, entry, view, self._there)
+        return nullcontext(read_placed(self.layout[entry.name], self.memory, self._there))
 
     def _there(self, end: int) -> None:
         """Return once everything up to there is."""
@@ -63,49 +64,54 @@ class Arrived:
         if not until() and not self._incoming.follow(until, self._cancelled):
             raise ReadCancelled
 
-    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+    @property
+    def promised_scheme(self) -> str:
+        """See `ReadableSource.promised_scheme`: the sender's; until that says it, this release's."""
+        end = self._incoming.end
+        return TREE_SCHEME if end is None else scheme_of(end.root_hash)
+
+    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
         """See `ReadableSource.check_promise`: what the sender says at the end."""
         end = self._end()
-        for name, digest in digests.items():
+        if (scheme := scheme_of(end.root_hash)) not in found:
+            raise WeightsRejected(
+                f"its sender says {end.root_hash}, and hashes of {scheme} were not expected: use the"
+                " same release at both ends"
+            )
+        for name, digest in found[scheme].digests.items():
             if end.digests.get(name) != digest:
                 raise WeightsRejected(
-                    f"tensor {name!r} arrived with {HASH} {digest}, its sender says "
+                    f"tensor {name!r} arrived with {scheme} {digest}, its sender says "
                     f"{end.digests.get(name, 'nothing')}: publish again",
                     tensor=name,
                 )
-        if end.root_hash != root:
+        if end.root_hash != (root := found[scheme].root_hash):
             raise WeightsRejected(
                 f"what arrived has root_hash {root}, its sender says {end.root_hash}: publish again"
             )
 
 
-def chunks_of(
-    layout: PushLayout,
-    memory: Memory,
-    entry: TensorEntry,
-    view: memoryview | None,
-    there: Callable[[int], None] = lambda end: None,
-) -> Iterator[memoryview]:
-    """Yield a tensor's bytes part by part, where they are or where they were copied to.
+def read_placed(
+    placed: Placed, memory: Memory, there: Callable[[int], None] = lambda end: None
+) -> ReadLeaf:
+    """Return what reads the leaves of a tensor that lies in pushed memory.
 
     `there`: returns once everything up to an offset may be read.
     """
-    placed, step = layout[entry.name], 4 * CHUNK_BYTES
-    for begin in range(placed.start, placed.end, step):
-        end = min(begin + step, placed.end)
-        there(end)
-        yield from _copied(memory.bytes(begin, end), view, begin - placed.start)
+    return partial(_read_leaf, placed.start, memory, there)
 
 
-def _copied(part: memoryview, view: memoryview | None, begin: int) -> Iterator[memoryview]:
-    """Yield a part where it is, or where it was copied to."""
-    with part:
-        if view is None:
-            yield part
-            return
-        with view[begin : begin + len(part)] as there:
-            there[:] = part
-            yield there
+def _read_leaf(
+    start: int,
+    memory: Memory,
+    there: Callable[[int], None],
+    begin: int,
+    end: int,
+    part: memoryview | None,
+) -> memoryview:
+    there(start + end)
+    content = memory.bytes(start + begin, start + end)
+    return content if part is None else copy_leaf(content, part)
 
 
 def content_bytes(layout: PushLayout, left_out: Collection[str] = ()) -> int:

@@ -1,49 +1,39 @@
 """Safetensors files as a source of weights: found, opened, read, hashed, checked; whole.
 
 A source is a folder (one `model.safetensors`, an index with shards, or any `*.safetensors`) or one
-file. Opening it reads headers only, which prove that every file is whole. Bytes are read in chunks,
+file. Opening it reads headers only, which prove that every file is whole. Bytes are read leaf by leaf,
 never by memory mapping: what was read stays readable when the file goes. A folder may carry
 `manifest.json`, written last by whoever publishes it::
 
-    {"root_hash": "xxh3_128:<32 hex>", "tensors": {"<name>": {"xxh3_128": "<32 hex>"}}}
+    {"root_hash": "xxh3_128_tree:<32 hex>", "tensors": {"<name>": {"xxh3_128_tree": "<32 hex>"}}}
 
-and is then checked against it. Every refusal is a `WeightsRejected` that names the tensor or the
+and is then checked against it; in a manifest of an earlier release both schemes are `xxh3_128`. Every refusal is a `WeightsRejected` that names the tensor or the
 file and what to do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import xxhash
-
+from rollout_common.wire.root_hash import TREE_SCHEME, scheme_of
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
-from rollout_worker.weights import HASH, check_tied_weights, compute_root_hash
+from rollout_worker.weights import compute_root_hash
+
+from .source_reading import ContentHashes, ReadLeaf, WholeVersion, hash_tensors
 
 MAX_HEADER_BYTES = 100 << 20
 """Largest safetensors header, as the format's own library has it."""
 
-CHUNK_BYTES = 1 << 20
-"""What is read at once: it is still in the processor's cache when it is hashed. Also the bytes between
-two looks at progress and cancellation: some milliseconds of any disk."""
-
 SINGLE, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 
-Allocate = Callable[[TensorEntry], memoryview | None]
-"""As `Sink.allocate`."""
-
-Report = Callable[[int, int], None]
-"""Told (bytes done, bytes in all), in the thread that reads."""
-
 Found = dict[str, tuple[TensorEntry, "TensorOffset"]]
-
-
-class ReadCancelled(Exception):
-    """The caller's `cancelled` said so; nothing was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +46,11 @@ class TensorOffset:
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """Content of a folder's `manifest.json`."""
+    """Content of a folder's `manifest.json`; `scheme`: of all its hashes."""
 
     root_hash: str
     digests: Mapping[str, str]
-
-
-class WholeVersion:
-    """A version all of whose bytes are read here; see `ReadableSource`."""
-
-    __slots__ = ()
-    skipped_names: frozenset[str] = frozenset()
-
-    def promised_hashes(self) -> Mapping[str, str]:
-        """See `ReadableSource.promised_hashes`: nothing is left out."""
-        return {}
+    scheme: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,58 +67,21 @@ class FileSource(WholeVersion):
         """Bytes of all tensors."""
         return sum(entry.spec.nbytes for entry in self.entries)
 
-    def read_chunks(
-        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
-    ) -> Iterator[memoryview]:
-        """See `ReadableSource.read_chunks`."""
-        return _read_chunks(entry, self.places[entry.name], view)
+    @property
+    def promised_scheme(self) -> str | None:
+        """See `ReadableSource.promised_scheme`: of its manifest."""
+        return None if self.manifest is None else self.manifest.scheme
 
-    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+    def open_tensor(
+        self, entry: TensorEntry, cancelled: Callable[[], bool]
+    ) -> contextlib.AbstractContextManager[ReadLeaf]:
+        """See `ReadableSource.open_tensor`."""
+        return _opened_tensor(entry, self.places[entry.name])
+
+    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
         """See `ReadableSource.check_promise`: its manifest, if it has one."""
-        _check_manifest(self, digests, root)
-
-
-class ReadableSource(Protocol):
-    """A version whose bytes can be read: of files, or of a sender."""
-
-    @property
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """Its tensors, in the order of their names."""
-        ...
-
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all tensors that are read."""
-        ...
-
-    @property
-    def skipped_names(self) -> frozenset[str]:
-        """Names of the tensors whose bytes aren't read: nobody needs them here."""
-        ...
-
-    def promised_hashes(self) -> Mapping[str, str]:
-        """Return the hashes of those, as their sender says; waits for its word.
-
-        They go into the root hash, so a wrong one is another root hash than everybody else's.
-        """
-        ...
-
-    def read_chunks(
-        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
-    ) -> Iterator[memoryview]:
-        """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget.
-
-        A source that waits for its bytes asks `cancelled` meanwhile.
-        """
-        ...
-
-    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
-        """Refuse what is not what was promised, once everything is read.
-
-        Raises:
-            WeightsRejected: names the tensor.
-        """
-        ...
+        if self.manifest is not None:
+            _check_manifest(str(self.path), self.manifest, found[self.manifest.scheme])
 
 
 def open_source(path: Path, *, roots: Sequence[Path] = (), manifest: bool = True) -> FileSource:
@@ -253,12 +196,15 @@ def _read_manifest(file: Path) -> WeightsManifest | None:
     if not file.exists():
         return None
     value = _load_json(file)
+    scheme = TREE_SCHEME
     try:
-        digests = {str(name): str(hashes[HASH]) for name, hashes in value["tensors"].items()}
-        return WeightsManifest(str(value["root_hash"]), digests)
+        root = str(value["root_hash"])
+        scheme = scheme_of(root)
+        digests = {str(name): str(hashes[scheme]) for name, hashes in value["tensors"].items()}
+        return WeightsManifest(root, digests, scheme)
     except (KeyError, TypeError, AttributeError) as error:
         raise WeightsRejected(
-            f"{str(file)!r} must hold root_hash and tensors.<name>.{HASH}: write it with "
+            f"{str(file)!r} must hold root_hash and tensors.<name>.{scheme}: write it with "
             "rollout_worker.sources.checkpoint_files.write_manifest"
         ) from error
 
@@ -273,107 +219,68 @@ def _resolve_confined(path: Path, roots: Sequence[Path]) -> Path:
     return real
 
 
-def read_source(
-    source: ReadableSource,
-    tied: Mapping[str, str],
-    allocate: Allocate,
-    report: Report,
-    cancelled: Callable[[], bool],
-) -> str:
-    """Read all tensors that aren't left out into the buffers of `allocate`, check ties and manifest.
-
-    Returns the root hash of the whole version.
-
-    Blocks; call it in a thread. `tied`: as `WeightsLayout.tied`. `cancelled` is asked between chunks.
-
-    Raises:
-        WeightsRejected: a file changed or ended early, a hash differs.
-        ReadCancelled: `cancelled` returned True.
-    """
-    done, total = 0, source.bytes_total
-    report(0, total)
-
-    def advance(count: int) -> None:
-        nonlocal done
-        if cancelled():
-            raise ReadCancelled
-        done += count
-        report(done, total)
-
-    digests = _digest_tensors(source, allocate, advance, cancelled)
-    digests.update(source.promised_hashes())
-    check_tied_weights(tied, digests)
-    root = compute_root_hash(source.entries, digests)
-    source.check_promise(digests, root)
-    return root
-
-
-def _digest_tensors(
-    source: ReadableSource,
-    allocate: Allocate,
-    advance: Callable[[int], None],
-    cancelled: Callable[[], bool] = lambda: False,
-) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for entry in source.entries:
-        view = allocate(entry)
-        if entry.name in source.skipped_names:
-            if view is not None:  # never serve what nobody has written
-                why = f"the bytes of tensor {entry.name!r} are left out, but the engine needs them"
-                raise WeightsRejected(why, tensor=entry.name)
-            continue
-        digest = xxhash.xxh3_128()
-        with memoryview(b"") if view is None else view:  # a traceback would hold on to it
-            for chunk in source.read_chunks(entry, view, cancelled):
-                digest.update(chunk)
-                advance(len(chunk))
-        digests[entry.name] = digest.hexdigest()
-    return digests
-
-
-def _read_chunks(
-    entry: TensorEntry, place: TensorOffset, view: memoryview | None
-) -> Iterator[memoryview]:
-    """Fill `view` with the tensor's bytes, yielding each part; without one, yield and forget."""
-    size, begin = entry.spec.nbytes, 0
-    scratch = memoryview(bytearray(min(size, CHUNK_BYTES) if view is None else 0))
+@contextlib.contextmanager
+def _opened_tensor(entry: TensorEntry, place: TensorOffset) -> Iterator[ReadLeaf]:
     try:
-        with place.file.open("rb", buffering=0) as stream:
-            stream.seek(place.offset)
-            while begin < size:
-                want = min(CHUNK_BYTES, size - begin)
-                with scratch[:want] if view is None else view[begin : begin + want] as part:
-                    if not (count := stream.readinto(part)):
-                        raise _broken_file(place.file, f"it ends within tensor {entry.name!r}")
-                    with part[:count] as chunk:
-                        yield chunk
-                begin += count
+        stream = place.file.open("rb", buffering=0)
     except OSError as error:
-        why = f"cannot read tensor {entry.name!r} from {str(place.file)!r}: {error}"
-        raise WeightsRejected(why, tensor=entry.name) from error
+        raise _unreadable_tensor(entry, place, error) from error
+    with stream:
+        yield partial(_read_leaf, entry, place, stream.fileno())
 
 
-def _check_manifest(source: FileSource, digests: Mapping[str, str], root: str) -> None:
-    if source.manifest is None:
-        return
-    for name, want in source.manifest.digests.items():
-        if digests.get(name) != want:
-            why = f"has {HASH} {digests.get(name, 'missing')}, its manifest says {want}"
+def _read_leaf(
+    entry: TensorEntry,
+    place: TensorOffset,
+    handle: int,
+    begin: int,
+    end: int,
+    part: memoryview | None,
+) -> memoryview:
+    """Fill `part` with the bytes from `begin` to `end` of a tensor, or else new memory; return it."""
+    size, at, there = end - begin, place.offset + begin, 0
+    try:
+        if part is None:
+            content = os.pread(handle, size, at)
+            if len(content) == size:
+                return memoryview(content)
+            part = memoryview(bytearray(size))
+        while there < size:
+            with part[there:] as rest:
+                count = os.preadv(handle, [rest], at + there)
+            if not count:
+                raise _broken_file(place.file, f"it ends within tensor {entry.name!r}")
+            there += count
+    except OSError as error:
+        raise _unreadable_tensor(entry, place, error) from error
+    return part
+
+
+def _unreadable_tensor(entry: TensorEntry, place: TensorOffset, error: OSError) -> WeightsRejected:
+    why = f"cannot read tensor {entry.name!r} from {str(place.file)!r}: {error}"
+    return WeightsRejected(why, tensor=entry.name)
+
+
+def _check_manifest(path: str, manifest: WeightsManifest, found: ContentHashes) -> None:
+    for name, want in manifest.digests.items():
+        if found.digests.get(name) != want:
+            have = found.digests.get(name, "missing")
+            why = f"has {manifest.scheme} {have}, its manifest says {want}"
             raise WeightsRejected(
-                f"tensor {name!r} of {str(source.path)!r} {why}: publish it again under a new path",
-                tensor=name,
+                f"tensor {name!r} of {path!r} {why}: publish it again under a new path", tensor=name
             )
-    if source.manifest.root_hash != root:
-        why = f"has root_hash {root}, its manifest says {source.manifest.root_hash}"
-        raise WeightsRejected(f"{str(source.path)!r} {why}: publish it again under a new path")
+    if manifest.root_hash != found.root_hash:
+        why = f"has root_hash {found.root_hash}, its manifest says {manifest.root_hash}"
+        raise WeightsRejected(f"{path!r} {why}: publish it again under a new path")
 
 
 def write_manifest(folder: Path) -> str:
     """Hash a folder, write its `manifest.json` (atomically, replacing one) and return root_hash."""
     source = open_source(folder, manifest=False)
-    digests = _digest_tensors(source, lambda _: None, lambda _: None)
+    digests = hash_tensors(source)[TREE_SCHEME]
     root = compute_root_hash(source.entries, digests)
-    body = {"root_hash": root, "tensors": {name: {HASH: value} for name, value in digests.items()}}
+    tensors = {name: {TREE_SCHEME: value} for name, value in sorted(digests.items())}
+    body = {"root_hash": root, "tensors": tensors}
     partial = folder / f".{MANIFEST}.partial"
     partial.write_text(json.dumps(body, indent=1) + "\n")
     partial.replace(folder / MANIFEST)

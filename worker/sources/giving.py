@@ -5,7 +5,8 @@ The other nodes of a gang fetch from their head while the version still arrives 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import xxhash
@@ -16,12 +17,12 @@ from rollout_common.transfer.layout import PushLayout
 from rollout_common.wire import KeptWeights, WeightsId
 from rollout_worker.engine import TensorEntry
 
-from .arrived import chunks_of, content_bytes, entries_of
+from .arrived import content_bytes, entries_of, read_placed
 from .basis import Patch
-from .checkpoint_files import WholeVersion
 from .incoming import End, Incoming
 from .outward import Outward
 from .pushed_memory import Memory, TransferFailed
+from .source_reading import ContentHashes, ReadLeaf, WholeVersion
 
 MAX_RANGES = 4096
 
@@ -59,13 +60,13 @@ class Kept(WholeVersion):
         """See `ReadableSource.bytes_total`."""
         return content_bytes(self.layout)
 
-    def read_chunks(
-        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
-    ) -> Iterator[memoryview]:
-        """See `ReadableSource.read_chunks`."""
-        return chunks_of(self.layout, self.memory, entry, view)
+    def open_tensor(
+        self, entry: TensorEntry, cancelled: Callable[[], bool]
+    ) -> AbstractContextManager[ReadLeaf]:
+        """See `ReadableSource.open_tensor`."""
+        return nullcontext(read_placed(self.layout[entry.name], self.memory))
 
-    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
         """See `ReadableSource.check_promise`: the root hash says it all."""
 
 

@@ -18,12 +18,12 @@ from rollout_common.transfer.maps import Maps
 from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
 from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
 
-from .checkpoint_files import ReadableSource, Report
 from .giving import Gives, Kept, give
 from .incoming import LOOK_SECONDS, Incoming, Refusal
 from .outward import Outward
 from .pushed_memory import Memory, TransferFailed
 from .receiving import LEAVE_SECONDS, Receiving
+from .source_reading import ReadableSource, Report
 from .tensor_filling import Elsewhere, OpenSlot, fill_from_source
 
 logger = logging.getLogger(__name__)
@@ -227,10 +227,12 @@ async def receive(
     verify: Callable[[str], None],
     report: Report,
     elsewhere: Elsewhere | None = None,
+    *,
+    expected: str | None = None,
 ) -> Sink:
     """Return a sealed sink with what arrives; everybody who waits for it is told how it went.
 
-    `elsewhere`: as `fill` takes it.
+    `elsewhere`, `expected`: as `fill_sink` takes them.
 
     Raises:
         WeightsRejected: It is not what was promised.
@@ -244,7 +246,7 @@ async def receive(
 
     arrived = await incoming.opened()
     given = mapped(arrived.layout, arrived.memory)
-    sink = await _pour(open_slot, layout, arrived, given, verified, report, elsewhere)
+    sink = await _pour(open_slot, layout, arrived, given, verified, report, elsewhere, expected)
     incoming.succeed(root[0])
     return sink
 
@@ -256,13 +258,15 @@ async def refill(
     verify: Callable[[str], None],
     elsewhere: Elsewhere | None = None,
 ) -> Sink:
-    """Return a sealed sink with what is kept.
+    """Return a sealed sink with what is kept, whose root hash is computed in the scheme of its end.
 
     Raises:
         EngineError: The engine has no room.
     """
-    given = mapped(kept.layout, kept.memory)
-    return await _pour(open_slot, layout, kept, given, verify, lambda done, total: None, elsewhere)
+    given, expected = mapped(kept.layout, kept.memory), kept.end.root_hash
+    return await _pour(
+        open_slot, layout, kept, given, verify, lambda done, total: None, elsewhere, expected
+    )
 
 
 async def _pour(
@@ -273,11 +277,12 @@ async def _pour(
     verify: Callable[[str], None],
     report: Report,
     elsewhere: Elsewhere | None,
+    expected: str | None,
 ) -> Sink:
     """As `fill_from_source`; the sink has `given` from then on, or nobody."""
     try:
         sink = await fill_from_source(
-            open_slot, layout, source, verify, report, elsewhere, given=given
+            open_slot, layout, source, verify, report, elsewhere, given=given, expected=expected
         )
     except BaseException:
         given.release()

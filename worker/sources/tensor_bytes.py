@@ -1,14 +1,15 @@
-"""Tensors of this process as a source of weights: named, described, read chunk by chunk for their hash.
+"""Tensors of this process as a source of weights: named, described, read leaf by leaf for their hash.
 
 Bytes are those that a file of safetensors would hold, so the same values have the same root hash. Those
-on a device come through main memory in chunks, never as a whole. torch is imported inside functions: not
+on a device come through main memory in leaves, never as a whole. torch is imported inside functions: not
 every worker has it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,14 @@ from rollout_worker.engine import (
 from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 
-from .checkpoint_files import CHUNK_BYTES, Report, WholeVersion, read_source
+from .source_reading import (
+    ContentHashes,
+    ReadLeaf,
+    Report,
+    WholeVersion,
+    copy_leaf,
+    read_source,
+)
 from .tensor_filling import OpenSlot, fill_from_source
 
 if TYPE_CHECKING:
@@ -36,7 +44,7 @@ _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 @dataclass(frozen=True)
 class HandedOver(WholeVersion):
-    """Tensors as a source; see `files.ReadableSource`."""
+    """Tensors as a source; see `ReadableSource`."""
 
     tensors: Mapping[str, Tensor]
 
@@ -54,18 +62,13 @@ class HandedOver(WholeVersion):
         """Bytes of all tensors."""
         return sum(entry.spec.nbytes for entry in self.entries)
 
-    def read_chunks(
-        self, entry: TensorEntry, view: memoryview | None, cancelled: Callable[[], bool]
-    ) -> Iterator[memoryview]:
-        """See `ReadableSource.read_chunks`."""
-        begin = 0
-        for chunk in _chunks(self.tensors[entry.name]):
-            if view is not None:
-                view[begin : begin + len(chunk)] = chunk
-            begin += len(chunk)
-            yield chunk
+    def open_tensor(
+        self, entry: TensorEntry, cancelled: Callable[[], bool]
+    ) -> AbstractContextManager[ReadLeaf]:
+        """See `ReadableSource.open_tensor`."""
+        return nullcontext(_leaf_reader(self.tensors[entry.name]))
 
-    def check_promise(self, digests: Mapping[str, str], root: str) -> None:
+    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
         """See `ReadableSource.check_promise`: nothing was promised."""
 
 
@@ -123,17 +126,19 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     return tuple(found)
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in order."""
+def _leaf_reader(tensor: Tensor) -> ReadLeaf:
+    """Return what reads a tensor's leaves."""
     import torch
 
-    if not tensor.numel():
-        return
     # Of a tensor with gaps this is a copy, on its own device.
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for begin in range(0, flat.numel(), CHUNK_BYTES):
-        array: Any = flat[begin : begin + CHUNK_BYTES].cpu().numpy()
-        yield memoryview(array).cast("B")
+
+    def read_leaf(begin: int, end: int, part: memoryview | None) -> memoryview:
+        array: Any = flat[begin:end].cpu().numpy()
+        content = memoryview(array).cast("B")
+        return content if part is None else copy_leaf(content, part)
+
+    return read_leaf
 
 
 def settled(tensors: Mapping[str, Tensor]) -> None:
@@ -150,6 +155,8 @@ async def fill(
     given: TrainerTensors,
     verify: Callable[[str], None],
     report: Report = lambda done, total: None,
+    *,
+    expected: str | None = None,
 ) -> Sink:
     """Return a sealed sink with what was handed over: the tensors themselves, or a copy of them.
 
@@ -159,6 +166,7 @@ async def fill(
         given: The tensors; who copies them releases them. After a failure they are as before.
         verify: Raises unless the root hash is the right one; called in the loop.
         report: Told of progress, in a thread.
+        expected: The root hash that `verify` compares with, if there is one.
 
     Raises:
         WeightsRejected: a missing, unexpected or ill-shaped tensor, or one that was changed meanwhile.
@@ -166,14 +174,16 @@ async def fill(
     """
     source = HandedOver(given.tensors)
     check_layout(layout, source.entries, "what was handed over")
-    sink = await fill_from_source(open_slot, layout, source, verify, report, given=given)
+    sink = await fill_from_source(
+        open_slot, layout, source, verify, report, given=given, expected=expected
+    )
     if not sink.took:
         given.release()
     return sink
 
 
-async def content_of(given: TrainerTensors) -> str:
-    """Return the root hash of what was handed over.
+async def content_of(given: TrainerTensors, expected: str | None = None) -> str:
+    """Return the root hash of what was handed over, in the scheme of the `expected` one.
 
     Raises:
         WeightsRejected: a dtype that no file has.
@@ -181,7 +191,7 @@ async def content_of(given: TrainerTensors) -> str:
     source = HandedOver(given.tensors)
     return await run_in_thread(
         lambda cancelled: read_source(
-            source, {}, lambda _: None, lambda done, total: None, cancelled
+            source, {}, lambda _: None, lambda done, total: None, cancelled, expected=expected
         ),
         threading.Event(),
     )

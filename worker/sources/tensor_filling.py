@@ -20,14 +20,8 @@ from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 
-from .checkpoint_files import (
-    FileSource,
-    ReadableSource,
-    ReadCancelled,
-    Report,
-    open_source,
-    read_source,
-)
+from .checkpoint_files import FileSource, open_source
+from .source_reading import ReadableSource, ReadCancelled, Report, read_source
 
 Located = tuple[Path, tuple[Path, ...]]
 """Where a source lies and its roots, as `locate_source` says."""
@@ -135,6 +129,8 @@ async def fill_sink(
     verify: Callable[[str], None],
     report: Report = lambda done, total: None,
     elsewhere: Elsewhere | None = None,
+    *,
+    expected: str | None = None,
 ) -> Sink:
     """Return a sealed sink with everything that the source holds.
 
@@ -145,6 +141,7 @@ async def fill_sink(
         verify: Raises unless the root hash is the right one; called in the loop.
         report: Told of progress, in a thread.
         elsewhere: Set in a gang: all nodes must have found the same.
+        expected: The root hash that `verify` compares with, if there is one: its scheme is the one to hash with.
 
     Raises:
         WeightsRejected: a missing, unexpected or ill-shaped tensor.
@@ -152,7 +149,9 @@ async def fill_sink(
         EngineError: the engine has no room, or another node failed.
     """
     source = await run_in_thread(lambda _: _open_located(layout, located), threading.Event())
-    return await fill_from_source(open_slot, layout, source, verify, report, elsewhere)
+    return await fill_from_source(
+        open_slot, layout, source, verify, report, elsewhere, expected=expected
+    )
 
 
 async def fill_from_source(
@@ -164,19 +163,24 @@ async def fill_from_source(
     elsewhere: Elsewhere | None = None,
     *,
     given: GivenWeights | None = None,
+    expected: str | None = None,
 ) -> Sink:
     """As `fill_sink`, with an opened source; `given`: memory that has its bytes, which the sink may take."""
     cancel = threading.Event()
-    sink = await (
-        open_slot(source.entries) if given is None else open_slot(source.entries, given=given)
-    )
+    offered = {} if given is None else {"given": given}
+    sink = await open_slot(source.entries, **offered)
     others = None if elsewhere is None else asyncio.ensure_future(elsewhere(sink.slot))
     if others is not None:
         others.add_done_callback(lambda done: cancel.set() if _has_failed(done) else None)
     try:
         if sink.memory != "host":
             raise EngineError(f"files can't be read into {sink.memory} memory: use a transport")
-        root_hash = await _read_into_sink(source, layout, sink, report, cancel, others)
+
+        def bring(cancelled: Callable[[], bool]) -> str:
+            tied, take = layout.tied, sink.allocate
+            return read_source(source, tied, take, report, cancelled, expected=expected)
+
+        root_hash = await _read_into_sink(bring, cancel, others)
         verify(root_hash)
         if others is not None:
             _check_votes(root_hash, await others)
@@ -200,18 +204,11 @@ def _open_located(layout: WeightsLayout, located: Located) -> FileSource:
 
 
 async def _read_into_sink(
-    source: ReadableSource,
-    layout: WeightsLayout,
-    sink: Sink,
-    report: Report,
+    bring: Callable[[Callable[[], bool]], str],
     cancel: threading.Event,
     others: asyncio.Future[Mapping[str, str]] | None,
 ) -> str:
     """Read everything; what another node failed of is the reason to give up, not that we did."""
-
-    def bring(cancelled: Callable[[], bool]) -> str:
-        return read_source(source, layout.tied, sink.allocate, report, cancelled)
-
     try:
         return await run_in_thread(bring, cancel)
     except ReadCancelled:

@@ -69,6 +69,11 @@ class StagingSlot:
         """Whether all bytes are in memory and verified."""
         return self._filled and self.error is None
 
+    @property
+    def known_hash(self) -> str | None:
+        """The root hash that was found, or is expected; None: neither."""
+        return self.root_hash or self.expected
+
     async def fill_slot(
         self,
         engine: Engine,
@@ -78,13 +83,20 @@ class StagingSlot:
     ) -> None:
         """Fill the slot from handed tensors, the push or the located files; raise what `fill_sink` raises."""
         open_slot, verify, report = engine.open_slot, self._verify_hash, self.report_progress
+        want = self.expected
         if self.given is not None:
-            self._sink = await tensor_bytes.fill(open_slot, layout, self.given, verify, report)
+            self._sink = await tensor_bytes.fill(
+                open_slot, layout, self.given, verify, report, expected=want
+            )
         elif self.incoming is not None:
-            self._sink = await receive(open_slot, layout, self.incoming, verify, report, elsewhere)
+            self._sink = await receive(
+                open_slot, layout, self.incoming, verify, report, elsewhere, expected=want
+            )
         else:
             assert located is not None, "files are located first"
-            self._sink = await fill_sink(open_slot, layout, located, verify, report, elsewhere)
+            self._sink = await fill_sink(
+                open_slot, layout, located, verify, report, elsewhere, expected=want
+            )
         self._filled = True
 
     async def await_filling(self, filling: Awaitable[None]) -> None:
@@ -156,7 +168,7 @@ class StagingSlot:
                 "phase": phase,
                 "bytes_done": self.done,
                 "bytes_total": self.total,
-                "root_hash": self.root_hash or self.expected,
+                "root_hash": self.known_hash,
                 "labels": self.labels,
                 "error": self.error,
                 "slug": self.slug,
@@ -170,7 +182,7 @@ class StagingSlot:
         Raises:
             ProblemError: 409, it means other content.
         """
-        known = self.root_hash or self.expected
+        known = self.known_hash
         if not is_same_content(request, known, same_source=resolved == self.resolved):
             raise content_mismatch(self.identity, known)
         self.expected = self.expected or request.root_hash

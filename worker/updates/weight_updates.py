@@ -161,8 +161,8 @@ class WeightUpdates:
         resolved = await resolve_within(source, settings, seconds)
         active = self.active
         assert active is not None, "an engine has loaded weights"
-        if given is not None and identity in self._known_identities:
-            root_hash = await tensor_bytes.content_of(given)
+        if given is not None and identity in (known_hashes := self._known_hashes(active)):
+            root_hash = await tensor_bytes.content_of(given, known_hashes[identity])
             request = request.model_copy(update={"root_hash": root_hash})
         if identity == active.identity:
             known = self._answer_if_active(request, active, resolved)
@@ -190,9 +190,10 @@ class WeightUpdates:
                 **self.refusal_facts,
             )
 
-    @property
-    def _known_identities(self) -> set[WeightsId | None]:
-        return {self.active_identity, None if self.slot is None else self.slot.identity}
+    def _known_hashes(self, active: ActiveWeights) -> dict[WeightsId, str | None]:
+        """The root hashes of what serves and of what is in the slot; None: not known yet."""
+        staged, known = self.slot, {active.identity: active.root_hash}
+        return known if staged is None else {**known, staged.identity: staged.known_hash}
 
     async def _begin_stage(
         self,
@@ -292,26 +293,30 @@ class WeightUpdates:
                     "intact source"
                 )
 
-        open_slot = partial(engine.open_slot, on_disk=on_disk)
+        want, open_slot = active.root_hash, partial(engine.open_slot, on_disk=on_disk)
         if self.source.pushed is not None:
             if self.given is not None and self.given.tensors:
-                return await tensor_bytes.fill(open_slot, info.layout, self.given, verify)
+                return await tensor_bytes.fill(
+                    open_slot, info.layout, self.given, verify, expected=want
+                )
             kept = self.pushes.kept
             if self.given is not None or kept is None:
                 raise no_copy_error(active.identity, handed_over=self.given is not None)
             others = self.pushes.fill_other_nodes(
-                kept, active.root_hash, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
+                kept, want, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
             )
             return await refill(open_slot, info.layout, kept, verify, others)
         located = self._locate_source(self.source, info)
         elsewhere = fill_elsewhere(
             self._runtime.gang,
             partial(StageSource.of, self.source),
-            active.root_hash,
+            want,
             REFILL_TIMEOUT_SECONDS,
             on_disk=on_disk,
         )
-        return await fill_sink(open_slot, info.layout, located, verify, elsewhere=elsewhere)
+        return await fill_sink(
+            open_slot, info.layout, located, verify, elsewhere=elsewhere, expected=want
+        )
 
     async def clear_slot(self) -> None:
         """Cancel and drop what is staged; the caller holds `slot_lock`."""

@@ -7,6 +7,7 @@ import threading
 
 from rollout_common.transfer.arena import Arena, ArenaError, Slot
 from rollout_common.transfer.layout import LayoutError, Placed
+from rollout_common.wire.root_hash import TensorHasher
 
 from .copying import Copier
 from .push_tensors import Dtypes
@@ -133,10 +134,9 @@ class _Hashing:
 
     def start(self, slot: Slot, digests: dict[str, str]) -> None:
         """Begin, unless somebody else's thread has stopped it already; `digests` gets the hashes, by name."""
-        import xxhash
 
         def run() -> None:
-            running = xxhash.xxh3_128()
+            running = TensorHasher()
             while (job := self._jobs.get()) is not None and not self._stopped:
                 placed, begin, end = job
                 try:
@@ -146,7 +146,7 @@ class _Hashing:
                     return
                 if end == placed.nbytes:
                     digests[placed.name] = running.hexdigest()
-                    running.reset()
+                    running = TensorHasher()
 
         with self._lock:
             if not self._stopped:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_common.transfer.arena import Arena, Release, Slot
 from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
-from rollout_common.wire.root_hash import HashedTensor, root_hash_of
+from rollout_common.wire.root_hash import HashedTensor, TensorHasher, root_hash_of
 
 from .copying import Copier
 from .push_tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
@@ -103,13 +103,12 @@ class Filling:
             return
         placed = self._place(self._layout, spec)
         assert self._slot is not None
-        import xxhash
 
         def done(count: int) -> None:
             self._advance(name, count)
 
         self._there[name] = 0
-        slot, running = self._slot, xxhash.xxh3_128()
+        slot, running = self._slot, TensorHasher()
         self._copier.copy(
             name, tensor, slot.view(placed), done, slot.page_locked, hashed=running.update
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from aiohttp import web
 
 from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
@@ -26,6 +25,7 @@ from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.embedded.handing_over import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
 from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.unit.digests import tensor_digest
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
 
@@ -211,7 +211,7 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
 
 PUSHED = {"a": torch.arange(7.0)}
 PUSHED_HASH = root_hash_of(
-    {"a": HashedTensor("F32", (7,), xxhash.xxh3_128_hexdigest(PUSHED["a"].numpy().data))}
+    {"a": HashedTensor("F32", (7,), tensor_digest(PUSHED["a"].numpy().tobytes()))}
 )
 
 

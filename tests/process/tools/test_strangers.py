@@ -147,7 +147,7 @@ async def test_a_sender_of_another_release_is_told_so(tmp_path: Path) -> None:
         for kind in ("tcp", "unix"):
             with trainer(transfer, Version(1), kind) as end:
                 end.connection.send(Kind.HELLO, {"ticket": transfer.ticket, "layout": "x" * 2000})
-                with pytest.raises(Refused, match=r"1024 are the most: .* speaks protocol 2"):
+                with pytest.raises(Refused, match=r"1024 are the most: .* speaks protocol 3"):
                     await asyncio.to_thread(end.ready)
 
 

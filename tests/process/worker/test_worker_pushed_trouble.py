@@ -190,7 +190,7 @@ async def same_stage_of_the_same(scene: Scene) -> str:
 
 async def other_content(scene: Scene) -> str:
     await scene.begin()
-    told = await scene.stages(root_hash="xxh3_128:" + "0" * 32)
+    told = await scene.stages(root_hash="xxh3_128_tree:" + "0" * 32)
     await scene.play()
     return told
 
@@ -350,7 +350,7 @@ async def early_commit(scene: Scene) -> str:
 async def other_root(scene: Scene) -> str:
     await scene.play()
     await scene.phase("Staged")
-    return await scene.commits(root_hash="xxh3_128:" + "0" * 32)
+    return await scene.commits(root_hash="xxh3_128_tree:" + "0" * 32)
 
 
 async def discarded_before_commit(scene: Scene) -> str:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
-from rollout_worker.sources import checkpoint_files
-from rollout_worker.sources.checkpoint_files import ReadCancelled, open_source, write_manifest
+from rollout_worker.sources import source_reading
+from rollout_worker.sources.checkpoint_files import open_source, write_manifest
+from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.weights import check_layout
 
 TENSORS: dict[str, Any] = {
@@ -63,9 +64,7 @@ def read(path: Path, layout: WeightsLayout = LAYOUT) -> tuple[dict[str, bytearra
         kept[entry.name] = bytearray(entry.spec.nbytes)
         return memoryview(kept[entry.name])
 
-    root = checkpoint_files.read_source(
-        source, layout.tied, allocate, lambda *_: None, lambda: False
-    )
+    root = source_reading.read_source(source, layout.tied, allocate, lambda *_: None, lambda: False)
     return kept, root
 
 
@@ -80,7 +79,7 @@ def test_reads_every_byte_and_hashes_the_same_however_sharded(tmp_path: Path, sh
     kept, root = read(publish(tmp_path / "w", shards))
     assert kept == {name: bytearray(value.tobytes()) for name, value in TENSORS.items()}
     assert root == read(publish(tmp_path / "one"))[1]
-    assert root.startswith("xxh3_128:")
+    assert root.startswith("xxh3_128_tree:")
 
 
 def test_a_single_file_is_a_source(tmp_path: Path) -> None:
@@ -266,12 +265,12 @@ def test_progress_and_cancellation(tmp_path: Path) -> None:
     def progress(done: int, total: int) -> None:
         seen.append((done, total))
 
-    checkpoint_files.read_source(source, {}, lambda _: None, progress, lambda: False)
+    source_reading.read_source(source, {}, lambda _: None, progress, lambda: False)
     assert seen[0] == (0, source.bytes_total)
     assert seen[-1] == (source.bytes_total, source.bytes_total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     with pytest.raises(ReadCancelled):
-        checkpoint_files.read_source(source, {}, lambda _: None, progress, lambda: True)
+        source_reading.read_source(source, {}, lambda _: None, progress, lambda: True)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None
     source = open_source(folder)
     os.truncate(folder / "model.safetensors", source.places[source.entries[0].name].offset)
     error = refused(
-        lambda: checkpoint_files.read_source(source, {}, lambda _: None, lambda *_: None, bool)
+        lambda: source_reading.read_source(source, {}, lambda _: None, lambda *_: None, bool)
     )
     assert "ends within tensor" in str(error)
 

@@ -30,7 +30,8 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSpan,
 )
-from rollout_worker.sources.checkpoint_files import Report, open_source
+from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.source_reading import Report
 from rollout_worker.sources.tensor_filling import fill_sink
 
 PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)

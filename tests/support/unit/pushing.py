@@ -23,6 +23,7 @@ from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.ports.serving_certificate import serving_certificate
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import StagedWeights, Transfer
+from tests.support.unit.digests import tensor_digest
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 
@@ -44,7 +45,7 @@ class Version:
         for placed in self.layout.tensors:
             view = self.slot.view(placed)
             view[:] = bytes([number if placed.name == "number" else 0]) * placed.nbytes
-            self.digests[placed.name] = xxhash.xxh3_128_hexdigest(view)
+            self.digests[placed.name] = tensor_digest(view)
 
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> Version:
@@ -54,7 +55,7 @@ class Version:
             view = made.slot.view(placed)
             if view:
                 view[:] = tensors[placed.name][2]
-            made.digests[placed.name] = xxhash.xxh3_128_hexdigest(view)
+            made.digests[placed.name] = tensor_digest(view)
         return made
 
     @property

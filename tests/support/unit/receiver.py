@@ -20,6 +20,7 @@ from rollout_common.transfer.frames import Frame, Kind, TransferError
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.node import node_of
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
+from tests.support.unit.digests import tensor_digest
 
 Fault = Callable[["Receiver", Connection, Frame], None]
 
@@ -186,7 +187,7 @@ class Receiver:
 
     def _verify(self, layout: PushLayout, view: memoryview, end: dict[str, Any]) -> None:
         self.content = {t.name: bytes(view[t.start : t.end]) for t in layout.tensors}
-        digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in self.content.items()}
+        digests = {name: tensor_digest(data) for name, data in self.content.items()}
         assert digests == end["digests"]
         hashed = {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in layout.tensors}
         self.root_hash = root_hash_of(hashed)

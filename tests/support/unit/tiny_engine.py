@@ -48,7 +48,8 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSpan,
 )
-from rollout_worker.sources.checkpoint_files import open_source, read_source
+from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.source_reading import read_source
 
 MAX_LENGTH = 64
 SPEC = TensorSpec("U8", (1,))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import (
     EngineError,
     TensorEntry,
@@ -32,7 +33,6 @@ from rollout_worker.engines.shared_memory.sinks import (
 )
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.engines.weight_versions import require_sealed
-from rollout_worker.sources import checkpoint_files
 from rollout_worker.sources.tensor_filling import fill_sink
 
 ENTRIES = [
@@ -156,14 +156,10 @@ async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) ->
 
 @pytest.mark.parametrize("why", ["a caller that gives up", "another node that fails"])
 async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    tmp_path: Path, why: str
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", TENSOR_ALIGNMENT)
-    size, slots, staging = (
-        1024 * TENSOR_ALIGNMENT,
-        tmp_path / "slots",
-        StagingBudget(1025 * TENSOR_ALIGNMENT),
-    )  # and its index
+    size, slots = 32 * LEAF_BYTES, tmp_path / "slots"
+    staging = StagingBudget(size + TENSOR_ALIGNMENT)  # and its index
     slots.mkdir()
     save_file({"w": np.zeros(size, np.uint8)}, tmp_path / "model.safetensors")
     reading = threading.Event()
@@ -171,7 +167,7 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
     def report(done: int, total: int) -> None:
         if done:
             reading.set()
-            time.sleep(0.001)
+            time.sleep(0.01)
 
     async def open_slot(entries: Sequence[TensorEntry]) -> MappedSink:
         return await open_mapped_sink(entries, slots=slots, staging=staging)
@@ -201,7 +197,7 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
             await filling
     assert open_files() == before
     assert list(slots.iterdir()) == []
-    staging.claim_memory(1025 * TENSOR_ALIGNMENT)()
+    staging.claim_memory(size + TENSOR_ALIGNMENT)()
 
 
 def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
-from rollout_worker.sources.checkpoint_files import ReadCancelled
+from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
 from .core import BatchCore, DeltaDelivery

@@ -26,7 +26,7 @@ from rollout_worker.engines import tested
 from rollout_worker.engines.model_folder import hash_checkpoint
 from rollout_worker.engines.network import resolve_address
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.sources.checkpoint_files import ReadCancelled
+from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
 from . import settings

@@ -27,7 +27,7 @@ from rollout_worker.observe.processes import (
     find_descendants,
     kill_processes,
 )
-from rollout_worker.sources.checkpoint_files import ReadCancelled
+from rollout_worker.sources.source_reading import ReadCancelled
 
 from .settings import PROCESS_STOP_SECONDS
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from rollout_common.transfer.arena import Arena
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit import rank_publish
+from tests.support.unit.digests import tensor_digest
 from tests.support.unit.ranks import Rank, ranks
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import scripted_controls
@@ -79,7 +79,7 @@ def root_of(values: dict[str, torch.Tensor]) -> str:
     for name, value in values.items():
         whole = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         _, dtype, shape = spec_of(name, value)
-        hashed[name] = HashedTensor(dtype, shape, xxhash.xxh3_128_hexdigest(whole))
+        hashed[name] = HashedTensor(dtype, shape, tensor_digest(whole))
     return root_hash_of(hashed)
 
 
@@ -211,7 +211,7 @@ def test_bytes_that_come_in_any_order_are_hashed_in_theirs(order: list[int]) -> 
     filling.end()
     for name in "abcd":
         with filling.slot.view(filling.layout[name]) as view:
-            assert filling.digests[name] == xxhash.xxh3_128_hexdigest(view)
+            assert filling.digests[name] == tensor_digest(view)
     filling.close()
     arena.close()
 

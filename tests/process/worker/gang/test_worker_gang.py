@@ -23,6 +23,7 @@ from rollout_worker.gang.silence_timer import SilenceTimer
 from rollout_worker.schemas import Lifecycle, StagedWeights, StageSource, WeightsId
 from rollout_worker.threads import run_in_thread
 from tests.support.loopback import Loopback, loopback
+from tests.support.unit.digests import whole_root_hash
 from tests.support.unit.tiny_gang import (
     NODES,
     Node,
@@ -125,9 +126,17 @@ async def test_a_late_member_fails_the_stage_at_its_deadline(gang: TinyGang, mem
 
 
 async def test_a_head_that_fails_gives_the_members_slot_back(gang: TinyGang, member: Node) -> None:
-    staged = await gang.stage(1, 7, root_hash="xxh3_128:" + "0" * 32)
+    staged = await gang.stage(1, 7, root_hash="xxh3_128_tree:" + "0" * 32)
     assert (staged.phase, staged.slug) == ("Failed", ODD)
     await until(lambda: not held(member), what="the member's slot")
+
+
+async def test_all_nodes_hash_in_the_scheme_of_the_root_hash_that_is_expected(
+    gang: TinyGang,
+) -> None:
+    old = whole_root_hash({"number": ("U8", (1,), b"\7"), "rest": ("U8", (1,), b"\0")})
+    staged = await gang.stage(1, 7, root_hash=old)
+    assert (staged.phase, staged.root_hash) == ("Staged", old)
 
 
 async def test_a_member_that_lost_its_slot_refuses_the_commit(gang: TinyGang, member: Node) -> None:
@@ -453,7 +462,7 @@ def test_members_are_found_by_the_leaders_name() -> None:
 async def test_a_member_names_the_kind_of_its_failure(gang: TinyGang, member: Node) -> None:
     """The head goes by it, and the operator by the head's."""
     source = StageSource.model_validate({"checkpoint": {}})
-    odd = SlotRequest(source=source, root_hash="xxh3_128:" + "0" * 32, deadline_seconds=10)
+    odd = SlotRequest(source=source, root_hash="xxh3_128_tree:" + "0" * 32, deadline_seconds=10)
     (gang.slots / ("0" * 32)).symlink_to("/dev/null")  # else the head has it given back
     member.worker.open_slot("0" * 32, odd)
     await until(lambda: [p for p, _ in held(member)] == ["Failed"], what="the member's answer")

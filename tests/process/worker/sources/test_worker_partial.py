@@ -6,6 +6,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,15 @@ from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_s
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources import giving
-from rollout_worker.sources.checkpoint_files import read_source
 from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.giving import Kept
 from rollout_worker.sources.incoming import End, Incoming
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Desk, receive
 from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.source_reading import read_source
 from rollout_worker.sources.tensor_bytes import HandedOver
+from tests.support.unit.digests import whole_digests, whole_root_hash
 from tests.support.unit.pushing import Version
 from tests.support.unit.tiny_worker import settings as worker_settings
 
@@ -88,7 +90,9 @@ def kept_of(version: Version) -> Kept:
     return Kept(CHECKPOINT, version.layout, memory, end, memory.hold())
 
 
-async def fetch(giver: Giver, kept: Kept, unread: Collection[str]) -> tuple[dict[str, bytes], str]:
+async def fetch(
+    giver: Giver, kept: Kept, unread: Collection[str], expected: str | None = None
+) -> tuple[dict[str, bytes], str]:
     """Fetch all other tensors; returns what a slot then has, and the root hash that was found."""
     source = giver.desk.for_member(kept, "127.0.0.1").pushed
     assert source is not None
@@ -109,7 +113,12 @@ async def fetch(giver: Giver, kept: Kept, unread: Collection[str]) -> tuple[dict
         try:
             async with asyncio.timeout(SECONDS):
                 sink = await receive(
-                    open_slot, ANY, incoming, found.append, lambda done, total: None
+                    open_slot,
+                    ANY,
+                    incoming,
+                    found.append,
+                    lambda done, total: None,
+                    expected=expected,
                 )
         finally:
             incoming.close("the test is over")
@@ -163,6 +172,23 @@ def test_just_the_chunks_of_what_is_read_are_fetched(
     version.slot.close()
 
 
+@pytest.mark.parametrize("unread", [set(), {"t00"}], ids=["all", "a part"])
+async def test_a_version_that_an_earlier_release_kept_is_fetched_in_its_scheme(
+    giver: Giver, unread: set[str]
+) -> None:
+    version = version_of([CHUNK_BYTES, 2 * CHUNK_BYTES + 77])
+    plain = {
+        each.name: (each.dtype, each.shape, bytes(version.slot.view(each)))
+        for each in version.layout.tensors
+    }
+    old, kept = whole_root_hash(plain), kept_of(version)
+    earlier = replace(kept, end=End(old, whole_digests(plain)))
+    assert (await fetch(giver, earlier, unread, old))[1] == old
+    with pytest.raises(EngineError, match="arrived with xxh3_128 "):
+        await fetch(giver, replace(kept, end=End(old, version.digests)), unread, old)
+    kept.release()
+
+
 Lie = Callable[[Version, End], dict[str, object]]
 
 
@@ -186,8 +212,8 @@ LIES: dict[str, tuple[Lie, str]] = {
         "what arrived has root_hash",
     ),
     "the root hash": (
-        lambda _, end: told(end, root_hash="xxh3_128:" + "0" * 32),
-        "its sender says xxh3_128:000",
+        lambda _, end: told(end, root_hash="xxh3_128_tree:" + "0" * 32),
+        "its sender says xxh3_128_tree:000",
     ),
     "no hash of one that stays": (
         lambda _, end: told(end, digests={"t01": end.digests["t01"], "t02": end.digests["t02"]}),

@@ -299,3 +299,19 @@ def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
     staging.spare.put(Used(Slot(64), "x"))
     assert staging.spare.take(64) is not None
     assert staging.spare.take(64) is None
+
+
+async def test_one_root_hash_for_shared_memory_tcp_and_deltas(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors of several leaves: what a trainer's plain loop computes, a worker finds."""
+    monkeypatch.setattr("rollout_worker.updates.pushed_weights.check_layout", lambda *_, **__: None)
+    base = Version(1, LARGE)
+    given = changed(base, {3: 7, 5 * CHUNK_BYTES - 1: 7})
+    for number, kind in ((1, "tcp"), (2, "unix")):
+        told = await push(worker, number, given, kind)
+        assert (told.error, told.root_hash) == (None, given.root_hash)
+    await push(worker, 3, base, "tcp")
+    await worker.commit(3)
+    last = await delta(worker, 4, base, given)
+    assert (last.kind, last.head.get("root_hash")) == (Kind.STAGED, given.root_hash)

@@ -238,7 +238,7 @@ def other_digest(end: Trainer, transfer: Transfer, step: str) -> None:
 
 
 def other_root(end: Trainer, transfer: Transfer, step: str) -> None:
-    end.end(root_hash="xxh3_128:" + "0" * 32)
+    end.end(root_hash="xxh3_128_tree:" + "0" * 32)
 
 
 def fewer_digests(end: Trainer, transfer: Transfer, step: str) -> None:

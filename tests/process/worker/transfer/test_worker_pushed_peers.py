@@ -122,7 +122,7 @@ def hashed_so(end: Giver, step: str) -> None:
 
 
 def other_root(end: Giver, step: str) -> None:
-    end.layout(root_hash="xxh3_128:" + "0" * 32)
+    end.layout(root_hash="xxh3_128_tree:" + "0" * 32)
     end.asked("DATA")
     end.data()
 

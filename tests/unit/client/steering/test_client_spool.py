@@ -17,7 +17,8 @@ from rollout_client import AsyncRolloutPool, RolloutPool
 from rollout_client.steering.spool import drain_blocking, spool_blocking, spool_tensors
 from rollout_client.steering.version_folder import VersionFolder
 from rollout_worker.schemas import WeightsId
-from rollout_worker.sources.checkpoint_files import open_source, read_source, write_manifest
+from rollout_worker.sources.checkpoint_files import open_source, write_manifest
+from rollout_worker.sources.source_reading import read_source
 
 KINDS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 

@@ -32,7 +32,7 @@ from rollout_worker.observe.processes import (
     kill_processes,
 )
 from rollout_worker.schemas import Progress, SamplingParams, StopReason, WeightsId
-from rollout_worker.sources.checkpoint_files import ReadCancelled
+from rollout_worker.sources.source_reading import ReadCancelled
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until_sync
 
@@ -311,7 +311,7 @@ def test_what_was_started_ends_with_a_checkpoint_that_is_not_whole(tmp_path: Pat
     started, root_hash = start_while_hashing(
         tmp_path, report.append, lambda: False, lambda: "it", ended.append
     )
-    assert (started, root_hash.partition(":")[0], ended) == ("it", "xxh3_128", [])
+    assert (started, root_hash.partition(":")[0], ended) == ("it", "xxh3_128_tree", [])
     assert report[-1].message == "starting vLLM's processes"
     with pytest.raises(ReadCancelled):
         start_while_hashing(tmp_path, report.append, lambda: True, lambda: "it", ended.append)

@@ -119,7 +119,7 @@ async def test_a_filled_sink_holds_what_the_engine_wanted(
     assert sink.held == {name: bytearray(TENSORS[name].tobytes()) for name in ("t0", "t1")}
     assert sink.done == ["sealed"]
     assert seen[-1] == (72, 72), "what the engine does not need is read for its hash"
-    assert roots[0].startswith("xxh3_128:")
+    assert roots[0].startswith("xxh3_128_tree:")
 
 
 async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: WeightsLayout) -> None:

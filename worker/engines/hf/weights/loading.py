@@ -31,7 +31,8 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.sources.checkpoint_files import FileSource, open_source, read_source
+from rollout_worker.sources.checkpoint_files import FileSource, open_source
+from rollout_worker.sources.source_reading import read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 from .buffers import TensorSink
