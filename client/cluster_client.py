@@ -13,7 +13,7 @@ from rollout_common.kube.access import ClusterAccess, Obj
 from rollout_common.kube.api_client import ApiClient, ApiRequest
 from rollout_common.kube.errors import KubeError
 from rollout_common.kube.httpx_connections import HttpxConnections
-from rollout_common.kube.reflector import Collection, Reflector, retry_pause
+from rollout_common.kube.reflector import Collection, Reflector, follow_collection, retry_pause
 
 from .errors import ClusterError
 
@@ -85,8 +85,9 @@ class ClusterClient(ApiClient):
         def report(error: KubeError | None) -> None:
             trouble(None if error is None else _cluster_error(error))
 
+        of = Collection("", path, path, params)
         reflector: Reflector[Obj] = Reflector(
-            self, Collection("", path, path, params), lambda obj: obj, report
+            lambda: follow_collection(self, of, lambda obj: (obj["metadata"]["name"], obj), report)
         )
         async with aclosing(reflector.changes()) as changes:
             async for _ in changes:

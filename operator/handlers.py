@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import kopf
 
 from rollout_operator import config, operator_logs
-from rollout_operator.api.objects import ResourceName
 from rollout_operator.cache import kopf_streams
 from rollout_operator.operator_process import Operator
 from rollout_operator.passes.reconcile import Reconciler
@@ -28,9 +28,9 @@ class _OperatorProcess:
     task: asyncio.Task[int] | None = None
 
 
-def _feed_operator(resource: ResourceName, event: str | None, obj: Any) -> None:
+def _feed_operator(event: str | None, obj: Mapping[str, Any]) -> None:
     if _OperatorProcess.operator is not None:
-        _OperatorProcess.operator.feed(resource, event, obj)
+        _OperatorProcess.operator.take_pool_event(event, obj)
 
 
 def _exit_on_failure(task: asyncio.Task[int]) -> None:
@@ -41,7 +41,7 @@ def _exit_on_failure(task: asyncio.Task[int]) -> None:
 
 @kopf.on.startup()
 async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
-    """Start everything but the streams."""
+    """Start everything but the stream."""
     kopf_streams.configure_kopf(settings, embedded=False)
     try:
         chosen = config.parse_config(["run"])

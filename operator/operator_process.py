@@ -1,6 +1,6 @@
 """The operator process: how its parts start, what watches them, and how it ends.
 
-    standby ──Lease──▶ leader: first list → streams (kopf) + N workers + poller + resync + events
+    standby ──Lease──▶ leader: informer → first lists → stream (kopf) + N workers + poller + events
                        └─ Lease lost: exit at once, 1      └─ SIGTERM: finish passes, release, exit 0
 
 Normally kopf runs inside (`kopf_streams.py`); under `kopf run` it is the other way round and
@@ -40,7 +40,7 @@ class Operator:
     Args:
         config: The settings.
         make_reconcile: Makes the pass from the context.
-        embedded: False under `kopf run`, where kopf's handlers feed `feed`.
+        embedded: False under `kopf run`, where kopf's handlers call `take_pool_event`.
         make_parts: Makes the parts from the settings, `make_reconcile` and `spawned`.
     """
 
@@ -55,7 +55,7 @@ class Operator:
         self._config = config
         self._embedded = embedded
         self._parts = make_parts(config, make_reconcile, spawned=self.handle_signals)
-        self.feed = self._parts.feed
+        self.take_pool_event = self._parts.informer.take_pool_event
         self._lag = LoopLag()
         self._probes = ProbeServer(
             self._parts.telemetry,
@@ -111,19 +111,18 @@ class Operator:
         self._start_task("lease", self._parts.leadership.hold_lease())
         self._start_task("fence", self._watch_fence())
         self._start_task("events", self._parts.recorder.run())
-        await self._parts.resync.run_first_list()
+        self._start_task("informer", self._parts.informer.run())
+        await self._parts.informer.wait_listed()
         logger.info(
             "the first list is complete", extra={"known": self._parts.store.object_counts()}
         )
         if self._embedded:
             self._start_task("streams", self._parts.streams.run())
         self._start_task("poller", self._parts.poller.run())
-        self._start_task("resync", self._parts.resync.run())
         self._start_task("neighbours", self._parts.neighbours.run())
         self._start_task("passes", self._parts.passes.run())
-        self._parts.resync.schedule_list(
-            RELIST_DELAY_SECONDS
-        )  # what went between the list and the streams' start
+        # What went between the list and the stream's start.
+        self._parts.informer.schedule_pool_list(RELIST_DELAY_SECONDS)
 
     async def _watch_fence(self) -> None:
         """Cancel running calls as soon as this process may not act; look again when it may."""
@@ -136,7 +135,7 @@ class Operator:
                 await self._parts.calls.cancel_all()
             elif can and not could:
                 logger.warning("the Lease is renewed: resuming writes")
-                self._parts.resync.schedule_list(0)
+                self._parts.informer.schedule_pool_list(0)
             could = can
 
     def _start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -164,7 +163,7 @@ class Operator:
         await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
             await self._parts.recorder.flush_events(events)
-        await self._cancel_tasks("leading", "lease", "poller", "resync", "neighbours", "fence")
+        await self._cancel_tasks("leading", "lease", "poller", "informer", "neighbours", "fence")
         await self._parts.leadership.release_lease()
         await self._stop_streams()
         await self._close_parts()
@@ -172,7 +171,7 @@ class Operator:
     async def _stop_at_once(self, reason: str) -> None:
         """End at once: a successor may be working already."""
         await self._cancel_tasks(
-            "passes", "poller", "resync", "neighbours", "leading", "lease", "events"
+            "passes", "poller", "informer", "neighbours", "leading", "lease", "events"
         )
         await self._parts.calls.cancel_all()
         if reason == TASK_DIED:
@@ -214,10 +213,10 @@ class Operator:
             return None
         if not self._parts.leadership.may_write():
             return "fenced: can't renew the Lease"
-        age = self._parts.resync.last_list_age()
+        age = self._parts.informer.oldest_list_age()
         if age is None:
             return "the first list is not complete"
-        if age > 2 * self._parts.resync.interval + RELIST_DELAY_SECONDS:
+        if age > 2 * self._parts.informer.interval + RELIST_DELAY_SECONDS:
             return f"the last full list was {age:.0f} s ago"
         waited = self._parts.queue.oldest_age()
         if waited > MAX_QUEUE_AGE_SECONDS:

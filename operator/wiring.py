@@ -17,8 +17,8 @@ from .api.names import token_audience
 from .cache.kopf_streams import KopfStreams
 from .cache.neighbour_informer import NeighbourInformer
 from .cache.object_store import ObjectStore
-from .cache.resync import Resync
-from .cache.watch_events import WatchEventHandler
+from .cache.pool_informer import PoolInformer
+from .cache.store_feed import StoreFeed
 from .cache.workqueue import WorkQueue
 from .config import OperatorConfig
 from .core.hybrid import parse_candidate
@@ -74,15 +74,13 @@ class OperatorParts:
         config, telemetry = self._config, self.telemetry
         self.store = ObjectStore(config.operator_class)
         self.queue: WorkQueue[PoolKey] = WorkQueue(on_wait=telemetry.queue_wait.observe)
-        self.resync = Resync(
+        self.feed = StoreFeed(self.store, self.queue, telemetry)
+        self.informer = PoolInformer(
             self.kube,
-            self.store,
-            self.queue,
-            telemetry,
+            self.feed,
             namespaces=config.watch_namespaces,
             interval=config.resync_seconds,
         )
-        self.feed = WatchEventHandler(self.store, self.queue, telemetry, self.resync)
         self.neighbours = NeighbourInformer(
             self.kube,
             {
@@ -94,10 +92,10 @@ class OperatorParts:
             self.feed.note_worker_change,
         )
         self.streams = KopfStreams(
-            self.feed,
+            self.informer.take_pool_event,
             namespaces=config.watch_namespaces,
             spawned=spawned,
-            listed=self.resync.run_first_list,
+            listed=self.informer.list_pools,
         )
 
     def _add_workers(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -114,84 +113,126 @@ def retry_pause(
     return min(longest, shortest * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
 
 
-class Reflector(Generic[T]):
-    """Keeps a value for each object of a collection, by the object's name.
+class ListedValues(NamedTuple, Generic[T]):
+    """What a collection held at one version."""
 
-    A watch lists, follows the events from there, and begins again after some time or whatever ends it:
-    a late or missed event costs time only. What is known stays so while the API server is away.
+    values: list[T]
+    resource_version: str
+
+
+class WatchedValue(NamedTuple, Generic[T]):
+    """What an event is about; `kind` is ADDED, MODIFIED or DELETED."""
+
+    kind: str
+    value: T
+
+
+async def follow_collection(
+    api: ApiClient,
+    of: Collection,
+    read: Callable[[Obj], T],
+    trouble: Callable[[KubeError | None], None],
+    *,
+    seconds: float = WATCH_TIMEOUT_SECONDS,
+    pauses: tuple[float, float] = (MIN_RETRY_PAUSE_SECONDS, MAX_RETRY_PAUSE_SECONDS),
+    wait: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncGenerator[ListedValues[T] | WatchedValue[T]]:
+    """Yield a list, then each event from there, and begin again after some time or whatever ends it.
+
+    So a late or missed event costs time only. Nothing ends it but its consumer, or an error of `read`,
+    `trouble` or `wait`.
 
     Args:
         api: The API server.
-        of: What to follow; of one namespace, or of none, because names must be unique.
-        read: Makes the value of an object; None: the object does not count.
-        trouble: Takes what fails, and None once nothing does; what it raises ends `changes`.
+        of: What to follow.
+        read: Makes what is yielded of an object, as soon as it is decoded.
+        trouble: Takes what fails, and None once nothing does.
         seconds: How long a watch follows events before it lists again.
         pauses: The shortest and the longest pause between two watches.
+        wait: Awaited between two lists instead of a watch.
+    """
+    attempt, (shortest, longest), clock = 0, pauses, asyncio.get_running_loop().time
+    while True:
+        began = clock()
+        try:
+            async with aclosing(_list_and_watch(api, of, read, seconds, wait)) as cycle:
+                async for step in cycle:
+                    if isinstance(step, ListedValues):
+                        trouble(None)
+                    yield step
+        except Gone:
+            pass  # the list is too old for its events: take another one
+        except KubeError as error:
+            trouble(error)
+        # However it ended: something between here and there may end each watch at once.
+        lasted = clock() - began >= min(longest, seconds / 2)
+        attempt = 0 if lasted else attempt + 1
+        await asyncio.sleep(retry_pause(max(0, attempt - 1), shortest, longest))
+
+
+async def _list_and_watch(
+    api: ApiClient,
+    of: Collection,
+    read: Callable[[Obj], T],
+    seconds: float,
+    wait: Callable[[], Awaitable[None]] | None,
+) -> AsyncGenerator[ListedValues[T] | WatchedValue[T]]:
+    values: list[T] = []
+    version = ""
+    async with aclosing(list_pages(api, of)) as pages:
+        async for page in pages:
+            version = version or page.resource_version
+            values.extend(map(read, page.items))
+    yield ListedValues(values, version)
+    del values  # what its consumer replaces is not kept here
+    if wait is not None:
+        await wait()
+        return
+    async with aclosing(watch_events(api, of, version, seconds)) as events:
+        async for kind, obj in events:
+            yield WatchedValue(kind, read(obj))
+
+
+class Reflector(Generic[T]):
+    """Keeps a value for each object of a collection, by the object's name.
+
+    What is known stays so while the API server is away.
+
+    Args:
+        follow: Calls `follow_collection` and returns what that yields: the name of each object, unique among
+            them, and its value; None: the object does not count.
     """
 
     def __init__(
         self,
-        api: ApiClient,
-        of: Collection,
-        read: Callable[[Obj], T | None],
-        trouble: Callable[[KubeError | None], None],
-        *,
-        seconds: float = WATCH_TIMEOUT_SECONDS,
-        pauses: tuple[float, float] = (MIN_RETRY_PAUSE_SECONDS, MAX_RETRY_PAUSE_SECONDS),
+        follow: Callable[
+            [],
+            AsyncGenerator[ListedValues[tuple[str, T | None]] | WatchedValue[tuple[str, T | None]]],
+        ],
     ) -> None:
         self.values: dict[str, T] = {}
         self.listed = False
-        self._api, self._of, self._read, self._trouble = api, of, read, trouble
-        self._seconds, self._pauses = seconds, pauses
+        self._follow = follow
 
     async def changes(self) -> AsyncGenerator[list[tuple[T | None, T | None]]]:
-        """Yield, after each list and each event, what has changed: values before and after.
-
-        Nothing ends it but its consumer, or an error of `read` or `trouble`.
-        """
-        attempt, (shortest, longest) = 0, self._pauses
-        while True:
-            began = time.monotonic()
-            try:
-                async with aclosing(self._list_and_watch()) as cycle:
-                    async for changed in cycle:
-                        yield changed
-            except Gone:
-                pass  # the list is too old for its events: take another one
-            except KubeError as error:
-                self._trouble(error)
-            # However it ended: something between here and there may end each watch at once.
-            attempt = 0 if time.monotonic() - began >= longest else attempt + 1
-            await asyncio.sleep(retry_pause(max(0, attempt - 1), shortest, longest))
-
-    async def _list_and_watch(self) -> AsyncGenerator[list[tuple[T | None, T | None]]]:
-        found: dict[str, T] = {}
-        version = ""
-        async with aclosing(list_pages(self._api, self._of)) as pages:
-            async for page in pages:
-                version = version or page.resource_version
-                for obj in page.items:
-                    self._put_object(found, obj)
-        before, self.values, self.listed = self.values, found, True
-        self._trouble(None)
-        both = ((before.get(name), found.get(name)) for name in before.keys() | found.keys())
-        yield [(was, now) for was, now in both if was != now]
-        events = watch_events(self._api, self._of, version, self._seconds)
-        async with aclosing(events):
-            async for kind, obj in events:
-                name = obj["metadata"]["name"]
+        """Yield, after each list and each event, what has changed: values before and after."""
+        async with aclosing(self._follow()) as steps:
+            async for step in steps:
+                if isinstance(step, ListedValues):
+                    yield self._replace_values(step.values)
+                    continue
+                name, now = step.value
+                now = None if step.kind == "DELETED" else now
                 was = self.values.get(name)
-                if kind == "DELETED":
-                    self.values.pop(name, None)
-                else:
-                    self._put_object(self.values, obj)
-                now = self.values.get(name)
+                if now is not None:
+                    self.values[name] = now
+                elif was is not None:
+                    del self.values[name]
                 if was != now:
                     yield [(was, now)]
 
-    def _put_object(self, found: dict[str, T], obj: Obj) -> None:
-        value, name = self._read(obj), obj["metadata"]["name"]
-        if value is None:
-            found.pop(name, None)
-        else:
-            found[name] = value
+    def _replace_values(self, named: list[tuple[str, T | None]]) -> list[tuple[T | None, T | None]]:
+        found = {name: value for name, value in named if value is not None}
+        before, self.values, self.listed = self.values, found, True
+        pairs = ((before.get(name), found.get(name)) for name in before.keys() | found.keys())
+        return [(was, now) for was, now in pairs if was != now]

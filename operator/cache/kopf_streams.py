@@ -1,34 +1,25 @@
-"""The watch streams, which kopf runs: inside our process, or around it under `kopf run`."""
+"""The stream of RolloutReplicas, which kopf runs: inside our process, or around it under `kopf run`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, cast
 
 import kopf
 
+from rollout_common.kube.reflector import retry_pause
 from rollout_operator.api.names import GROUP, MANAGER_NAME, PLURAL, VERSION
-from rollout_operator.api.objects import ResourceName
 from rollout_operator.kube.credentials import load_kopf_login
 
-from .resync import MANAGED_SELECTOR, OUR_SLICES_SELECTOR
-from .settings import STREAM_BACKOFF_SECONDS, STREAM_CALM_SECONDS
+from .settings import STREAM_CALM_SECONDS
 
 logger = logging.getLogger(__name__)
 
-EventSink = Callable[[ResourceName, str | None, Any], None]
-"""Takes resource, type of event (None: from a list) and raw object."""
-
-_STREAMS: dict[ResourceName, tuple[str, str, str]] = {
-    "pools": (GROUP, VERSION, PLURAL),
-    "pods": ("", "v1", "pods"),
-    "services": ("", "v1", "services"),
-    "endpointslices": ("discovery.k8s.io", "v1", "endpointslices"),
-}
+EventSink = Callable[[str | None, Mapping[str, Any]], None]
+"""Takes type of event (None: from a list) and raw RolloutReplica."""
 
 
 class KopfStreams:
@@ -58,7 +49,7 @@ class KopfStreams:
 
     async def run(self) -> None:
         """Stream until `stop`."""
-        failures = 0
+        attempt = 0
         while not self._stop.is_set():
             began = time.monotonic()
             try:
@@ -68,10 +59,9 @@ class KopfStreams:
                 reason = f"{type(error).__name__}: {error}"
             if self._stop.is_set():
                 return
-            failures = 0 if time.monotonic() - began > STREAM_CALM_SECONDS else failures + 1
-            delay = STREAM_BACKOFF_SECONDS[min(failures, len(STREAM_BACKOFF_SECONDS) - 1)]
-            logger.warning("the watch streams ended (%s): restarting them", reason)
-            await asyncio.sleep(delay * random.uniform(0.8, 1.2))
+            attempt = 0 if time.monotonic() - began > STREAM_CALM_SECONDS else attempt + 1
+            logger.warning("the stream of pools ended (%s): restarting it", reason)
+            await asyncio.sleep(retry_pause(attempt))
             await self._listed()
 
     def stop(self) -> None:
@@ -120,18 +110,13 @@ def register_handlers(sink: EventSink, registry: kopf.OperatorRegistry | None = 
     async def _login(**_: Any) -> kopf.ConnectionInfo:
         return await load_kopf_login()
 
-    async def _feed(*, event: kopf.RawEvent, param: Any = None, **_: Any) -> None:
-        sink(param, event["type"], event["object"])
-
-    for resource, where in _STREAMS.items():
-        kopf.on.event(*where, registry=registry, id=resource, param=resource)(_feed)
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="pools")
+    async def _feed(*, event: kopf.RawEvent, **_: Any) -> None:
+        sink(event["type"], event["object"])
 
 
 def configure_kopf(settings: kopf.OperatorSettings, *, embedded: bool) -> None:
     """Set what measurements showed to matter; `embedded`: kopf runs inside this process."""
-    settings.watching.label_selectors["pods"] = MANAGED_SELECTOR
-    settings.watching.label_selectors["services"] = MANAGED_SELECTOR
-    settings.watching.label_selectors["endpointslices"] = OUR_SLICES_SELECTOR
     settings.watching.chunk_size = 500
     settings.watching.server_timeout = 300
     settings.scanning.disabled = True

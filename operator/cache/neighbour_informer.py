@@ -17,12 +17,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout_common.kube.errors import Forbidden, KubeError, NotFound
-from rollout_common.kube.reflector import Reflector
+from rollout_common.kube.errors import KubeError
+from rollout_common.kube.reflector import Reflector, follow_collection
 from rollout_operator.api.names import LABEL_MANAGED_BY, MANAGER_NAME
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
-from rollout_operator.kube.kube_client import KubeClient, resource_collection
+from rollout_operator.kube.kube_client import KubeClient, explain_error, resource_collection
 
 from .settings import LIST_RETRY_SECONDS, MAX_LIST_RETRY_SECONDS, WATCH_TIMEOUT_SECONDS
 
@@ -35,6 +35,8 @@ WAKE_ALL_CHANGES = 64
 """From so many changes in a list on, all pools are woken instead of those that the changes are about."""
 
 UNMANAGED_SELECTOR = f"{LABEL_MANAGED_BY}!={MANAGER_NAME}"
+
+_ABSENT = "does the cluster have resource.k8s.io/v1 (Kubernetes 1.34)?"
 
 NeighbourResource = Literal["pods", "resourceclaims", "resourceslices", "members"]
 """Members are pods as well; more is read of them."""
@@ -115,9 +117,8 @@ class NeighbourInformer:
         self._wake = wake
         self._seconds = seconds
         self._watches: dict[WatchScope, _NeighbourWatch] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Of all watches, including those that are ending."""
-        self._stale = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        """Of all watches, while `run` runs."""
 
     def subscribe_beside(
         self, key: PoolKey, selector: TrainerSelector, *, slices: bool = False
@@ -154,28 +155,23 @@ class NeighbourInformer:
 
     async def run(self) -> None:
         """Watch what pools have asked for, until cancelled."""
-        try:
-            while True:
-                self._stale.clear()
-                for scope, watch in self._watches.items():
-                    if watch.task is None or watch.task.done():
-                        follow = self._follow_watch(watch)
-                        watch.task = asyncio.create_task(follow, name=f"watch of {scope}")
-                        watch.task.add_done_callback(self._note_ended_watch)
-                        self._tasks.add(watch.task)
-                await self._stale.wait()
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
+        async with asyncio.TaskGroup() as self._group:
+            for scope, watch in self._watches.items():
+                self._start_watch(scope, watch)
+            await asyncio.Event().wait()
 
-    def _note_ended_watch(self, task: asyncio.Task[None]) -> None:
-        """Start a watch again that ended by an object which nobody expected."""
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the %s ended", task.get_name(), exc_info=task.exception())
-            asyncio.get_running_loop().call_later(MAX_LIST_RETRY_SECONDS, self._stale.set)
+    def _start_watch(self, scope: WatchScope, watch: _NeighbourWatch) -> None:
+        if self._group is not None:
+            watch.task = self._group.create_task(self._keep_watch(scope, watch))
+
+    async def _keep_watch(self, scope: WatchScope, watch: _NeighbourWatch) -> None:
+        """Follow a watch, and start it again if a stranger's object ends it, which must not end the others."""
+        while True:
+            try:
+                await self._follow_watch(watch)
+            except Exception:
+                logger.exception("the watch of %s ended", scope)
+            await asyncio.sleep(MAX_LIST_RETRY_SECONDS)
 
     def _join_watch(
         self, key: PoolKey, resource: NeighbourResource, selector: TrainerSelector | None
@@ -184,27 +180,29 @@ class NeighbourInformer:
         watch = self._watches.get(scope)
         if watch is None:
             watch = self._watches[scope] = self._make_watch(scope)
-            self._stale.set()
+            self._start_watch(scope, watch)
         watch.pools[key] = selector if scope.selector is None else None
         return watch
 
     def _make_watch(self, scope: WatchScope) -> _NeighbourWatch:
-        def read(obj: Obj) -> tuple[Labels, object] | None:
-            value = self._read[scope.resource](obj)
+        def read(obj: Obj) -> tuple[str, tuple[Labels, object] | None]:
+            meta, value = obj["metadata"], self._read[scope.resource](obj)
             # Where the API server selects, other labels change nothing for a pool.
-            labels = (obj["metadata"].get("labels") or {}) if scope.is_shared else {}
-            return None if value is None else (labels, value)
+            labels = (meta.get("labels") or {}) if scope.is_shared else {}
+            return meta["name"], None if value is None else (labels, value)
 
         selector = UNMANAGED_SELECTOR if scope.is_shared else scope.selector
         of = resource_collection(scope.api_resource, scope.namespace, selector)
         watch = _NeighbourWatch(
             Reflector(
-                self._kube,
-                of,
-                read,
-                lambda error: self._note_trouble(watch, error),
-                seconds=self._seconds,
-                pauses=(LIST_RETRY_SECONDS, MAX_LIST_RETRY_SECONDS),
+                lambda: follow_collection(
+                    self._kube,
+                    of,
+                    read,
+                    lambda error: self._note_trouble(watch, error),
+                    seconds=self._seconds,
+                    pauses=(LIST_RETRY_SECONDS, MAX_LIST_RETRY_SECONDS),
+                )
             )
         )
         return watch
@@ -260,7 +258,7 @@ class NeighbourInformer:
 
     def _note_trouble(self, watch: _NeighbourWatch, error: KubeError | None) -> None:
         """Log a new problem, and wake the pools that know nothing because of it: they report it."""
-        text = "" if error is None else _explain_error(error)
+        text = "" if error is None else explain_error(error, _ABSENT)
         if text == watch.problem:
             return
         watch.problem = text
@@ -268,15 +266,3 @@ class NeighbourInformer:
             logger.warning("%s", text)
             if not watch.reflector.listed:
                 self._wake_pools(watch, None)
-
-
-def _explain_error(error: KubeError) -> str:
-    """Return the error with what to do about it, where that is known."""
-    if isinstance(error, NotFound):
-        return f"{error}; does the cluster have resource.k8s.io/v1 (Kubernetes 1.34)?"
-    if isinstance(error, Forbidden):
-        return (
-            f"{error}; the operator's role lacks this permission: upgrade its chart, or, where that creates "
-            "nothing cluster-wide, let a cluster admin grant it (the chart's README says how)"
-        )
-    return str(error)

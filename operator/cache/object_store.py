@@ -4,8 +4,8 @@ That is pods, Services and, of Hybrid pools, EndpointSlices. They come from the 
 from the answers to our own writes (`upsert_written`) and from whole lists (`replace_listed`). A list removes
 ghosts: objects whose DELETED event never came, which happens after a 410 and when a stream was cut. Objects
 are ordered by `resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a
-tombstone until the next list, and nothing older than a list is believed after it. Nothing is copied on
-reading: callers must not change what they get.
+tombstone until the next list, and nothing older than a list is believed after it. Events and lists come
+trimmed (`trim_object`). Nothing is copied on reading: callers must not change what they get.
 
 The store also keeps pools of another operator's class, so that their children do not seem to lack a pool;
 it shows neither these pools nor their children.
@@ -91,7 +91,7 @@ class ObjectStore:
         Returns:
             Whether this changed the store; False if the watch was faster.
         """
-        return bool(self._kinds[resource].put_object(obj))
+        return bool(self._kinds[resource].put_object(trim_object(resource, obj)))
 
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
@@ -107,7 +107,7 @@ class ObjectStore:
         """
         kind = self._kinds[resource]
         if (answer.get("metadata") or {}).get("deletionTimestamp"):
-            return bool(kind.put_object(answer))
+            return self.upsert_written(resource, answer)
         known = kind.find_object(key)
         return known is not None and _object_uid(known) == uid and bool(kind.remove_object(known))
 
@@ -199,8 +199,7 @@ class _ResourceStore:
         pool = owning_pool(self._resource, obj)
         touched = self._drop_object(key)
         if pool is not None:
-            self._objects[key] = trim_object(self._resource, obj)
-            self._by_pool[pool][key.name] = self._objects[key]
+            self._objects[key] = self._by_pool[pool][key.name] = obj
             touched.add(pool)
         return touched
 

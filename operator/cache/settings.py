@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-# Streams of kopf.
-
-STREAM_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Short at first: a single failure should hardly delay pools."""
+# Pools and what belongs to them.
 
 STREAM_CALM_SECONDS = 60.0
-"""Streams that ran this long restart after the shortest delay."""
+"""A stream of kopf's that ran this long restarts after the shortest delay."""
 
 RELIST_DELAY_SECONDS = 5.0
-"""Several streams lose their place at once: one list follows all of them."""
+"""kopf's streams, one for each namespace, mostly lose their place together: one list follows all of them."""
 
 MAX_BATCH_SECONDS = 0.5
 """How long changes to a pool's parts are collected, per pod that it has: a pass costs more in a
@@ -27,14 +24,6 @@ LIST_RETRY_SECONDS = 1.0
 
 MAX_LIST_RETRY_SECONDS = 30.0
 """The longest: a list that a role forbids stays forbidden until somebody changes the role."""
-
-# Full lists.
-
-RESYNC_RETRY_SECONDS = 2.0
-"""After the first list that failed; nothing is decided before one succeeds."""
-
-MAX_RESYNC_RETRY_SECONDS = 30.0
-"""A full list is the largest request: an API server that starts again must not get it every second."""
 
 # The queue.
 

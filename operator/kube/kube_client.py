@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rollout_common.kube.api_client import ApiClient, ApiRequest
-from rollout_common.kube.errors import Forbidden
+from rollout_common.kube.errors import Forbidden, KubeError, NotFound
 from rollout_common.kube.reflector import Collection
 from rollout_common.kube.settings import REQUEST_TIMEOUT_SECONDS
 from rollout_operator.api.names import API_VERSION, GROUP, MANAGER_NAME, PLURAL, VERSION
@@ -55,6 +55,18 @@ def resource_collection(
 def _resource_path(resource: str, namespace: str | None) -> str:
     scope = f"/namespaces/{namespace}" if namespace is not None else ""
     return f"{_PATHS[resource]}{scope}/{resource}"
+
+
+def explain_error(error: KubeError, absent: str) -> str:
+    """Return an error of a list with what to do about it; `absent`: what to ask where nothing is found."""
+    if isinstance(error, NotFound):
+        return f"{error}; {absent}"
+    if isinstance(error, Forbidden):
+        return (
+            f"{error}; the operator's role lacks this permission: upgrade its chart, or, where that creates "
+            "nothing cluster-wide, let a cluster admin grant it (the chart's README says how)"
+        )
+    return str(error)
 
 
 class KubeClient(ApiClient):

@@ -15,7 +15,8 @@ SCHEMA_CHECK_SECONDS = 300.0
 """CRDs change with an upgrade, which somebody watches for minutes."""
 
 SCHEMA_RETRY_SECONDS = 10.0
-"""How soon to look again while something is lacking, or could not be read."""
+"""How soon to look again while something is lacking, or could not be read: the operator may not be Ready until
+then, and an upgrade waits for that."""
 
 LEASE_DURATION_SECONDS = 15
 """A standby takes a Lease that was not renewed for this long; as in kube-controller-manager."""

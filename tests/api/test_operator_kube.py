@@ -7,6 +7,7 @@ import base64
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -32,13 +33,15 @@ from rollout_operator.api.names import (
 )
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.object_store import ObjectStore
-from rollout_operator.cache.resync import Resync
+from rollout_operator.cache.pool_informer import PoolInformer
+from rollout_operator.cache.store_feed import StoreFeed
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.installed_schema import InstalledSchema
 from rollout_operator.kube.kube_client import KubeClient, resource_collection
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from tests.support.manifests import pool, text
+from tests.support.waiting import until
 
 NAMESPACE = "kube"
 KEY = PoolKey(NAMESPACE, "math")
@@ -274,57 +277,68 @@ async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.Monkey
     assert seen == [("get", "pods", 404), ("list", "pods", 200)]
 
 
-class Lists:
-    """A resync around a store."""
+class Followed:
+    """A store that an informer keeps as one namespace is."""
 
     def __init__(self, kube: KubeClient) -> None:
         self.store = ObjectStore()
         self.queue: WorkQueue[PoolKey] = WorkQueue()
         self.telemetry = OperatorTelemetry()
-        self.resync = Resync(
-            kube,
-            self.store,
-            self.queue,
-            self.telemetry,
-            namespaces=(NAMESPACE,),
-            interval=300,
-        )
+        feed = StoreFeed(self.store, self.queue, self.telemetry)
+        self.informer = PoolInformer(kube, feed, namespaces=(NAMESPACE,), interval=300)
 
-    def ghosts(self) -> float:
-        value = self.telemetry.registry.get_sample_value("rollout_operator_ghosts_total")
-        assert value is not None
-        return value
+    def services(self, key: PoolKey) -> list[str]:
+        return [each["metadata"]["name"] for each in self.store.pool_services(key)]
+
+    def was_woken(self, key: PoolKey) -> bool:
+        """Whether only this pool was woken since the last time."""
+        woken = set()
+        while (each := self.queue.get_due()) is not None:
+            self.queue.mark_done(each)
+            woken.add(each)
+        return woken == {key}
 
 
-async def test_a_resync_removes_ghosts_and_wakes_their_pool(kube: KubeClient, math: Obj) -> None:
-    lists = Lists(kube)
+@asynccontextmanager
+async def following(kube: KubeClient) -> AsyncIterator[Followed]:
+    """An informer that runs and has listed everything."""
+    made = Followed(kube)
+    running = asyncio.create_task(made.informer.run())
+    try:
+        await asyncio.wait_for(made.informer.wait_listed(), 10)
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        await asyncio.sleep(0.1)  # TLS connections take a moment to close
+
+
+async def test_services_are_followed_and_wake_their_pool(kube: KubeClient, math: Obj) -> None:
     key = PoolKey(NAMESPACE, math["metadata"]["name"])
-    assert lists.resync.last_list_age() is None
-    await kube.create("services", service("ghost", of=key.name))
-    await lists.resync.list_everything()
-    assert lists.store.find_pool(key) is not None
-    assert [s["metadata"]["name"] for s in lists.store.pool_services(key)] == ["ghost"]
-    assert "managedFields" not in lists.store.pool_services(key)[0]["metadata"]
-    while (woken := lists.queue.get_due()) is not None:
-        lists.queue.mark_done(woken)
+    await kube.create("services", service("listed", of=key.name))
+    async with following(kube) as followed:
+        assert followed.store.find_pool(key) is not None
+        assert followed.services(key) == ["listed"]
+        followed.was_woken(key)
 
-    await kube.delete("services", NAMESPACE, "ghost")  # and nobody tells the store
-    await lists.resync.list_everything()
-    assert lists.store.pool_services(key) == []
-    assert lists.queue.get_due() == key
-    assert lists.ghosts() == 1
-    age = lists.resync.last_list_age()
-    assert age is not None
-    assert age < 5
+        await kube.create("services", service("later", of=key.name))
+        await until(lambda: followed.was_woken(key), what="the event of a new Service")
+        assert followed.services(key) == ["later", "listed"]
+        assert "managedFields" not in followed.store.pool_services(key)[0]["metadata"]
+        for name in ("listed", "later"):
+            await kube.delete("services", NAMESPACE, name)
+        await until(lambda: followed.services(key) == [], what="the events of the deletions")
+        assert followed.was_woken(key)
+        ghosts = followed.telemetry.registry.get_sample_value("rollout_operator_ghosts_total")
+        assert ghosts == 0
 
 
-async def test_a_strangers_namesake_is_not_listed(kube: KubeClient) -> None:
-    lists = Lists(kube)
+async def test_a_strangers_namesake_is_not_followed(kube: KubeClient) -> None:
     stranger = service("stranger")
     stranger["metadata"]["labels"].pop(LABEL_MANAGED_BY)
     await kube.create("services", stranger)
-    await lists.resync.list_everything()
-    assert lists.store.pool_services(KEY) == []
+    async with following(kube) as followed:
+        assert followed.services(KEY) == []
     await kube.delete("services", NAMESPACE, "stranger")
 
 

@@ -1,48 +1,53 @@
-"""The feed: an event ends in the store and wakes exactly the pools that it is about."""
+"""The informer and its feed: a list or an event ends in the store and wakes exactly the pools that it is about."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_common.kube.reflector import ListedValues
+from rollout_operator.api.names import (
+    LABEL_MANAGED_BY,
+    LABEL_POOL,
+    LABEL_SLICE_MANAGER,
+    MANAGER_NAME,
+)
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.cache.object_store import ObjectStore
-from rollout_operator.cache.resync import Resync
-from rollout_operator.cache.watch_events import WatchEventHandler
+from rollout_operator.cache.pool_informer import PoolInformer
+from rollout_operator.cache.store_feed import StoreFeed
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
+from tests.support.watched_server import WatchedServer
 
-LISTS = [
-    "/apis/rollout.dev/v1alpha1/rolloutreplicas",
-    "/api/v1/pods",
-    "/api/v1/services",
-    "/apis/discovery.k8s.io/v1/endpointslices",
-]
+POOLS = "/apis/rollout.dev/v1alpha1/rolloutreplicas"
+PODS = "/api/v1/pods"
+SERVICES = "/api/v1/services"
+SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 KEY = PoolKey("rl", "math")
 
 
 class Bench:
-    def __init__(self, kube: KubeClient | None = None) -> None:
+    def __init__(self, kube: KubeClient | None = None, *namespaces: str) -> None:
         self.store = ObjectStore()
         self.queue: WorkQueue[PoolKey] = WorkQueue()
         self.telemetry = OperatorTelemetry()
-        self.resync = Resync(
-            kube or KubeClient(), self.store, self.queue, self.telemetry, interval=300
-        )
-        self.feed = WatchEventHandler(
-            self.store,
-            self.queue,
-            self.telemetry,
-            self.resync,
+        self.feed = StoreFeed(self.store, self.queue, self.telemetry)
+        self.informer = PoolInformer(
+            kube or KubeClient(),
+            self.feed,
+            namespaces=namespaces,
+            interval=300,
             relist_seconds=0.05,
         )
 
@@ -53,6 +58,24 @@ class Bench:
             found.append(key)
         return found
 
+    def pod_names(self) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.store.pool_pods(KEY)]
+
+    def ghosts(self) -> float | None:
+        return self.telemetry.registry.get_sample_value("rollout_operator_ghosts_total")
+
+
+class Followed(Bench):
+    """A bench whose informer follows a server."""
+
+    def __init__(self, kube: KubeClient, loop: Loopback, *namespaces: str) -> None:
+        super().__init__(kube, *namespaces)
+        self.loopback = loop
+        self.server = WatchedServer(loop, POOLS, PODS, SERVICES, SLICES)
+
+    def pool_lists(self) -> int:
+        return sum(path.startswith(POOLS) for _, path, _ in self.loopback.requests)
+
 
 @pytest.fixture
 def bench() -> Bench:
@@ -60,22 +83,31 @@ def bench() -> Bench:
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
-    """Answers lists, empty ones to begin with."""
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        for path in LISTS:
-            server.answer("GET", path, {"metadata": {"resourceVersion": "10"}, "items": []})
-        yield server
+async def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
+    """Its `informer` runs as soon as a test has set what the server answers, and waits for nothing."""
+    async with loopback() as loop:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, loop.url)))
+        async with KubeClient() as kube:
+            made = Followed(kube, loop)
+            running = asyncio.create_task(made.informer.run())
+            yield made
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
 
 
-def pod(version: int, pool: str = "math", **meta: Any) -> Obj:
+def pool(version: int, name: str = "math") -> Obj:
+    meta = {"namespace": "rl", "name": name, "uid": f"p-{name}", "resourceVersion": str(version)}
+    return {"metadata": meta, "spec": {}}
+
+
+def pod(version: int, pool: str = "math", name: str = "math-0-0", **meta: Any) -> Obj:
     labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: pool}
     return {
         "metadata": {
             "namespace": "rl",
-            "name": "math-0-0",
-            "uid": "u1",
+            "name": name,
+            "uid": f"u-{name}",
             "resourceVersion": str(version),
             "labels": labels,
             **meta,
@@ -84,64 +116,150 @@ def pod(version: int, pool: str = "math", **meta: Any) -> Obj:
 
 
 def test_an_event_wakes_its_pool_once(bench: Bench) -> None:
-    bench.feed("pods", "ADDED", pod(1))
-    bench.feed("pods", "MODIFIED", pod(2))
+    bench.feed.take_event("pods", "ADDED", pod(1))
+    bench.feed.take_event("pods", "MODIFIED", pod(2))
     assert bench.woken() == [KEY]
-    bench.feed("pods", "MODIFIED", pod(2))
+    bench.feed.take_event("pods", "MODIFIED", pod(2))
     assert bench.woken() == [], "nothing new"
 
 
 def test_the_event_of_our_own_write_wakes_nobody(bench: Bench) -> None:
     bench.store.upsert_written("pods", pod(1))
-    bench.feed("pods", "ADDED", pod(1))
+    bench.feed.take_event("pods", "ADDED", pod(1))
     assert bench.woken() == [], "the pass that wrote it looks again by itself"
 
 
 def test_a_pod_that_moves_wakes_both_pools(bench: Bench) -> None:
-    bench.feed("pods", "ADDED", pod(1))
+    bench.feed.take_event("pods", "ADDED", pod(1))
     bench.woken()
-    bench.feed("pods", "MODIFIED", pod(2, pool="code"))
+    bench.feed.take_event("pods", "MODIFIED", pod(2, pool="code"))
     assert set(bench.woken()) == {KEY, PoolKey("rl", "code")}
 
 
 def test_the_time_of_the_last_event_is_shown(bench: Bench) -> None:
     name = "rollout_operator_watch_last_event_timestamp_seconds"
-    bench.feed("pods", "ADDED", pod(1))
+    bench.feed.take_event("pods", "ADDED", pod(1))
     value = bench.telemetry.registry.get_sample_value(name, {"resource": "pods"})
     assert value is not None
     assert value > 1_700_000_000
 
 
-def lists(server: Loopback) -> int:
-    """Whole lists of everything that were asked for."""
-    return sum(path.startswith(LISTS[-1]) for _, path, _ in server.requests)
+async def test_what_is_followed_is_listed_once_and_pods_services_and_slices_are_watched(
+    followed: Followed,
+) -> None:
+    assert followed.informer.oldest_list_age() is None
+    followed.server.items[POOLS] = [pool(1)]
+    followed.server.items[PODS] = [pod(2)]
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    assert followed.woken() == [KEY]
+    age = followed.informer.oldest_list_age()
+    assert age is not None
+    assert age < 5
+    await until(lambda: len(followed.server.watches) == 3, what="the watches")
+    ours = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
+    assert {w["path"]: w["labelSelector"] for w in followed.server.watches} == {
+        PODS: ours,
+        SERVICES: ours,
+        SLICES: f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}",
+    }
+    assert {w["timeoutSeconds"] for w in followed.server.watches} == {"300"}
 
 
-async def test_a_stream_that_lists_again_is_followed_by_a_list_of_ours(api: Loopback) -> None:
-    async with KubeClient() as kube:
-        bench = Bench(kube)
-        running = asyncio.create_task(bench.resync.run())
-        bench.feed("pods", None, pod(1))
-        assert bench.store.pool_pods(KEY)
-        await until(lambda: lists(api) == 1, 2)
-        await until(lambda: not bench.store.pool_pods(KEY), 2, what="the ghost to go")
-        running.cancel()
+async def test_a_pod_that_comes_changes_and_goes_wakes_its_pool(followed: Followed) -> None:
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.server.send(PODS, "ADDED", pod(100))
+    await until(lambda: followed.woken() == [KEY], what="the pod")
+    labels = pod(101)["metadata"]["labels"] | {"more": "yes"}
+    followed.server.send(PODS, "MODIFIED", pod(101, labels=labels, managedFields=[{}]))
+    await until(lambda: followed.woken() == [KEY], what="its label")
+    [known] = followed.store.pool_pods(KEY)
+    assert known["metadata"]["labels"] == labels
+    assert "managedFields" not in known["metadata"]
+    followed.server.send(PODS, "DELETED", pod(102))
+    await until(lambda: followed.woken() == [KEY], what="its end")
+    assert followed.pod_names() == []
+    assert followed.ghosts() == 0
 
 
-async def test_of_several_wishes_to_list_soon_the_earliest_counts(api: Loopback) -> None:
-    async with KubeClient() as kube:
-        bench = Bench(kube)
-        running = asyncio.create_task(bench.resync.run())
-        bench.resync.schedule_list(60)
-        bench.resync.schedule_list(0.05)
-        bench.resync.schedule_list(30)
-        await until(lambda: lists(api) == 1, 10)
-        await asyncio.sleep(0.3)
-        assert lists(api) == 1
-        running.cancel()
+async def test_what_went_while_no_watch_ran_goes_by_the_next_list(followed: Followed) -> None:
+    followed.server.items[PODS] = [pod(1), pod(2, name="math-1-0")]
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.woken()
+    followed.server.items[PODS] = [pod(2, name="math-1-0")]
+    followed.server.end(PODS)
+    await until(lambda: followed.pod_names() == ["math-1-0"], what="the ghost to go")
+    assert followed.woken() == [KEY]
+    assert followed.ghosts() == 1
 
 
-async def test_a_list_whose_continuation_expired_is_begun_again(api: Loopback) -> None:
+async def test_a_watch_whose_version_is_too_old_lists_again(followed: Followed) -> None:
+    followed.server.items[PODS] = [pod(1)]
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.server.items[PODS] = []
+    gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+    followed.server.events[PODS].put_nowait(json.dumps({"type": "ERROR", "object": gone}) + "\n")
+    await until(lambda: followed.pod_names() == [], what="the list")
+    followed.server.send(PODS, "ADDED", pod(100))
+    await until(lambda: followed.pod_names() == ["math-0-0"], what="the next watch")
+
+
+async def test_an_outage_forgets_nothing_and_is_logged_once(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed.server.items[PODS] = [pod(1)]
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    await until(lambda: len(followed.server.watches) == 3, what="the watches")
+    listing = followed.loopback.answers["GET", PODS]
+    followed.loopback.answer("GET", PODS, {"message": "later"}, 503)
+    before = len(followed.loopback.requests)
+    followed.server.end(PODS)
+    await until(lambda: len(followed.loopback.requests) >= before + 3, what="further tries")
+    assert followed.pod_names() == ["math-0-0"]
+    followed.loopback.answers["GET", PODS] = listing
+    followed.server.send(PODS, "ADDED", pod(100, name="math-1-0"))
+    await until(lambda: len(followed.pod_names()) == 2, 10, what="the next watch")
+    assert caplog.text.count("later") == 1
+
+
+async def test_a_list_of_kopfs_is_followed_by_one_of_ours(followed: Followed) -> None:
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.informer.take_pool_event(None, pool(100))
+    assert followed.store.pool_keys() == [KEY]
+    followed.server.lists = 20  # its next version is 210
+    await until(lambda: followed.store.pool_keys() == [], what="the ghost to go")
+    assert followed.pool_lists() == 2
+
+
+async def test_a_change_of_a_pool_wakes_it_and_asks_for_no_list(followed: Followed) -> None:
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.informer.take_pool_event("ADDED", pool(100))
+    assert followed.woken() == [KEY]
+    await asyncio.sleep(0.3)
+    assert followed.pool_lists() == 1
+
+
+async def test_of_several_wishes_to_list_pools_the_earliest_counts(followed: Followed) -> None:
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.informer.schedule_pool_list(60)
+    followed.informer.schedule_pool_list(0.05)
+    followed.informer.schedule_pool_list(30)
+    await until(lambda: followed.pool_lists() == 2, what="the list")
+    await asyncio.sleep(0.3)
+    assert followed.pool_lists() == 2
+
+
+async def test_pools_are_listed_before_kopfs_stream_starts_again(followed: Followed) -> None:
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    listing = followed.loopback.answers["GET", POOLS]
+    followed.loopback.answer("GET", POOLS, "404 page not found", 404)
+    waiting = asyncio.create_task(followed.informer.list_pools())
+    await until(lambda: followed.pool_lists() >= 3, what="further tries")
+    assert not waiting.done()
+    followed.loopback.answers["GET", POOLS] = listing
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_list_whose_continuation_expired_is_begun_again(followed: Followed) -> None:
     page = {"metadata": {"resourceVersion": "10", "continue": "more"}, "items": [pod(5)]}
     expired = {"kind": "Status", "reason": "Expired", "message": "too old"}
     times = 0
@@ -154,24 +272,28 @@ async def test_a_list_whose_continuation_expired_is_begun_again(api: Loopback) -
             return web.json_response(page if times == 1 else last)
         return web.json_response(expired, status=410)
 
-    api.answers["GET", "/api/v1/pods"] = answer
-    async with KubeClient() as kube:
-        bench = Bench(kube)
-        await bench.resync.list_everything()
-        assert [p["metadata"] for p in bench.store.pool_pods(KEY)] == [pod(11)["metadata"]]
-    assert times == 3
+    followed.loopback.answers["GET", PODS] = answer
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    assert [p["metadata"] for p in followed.store.pool_pods(KEY)] == [pod(11)["metadata"]]
+    assert times >= 3
 
 
 async def test_the_first_list_waits_for_the_api_server_and_tells_why_once(
-    api: Loopback, caplog: pytest.LogCaptureFixture
+    followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api.answer("GET", LISTS[0], "404 page not found", 404)
-    async with KubeClient() as kube:
-        bench = Bench(kube)
-        first = asyncio.create_task(bench.resync.run_first_list())
-        await until(lambda: len(api.requests) >= 2, 6)
-        assert bench.resync.last_list_age() is None
-        api.answer("GET", LISTS[0], {"metadata": {"resourceVersion": "10"}, "items": []})
-        await asyncio.wait_for(first, 6)
-        assert bench.resync.last_list_age() is not None
+    listing = followed.loopback.answers["GET", POOLS]
+    followed.loopback.answer("GET", POOLS, "404 page not found", 404)
+    await until(lambda: followed.pool_lists() >= 3, what="further tries")
+    assert followed.informer.oldest_list_age() is None
+    followed.loopback.answers["GET", POOLS] = listing
+    await asyncio.wait_for(followed.informer.wait_listed(), 6)
+    assert followed.informer.oldest_list_age() is not None
     assert caplog.text.count("is the CustomResourceDefinition installed?") == 1
+
+
+async def test_a_list_of_one_namespace_is_silent_about_the_others(bench: Bench) -> None:
+    for namespace in ("rl", "other"):
+        bench.feed.take_list("pods", ListedValues([pod(5, namespace=namespace)], "10"), namespace)
+    bench.feed.take_list("pods", ListedValues([], "20"), "other")
+    assert bench.pod_names() == ["math-0-0"]
+    assert bench.store.pool_pods(PoolKey("other", "math")) == []

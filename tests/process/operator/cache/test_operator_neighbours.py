@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
@@ -22,6 +20,7 @@ from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.kube.lease import Leadership
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.waiting import until
+from tests.support.watched_server import WatchedServer
 
 KEY, OTHER = PoolKey("rl", "math"), PoolKey("rl", "code")
 PODS = "/api/v1/namespaces/rl/pods"
@@ -38,54 +37,11 @@ def job(name: str) -> TrainerSelector:
     return TrainerSelector(match_labels={"job": name})
 
 
-class Cluster:
-    """What the API server lists, and the events that it sends to whoever watches."""
-
-    def __init__(self, server: Loopback) -> None:
-        self.items: dict[str, list[Obj]] = {PODS: [], CLAIMS: [], SLICES: []}
-        self.events: dict[str, asyncio.Queue[str | None]] = {p: asyncio.Queue() for p in self.items}
-        """Lines of the stream; None ends it."""
-        self.watches: list[dict[str, str]] = []
-        self.lists = 0
-        self._server = server
-        for path in self.items:
-            server.answers["GET", path] = self._answer
-
-    def add_namespace(self, name: str) -> None:
-        """Serve another namespace, in which nothing is."""
-        for path in (PODS, CLAIMS):
-            its = path.replace("/rl/", f"/{name}/")
-            self.items[its], self.events[its] = [], asyncio.Queue()
-            self._server.answers["GET", its] = self._answer
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if "watch" not in request.query:
-            self.lists += 1
-            meta = {"resourceVersion": str(self.lists)}
-            return web.json_response({"metadata": meta, "items": self.items[request.path]})
-        self.watches.append({"path": request.path, **request.query})
-        stream = web.StreamResponse()
-        await stream.prepare(request)
-        while (line := await self.events[request.path].get()) is not None:
-            await stream.write(line.encode())
-        return stream
-
-    def send(self, path: str, kind: str, found: Obj) -> None:
-        """Send an event, in two pieces, as networks do."""
-        line = json.dumps({"type": kind, "object": found}) + "\n"
-        self.events[path].put_nowait(line[:9])
-        self.events[path].put_nowait(line[9:])
-
-    def end(self, path: str) -> None:
-        """End the stream of whoever watches."""
-        self.events[path].put_nowait(None)
-
-
 class Bench:
     def __init__(self, kube: KubeClient, server: Loopback) -> None:
         self.kube = kube
         self.server = server
-        self.cluster = Cluster(server)
+        self.cluster = WatchedServer(server, PODS, CLAIMS, SLICES)
         self.woken: list[PoolKey] = []
 
         def read(found: Obj) -> object | None:
@@ -142,13 +98,26 @@ async def test_slices_are_asked_for_only_by_who_shares_devices_out(bench: Bench)
     assert bench.look(OTHER) == NeighbourObjects()
 
 
+async def test_an_object_that_nobody_expected_ends_only_its_own_watch(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.cluster.items[CLAIMS] = [{"metadata": {"name": "without a value"}}]
+    bench.look()
+    bench.around.subscribe_inside(OTHER, job("b"))
+    await until(lambda: "the watch of" in caplog.text, what="the error")
+    await until(
+        lambda: bench.around.subscribe_inside(OTHER, job("b")).unknown is None, what="the others"
+    )
+    assert bench.look().unknown == ""
+
+
 async def test_a_watch_goes_on_where_the_list_ended(bench: Bench) -> None:
     bench.look()
     await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
     pods, claims = sorted(bench.cluster.watches, key=lambda w: w["path"] == CLAIMS)
     assert (pods["labelSelector"], pods["timeoutSeconds"]) == ("job=a", "7")
     assert "labelSelector" not in claims
-    assert {pods["resourceVersion"], claims["resourceVersion"]} == {"1", "2"}
+    assert {pods["resourceVersion"], claims["resourceVersion"]} == {"10", "20"}
 
 
 async def test_events_change_what_is_known_and_wake_the_pool(bench: Bench) -> None:
@@ -287,7 +256,8 @@ async def test_watches_in_150_namespaces_leave_room_for_the_lease_and_other_requ
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(150):
-        bench.cluster.add_namespace(f"n{number}")
+        for path in (PODS, CLAIMS):
+            bench.cluster.add_path(path.replace("/rl/", f"/n{number}/"))
         bench.around.subscribe_beside(PoolKey(f"n{number}", "math"), job("a"))
     await until(lambda: len(bench.cluster.watches) == 300, what="all watches")
     lease = "/apis/coordination.k8s.io/v1/namespaces/rl/leases/operator"

@@ -147,7 +147,7 @@ def test_a_pool_whose_name_goes_to_one_of_another_class_is_let_go() -> None:
 
 def test_managed_fields_are_not_kept() -> None:
     store = ObjectStore()
-    store.apply_event("pools", "ADDED", pool(1, managedFields=[{"manager": "kubectl"}]))
+    store.upsert_written("pools", pool(1, managedFields=[{"manager": "kubectl"}]))
     assert store.find_pool(KEY) == pool(1)
 
 
@@ -161,7 +161,7 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
     made["status"] = {"phase": "Running", "podIP": "10.0.0.1"}
     before = json.dumps(made)
     store = ObjectStore()
-    store.apply_event("pods", "ADDED", made)
+    store.upsert_written("pods", made)
     assert json.dumps(made) == before, "it is the caller's"
     [kept] = store.pool_pods(KEY)
     assert len(json.dumps(kept)) < len(before) / 4
