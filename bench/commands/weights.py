@@ -42,7 +42,8 @@ def run(options: Options) -> Result:
         found = _measure(Path(folder), layers, options.count(rounds, 1))
     made = found["outputs"]
     for version in ("first", "second"):
-        assert made[f"{version} own"] == made[f"{version} copies"], "the tokens differ"
+        ways = {str(made[f"{version} {way}"]) for way in ("own", "copies", "ring")}
+        assert len(ways) == 1, "the tokens differ"
     figures = [
         figure(
             f"{found['tensors']} tensors, recorded copies",
@@ -50,7 +51,13 @@ def run(options: Options) -> Result:
             baseline=found["own"],
             against="vLLM's reload_weights",
             goal=None if options.quick else COMMIT,
-        )
+        ),
+        figure(
+            "the same through a ring in main memory (not a GPU's figure)",
+            found["ring"],
+            baseline=found["copies"],
+            against="recorded copies",
+        ),
     ]
     plan, pairs = _measure_plan(options.count(5, 1))
     figures.append(

@@ -16,9 +16,6 @@ logger = logging.getLogger(__name__)
 PORTABLE = 1
 """Locked for every context of the process."""
 
-READ_ONLY = 8
-"""The device only reads it: what memory that is mapped to be read needs (CUDA 11.1 and later)."""
-
 NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT."""
 
@@ -26,15 +23,8 @@ _told: set[int] = set()
 """Errors of the driver that were logged: one version after the other would say the same."""
 
 
-def lock(
-    address: int,
-    nbytes: int,
-    *,
-    readable: bool = False,
-    context: int | None = None,
-    driver: Any | None = None,
-) -> Callable[[], None] | None:
-    """Lock pages of this process.
+def lock(address: int, nbytes: int, *, driver: Any | None = None) -> Callable[[], None] | None:
+    """Lock pages of this process, for the calling thread's context of CUDA.
 
     The driver's own interface leaves no error behind for somebody else's next call, as the runtime's
     does: memory that it can't lock is only slower.
@@ -42,8 +32,6 @@ def lock(
     Args:
         address: Where it begins.
         nbytes: How much, in whole pages.
-        readable: It is mapped to be read only, and so the device only reads it.
-        context: CUDA's, from `current_context`; None: the calling thread has one.
         driver: CUDA's; None: this machine's.
 
     Returns:
@@ -52,14 +40,13 @@ def lock(
     found = driver or _driver()
     if found is None or not nbytes:
         return None
-    mine = context or current_context(found)
-    flags = PORTABLE | (READ_ONLY if readable else 0)
+    context = ctypes.c_void_p()
+    found.cuCtxGetCurrent(ctypes.byref(context))
     error = NO_CONTEXT
-    if mine is not None:
-        with _Context(found, mine):
-            error = found.cuMemHostRegister_v2(
-                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags)
-            )
+    if context.value:
+        error = found.cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE)
+        )
     if error:
         if error not in _told:
             _told.add(error)
@@ -71,40 +58,16 @@ def lock(
             )
         return None
 
-    held = _Context(found, mine or 0)
-
     def undo() -> None:
         # A thread without a context may be the one that gives the memory back, and pages that stay
         # locked are read by the driver even if others have come to their address.
-        with held:
-            error = found.cuMemHostUnregister(ctypes.c_void_p(address))
+        found.cuCtxPushCurrent_v2(context)
+        error = found.cuMemHostUnregister(ctypes.c_void_p(address))
+        found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         if error:
             logger.error("CUDA can't unlock %d bytes of weights (error %d)", nbytes, error)
 
     return undo
-
-
-def current_context(driver: Any | None = None) -> int | None:
-    """Return the calling thread's context of CUDA, for other threads of this process; None: it has none."""
-    found = driver or _driver()
-    if found is None:
-        return None
-    context = ctypes.c_void_p()
-    found.cuCtxGetCurrent(ctypes.byref(context))
-    return context.value or None
-
-
-class _Context:
-    """Makes a context the calling thread's for a while."""
-
-    def __init__(self, driver: Any, context: int) -> None:
-        self._driver, self._context = driver, context
-
-    def __enter__(self) -> None:
-        self._driver.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context))
-
-    def __exit__(self, *_: object) -> None:
-        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def _driver() -> Any | None:

@@ -22,7 +22,7 @@ GAP_SECONDS = 0.5
 
 
 def latency_while_staging(scene: Scene) -> str:
-    """Tokens come no later than before while ranks map and lock 32 GiB of staged weights."""
+    """Tokens come no later than before while ranks map 32 GiB of staged weights."""
     reader = Reader(scene)
     quiet = reader.longest(lambda: time.sleep(2 if scene.plan.device == "cuda" else 1))
     staged = 0

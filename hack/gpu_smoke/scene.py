@@ -30,9 +30,7 @@ CALL_SECONDS = 300.0
 SIZES = ("tiny", "0.5b")
 MOE = "128 experts"
 """The model size of one variant."""
-MAPPED = re.compile(
-    r"staged weights of (\d+) bytes are mapped by (\d+) of (\d+) ranks, page-locked by (\d+)"
-)
+MAPPED = re.compile(r"staged weights of (\d+) bytes are mapped by (\d+) of (\d+) ranks")
 """What the worker logs once its engine's ranks have mapped a version."""
 
 
@@ -210,7 +208,7 @@ class Scene:
         return len(open_source(self.models.folder(version_seed(self.version + 1))).entries)
 
     def held(self) -> tuple[int, ...]:
-        """Return for the version staged last: bytes, ranks that mapped it, all ranks, ranks that locked it."""
+        """Return for the version staged last: bytes, ranks that mapped it, all ranks."""
         found = MAPPED.findall((self.folder / "worker.log").read_text())
         if not found:
             raise Wrong("no rank has mapped what was staged: see worker.log")

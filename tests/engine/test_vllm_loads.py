@@ -55,6 +55,7 @@ def test_copies_make_the_weights_that_vllms_loaders_make(
     found = loads(tmp_path, **shape)
     outputs = found["outputs"]
     assert outputs["first own"] == outputs["first recorded"] == outputs["first copies"]
-    assert outputs["second own"] == outputs["second copies"]
+    assert outputs["first own"] == outputs["first ring"]
+    assert outputs["second own"] == outputs["second copies"] == outputs["second ring"]
     assert outputs["first own"] != outputs["second own"]
     assert found["layers"] > found["in_place"] > 0, "some are packed, norms are not"

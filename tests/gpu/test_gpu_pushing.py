@@ -12,9 +12,6 @@ import torch
 from rollout_client.steering.pushing.copying import Copier
 from rollout_common.transfer.arena import Slot
 from rollout_common.transfer.locked import lock
-from rollout_worker.engine import TensorEntry, TensorSpec
-from rollout_worker.engines.shared_memory.rank_mappings import RankMapping
-from rollout_worker.engines.shared_memory.sinks import MappedSink
 
 NBYTES = 256 << 20
 Record = Callable[[str, object], None]
@@ -72,43 +69,6 @@ def test_a_gpu_writes_shared_memory(slot: Slot, record_property: Record, *, lock
     if locked:
         assert took < 2 * plain
     release()
-
-
-def held(path: str, *, lent: bool) -> RankMapping:
-    torch.zeros(1, device="cuda")  # what gives this thread a context
-    made = RankMapping(path, NBYTES, ("", ""), borrowed=lent, gpu=True)
-    made.wait_until_ready(60)
-    assert made.is_ready
-    return made
-
-
-def rate(found: RankMapping) -> float:
-    """Bytes a second into the GPU."""
-    [(_, tensor)] = found.read_views([("a", "U8", (NBYTES,), 0)])
-    there = torch.empty_like(tensor, device="cuda")
-    return NBYTES / seconds(lambda: there.copy_(tensor))
-
-
-def test_a_rank_locks_memory_of_its_own_worker(record_property: Record) -> None:
-    sink = MappedSink([TensorEntry("a", TensorSpec("U8", (NBYTES,)))])
-    found = held(sink.path, lent=False)
-    assert found.is_locked, "CUDA can't lock memory without a name here: see the log"
-    record_property("GB/s", rate(found) / 1e9)
-    found.close()
-    for thread in found.closing:
-        thread.join(60)
-    sink.close()
-
-
-def test_a_rank_reads_memory_that_a_trainer_lends(slot: Slot, record_property: Record) -> None:
-    """It can be mapped to be read only; where CUDA can't lock it so, it is read unlocked."""
-    slot.bytes(0, 8)[:] = b"12345678"
-    found = held(f"/proc/self/fd/{slot.handle}", lent=True)
-    assert found.whole[:8].numpy().tobytes() == b"12345678"
-    record_property("locked, GB/s", (found.is_locked, rate(found) / 1e9))
-    found.close()
-    for thread in found.closing:
-        thread.join(60)
 
 
 def test_a_thread_without_a_context_unlocks() -> None:

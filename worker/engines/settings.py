@@ -1,4 +1,4 @@
-"""Durations of what the engines share, each with its reason."""
+"""Durations and sizes of what the engines share, each with its reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RANK_CALL_SECONDS = 30.0
 """For a call of an engine's ranks, which first finish the step under way."""
 
 MIN_MAPPING_SECONDS = 10.0
-"""For ranks to map a sink, however small: a busy rank may need seconds to begin. Locking of pages adds to it."""
+"""For ranks to map a sink, however small: a busy rank may need seconds to begin. Each GiB of it adds a second."""
 
 TALLY_POLL_SECONDS = 0.005
 """Between two looks at how many ranks have mapped a sink: a stage lasts so much longer at the most."""
@@ -19,3 +19,15 @@ STOP_POLL_SECONDS = 0.2
 
 FREEING_WAIT_SECONDS = 10.0
 """For memory that is being freed before more is taken: a thread frees gigabytes in less."""
+
+RING_BUFFER_BYTES = 256 << 20
+"""Of each of the two buffers that a rank page-locks: the fastest bus (50 GB/s) reads one in 5 ms, hundreds of times
+what it takes to begin. A power of two, to which torch rounds locked memory up."""
+
+RING_PIECE_BYTES = 8 << 20
+"""What a thread gathers, and the device copies, at once at the most: 0.2 ms of the fastest bus, ten times what it takes
+to begin, and small enough that all threads have a part of a layer that eight ranks share."""
+
+GATHER_THREADS = 4
+"""Threads of a rank that gather parts: one copies 5 to 10 GB/s, a bus 25 to 50. Eight ranks have 32 of a node's cores
+then, during a commit's pause, in which no request runs."""

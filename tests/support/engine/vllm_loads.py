@@ -1,9 +1,9 @@
 """A program for vLLM's interpreter: load two versions by vLLM's own loaders, then by recorded copies, and compare.
 
 Arguments: the folder of a model, that of another version of it, and the rounds. Prints one JSON object: `tensors`
-(how many), `own` and `copies` (seconds of each load), `recording` (seconds of the load that was recorded), `layers`
-and `in_place` (of the recorded load; 0: it can't be), `outputs`: by version and way the tokens and
-logprobs of a greedy output.
+(how many), `own`, `copies` and `ring` (seconds of each load; `ring`: by copies through a ring in main memory),
+`recording` (seconds of the load that was recorded), `layers` and `in_place` (of the recorded load; 0: it can't be),
+`outputs`: by version and way the tokens and logprobs of a greedy output.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from safetensors import safe_open
@@ -25,6 +26,8 @@ ENVIRON = {
 }
 EXTENSION = "rollout_worker.engines.vllm.extension.Extension"
 ALIGN = 256
+RING_BYTES = 1 << 20
+"""Of each buffer: a tiny model's layers must not all fit."""
 
 
 def stage_version(folder: Path, file: Path) -> str:
@@ -54,6 +57,19 @@ def describe_plan(worker: Any) -> tuple[int, int]:
     """Return how many layers were recorded, and how many of them are copied in place."""
     plan = worker._rollout_plan
     return (0, 0) if plan is None else (len(plan.layers), sum(p.in_place for p in plan.layers))
+
+
+def copy_through_ring(_: Any) -> None:
+    """Let copies go through a ring, as to a GPU; here of memory that is not locked."""
+    import torch
+
+    from rollout_worker.engines.shared_memory import copy_plan
+    from rollout_worker.engines.shared_memory.copy_ring import CopyRing
+
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    buffers = [torch.empty(RING_BYTES, dtype=torch.uint8) for _ in range(2)]
+    ring = CopyRing(buffers, [event, event], torch._foreach_copy_)
+    vars(copy_plan)["open_ring"] = lambda *_: ring
 
 
 def main(model: str, other: str, rounds: int) -> None:
@@ -93,7 +109,10 @@ def main(model: str, other: str, rounds: int) -> None:
     recording = load("first", "recorded")
     copies = [load(name, "copies") for _ in range(rounds) for name in ("second", "first")]
     layers, in_place = engine.collective_rpc(describe_plan)[0]
-    facts = {"tensors": len(rows), "own": own, "recording": recording, "copies": copies}
+    engine.collective_rpc(copy_through_ring)
+    ring = [load(name, "ring") for _ in range(rounds) for name in ("second", "first")]
+    times = {"own": own, "recording": recording, "copies": copies, "ring": ring}
+    facts = {"tensors": len(rows), **times}
     sys.stdout.write(
         json.dumps({**facts, "layers": layers, "in_place": in_place, "outputs": outputs}) + "\n"
     )

@@ -35,7 +35,8 @@ from rollout_worker.engines.shared_memory.copy_plan import (
     repeat_copies,
     source_names,
 )
-from rollout_worker.engines.shared_memory.tensor_views import TensorPlace
+from rollout_worker.engines.shared_memory.copy_ring import open_ring
+from rollout_worker.engines.shared_memory.tensor_views import TensorPlace, view_tensors
 from rollout_worker.sources.checkpoint_files import open_source
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         rows, memory = _open_file(where)
         _load_recorded(model, rows, memory, partial(_read_version, where))
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # it may still read locked memory
-    rank_mappings.check_unchanged(where)
+        torch.cuda.synchronize()  # it may still copy from the ring
 
 
 class RecordedLoad:
@@ -113,7 +113,10 @@ def _load_recorded(model: Any, rows: TensorRows, memory: TensorMemory, read: Ten
     if known is None:
         known = _last_load = RecordedLoad(model, rows)
         try:
-            return known.record(model, read)
+            known.record(model, read)
+            # This commit is slow anyway: the next one finds its buffers locked.
+            open_ring(next(model.parameters()).device, memory.nbytes)
+            return None
         except NotRecordable as error:
             logger.info("commits load the weights as SGLang does, tensor by tensor: %s", error)
     if known.copies is None or not memory.has_tensors(source_names(known.copies)):
@@ -138,13 +141,13 @@ def _open_file(where: dict[str, Any]) -> tuple[TensorRows, TensorMemory]:
     if mapping is None:
         with open(rank_mappings.sink_path(where), "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-        whole, locked = torch.frombuffer(memory, dtype=torch.uint8), False
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
     else:
-        whole, locked = mapping.whole, mapping.is_locked
+        whole = mapping.whole
     places = _read_header(whole)
     rows: TensorRows = [[name, dtype, list(shape)] for name, dtype, shape, _ in places]
     starts = {name: start for name, _, _, start in places}
-    return rows, TensorMemory(whole, starts, rows, locked=locked)
+    return rows, TensorMemory(whole, starts, rows)
 
 
 def _read_header(whole: Tensor) -> list[TensorPlace]:
@@ -161,7 +164,7 @@ def _read_version(where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     mapping = rank_mappings.find_mapping(where)
     if mapping is None:
         return _read_file(rank_mappings.sink_path(where))
-    return mapping.read_views(_read_header(mapping.whole))
+    return view_tensors(mapping.whole, _read_header(mapping.whole))
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +191,7 @@ def check_updatable(scheduler: Any) -> None:
 
 def map_sink(scheduler: Any, command: str) -> None:
     """Map a sink before it is loaded; `command` has the arguments of `rank_mappings.begin_mapping`."""
-    rank_mappings.begin_mapping(**json.loads(command), gpu=torch.cuda.is_available())
+    rank_mappings.begin_mapping(**json.loads(command))
 
 
 def unmap_sink(scheduler: Any, command: str) -> None:

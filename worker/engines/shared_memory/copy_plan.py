@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import rank_mappings
+from .copy_ring import TensorCopy, open_ring
 from .tensor_views import TORCH_DTYPES
 
 aten = torch.ops.aten
@@ -215,13 +216,10 @@ class TensorMemory:
         whole: All of them ([n] uint8).
         starts: By name of a tensor: where it begins.
         rows: What they are.
-        locked: Whether a GPU reads them by itself.
     """
 
-    def __init__(
-        self, whole: Tensor, starts: Mapping[str, int], rows: TensorRows, *, locked: bool
-    ) -> None:
-        self.locked = locked
+    def __init__(self, whole: Tensor, starts: Mapping[str, int], rows: TensorRows) -> None:
+        self.nbytes = whole.numel()
         self.starts = starts
         self._dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in rows}
         self._typed = {
@@ -250,8 +248,8 @@ def open_tensor_memory(sink: Mapping[str, Any], rows: TensorRows) -> TensorMemor
         sink: What its `MappedSink.make_ticket` says.
         rows: Its tensors.
     """
-    whole, starts, locked = rank_mappings.open_memory(sink)
-    return TensorMemory(whole, starts, rows, locked=locked)
+    whole, starts = rank_mappings.open_memory(sink)
+    return TensorMemory(whole, starts, rows)
 
 
 def source_names(copies: Iterable[RecordedCopy]) -> set[str]:
@@ -262,18 +260,23 @@ def source_names(copies: Iterable[RecordedCopy]) -> set[str]:
 def repeat_copies(
     copies: Sequence[RecordedCopy], parameters: Mapping[str, Tensor], memory: TensorMemory
 ) -> None:
-    """Repeat recorded copies with another version's bytes."""
+    """Repeat recorded copies with another version's bytes; a device may still be copying when this returns."""
     plain = {name: tensor.data for name, tensor in parameters.items()}
-    targets, sources = [], []
+    made = []
     for copy in copies:
         target = copy.target.view_of(plain[copy.parameter])
         if copy.tensor:
-            targets.append(target)
-            sources.append(memory.view_part(copy.tensor, copy.source))
+            source = memory.view_part(copy.tensor, copy.source)
+            made.append(TensorCopy(copy.tensor, target, source))
         else:
             target.fill_(copy.value)
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=memory.locked)
+    if not made:
+        return
+    ring = open_ring(made[0].target.device, memory.nbytes)
+    if ring is not None:
+        ring.copy_tensors(made)
+    else:
+        torch._foreach_copy_([each.target for each in made], [each.source for each in made])
 
 
 def have_same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """Staged weights in an engine's own process: mapped before the commit that reads them.
 
-On a GPU their pages are locked, too, so that the copy during the pause runs at the speed of the bus. Locking
-takes long, so a thread does it while the engine steps. This runs in the processes of vLLM and SGLang; the worker
-calls them when a version is staged and when its memory goes (`ranks`).
+A thread does it while the engine steps. This runs in the processes of vLLM and SGLang; the worker calls them when a
+version is staged and when its memory goes (`ranks`).
 """
 
 from __future__ import annotations
@@ -16,27 +15,18 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout_common.transfer.arena import to_be_read
-from rollout_common.transfer.locked import current_context, lock
 
-from .ranks import LOCKED, MAPPED
 from .sinks import read_index, slot_path
-from .tensor_views import AbsentTensor, TensorPlace, view_tensors
+from .tensor_views import AbsentTensor, view_tensors
 
 logger = logging.getLogger(__name__)
-
-COPIED_TENSOR_BYTES = 1 << 20
-"""Up to this size a tensor of locked memory is copied before it is loaded: all ranks share that memory, and
-loaders change small tensors in place (SGLang 0.5.23: Gemma's norms)."""
-
-LockPages = Callable[..., Callable[[], None] | None]
-"""As `locked.lock`."""
 
 _mappings: list[RankMapping] = []
 
@@ -46,20 +36,15 @@ def sink_path(where: Mapping[str, Any]) -> str:
     return slot_path(where["slot"]) if where.get("slot") else str(where["path"])
 
 
-def begin_mapping(
-    where: Mapping[str, Any], size: int, tally: tuple[str, str], *, borrowed: bool, gpu: bool
-) -> None:
+def begin_mapping(where: Mapping[str, Any], size: int, tally: tuple[str, str]) -> None:
     """Begin to map a sink of `size` bytes (in a gang the head's); returns at once.
 
     `where`: as in its ticket. `tally`: path and first words of a file that gets one more byte once the sink is mapped.
-    `borrowed`: the memory is not ours, so it is only read. `gpu`: whether the calling thread computes on one.
     """
     path = sink_path(where)
     # A sink that is not current was closed without a call of `close_mappings`.
     _close_all(each for each in _mappings if each.path == path or not each.is_current)
-    _mappings.append(
-        RankMapping(path, _local_size(path, where, size), tally, borrowed=borrowed, gpu=gpu)
-    )
+    _mappings.append(RankMapping(path, _local_size(path, where, size), tally))
 
 
 def find_mapping(where: Mapping[str, Any]) -> RankMapping | None:
@@ -72,7 +57,7 @@ def find_mapping(where: Mapping[str, Any]) -> RankMapping | None:
 
 
 def close_mappings(where: Mapping[str, Any]) -> None:
-    """Drop the mappings of a sink; returns at once, a thread unlocks their pages."""
+    """Drop the mappings of a sink; a thread unmaps them once the last view is gone."""
     path = sink_path(where)
     _close_all(each for each in _mappings if each.path == path)
 
@@ -90,18 +75,17 @@ def read_tensors(ticket: str) -> Iterator[tuple[str, Tensor]]:
     """
     sink = json.loads(ticket)
     places = sink["tensors"]
-    whole, starts, _ = open_memory(sink)
-    mapping = find_mapping(sink)
+    whole, starts = open_memory(sink)
     there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
-    found = view_tensors(whole, there) if mapping is None else mapping.read_views(there)
+    found = view_tensors(whole, there)
     return (
         next(found) if name in starts else (name, AbsentTensor.stand_in_for(name, dtype, shape))
         for name, dtype, shape, _ in places
     )
 
 
-def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int], bool]:
-    """Return a sink's bytes ([n] uint8), where each tensor on this node begins, and whether its pages are locked.
+def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int]]:
+    """Return a sink's bytes ([n] uint8), and where each tensor on this node begins.
 
     `sink`: as in its `MappedSink.make_ticket`.
     """
@@ -111,9 +95,9 @@ def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int], bool]:
         starts = read_index(handle) if in_gang else {name: at for name, *_, at in sink["tensors"]}
         mapping = find_mapping(sink)
         if mapping is not None:
-            return mapping.whole, starts, mapping.is_locked
+            return mapping.whole, starts
         memory = mmap.mmap(handle, _local_size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE)
-        return torch.frombuffer(memory, dtype=torch.uint8), starts, False
+        return torch.frombuffer(memory, dtype=torch.uint8), starts
     finally:
         os.close(handle)
 
@@ -135,37 +119,18 @@ def _local_size(where: int | str, sink: Mapping[str, Any], size: int) -> int:
     return os.stat(where).st_size if sink.get("slot") else size
 
 
-def check_unchanged(where: Mapping[str, Any]) -> None:
-    """Refuse what was loaded from a sink that was changed since; see `RankMapping.check_unchanged`."""
-    mapping = find_mapping(where)
-    if mapping is not None:
-        mapping.check_unchanged()
-
-
 class RankMapping:
-    """One sink's memory in this process, mapped by a thread of its own."""
+    """One sink's memory in this process, mapped by a thread of its own.
 
-    def __init__(
-        self,
-        path: str,
-        size: int,
-        tally: tuple[str, str],
-        *,
-        borrowed: bool,
-        gpu: bool,
-        locker: LockPages = lock,
-        context: int | None = None,
-    ) -> None:
-        self.path, self._size, self._borrowed, self._locker = path, size, borrowed, locker
-        self._context = (context or current_context()) if gpu else None
+    A page that the engine's loader writes to becomes this process's own: what other ranks read stays as it is.
+    """
+
+    def __init__(self, path: str, size: int, tally: tuple[str, str]) -> None:
+        self.path, self._size = path, size
         self._state = threading.Lock()
         self._closed = False
-        self._unlock: Callable[[], None] | None = None
         self._whole: Tensor | None = None
-        self._version = 0
-        self.closing: list[threading.Thread] = []
-        """Threads that unlock pages."""
-        handle = os.open(path, os.O_RDONLY if borrowed or self._context is None else os.O_RDWR)
+        handle = os.open(path, os.O_RDONLY)
         self._identity = _file_identity(handle)
         self._thread = threading.Thread(
             target=self._map_in_thread, args=(handle, tally), name="rollout-hold", daemon=True
@@ -182,47 +147,19 @@ class RankMapping:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is mapped, and locked where it can be."""
+        """Whether it is mapped."""
         return self._whole is not None
 
     @property
-    def is_locked(self) -> bool:
-        """Whether its pages are locked, so that a GPU reads them directly."""
-        return self._unlock is not None
-
-    @property
     def whole(self) -> Tensor:
-        """All of its bytes, [n] uint8."""
+        """All of its bytes, [n] uint8; a view keeps the memory."""
         assert self._whole is not None, "callers check `is_ready`"
         return self._whole
 
-    def read_views(self, places: Iterable[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-        """Yield views by name; they keep the memory."""
-        with torch.inference_mode(mode=False):  # else torch would count no changes of a view
-            found = list(view_tensors(self.whole, places))
-        for name, tensor in found:
-            small = self.is_locked and tensor.nbytes <= COPIED_TENSOR_BYTES
-            yield name, tensor.clone() if small else tensor
-
-    def check_unchanged(self) -> None:
-        """Raise `RuntimeError` if the loader has changed the memory, which other ranks read, too."""
-        if self.is_locked and self._whole is not None and self._whole._version != self._version:
-            raise RuntimeError(
-                "the model's loader changed staged weights in place, which all ranks read: this"
-                " model can't be updated from page-locked memory"
-            )
-
     def close(self) -> None:
-        """Drop the memory; a thread unlocks its pages."""
+        """Drop the memory."""
         with self._state:
-            self._closed = True
-            whole, self._whole = self._whole, None
-            unlock, self._unlock = self._unlock, None
-        if unlock is not None:
-            self.closing = [
-                threading.Thread(target=_unlock_pages, args=(unlock, whole), daemon=True)
-            ]
-            self.closing[0].start()
+            self._closed, self._whole = True, None
 
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until it is ready, or never will be."""
@@ -235,43 +172,25 @@ class RankMapping:
             logger.exception("staged weights could not be mapped ahead of their commit")
         finally:
             os.close(handle)
-            _mark_tally(tally, LOCKED if self.is_locked else MAPPED)
+            _mark_tally(tally)
 
     def _map_pages(self, handle: int) -> None:
-        unlock = None
-        if self._context is not None:
-            # Its own pages, not copies of them, as those of a private mapping would become.
-            memory = _map_memory(handle, self._size, mmap.MAP_SHARED, writable=not self._borrowed)
-            pages = -(-self._size // mmap.PAGESIZE) * mmap.PAGESIZE
-            begin = ctypes.addressof(memory)
-            unlock = self._locker(begin, pages, readable=self._borrowed, context=self._context)
-        if unlock is None:
-            memory = _map_memory(handle, self._size, mmap.MAP_PRIVATE, writable=True)
-            to_be_read(memory)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        memory = _map_memory(handle, self._size)
+        to_be_read(memory)
         with self._state:
-            self._version = whole._version
             if not self._closed:
-                self._unlock, self._whole = unlock, whole
-                return
-        if unlock is not None:
-            _unlock_pages(unlock, whole)
+                self._whole = torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _unlock_pages(unlock: Callable[[], None], whole: Tensor | None) -> None:
-    unlock()
-    del whole  # which kept the pages until here
-
-
-def _map_memory(handle: int, size: int, kind: int, *, writable: bool) -> Any:
+def _map_memory(handle: int, size: int) -> Any:
     """Map memory; a thread unmaps it once the last view of what is returned is gone.
 
     Python's own mmap unmaps under the GIL, so that gigabytes stop all other threads for long.
     """
-    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
-    address = call(None, ctypes.c_size_t(size), prot, kind, handle, ctypes.c_long(0))
+    address = call(None, ctypes.c_size_t(size), prot, mmap.MAP_PRIVATE, handle, ctypes.c_long(0))
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -294,8 +213,8 @@ def _file_identity(where: int | str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _mark_tally(tally: tuple[str, str], how: bytes) -> None:
-    """Add this byte to the tally, if its path leads there: on another node it leads to something else."""
+def _mark_tally(tally: tuple[str, str]) -> None:
+    """Add a byte to the tally, if its path leads there: on another node it leads to something else."""
     path, words = tally
     with contextlib.suppress(OSError):
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -304,4 +223,4 @@ def _mark_tally(tally: tuple[str, str], how: bytes) -> None:
             if file.read(len(words)) != words.encode():
                 return
         with open(path, "ab", buffering=0) as file:
-            file.write(how)
+            file.write(b"M")

@@ -36,11 +36,8 @@ from rollout_worker.engines.settings import (
 
 logger = logging.getLogger(__name__)
 
-LOCKED_BYTES_PER_SECOND = 1 << 30
-"""Every machine locks pages faster than this."""
-
-LOCKED, MAPPED = b"L", b"M"
-"""What a rank that is done adds to the tally: how it holds the memory."""
+MAPPED_BYTES_PER_SECOND = 1 << 30
+"""Every machine maps pages faster than this."""
 
 CallRanks = Callable[[str, Mapping[str, Any]], Awaitable[object]]
 """Runs `rollout_map` or `rollout_unmap` with these arguments in all ranks; awaited in the loop."""
@@ -62,16 +59,16 @@ class EngineRanks:
         """Make no more calls, and stop waiting for those under way."""
         self._ended.set()
 
-    def map_sink(self, where: Mapping[str, str], size: int, *, borrowed: bool) -> None:
+    def map_sink(self, where: Mapping[str, str], size: int) -> None:
         """Have all ranks map a sink of `size` bytes; blocks until those of this node have, or it takes too long.
 
-        `where`: as in its ticket. `borrowed`: the memory is not ours, so it is only read.
+        `where`: as in its ticket.
         """
         with _open_tally() as (tally, count_marks):
-            args = {"where": dict(where), "size": size, "tally": tally, "borrowed": borrowed}
+            args = {"where": dict(where), "size": size, "tally": tally}
             if not self._call_all("rollout_map", args):
                 return
-            seconds = MIN_MAPPING_SECONDS + size / LOCKED_BYTES_PER_SECOND
+            seconds = MIN_MAPPING_SECONDS + size / MAPPED_BYTES_PER_SECOND
             until = time.monotonic() + seconds
             while len(done := count_marks()) < self._count:
                 if self._ended.wait(TALLY_POLL_SECONDS):
@@ -86,11 +83,10 @@ class EngineRanks:
                     )
                     return
         logger.info(
-            "staged weights of %d bytes are mapped by %d of %d ranks, page-locked by %d",
+            "staged weights of %d bytes are mapped by %d of %d ranks",
             size,
             len(done),
             self._count,
-            done.count(LOCKED),
         )
 
     def unmap_sink(self, where: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from rollout_common.numa_pages import interleave_pages
 from rollout_worker.engine import EngineError, GivenWeights, MappedWeights, Sink, TensorEntry
 from rollout_worker.threads import open_in_thread
 
@@ -53,7 +54,6 @@ class MappedSink(Sink):
     memory: Literal["host"] = "host"
     slot = ""
     took = False
-    borrowed = False
     sealed = False
     ranks: EngineRanks | None = None
     """The processes that map it as long as it is sealed; None: they map it at the commit."""
@@ -98,9 +98,13 @@ class MappedSink(Sink):
         else:
             handle = open_unnamed_file(folder)
         try:
+            os.ftruncate(handle, self._size)
+            mapped = mmap.mmap(handle, self._size)
+            if folder is None:
+                interleave_pages(mapped)
             # A hole that can't be filled later would end the process, not raise.
             os.posix_fallocate(handle, 0, self._size)
-            return handle, mmap.mmap(handle, self._size)
+            return handle, mapped
         except OSError:
             os.close(handle)
             raise
@@ -150,7 +154,7 @@ class MappedSink(Sink):
         self.sealed = True
         if self.ranks is not None and not self._on_disk:
             self._ranks_notified = True
-            self.ranks.map_sink(self.sink_location, self._size, borrowed=self.borrowed)
+            self.ranks.map_sink(self.sink_location, self._size)
 
     @override
     def close(self) -> None:
@@ -184,7 +188,6 @@ class BorrowedSink(MappedSink):
     """
 
     took = True
-    borrowed = True
     _ticket_file = -1
 
     def __init__(

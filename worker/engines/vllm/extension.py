@@ -27,6 +27,7 @@ import torch
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tensor_memory
+from rollout_worker.engines.shared_memory.copy_ring import open_ring
 from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
@@ -140,7 +141,6 @@ class Extension:
             if not self._replay(sink, rows):
                 self._load(ticket, rows)
             _finish_load(self)
-        rank_mappings.check_unchanged(sink)
 
     def _load(self, ticket: str, rows: TensorRows) -> None:
         """Load a version by vLLM, and record the copies unless that failed before."""
@@ -158,6 +158,8 @@ class Extension:
             self._rollout_unrecordable = rows
             why = recorder.refusal or "no layer was loaded"
             logger.info("commits load the weights as vLLM does, tensor by tensor: %s", why)
+        else:  # this commit is slow anyway: the next one finds its buffers locked
+            open_ring(self.device, json.loads(ticket)["size"])
 
     def _replay(self, sink: dict[str, Any], rows: TensorRows) -> bool:
         """Load a version by the recorded copies if it has the same tensors; return whether it did."""
@@ -170,13 +172,9 @@ class Extension:
         replay_load(plan, self.model_runner, memory)
         return True
 
-    def rollout_map(
-        self, where: dict[str, str], size: int, tally: tuple[str, str], borrowed: bool
-    ) -> None:
+    def rollout_map(self, where: dict[str, str], size: int, tally: tuple[str, str]) -> None:
         """Map a sink before it is loaded (`rank_mappings.begin_mapping`)."""
-        rank_mappings.begin_mapping(
-            where, size, tally, borrowed=borrowed, gpu=self.device.type == "cuda"
-        )
+        rank_mappings.begin_mapping(where, size, tally)
 
     def rollout_unmap(self, where: dict[str, str]) -> None:
         """Unmap a sink."""
@@ -278,7 +276,7 @@ def drop_weight_backups(allocations: Mapping[int, Any], buffers: Iterable[torch.
 def _finish_load(worker: Extension) -> None:
     """Wait until a GPU has copied; pack again on a CPU what vLLM 0.32 packs after the first load only."""
     if worker.device.type != "cpu":
-        torch.cuda.synchronize(worker.device)  # it may still read locked memory
+        torch.cuda.synchronize(worker.device)  # it may still copy from the ring
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -220,9 +220,7 @@ def ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def hold(ticket: str) -> None:
     """Map it before it is loaded, as the head has all ranks do: with its own size."""
-    rank_mappings.begin_mapping(
-        {"slot": SLOT}, json.loads(ticket)["size"], ("", ""), borrowed=False, gpu=False
-    )
+    rank_mappings.begin_mapping({"slot": SLOT}, json.loads(ticket)["size"], ("", ""))
     rank_mappings._mappings[0].wait_until_ready(10)
     assert rank_mappings.find_mapping({"slot": SLOT}) is not None
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rollout_common.transfer import locked
-from rollout_common.transfer.locked import PORTABLE, READ_ONLY, current_context, lock
+from rollout_common.transfer.locked import PORTABLE, lock
 from tests.support.unit.cuda_driver import Driver
 
 
@@ -41,20 +41,6 @@ def test_pages_are_unlocked_by_a_thread_without_a_context() -> None:
     assert list(driver.contexts.values()) == [[77], []]
 
 
-def test_a_thread_without_a_context_locks_by_anothers() -> None:
-    driver = Driver()
-    context = current_context(driver)
-    in_thread(lambda: lock(4096, 8192, context=context, driver=driver))
-    assert driver.locked == {4096: 8192}
-    assert list(driver.contexts.values()) == [[77], []]
-
-
-def test_memory_that_is_mapped_to_be_read_is_locked_for_reading() -> None:
-    driver = Driver()
-    assert lock(4096, 8192, readable=True, driver=driver) is not None
-    assert driver.flags == {PORTABLE | READ_ONLY}
-
-
 def test_memory_that_cannot_be_locked_serves_unlocked(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(error=2)
     for _ in range(3):  # one version after the other
@@ -77,6 +63,5 @@ def test_without_a_driver_nothing_is_locked_and_nothing_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locked, "_driver", lambda: None)
-    assert current_context() is None
     assert lock(4096, 8192) is None
     assert caplog.records == []

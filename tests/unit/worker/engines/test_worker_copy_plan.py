@@ -38,7 +38,7 @@ class Version:
         generator = torch.Generator().manual_seed(seed)
         self.whole = torch.randint(0, 127, (2048,), generator=generator, dtype=torch.uint8)
         self.starts = {name: 256 * place for place, name in enumerate(SHAPES)}
-        self.memory = TensorMemory(self.whole, self.starts, ROWS, locked=False)
+        self.memory = TensorMemory(self.whole, self.starts, ROWS)
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         places = [(n, dtype, shape, self.starts[n]) for n, (dtype, shape) in SHAPES.items()]
