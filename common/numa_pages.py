@@ -1,4 +1,4 @@
-"""Pages of shared memory on all NUMA nodes of a machine in turn.
+"""Pages of memory on all NUMA nodes of a machine in turn.
 
 Memory that one thread fills lies on that thread's node. The GPUs of the other nodes would all read it over the link
 between the nodes. Standard library only.
@@ -21,13 +21,13 @@ WORD_BITS = 64
 
 
 def interleave_pages(mapped: mmap.mmap, root: Path = Path("/")) -> bool:
-    """Have the pages that a shared mapping of memory without a name gets from now on lie on all nodes in turn.
+    """Have the pages that a mapping gets from now on lie on all nodes in turn.
 
     Return whether they will: not on a machine with one node, nor where the container may not ask for it (CAP_SYS_NICE,
     under the usual seccomp profile).
 
     Args:
-        mapped: Writable; the policy is that of its file, for all processes.
+        mapped: Writable. If it is shared, the policy is that of its file, for all processes.
         root: Where sys is mounted.
     """
     nodes = _read_nodes(root)

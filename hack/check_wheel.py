@@ -27,12 +27,12 @@ print("imports:", rollout_operator.operator_process.__file__)
 # Only processes that send or receive weights need numpy: neither the operator nor its image has it.
 DELTAS = """
 from rollout_common.transfer import native, vectors
-from rollout_common.transfer.delta import WAY, apply, encode
+from rollout_common.transfer.delta import WAY, apply_delta, encode_delta
 assert native.LIBRARY is not None, "the wheel lacks libdelta.so, or it can't be loaded here"
 base, new = bytes(300_001), b"n" * 3 + bytes(299_998)
 memory = bytearray(base)
-apply(encode(base, new), memoryview(memory))
-assert memory == new and encode(base, new) == vectors.encode(base, new, None)
+apply_delta(encode_delta(base, new), memoryview(memory))
+assert memory == new and encode_delta(base, new) == vectors.encode_words(base, new, None)
 print("deltas by", WAY)
 """
 

@@ -3,6 +3,7 @@
 One rank, on a CPU, loads two versions of a mixture of experts in turn: first by vLLM's `reload_weights`,
 which finds out each time where each tensor goes, then by the copies that were recorded. Both give the same tokens.
 The plan says which of 64 ranks writes which shard of 723 tensors; its baseline only compares all pairs of shards.
+One version goes from a trainer to 8 and to 16 workers, each of which sends at a limited rate; the bound is one copy at that rate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 from bench import ROOT
 from bench.options import Options
-from bench.reporting.figures import Goal, Result, figure
+from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.rigs import swarm
 from rollout_client.steering.pushing.boxes import Box, overlap
 from rollout_client.steering.pushing.shards import Part, share_out
 from tests.support.engine import vllm_loads
@@ -32,19 +34,41 @@ COMMIT = Goal(median=0.3)
 RANKS, TENSORS = 64, 723
 """A model of 70B on 8 nodes of 8 devices."""
 PLAN = Goal(median=0.2)
+SWARMS = ((8, 20, 25e6), (16, 20, 13e6))
+"""Workers, tensors of 8 MiB, bytes a second that a process sends."""
+SHARE_OF_BOUND = 0.85
 SECONDS = 900.0
 
 
 def run(options: Options) -> Result:
-    """Load versions in turn."""
+    """Load versions in turn, plan, and send one to many workers."""
     layers, rounds = (4, 1) if options.quick else (LAYERS, 5)
     with tempfile.TemporaryDirectory() as folder:
         found = _measure(Path(folder), layers, options.count(rounds, 1))
+    figures = _commit_figures(found, options)
+    plan, pairs = _measure_plan(options.count(5, 1))
+    against = "all pairs of shards"
+    label = f"plan of {RANKS} ranks, {TENSORS} tensors"
+    figures.append(figure(label, plan, baseline=pairs, against=against, goal=PLAN))
+    figures += [_measure_swarm(*each, options) for each in SWARMS]
+    each = sorted(found["copies"])[len(found["copies"]) // 2] / found["tensors"]
+    notes = [
+        f"{each * 1e6:.0f} µs a tensor; {found['layers']} layers, {found['in_place']} of them copied in place, the"
+        " others processed by vLLM as in its own loads.",
+        f"The first commit of a rank is recorded: {found['recording']:.2f} s.",
+        "In bfloat16, one thread, from the call of the rank until the weights are the model's. The staged bytes are a file in the page cache, mapped in the call.",
+        "Many workers: a process each, with no engine; what a process sends is limited as by `--weights-egress`.",
+    ]
+    return Result("weights", "Many small tensors, many ranks, many workers", figures, notes)
+
+
+def _commit_figures(found: dict[str, Any], options: Options) -> list[Figure]:
+    """Return the figures of commits; all ways gave the same tokens."""
     made = found["outputs"]
     for version in ("first", "second"):
         ways = {str(made[f"{version} {way}"]) for way in ("own", "copies", "ring")}
         assert len(ways) == 1, "the tokens differ"
-    figures = [
+    return [
         figure(
             f"{found['tensors']} tensors, recorded copies",
             found["copies"],
@@ -59,24 +83,20 @@ def run(options: Options) -> Result:
             against="recorded copies",
         ),
     ]
-    plan, pairs = _measure_plan(options.count(5, 1))
-    figures.append(
-        figure(
-            f"plan of {RANKS} ranks, {TENSORS} tensors",
-            plan,
-            baseline=pairs,
-            against="all pairs of shards",
-            goal=PLAN,
-        )
+
+
+def _measure_swarm(workers: int, tensors: int, rate: float, options: Options) -> Figure:
+    """Return the seconds until all workers have a version, against one copy at the rate of a link."""
+    tensors = 2 if options.quick else tensors
+    bound = tensors * swarm.TENSOR_BYTES / rate
+    took = [swarm.seconds_to_all(workers, tensors, rate) for _ in range(options.count(5, 1))]
+    return figure(
+        f"{tensors * swarm.TENSOR_BYTES / 1e6:.0f} MB to {workers} workers, {rate / 1e6:.0f} MB/s a link",
+        took,
+        baseline=[bound] * len(took),
+        against="one copy at that rate",
+        goal=None if options.quick else Goal(median=bound / SHARE_OF_BOUND),
     )
-    each = sorted(found["copies"])[len(found["copies"]) // 2] / found["tensors"]
-    notes = [
-        f"{each * 1e6:.0f} µs a tensor; {found['layers']} layers, {found['in_place']} of them copied in place, the"
-        " others processed by vLLM as in its own loads.",
-        f"The first commit of a rank is recorded: {found['recording']:.2f} s.",
-        "In bfloat16, one thread, from the call of the rank until the weights are the model's. The staged bytes are a file in the page cache, mapped in the call.",
-    ]
-    return Result("weights", "Many small tensors, many ranks", figures, notes)
 
 
 def _measure_plan(rounds: int) -> tuple[list[float], list[float]]:

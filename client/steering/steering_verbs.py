@@ -20,7 +20,7 @@ from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
-from .pushing.together import Together, Work
+from .pushing.together import RankPublish, Together
 from .settings import DEFAULT_ACQUIRE_SECONDS, DEFAULT_PUBLISH_SECONDS, DEFAULT_STATE_SECONDS
 from .spool import SHARD_BYTES, drain_tensors, run_to_end, spool_tensors
 from .steering_protocol import (
@@ -131,7 +131,7 @@ class SteeringVerbs:
             return await push(
                 partial(self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
             )
-        work = Work(
+        work = RankPublish(
             plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.delta, plan.reach
         )
         return await self._together.publish(work, push)

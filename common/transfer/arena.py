@@ -1,13 +1,12 @@
 """Memory that a trainer and the workers of its machine share: two slots, written in turn; one lock, one file.
 
-A slot is a memfd: it has no name, it can't shrink under its readers, nobody but its owner can write
-it, and it is gone when the last process that has it is. Its pages are there before it is used, and it
-is used again and again, since taking fresh pages costs more than the copy. A slot is written only
-when every receiver has given it back; one that never does costs a fresh slot, not a wait for ever.
-A receiver that is silent or whose connection broke has given nothing back: it may serve from those pages.
-Its slot is written again only once the kernel says that no process has it (`nobody_has`).
-
-Where no other process has to map it, a slot is private memory instead: fresh, it costs a quarter as much.
+A slot is a memfd: it has no name, it can't shrink under its readers, only its owner can write it, and the
+kernel frees it when the last process that has it ends. Its pages are allocated before use, and the slot is
+reused, since fresh pages cost more than the copy. A slot is written only when every receiver has returned it;
+a receiver that never does costs a fresh slot, not a wait without a limit. A receiver that is silent or whose
+connection broke has returned nothing: it may serve from those pages. Its slot is written again only once the
+kernel says that no process has it (`nobody_has`).
+Where no other process has to map it, a slot is private memory: fresh, it costs a quarter as much.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rollout_common.numa_pages import interleave_pages
+
 from .holders import nobody_has, open_again
 from .layout import Placed
-from .locked import lock as page_lock
+from .locked import lock_pages as page_lock
 from .room import MARGIN_BYTES, memory_left
+from .settings import RETURN_SECONDS
 
 SLOTS = 2
-"""One is read by what serves, the other one is written."""
-
-RETURN_SECONDS = 0.25
-"""How long the older slot is waited for before a fresh one is made: less than that costs."""
+"""The engines read one while the trainer writes the other."""
 
 MOST_CONDEMNED = 4
-"""How many slots may be out of use because a receiver has them that can't be asked any more."""
+"""How many slots may be out of use because a receiver that can't be asked any more still has them."""
 
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """MADV_POPULATE_* of Linux 5.14, which Python doesn't name."""
@@ -45,11 +44,11 @@ Release = Callable[[], None]
 Share = Callable[[int, int], None]
 
 Lock = Callable[[int, int], Release | None]
-"""As `locked.lock`: address and size; returns what undoes it, None if it can't be done."""
+"""As `locked.lock_pages`: takes address and size; returns what unlocks them, None if they can't be locked."""
 
 
 class ArenaError(ValueError):
-    """There is no such memory, or it is not what both ends could rely on."""
+    """The memory does not exist, or one end can't rely on it."""
 
 
 class Slot:
@@ -58,10 +57,10 @@ class Slot:
     Args:
         nbytes: Its size.
         share: Called with its descriptor and size, as long as others may still map it to write.
-        hollow: Whether its pages come one by one, with what is written. Shared memory is then written by `put`
-            alone until all is there: half the cost of a page is to clear it and to map it for writing.
-        private: Whether it is this process's alone, and has no descriptor. Its pages are large ones, where the
-            kernel has them for who asks.
+        hollow: Whether its pages are allocated one by one, as they are written. `put` alone then writes shared
+            memory until all of it is there: half the cost of a page is to clear it and to map it for writing.
+        private: Whether only this process has it, without a descriptor. Its pages are large ones, where the
+            kernel gives them on request.
         expected: How many of its bytes are written, if it is hollow; None: all.
 
     Raises:
@@ -84,17 +83,19 @@ class Slot:
         self._news = threading.Condition()
         self._lent = 0
         self.doubts: set[str] = set()
-        """Who was given it, and has not said that it needs it no more."""
+        """The readers that got it and have not said that they are done with it."""
         self._closed = False
         self._map: mmap.mmap | None = None
         self._lock, self._locking = lock, threading.Lock()
         self._asked = False
         self._unlock: Release | None = None
         self.handle = -1
-        """Its descriptor; -1: it is private, or was given up."""
+        """Its descriptor; -1: it is private, or was closed."""
         try:
             self._map = (
-                self._private(hollow=hollow) if private else self._shared(share, hollow=hollow)
+                self._map_private(hollow=hollow)
+                if private
+                else self._map_shared(share, hollow=hollow)
             )
         except OSError as error:
             self.close()
@@ -103,32 +104,34 @@ class Slot:
             self.close()
             raise
 
-    def _private(self, *, hollow: bool) -> mmap.mmap:
+    def _map_private(self, *, hollow: bool) -> mmap.mmap:
         mapped = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        advise(mapped, mmap.MADV_HUGEPAGE)
+        advise_kernel(mapped, mmap.MADV_HUGEPAGE)
+        interleave_pages(mapped)
         if not hollow:
-            advise(mapped, POPULATE_WRITE)
+            advise_kernel(mapped, POPULATE_WRITE)
         return mapped
 
-    def _shared(self, share: Share | None, *, hollow: bool) -> mmap.mmap:
+    def _map_shared(self, share: Share | None, *, hollow: bool) -> mmap.mmap:
         self.handle = os.memfd_create("rollout-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.handle, self.size)
         mapped = mmap.mmap(self.handle, self.size)
-        advise(mapped, mmap.MADV_HUGEPAGE)
+        advise_kernel(mapped, mmap.MADV_HUGEPAGE)
+        interleave_pages(mapped)
         if not hollow:
-            # By the mapping, which alone is known to want large pages. What this can't fill is told then:
-            # a hole that can't be filled later would end the process, not raise.
-            advise(mapped, POPULATE_WRITE)
+            # Through the mapping, since only the mapping asks for large pages. `posix_fallocate` then raises if
+            # pages are missing: a page that the kernel can't allocate later would end the process.
+            advise_kernel(mapped, POPULATE_WRITE)
             os.posix_fallocate(self.handle, 0, self.size)
         if share is not None:
             share(self.handle, self.size)
         _keep_size(self.handle)
         if not hollow:
-            _seal(self.handle)
+            _seal_memory(self.handle)
         return mapped
 
     def put(self, begin: int, content: memoryview) -> None:
-        """Write a run of a hollow slot, which whoever calls keeps from being closed.
+        """Write a run of a hollow slot; the caller must keep the slot from being closed.
 
         Raises:
             ArenaError: There is no room.
@@ -142,26 +145,26 @@ class Slot:
             raise _no_room(self.size, str(error)) from error
 
     def whole(self) -> None:
-        """Note that every byte of a hollow slot is there: from now on it is like any other."""
+        """Note that every byte of a hollow slot is written: from now on it is like any other."""
         if not self.private:
-            _seal(self.handle)
+            _seal_memory(self.handle)
 
     @property
     def lent(self) -> bool:
-        """Whether somebody may still read or write it."""
+        """Whether a process may still read or write it."""
         if not self._lent and self.doubts and nobody_has(self.handle):
             self.doubts.clear()
         return self._lent > 0 or bool(self.doubts)
 
     def doubt(self, reader: str) -> None:
-        """Note that a reader could not say that it needs this no more; to be called before it is given back."""
+        """Note that a reader could not say that it is done with this; call it before the slot is returned."""
         self.doubts.add(reader)
 
     def open_reader(self) -> int:
-        """Return a descriptor to be passed to a reader, and closed: those alone `nobody_has` knows of.
+        """Return a descriptor to pass to a reader and then close: `nobody_has` knows only of these.
 
         Raises:
-            ArenaError: There is none.
+            ArenaError: The kernel does not give one.
         """
         try:
             return open_again(self.handle)
@@ -169,7 +172,7 @@ class Slot:
             raise ArenaError(f"this memory can't be shared: {error}") from error
 
     def lend(self) -> Release:
-        """Note that somebody uses it; return what to call, once or more often, at the end."""
+        """Note a use of it; return what ends the use, which may be called more than once."""
         with self._news:
             self._lent += 1
         returned = False
@@ -182,12 +185,12 @@ class Slot:
                 last = self._closed and not self._lent
                 self._news.notify_all()
             if last:
-                self._unmap()
+                self._unmap_memory()
 
         return give_back
 
     def wait_free(self, seconds: float) -> bool:
-        """Whether nobody uses it any more within these seconds."""
+        """Wait until nothing uses it; return whether that came within these seconds."""
         with self._news:
             return self._news.wait_for(lambda: not self._lent, seconds)
 
@@ -197,16 +200,16 @@ class Slot:
 
     def bytes(self, begin: int, end: int) -> memoryview:
         """Return a run of it, writable."""
-        mapped = self._map  # which may be given up just now, and closed
+        mapped = self._map  # another thread may close it at this moment
         if mapped is not None and not self._closed:
             with contextlib.suppress(ValueError):
                 return memoryview(mapped)[begin:end]
         raise ArenaError("this memory was given up")
 
     def page_locked(self) -> bool:
-        """Whether a GPU writes it at full speed: its pages are locked the first time this is asked.
+        """Whether a GPU writes it at full speed: the first call locks its pages.
 
-        Who asks has lent it, and has a context of CUDA in this thread.
+        The caller has lent it, and has a CUDA context in this thread.
         """
         with self._locking:
             if not self._asked and self._map is not None and not self._closed:
@@ -216,27 +219,27 @@ class Slot:
             return self._unlock is not None
 
     def close(self) -> None:
-        """Give it up; receivers keep what they have mapped.
+        """Free it; receivers keep what they have mapped.
 
-        A device may still write what is locked and lent: that goes with who has lent it last.
+        A device may still write pages that are locked and lent: the last `lend` to end frees those.
         """
         with self._locking, self._news:
             self._closed = True
             written = self._unlock is not None and self._lent > 0
         if not written:
-            self._unmap()
+            self._unmap_memory()
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
 
-    def _unmap(self) -> None:
+    def _unmap_memory(self) -> None:
         with self._locking:
             unlock, self._unlock = self._unlock, None
             mapped, self._map = self._map, None
         if unlock is not None:
             unlock()
         if mapped is not None:
-            # Who still has a view, as an error's frames may, keeps the pages until it is gone.
+            # A view that still exists, as in an error's frames, keeps the pages until it is gone.
             with contextlib.suppress(BufferError):
                 mapped.close()
 
@@ -256,7 +259,7 @@ class Arena:
         self._condemned: list[Slot] = []
 
     def take(self, nbytes: int) -> tuple[Slot, Release]:
-        """Return a slot that nobody reads, and what to call when it is written and lent on.
+        """Return a slot that nothing reads, and what to call once it is written and lent to its readers.
 
         Raises:
             ArenaError: There is no room.
@@ -266,7 +269,7 @@ class Arena:
                 self._condemned.remove(slot)
                 slot.close()
             if len(self._slots) >= SLOTS and all(slot.lent for slot in self._slots):
-                # Who has just gone over to the newer one is about to give this one back.
+                # A receiver that has just switched to the newer slot is about to return this one.
                 self._slots[0].wait_free(RETURN_SECONDS)
             for slot in self._slots:
                 if not slot.lent and slot.size >= max(nbytes, 1):
@@ -274,10 +277,10 @@ class Arena:
                     self._slots.append(slot)  # the one used longest ago comes first
                     return slot, slot.lend()
             if len(self._slots) >= SLOTS:
-                # One that is too small and free, else the one whose reader doesn't give it back.
+                # A free slot that is too small, else the one whose reader doesn't return it.
                 gone = next((each for each in self._slots if not each.lent), self._slots[0])
                 if gone.doubts:
-                    self._condemn(gone)
+                    self._condemn_slot(gone)
                 else:
                     gone.close()
                 self._slots.remove(gone)
@@ -285,8 +288,8 @@ class Arena:
             self._slots.append(slot)
             return slot, slot.lend()
 
-    def _condemn(self, slot: Slot) -> None:
-        """Use a slot no more; its pages stay until a later version finds that nobody has them.
+    def _condemn_slot(self, slot: Slot) -> None:
+        """Take a slot out of use; its pages stay until a later version finds that no process has them.
 
         Raises:
             ArenaError: There are too many of them.
@@ -312,7 +315,7 @@ class Arena:
         return sum(slot.size for slot in (*self._slots, *self._condemned))
 
     def close(self) -> None:
-        """Give up all slots; receivers keep what they have mapped."""
+        """Free all slots; receivers keep what they have mapped."""
         with self._lock:
             slots = [*self._slots, *self._condemned]
             self._slots, self._condemned = [], []
@@ -324,16 +327,16 @@ def map_readonly(handle: int, size: int) -> mmap.mmap:
     """Map memory that another process gave this one.
 
     Raises:
-        ArenaError: It is smaller than it said, or may shrink, which would end the reader by a signal.
+        ArenaError: It is smaller than its sender said, or may shrink, which would end the reader by a signal.
     """
     _check_shared(handle, size)
     return mmap.mmap(handle, size, prot=mmap.PROT_READ)
 
 
 def map_private(handle: int, size: int) -> mmap.mmap:
-    """Map it for libraries that want writable memory: pages are shared until somebody writes.
+    """Map it for libraries that want writable memory: pages are shared until this process writes them.
 
-    All of them are there at once. Raises what `map_readonly` raises.
+    All pages are mapped at once. Raises what `map_readonly` raises.
     """
     _check_shared(handle, size)
     mapped = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)
@@ -341,10 +344,10 @@ def map_private(handle: int, size: int) -> mmap.mmap:
     return mapped
 
 
-def advise(mapped: mmap.mmap | ctypes.Array[Any], advice: int) -> None:
-    """Tell the kernel what a writable mapping is for, or have its pages there; what it can't do stays undone.
+def advise_kernel(mapped: mmap.mmap | ctypes.Array[Any], advice: int) -> None:
+    """Advise the kernel about a writable mapping; ignore advice that it does not support.
 
-    Other threads run meanwhile: `mmap.madvise` stops them, for a tenth of a second per gigabyte.
+    By ctypes, so that other threads run: `mmap.madvise` stops them for a tenth of a second per gigabyte.
     """
     first = ctypes.c_char.from_buffer(mapped)
     address, size = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped))
@@ -352,9 +355,9 @@ def advise(mapped: mmap.mmap | ctypes.Array[Any], advice: int) -> None:
 
 
 def to_be_read(mapped: mmap.mmap | ctypes.Array[Any]) -> None:
-    """Have all pages of a mapping of shared memory there, in large pieces where it has large pages."""
-    advise(mapped, mmap.MADV_HUGEPAGE)
-    advise(mapped, POPULATE_READ)
+    """Map all pages of shared memory at once, as large pages where the memory has them."""
+    advise_kernel(mapped, mmap.MADV_HUGEPAGE)
+    advise_kernel(mapped, POPULATE_READ)
 
 
 def _check_shared(handle: int, size: int) -> None:
@@ -364,13 +367,13 @@ def _check_shared(handle: int, size: int) -> None:
     try:
         seals = fcntl.fcntl(handle, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise ArenaError(f"this is no memory that can be sealed: {error}") from error
+        raise ArenaError(f"this memory can't be sealed: {error}") from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ArenaError("this memory may shrink while it is read: its owner must seal it")
 
 
 def _check_room(nbytes: int) -> None:
-    """Refuse what the kernel would end this process for: memfds are bounded by nothing else."""
+    """Refuse a size for which the kernel would end this process: nothing else limits memfds."""
     found = memory_left()
     if found is not None and nbytes + MARGIN_BYTES > found[0]:
         left, what = found
@@ -385,12 +388,12 @@ def _no_room(nbytes: int, why: str) -> ArenaError:
 
 
 def _keep_size(handle: int) -> None:
-    """Let nobody shrink or grow it."""
+    """Seal its size: no process can shrink or grow it."""
     fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
-def _seal(handle: int) -> None:
-    """Let nobody but who has mapped it by now write it."""
+def _seal_memory(handle: int) -> None:
+    """Seal it against writing, except by mappings that exist already."""
     with contextlib.suppress(OSError):  # an older kernel
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, FUTURE_WRITE)
     fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)

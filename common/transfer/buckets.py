@@ -1,9 +1,9 @@
 """Tensors packed into buckets of a fixed size, for channels that take one buffer at a time.
 
-A bucket takes whole tensors as long as they fit; a tensor that is larger than a bucket goes out in
-pieces. Every tensor arrives with its name, dtype and shape, also one without elements, a single
-number, a view that lies anywhere in its storage, and the second name of a storage that has two.
-`unpack` takes nothing on trust: a piece that is missing, doubled or misplaced is an error.
+A bucket takes whole tensors as long as they fit; a tensor that is larger than a bucket is split into
+pieces. Every tensor arrives with its name, dtype and shape: also an empty tensor, a scalar, a view at
+any offset of its storage, and the second name of a storage that has two.
+`unpack_buckets` checks everything: a piece that is missing, doubled or misplaced is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Bucket:
 
     Attributes:
         pieces: By their start.
-        buffer: [bytes] uint8, of this bucket alone, so that what is made of it stays as it is.
+        buffer: [bytes] uint8, used for this bucket only, so views of it stay valid.
         last: Whether it is the last one; the last one may be empty.
     """
 
@@ -56,7 +56,7 @@ class Bucket:
 
 
 class _Filling:
-    """The bucket that is being filled."""
+    """The bucket that `pack_buckets` is filling."""
 
     def __init__(self, size: int, align: int, device: Any) -> None:
         self._size, self._align, self._device = size, align, device
@@ -70,12 +70,12 @@ class _Filling:
         self._end = 0
 
     def room_for(self, nbytes: int) -> bool:
-        """Whether a run of so many bytes fits behind what is there."""
-        return not nbytes or _up(self._end, self._align) + nbytes <= self._size
+        """Whether a run of so many bytes still fits."""
+        return not nbytes or _align_up(self._end, self._align) + nbytes <= self._size
 
     def add(self, name: str, tensor: torch.Tensor, run: torch.Tensor, offset: int) -> None:
         """Copy a run of a tensor's bytes, which begins at `offset` in the tensor."""
-        start, nbytes = _up(self._end, self._align), run.numel()
+        start, nbytes = _align_up(self._end, self._align), run.numel()
         if start + nbytes > self._size:  # only a run of no bytes, behind a full bucket
             start = self._end
         self._pieces.append(Piece(name, tensor.dtype, tuple(tensor.shape), offset, start, nbytes))
@@ -84,14 +84,14 @@ class _Filling:
         self._end = start + nbytes
 
     def give(self, last: bool) -> Bucket:
-        """Return what is there as a bucket and begin the next one."""
+        """Return the filled bucket and begin the next one."""
         made = Bucket(tuple(self._pieces), self._buffer[: self._end], last)
         if not last:
             self._empty()
         return made
 
 
-def pack(
+def pack_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]],
     bucket_bytes: int,
     *,
@@ -100,7 +100,7 @@ def pack(
 ) -> Iterator[Bucket]:
     """Yield buckets with all tensors, in their order; there is always a last one.
 
-    What came before a tensor that can't be sent has been yielded when the error is raised.
+    If a tensor can't be sent, the buckets before it have been yielded when the error is raised.
 
     Args:
         tensors: Name and tensor; each is copied before the next one is asked for.
@@ -109,7 +109,7 @@ def pack(
         device: Where the buffers are.
 
     Raises:
-        LayoutError: A name came twice, or something is no plain tensor with values.
+        LayoutError: A name came twice, or a value is not a plain tensor with values.
         ValueError: The size or alignment is impossible.
     """
     if bucket_bytes < 1 or align < 1:
@@ -121,7 +121,7 @@ def pack(
             raise LayoutError(f"the tensor {name!r} came twice: send each name once", tensor=name)
         names.add(name)
         flat = flat_bytes(name, tensor)
-        # A tensor without elements is a run of no bytes, and goes out as one.
+        # A tensor without elements is sent as one run of no bytes.
         for offset in range(0, max(flat.numel(), 1), bucket_bytes):
             run = flat[offset : offset + bucket_bytes]
             if not filling.room_for(run.numel()):
@@ -130,8 +130,8 @@ def pack(
     yield filling.give(last=True)
 
 
-def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as `pack` was given them; whole ones are views of their bucket.
+def unpack_buckets(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) as `pack_buckets` took them; a tensor in one piece is a view of its bucket.
 
     Raises:
         LayoutError: A piece is missing, doubled, out of order or out of its bucket.
@@ -144,18 +144,18 @@ def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
             raise LayoutError("a bucket came after the last one")
         ended = bucket.last
         for piece in bucket.pieces:
-            run = _run(bucket, piece)
+            run = _piece_bytes(bucket, piece)
             if rest is None:
-                _first(piece, seen)
-                whole = piece.nbytes == _whole(piece)
-                rest = None if whole else (piece, run.new_empty(_whole(piece)))
+                _check_first(piece, seen)
+                whole = piece.nbytes == _tensor_nbytes(piece)
+                rest = None if whole else (piece, run.new_empty(_tensor_nbytes(piece)))
                 if whole:
-                    yield piece.name, _shaped(piece, run)
+                    yield piece.name, _shape_tensor(piece, run)
                     continue
-            rest = _fill(rest, piece, run)
-            if piece.offset + piece.nbytes == _whole(piece):
+            rest = _fill_tensor(rest, piece, run)
+            if piece.offset + piece.nbytes == _tensor_nbytes(piece):
                 assert rest is not None
-                yield piece.name, _shaped(piece, rest[1])
+                yield piece.name, _shape_tensor(piece, rest[1])
                 rest = None
     if rest is not None or not ended:
         raise LayoutError("the buckets ended before the last one came: send all of it again")
@@ -165,7 +165,7 @@ def flat_bytes(name: str, tensor: Any) -> torch.Tensor:
     """Return a tensor's bytes in order, [bytes] uint8: its own memory where that is contiguous.
 
     Raises:
-        LayoutError: It is no tensor, or one without plain values (sparse, quantised, meta).
+        LayoutError: It is not a tensor, or has no plain values (sparse, quantised, meta).
     """
     import torch
 
@@ -178,26 +178,26 @@ def flat_bytes(name: str, tensor: Any) -> torch.Tensor:
             " give it as a dense tensor",
             tensor=name,
         )
-    # Flat first: of a single number or row any stride counts as contiguous, but not for `view`.
+    # Flat first: any stride of a scalar or a single row counts as contiguous, but `view` refuses it.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if plain.stride(0) != 1:
         plain = plain.clone(memory_format=torch.contiguous_format)
     return plain.view(torch.uint8)
 
 
-def _up(value: int, align: int) -> int:
+def _align_up(value: int, align: int) -> int:
     return -(-value // align) * align
 
 
-def _whole(piece: Piece) -> int:
-    """Return the size of the tensor that a piece is of."""
+def _tensor_nbytes(piece: Piece) -> int:
+    """Return the size in bytes of the whole tensor of a piece."""
     return math.prod(piece.shape) * piece.dtype.itemsize
 
 
-def _run(bucket: Bucket, piece: Piece) -> torch.Tensor:
+def _piece_bytes(bucket: Bucket, piece: Piece) -> torch.Tensor:
     """Return the bytes of a piece, which must lie in its bucket and its tensor."""
     inside = 0 <= piece.start <= piece.start + piece.nbytes <= bucket.buffer.numel()
-    if not inside or not 0 <= piece.offset <= piece.offset + piece.nbytes <= _whole(piece):
+    if not inside or not 0 <= piece.offset <= piece.offset + piece.nbytes <= _tensor_nbytes(piece):
         raise LayoutError(
             f"a piece of tensor {piece.name!r} lies outside of its bucket or its tensor",
             tensor=piece.name,
@@ -205,7 +205,7 @@ def _run(bucket: Bucket, piece: Piece) -> torch.Tensor:
     return bucket.buffer[piece.start : piece.start + piece.nbytes]
 
 
-def _first(piece: Piece, seen: set[str]) -> None:
+def _check_first(piece: Piece, seen: set[str]) -> None:
     if piece.name in seen:
         raise LayoutError(f"the tensor {piece.name!r} came twice", tensor=piece.name)
     if piece.offset:
@@ -213,10 +213,10 @@ def _first(piece: Piece, seen: set[str]) -> None:
     seen.add(piece.name)
 
 
-def _fill(
+def _fill_tensor(
     rest: tuple[Piece, torch.Tensor] | None, piece: Piece, run: torch.Tensor
 ) -> tuple[Piece, torch.Tensor]:
-    """Add a run to the tensor that is being put together."""
+    """Add a run to the tensor that its pieces make up."""
     assert rest is not None
     begun, buffer = rest
     same = (piece.name, piece.dtype, piece.shape) == (begun.name, begun.dtype, begun.shape)
@@ -230,8 +230,8 @@ def _fill(
     return Piece(begun.name, begun.dtype, begun.shape, filled + piece.nbytes, 0, 0), buffer
 
 
-def _shaped(piece: Piece, flat: torch.Tensor) -> torch.Tensor:
-    """Return bytes as the tensor that they are; a copy where they don't lie as its dtype wants."""
+def _shape_tensor(piece: Piece, flat: torch.Tensor) -> torch.Tensor:
+    """Return bytes as a tensor of the piece's dtype and shape; a copy where they are not aligned for the dtype."""
     if flat.numel() == 0:
         return flat.new_empty(piece.shape, dtype=piece.dtype)
     if flat.storage_offset() % piece.dtype.itemsize:

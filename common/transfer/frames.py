@@ -2,21 +2,30 @@
 
 A frame is one byte of kind, the length of a JSON object in four bytes (big-endian), that object (its
 head), and as many raw bytes as `head["payload"]` says. Over a Unix socket a frame may bring a
-descriptor along. `connection` carries them.
+descriptor with it. `frame_stream` carries frames between trainers and workers, `connection` between the ranks of a
+trainer.
 
-    sender -> receiver   HELLO {protocol, ticket}, small, as a stranger sends it; LAYOUT {layout, hops,
-                         name, base}; then over a Unix socket MEMORY {size} with the descriptor and
-                         FILLED {upto} as bytes become final, over TCP DATA {offset, payload, hash},
-                         or with a base DELTA {offset, bytes, payload, hash}; then END {root_hash,
-                         digests}
-    receiver -> sender   READY {have} or ERROR {slug, detail}; PROGRESS {name, bytes_done};
-                         STAGED {name, root_hash} or FAILED {name, detail}; over a Unix socket
-                         RELEASED {} once it reads the memory no more
-    fetching             FETCH {ticket}, small, too -> LAYOUT {layout, root_hash, digests}; GET {ranges} -> DATA
+    trainer -> worker   HELLO {protocol, ticket}, small, since an unknown caller sends it;
+                        LAYOUT {layout, name, base, share, holders}
+    worker -> trainer   READY {} or ERROR {slug, detail}; PROGRESS {name, bytes_done};
+                        STAGED {name, root_hash} or FAILED {name, detail}; over a Unix socket
+                        RELEASED {} once it no longer reads the memory
+    fetcher -> holder   FETCH {protocol, ticket, name, base}, small, too -> LAYOUT {layout}
+
+Over a Unix socket the trainer then sends MEMORY {size} with the descriptor, FILLED {upto} as bytes become final, and
+END. Over TCP the trainer is a holder from then on, as is every worker that got FETCH:
+
+    holder -> fetcher   HAVE {ranges} of pieces as they come; END {root_hash, digests} once they are known;
+                        PIECE {piece, digests, payload}, or DELTA {piece, digests, hash, payload}
+    fetcher -> holder   GET {ranges}
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,20 +33,14 @@ from typing import Any
 
 PROTOCOL = 3
 HELLO_BYTES = 1 << 10
-"""What the head of a first frame may have: whoever sends it has shown no ticket yet."""
+"""Longest head of a first frame: its sender has shown no ticket yet."""
 CHUNK_BYTES = 1 << 20
-"""What `DATA` carries: whole multiples of this begin a chunk, and only the last one is shorter."""
-LEASE_SECONDS = 30.0
-"""Silence after which the other end counts as dead, and what was begun for it is undone."""
-HOP_SECONDS = 5.0
-"""Silence after which a hop of a chain is skipped."""
-PING_SECONDS = 1.0
-"""How often an end that has nothing to say says so: well within `HOP_SECONDS`."""
+"""Most bytes of one `DATA` frame, between the ranks of a trainer."""
 MAX_HEAD_BYTES = 64 << 20
 MAX_NESTED = 2_100_000
-"""Lists and objects of a head: a layout has two for each tensor, of which it has a million at most."""
+"""Most lists and objects of a head: a layout has two for each tensor, and at most a million tensors."""
 MAX_ITEMS = 12_000_000
-"""Commas of a head: parsed, each costs a hundred bytes."""
+"""Most commas of a head: each parsed item costs a hundred bytes."""
 MAX_PAYLOAD_BYTES = 4 << 20
 
 
@@ -60,10 +63,12 @@ class Kind(IntEnum):
     LAYOUT = 14
     GET = 15
     DELTA = 16
+    HAVE = 17
+    PIECE = 18
 
 
 class TransferError(Exception):
-    """Base of what ends a connection."""
+    """Base of the errors that end a connection."""
 
 
 class Ended(TransferError):
@@ -71,23 +76,19 @@ class Ended(TransferError):
 
 
 class Silent(TransferError):
-    """The other end said nothing, or took nothing, for longer than it may."""
-
-
-class Slow(Silent):
-    """The other end takes so little that it holds up others."""
+    """The other end sent nothing, or took nothing, for longer than the limit."""
 
 
 class Malformed(TransferError):
-    """The other end sent what is no frame, or not the one that is due."""
+    """The other end sent bytes that don't make a frame, or not the expected frame."""
 
 
 class Untrusted(TransferError):
-    """The other end speaks no TLS where it must, or is not who it should be."""
+    """The other end has no TLS where it needs it, or its certificate is not trusted."""
 
 
 class Refused(TransferError):
-    """The other end answered `ERROR`: `slug` says which, `head` has the rest."""
+    """The other end answered `ERROR`: `slug` names the error, `head` has the rest."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         super().__init__(str(head.get("detail") or head.get("slug") or "it gave no reason"))
@@ -97,9 +98,9 @@ class Refused(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What came: `payload` bytes are still to be read (`Connection.read_into`, `skip`).
+    """A received frame: `payload` bytes are still to be read (`Connection.read_into`, `skip`).
 
-    `handle`: the descriptor that came along; who receives the frame closes it.
+    `handle`: the descriptor that came with it; the receiver closes it.
     """
 
     kind: Kind
@@ -111,7 +112,7 @@ class Frame:
         """Return a number of the head.
 
         Raises:
-            Malformed: it is missing, none, or out of bounds.
+            Malformed: it is missing, not a number, or out of bounds.
         """
         value = self.head.get(name)
         if type(value) is not int or not least <= value <= most:
@@ -122,9 +123,66 @@ class Frame:
         """Return a text of the head, or the default if it has none.
 
         Raises:
-            Malformed: it is missing, none, or too long.
+            Malformed: it is missing, not a text, or too long.
         """
         value = self.head.get(name, default)
         if not isinstance(value, str) or len(value) > most:
             raise Malformed(f"{self.kind.name}.{name} must be a text of at most {most} characters")
         return value
+
+
+def fetch_ticket(ticket: str) -> str:
+    """Return the ticket with which other workers fetch what this ticket brings; it doesn't admit a sender."""
+    return hmac.new(ticket.encode(), b"fetch", hashlib.sha256).hexdigest()[:32]
+
+
+FIRST_BYTES = 5
+"""Size of the first bytes of a frame: its kind and the length of its head."""
+
+_FIRST = struct.Struct(">BI")
+
+
+def encode_frame(kind: Kind, head: Mapping[str, Any], payload: int) -> bytes:
+    """Return a frame without its payload.
+
+    Raises:
+        ValueError: The head is too long.
+    """
+    if payload:
+        head = {**head, "payload": payload}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    if len(text) > MAX_HEAD_BYTES or payload > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a {kind.name} of {len(text)} + {payload} bytes is above the bounds")
+    return _FIRST.pack(kind, len(text)) + text
+
+
+def decode_first(first: bytes | bytearray, most: int) -> tuple[Kind, int]:
+    """Return the kind of a frame and the length of its head, from its first bytes.
+
+    Raises:
+        Malformed: The kind does not exist, or the head is longer than `most`.
+    """
+    number, length = _FIRST.unpack(first)
+    if number not in Kind.__members__.values():
+        raise Malformed(f"no frame of kind {number} exists")
+    kind = Kind(number)
+    if length > most:
+        raise Malformed(f"{kind.name} has a head of {length} bytes: {most} are the most")
+    return kind, length
+
+
+def decode_head(kind: Kind, text: bytes | bytearray) -> Mapping[str, Any]:
+    """Return the head of a frame.
+
+    Raises:
+        Malformed: It is not a JSON object, or has more parts than any layout.
+    """
+    if text.count(b"[") + text.count(b"{") > MAX_NESTED or text.count(b",") > MAX_ITEMS:
+        raise Malformed(f"the head of {kind.name} has more parts than any layout")
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"the head of {kind.name} is not JSON") from error
+    if not isinstance(head, dict):
+        raise Malformed(f"the head of {kind.name} is no JSON object")
+    return head

@@ -1,4 +1,4 @@
-"""Whether any other process has memory of ours: the kernel is asked, since a silent process can't be."""
+"""Whether another process has memory of this one: the kernel answers, since a silent process can't."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from collections.abc import Iterator
 
 
 def open_again(handle: int) -> int:
-    """Return another descriptor of this memory, to read it alone; to be closed by who asked.
+    """Return another descriptor of this memory, for reading only; the caller closes it.
 
     Raises:
-        OSError: It can't be opened, or was given up.
+        OSError: It can't be opened, or was closed.
     """
     return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def nobody_has(handle: int) -> bool:
-    """Whether the kernel proves that nobody has this memory by a descriptor of `open_again`, or a mapping of it.
+    """Whether the kernel proves that no process has this memory by a descriptor of `open_again`, or maps it.
 
-    It grants an exclusive lease of a file only if no process, of whatever container, has it open otherwise;
-    what `memfd_create` returned does not count. A kernel that can't tell proves nothing.
+    The kernel grants an exclusive lease of a file only if no process, in any container, has the file open;
+    the descriptor of `memfd_create` does not count. A kernel without leases of memory proves nothing.
     """
     try:
-        with _opened(handle) as probe:
-            with _opened(handle):
-                alone_too = _leased(probe)  # if granted now, its word is worth nothing
-            return not alone_too and _leased(probe)
+        with _opened_again(handle) as probe:
+            with _opened_again(handle):
+                alone_too = _is_leased(probe)  # a lease that is granted here too proves nothing
+            return not alone_too and _is_leased(probe)
     except OSError:
         return False
 
 
 @contextlib.contextmanager
-def _opened(handle: int) -> Iterator[int]:
+def _opened_again(handle: int) -> Iterator[int]:
     made = open_again(handle)
     try:
         yield made
@@ -42,10 +42,10 @@ def _opened(handle: int) -> Iterator[int]:
         os.close(made)
 
 
-def _leased(probe: int) -> bool:
-    """Whether an exclusive lease was granted; it ends with the descriptor."""
+def _is_leased(probe: int) -> bool:
+    """Whether the kernel grants an exclusive lease; it ends with the descriptor."""
     try:
-        # Whoever opens the file meanwhile has the kernel send a signal: by default one that ends the process.
+        # If a process opens the file during the lease, the kernel sends a signal: the default one would end this process.
         fcntl.fcntl(probe, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(probe, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except BlockingIOError:

@@ -1,8 +1,8 @@
 """Where each tensor of a pushed version lies in its memory: planned once, the same at both ends.
 
 Every tensor begins at a multiple of `ALIGN`, so that a view of any dtype is legal and no engine has to
-copy what it could use in place. `layout_id` is the hash of the whole plan: two ends with the same id
-mean the same bytes by the same offsets.
+copy what it could use in place. `layout_id` is the hash of the whole plan: for two ends with the same id,
+an offset refers to the same bytes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Self
+
+from .pieces import PieceMap
 
 ALIGN = 256
 """Every tensor begins at a multiple of this, in bytes."""
@@ -21,7 +24,7 @@ MAX_TENSORS = 1_000_000
 MAX_NAME = 1024
 MAX_DIMENSIONS = 32
 MAX_BYTES = 1 << 48
-"""Of a whole layout: 256 TiB. Beyond it is a wrong number, not a model."""
+"""Largest layout: 256 TiB. A larger number is an error, not a model."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -59,7 +62,7 @@ Named = tuple[str, str, Sequence[int]]
 
 
 class LayoutError(ValueError):
-    """These tensors make no layout; the text names the tensor and what to do."""
+    """These tensors don't make a layout; the text names the tensor and the fix."""
 
     def __init__(self, detail: str, *, tensor: str | None = None) -> None:
         super().__init__(detail)
@@ -86,17 +89,17 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """Offset behind its last byte."""
+        """Offset of the first byte after it."""
         return self.start + self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PushLayout:
-    """See the module; make it with `plan` or `from_json`.
+    """The places of all tensors of a version; make it with `plan` or `from_json`.
 
     Attributes:
         tensors: In the order of their names.
-        nbytes: Size of all, gaps included.
+        nbytes: Size of the memory, gaps included.
         layout_id: Hash over the ordered (name, dtype, shape, start).
     """
 
@@ -106,7 +109,7 @@ class PushLayout:
 
     @classmethod
     def plan(cls, entries: Iterable[Named]) -> Self:
-        """Give each tensor a place.
+        """Place the tensors one after the other, in the given order.
 
         Raises:
             LayoutError: A name came twice, or a dtype, shape or size is impossible.
@@ -117,38 +120,42 @@ class PushLayout:
                 raise LayoutError(
                     f"the tensor {name!r} came twice: publish each name once", tensor=name
                 )
-            specs[name] = (dtype, tuple(shape), _nbytes(name, dtype, shape))
+            specs[name] = (dtype, tuple(shape), _tensor_nbytes(name, dtype, shape))
             if len(specs) > MAX_TENSORS:
                 raise LayoutError(f"more than {MAX_TENSORS} tensors: publish one model at a time")
         placed, end = [], 0
-        for name in sorted(specs):
-            dtype, dimensions, nbytes = specs[name]
+        for name, (dtype, dimensions, nbytes) in specs.items():
             placed.append(Placed(name, dtype, dimensions, end, nbytes))
-            end += aligned(nbytes)
-        return cls._made(tuple(placed), end)
+            end += align_size(nbytes)
+        return cls._make_layout(tuple(sorted(placed, key=lambda each: each.name)), end)
 
     @classmethod
     def from_json(cls, value: object) -> Self:
         """Return the layout that another process described.
 
         Raises:
-            LayoutError: It is none: overlaps, wrong sizes, unknown dtypes, an id of another plan.
+            LayoutError: It is not a valid layout: overlaps, wrong sizes, unknown dtypes, an id of another plan.
         """
         body = value if isinstance(value, Mapping) else {}
         rows = body.get("tensors")
         if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
             raise LayoutError(f"a layout names its tensors in a list of at most {MAX_TENSORS}")
-        placed = tuple(map(_row, rows))
+        placed = tuple(map(_read_row, rows))
         size = _check_places(placed, body.get("bytes"))
-        made = cls._made(placed, size)
+        made = cls._make_layout(placed, size)
         if body.get("layout_id") != made.layout_id:
             raise LayoutError(
                 f"the layout is {made.layout_id}, not {body.get('layout_id')!r} as it says of itself"
             )
         return made
 
+    @cached_property
+    def pieces(self) -> PieceMap:
+        """How its bytes are cut for transfers."""
+        return PieceMap(self.tensors)
+
     @classmethod
-    def _made(cls, tensors: tuple[Placed, ...], nbytes: int) -> Self:
+    def _make_layout(cls, tensors: tuple[Placed, ...], nbytes: int) -> Self:
         if nbytes > MAX_BYTES:
             raise LayoutError(f"{nbytes} bytes are more than any worker can hold")
         return cls(tensors, nbytes, _layout_id(tensors))
@@ -173,18 +180,18 @@ class PushLayout:
 
 
 def layer_of(name: str) -> str:
-    """Return the first part of a tensor's name with a number, else nothing: what is converted together lies in one layer."""
+    """Return a tensor's name up to its first number, else an empty text: tensors that are converted together share it."""
     found = _LAYER.match(name)
     return found[0] if found else ""
 
 
-def aligned(nbytes: int) -> int:
+def align_size(nbytes: int) -> int:
     """Return a size rounded up to `ALIGN`."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def _nbytes(name: object, dtype: object, shape: object) -> int:
-    """Return the size of a tensor, which must be a possible one."""
+def _tensor_nbytes(name: object, dtype: object, shape: object) -> int:
+    """Return the size of a tensor in bytes; refuse impossible names, dtypes and shapes."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise LayoutError(
             f"a tensor's name has 1 to {MAX_NAME} printable characters, not {str(name)[:80]!r}"
@@ -194,7 +201,11 @@ def _nbytes(name: object, dtype: object, shape: object) -> int:
         raise LayoutError(
             f"tensor {name!r} has the dtype {dtype!r}: use one of {known}", tensor=name
         )
-    if not isinstance(shape, Sequence) or len(shape) > MAX_DIMENSIONS or not all(map(_size, shape)):
+    if (
+        not isinstance(shape, Sequence)
+        or len(shape) > MAX_DIMENSIONS
+        or not all(map(_is_size, shape))
+    ):
         raise LayoutError(
             f"tensor {name!r}: a shape has at most {MAX_DIMENSIONS} dimensions, each 0 or more",
             tensor=name,
@@ -207,16 +218,16 @@ def _nbytes(name: object, dtype: object, shape: object) -> int:
     return nbytes
 
 
-def _size(value: object) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
 
 
-def _row(row: object) -> Placed:
+def _read_row(row: object) -> Placed:
     if not isinstance(row, list) or len(row) != 4:
         raise LayoutError("a tensor of a layout is [name, dtype, shape, start]")
     name, dtype, shape, start = row
-    nbytes = _nbytes(name, dtype, shape)
-    if not _size(start) or start % ALIGN:
+    nbytes = _tensor_nbytes(name, dtype, shape)
+    if not _is_size(start) or start % ALIGN:
         raise LayoutError(
             f"tensor {name!r} begins at {start!r}: it must be a multiple of {ALIGN}", tensor=name
         )
@@ -224,7 +235,7 @@ def _row(row: object) -> Placed:
 
 
 def _check_places(tensors: Sequence[Placed], size: object) -> int:
-    """Refuse what is out of order, overlaps, or doesn't end where it says; return where it ends."""
+    """Refuse tensors that are out of order or overlap, and a wrong total size; return the total size."""
     for before, after in pairwise(tensors):
         if before.name >= after.name:
             raise LayoutError(
@@ -237,9 +248,11 @@ def _check_places(tensors: Sequence[Placed], size: object) -> int:
         if each.start < end:
             raise LayoutError(f"tensor {each.name!r} overlaps another one", tensor=each.name)
         end = each.end
-    if not _size(size) or size != aligned(end):
-        raise LayoutError(f"the tensors take {aligned(end)} bytes, not {size!r} as the layout says")
-    return aligned(end)
+    if not _is_size(size) or size != align_size(end):
+        raise LayoutError(
+            f"the tensors take {align_size(end)} bytes, not {size!r} as the layout says"
+        )
+    return align_size(end)
 
 
 def _layout_id(tensors: Iterable[Placed]) -> str:

@@ -1,7 +1,7 @@
 """Memory that a GPU reads and writes at full speed: page-locked for CUDA's driver, as long as it is needed.
 
-Memory that isn't passes through a buffer of the driver, at a third of the speed and less. `torch` is
-not needed here.
+Other memory passes through a buffer of the driver, at a third of the speed or less. `torch` is not
+needed here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT."""
 
 _told: set[int] = set()
-"""Errors of the driver that were logged: one version after the other would say the same."""
+"""Errors of the driver that were logged: each is logged once, not for every version."""
 
 
-def lock(address: int, nbytes: int, *, driver: Any | None = None) -> Callable[[], None] | None:
-    """Lock pages of this process, for the calling thread's context of CUDA.
+def lock_pages(
+    address: int, nbytes: int, *, driver: Any | None = None
+) -> Callable[[], None] | None:
+    """Lock pages of this process, for the CUDA context of the calling thread.
 
-    The driver's own interface leaves no error behind for somebody else's next call, as the runtime's
-    does: memory that it can't lock is only slower.
+    It calls the driver's interface, since an error of the runtime's interface would appear in the next call
+    of other code. Memory that can't be locked is only slower.
 
     Args:
         address: Where it begins.
@@ -35,9 +37,9 @@ def lock(address: int, nbytes: int, *, driver: Any | None = None) -> Callable[[]
         driver: CUDA's; None: this machine's.
 
     Returns:
-        What undoes that, which must come before the memory goes, in any thread; None: it isn't locked.
+        A function that unlocks the pages, to be called before the memory is freed, in any thread; None: they are not locked.
     """
-    found = driver or _driver()
+    found = driver or _cuda_driver()
     if found is None or not nbytes:
         return None
     context = ctypes.c_void_p()
@@ -59,8 +61,8 @@ def lock(address: int, nbytes: int, *, driver: Any | None = None) -> Callable[[]
         return None
 
     def undo() -> None:
-        # A thread without a context may be the one that gives the memory back, and pages that stay
-        # locked are read by the driver even if others have come to their address.
+        # A thread without a context may free the memory. Pages that stayed locked would be read by the driver
+        # even after other memory is mapped at their address.
         found.cuCtxPushCurrent_v2(context)
         error = found.cuMemHostUnregister(ctypes.c_void_p(address))
         found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
@@ -70,7 +72,7 @@ def lock(address: int, nbytes: int, *, driver: Any | None = None) -> Callable[[]
     return undo
 
 
-def _driver() -> Any | None:
+def _cuda_driver() -> Any | None:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,7 @@
 """Deltas by `delta.c`, which `hack/hatch_build.py` compiles for wheels, images and editable installs.
 
-It has no part in Python's own interface, so that one library serves every version of it. Calls run
-beside other threads: ctypes lets go of the interpreter. numpy lends the addresses and the memory.
+The library doesn't use Python's C API, so one library serves every version of Python. ctypes releases the
+interpreter's lock, so other threads run during a call. numpy provides the addresses and the memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .vectors import BLOCK_WORDS, DeltaError, most_words, packed, read
-from .vectors import apply as apply_slowly
+from .vectors import BLOCK_WORDS, DeltaError, most_words, pack_delta, read_delta
+from .vectors import apply_words as apply_slowly
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABI = 1
-"""Of `delta.c`: an editable install may hold a library of older code."""
+"""Version of the interface of `delta.c`: an editable install may hold a library of older code."""
 _GROUP = 64
-"""Room beyond `most`, see `delta.c`."""
+"""Words of the buffer beyond `most`, as `delta.c` needs them."""
 
 
-def load(path: Path, abi: int = ABI) -> ctypes.CDLL | None:
-    """Open the library, if it is there and may be used by this code; if not, the log says why."""
+def load_library(path: Path, abi: int = ABI) -> ctypes.CDLL | None:
+    """Load the library if it exists and this code can use it; else log why not and return None."""
     if not path.exists():
         return None
     try:
@@ -49,19 +49,19 @@ def load(path: Path, abi: int = ABI) -> ctypes.CDLL | None:
     return library
 
 
-LIBRARY = load(Path(__file__).with_name("libdelta.so"))
-"""The library; None: numpy does it."""
+LIBRARY = load_library(Path(__file__).with_name("libdelta.so"))
+"""The library; None: numpy finds and applies deltas."""
 
 
-def encode(
+def encode_natively(
     library: ctypes.CDLL, base: memoryview | bytes, new: memoryview | bytes, most: float | None
 ) -> bytes | None:
-    """Return what turns one run of bytes into another one, see `delta.encode`."""
+    """Return what turns one run of bytes into another one; as `delta.encode_delta`."""
     import numpy as np
 
     words = len(new) // 2
     left = min(most_words(base, new, most), words)
-    before, after = _bytes(base), _bytes(new)  # these hold the buffers as long as the call lasts
+    before, after = _as_bytes(base), _as_bytes(new)  # they keep the buffers alive during the call
     counts = np.empty(-(-words // BLOCK_WORDS), dtype="<u4")
     offsets, values = np.empty((2, max(left, 0) + _GROUP), dtype="<u2")
     total = library.rollout_delta_find(
@@ -70,22 +70,23 @@ def encode(
     )
     if total < 0:
         return None
-    return packed(counts, [offsets[:total]], [values[:total]], new)
+    return pack_delta(counts, [offsets[:total]], [values[:total]], new)
 
 
-def apply(library: ctypes.CDLL, delta: memoryview | bytes, memory: memoryview) -> None:
-    """Write a delta into the bytes that it was made for, see `delta.apply`."""
-    source, place = _bytes(delta), _bytes(memory)
-    if not place.flags.writeable:  # C would not ask
+def apply_natively(library: ctypes.CDLL, delta: memoryview | bytes, memory: memoryview) -> None:
+    """Apply a delta to the bytes that it was made for; as `delta.apply_delta`."""
+    source, place = _as_bytes(delta), _as_bytes(memory)
+    if not place.flags.writeable:  # C code would write it all the same
         apply_slowly(delta, memory)
         return
     if library.rollout_delta_apply(source.ctypes.data, len(source), place.ctypes.data, len(place)):
         return
-    read(delta, *divmod(len(memory), 2))  # says why
-    raise DeltaError("this is no delta of these bytes")
+    del place  # the traceback would keep the memory from being freed
+    read_delta(delta, *divmod(len(memory), 2))  # says why
+    raise DeltaError("this is not a delta of these bytes")
 
 
-def _bytes(of: memoryview | bytes) -> npt.NDArray[np.uint8]:
+def _as_bytes(of: memoryview | bytes) -> npt.NDArray[np.uint8]:
     import numpy as np
 
     there: npt.NDArray[Any] = np.frombuffer(of, dtype=np.uint8, count=len(of))

@@ -10,7 +10,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_of(path: str) -> str | None:
-    """Return what only processes say that reach the same socket at this path; None: it is no socket.
+    """Return an id that two processes share only if this path is the same socket for both; None: it is not a socket.
 
     It is the kernel's boot id with the device and inode of the socket.
     """

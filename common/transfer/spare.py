@@ -1,4 +1,4 @@
-"""Received memory that nobody reads any more, kept for the next version: its pages are there already."""
+"""Received memory that nothing reads any more, kept for the next version: its pages are allocated already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .arena import Slot
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Memory that was used before.
+    """A slot that was used before.
 
     Attributes:
         slot: The memory.
@@ -22,9 +22,9 @@ class Used:
 
 
 class Spare:
-    """See the module: at most one slot. Any thread may use it.
+    """At most one slot that waits for the next version; safe for several threads.
 
-    It takes no lock, for what is freed may be freed wherever Python collects garbage.
+    It takes no lock, since the garbage collector may call it at any point.
     """
 
     def __init__(self) -> None:
@@ -32,34 +32,34 @@ class Spare:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """Bytes of the memory that it holds."""
         return sum(used.slot.size for used in tuple(self._there))
 
-    def put(self, used: Used) -> None:
-        """Keep memory that nobody reads or writes any more, in the place of what was kept."""
+    def keep_memory(self, used: Used) -> None:
+        """Keep memory that nothing reads or writes any more, and free what was kept before."""
         self._there.append(used)
         while len(self._there) > 1:
-            self._pop()
+            self._drop_oldest()
 
-    def take(self, size: int) -> Used | None:
-        """Return memory of this very size, if there is some; other memory is given up."""
-        used = self._next()
+    def take_memory(self, size: int) -> Used | None:
+        """Return the kept memory if it has exactly this size; else free it and return None."""
+        used = self._take_oldest()
         if used is None or used.slot.size == size:
             return used
         used.slot.close()
         return None
 
-    def drop(self) -> None:
-        """Give it up."""
+    def drop_memory(self) -> None:
+        """Free the kept memory."""
         while self._there:
-            self._pop()
+            self._drop_oldest()
 
-    def _pop(self) -> None:
-        used = self._next()
+    def _drop_oldest(self) -> None:
+        used = self._take_oldest()
         if used is not None:
             used.slot.close()
 
-    def _next(self) -> Used | None:
+    def _take_oldest(self) -> Used | None:
         try:
             return self._there.popleft()
         except IndexError:  # another thread was faster

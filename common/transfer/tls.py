@@ -1,31 +1,25 @@
-"""TLS on the connections that carry weights: one end of it, and whom it trusts.
+"""TLS on the connections that carry weights: the session of one end, and what it trusts.
 
-The session lives in memory and the socket stays a plain one: it blocks, is polled and interrupted as any
-other, and one thread may read while another one writes, which `ssl.SSLSocket` does not allow. All
-workers of a pool have one certificate, or certificates of one issuer, for the same name: they are
-reached by address. Standard library only: the client uses it, too.
+The session works on memory buffers and the socket stays a plain one, so that without TLS a stream reads directly into
+the place of a piece. All workers of a pool have one certificate, or certificates of one issuer, for the same name,
+since callers reach them by address. Standard library only, since the client uses it, too.
 """
 
 from __future__ import annotations
 
-import socket
 import ssl
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 TLS_NAME = "rollout-worker"
-"""What the certificates of all workers are for, as in `rollout_operator.api.names.CONTROL_TLS_NAME`."""
+"""The name in the certificates of all workers, as in `rollout_operator.api.names.CONTROL_TLS_NAME`."""
 HANDSHAKE = 0x16
-"""How a connection begins that speaks TLS; no frame of a sender's begins so."""
+"""First byte of a TLS connection; no frame of a sender begins with it."""
 READ_BYTES = 256 << 10
-"""What is taken from the socket at once."""
+"""How many bytes one read of the socket takes."""
 WRITE_BYTES = 128 << 10
-"""What is encrypted at once: it stays in the processor's cache until it is sent."""
-RECORD_BYTES = 16 << 10
-"""The most that TLS decrypts at once."""
+"""How many bytes are encrypted at once: they stay in the processor's cache until they are sent."""
 
 _NO_TLS = {
     "WRONG_VERSION_NUMBER",
@@ -35,13 +29,13 @@ _NO_TLS = {
 }
 
 
-_SPEAKS_NONE = "it speaks no TLS on this port: is it a worker with --weights-tls required?"
+SPEAKS_NO_TLS = "it speaks no TLS on this port: is it a worker with --weights-tls required?"
 _FIXES = {10: "renew it", 62: f"have it issued for the name {TLS_NAME}"}
-"""By OpenSSL's number of what is wrong with a certificate: expired, for another name."""
+"""The fix by OpenSSL's error number: the certificate has expired, or is for another name."""
 
 
 class TlsFailed(Exception):
-    """The other end speaks no TLS, or is not who it should be."""
+    """The other end has no TLS, or its certificate is not trusted."""
 
 
 class TlsEnded(Exception):
@@ -50,10 +44,10 @@ class TlsEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom a connection that is made trusts.
+    """What an outgoing connection trusts.
 
     Attributes:
-        context: With the issuer's certificates.
+        context: Has the issuer's certificates.
         fix: What to do about a certificate that isn't trusted.
     """
 
@@ -62,19 +56,19 @@ class Trust:
 
 
 Mark = tuple[int, int] | None
-"""Of a file: which one it is and when it was written; None: there is none."""
+"""Identity of a file: its inode and when it was written; None: the file doesn't exist."""
 
 
 def marks_of(certificate: Path) -> tuple[Mark, ...]:
     """Return what changes when a certificate or its issuer's is renewed."""
-    return tuple(map(_mark, _files(certificate)))
+    return tuple(map(_file_mark, _certificate_files(certificate)))
 
 
-def _files(certificate: Path) -> tuple[Path, Path]:
+def _certificate_files(certificate: Path) -> tuple[Path, Path]:
     return certificate, certificate.parent / "ca.crt"
 
 
-def _mark(file: Path) -> Mark:
+def _file_mark(file: Path) -> Mark:
     try:
         found = file.stat()
     except FileNotFoundError:
@@ -82,143 +76,96 @@ def _mark(file: Path) -> Mark:
     return found.st_ino, found.st_mtime_ns
 
 
-def trusting(certificate: Path) -> ssl.SSLContext:
-    """Return what trusts a worker's own certificate, and who issued it: `ca.crt` beside it.
+def trusting_context(certificate: Path) -> ssl.SSLContext:
+    """Return a context that trusts a worker's own certificate and its issuer's: `ca.crt` in the same folder.
 
     Raises:
         OSError: A file can't be used.
     """
     context = ssl.create_default_context()
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    own, issuer = _files(certificate)
+    own, issuer = _certificate_files(certificate)
     context.load_verify_locations(own)
     if issuer.exists():
         context.load_verify_locations(issuer)
     return context
 
 
-class Session:
-    """TLS over a socket that somebody else owns. One thread reads; writes are the caller's to order.
+class TlsSession:
+    """TLS for a connection whose socket its owner reads and writes.
 
     Args:
-        sock: Connected; it blocks, with timeouts.
-        context: Of this end.
-        name: What the other end's certificate must be for; None: this end is the server.
+        context: This end's TLS context.
+        name: The name that the other end's certificate must have; None: this end is the server.
     """
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
-        self._sock = sock
+    def __init__(self, context: ssl.SSLContext, name: str | None) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._in, self._out, server_side=name is None, server_hostname=name
         )
-        # OpenSSL's session is no place for two threads at once; nothing waits while it is held.
-        self._lock = threading.Lock()
-        self._cipher = memoryview(bytearray(READ_BYTES))
-        self._plain = memoryview(bytearray(RECORD_BYTES))
-        self._begin = self._end = 0
 
-    def shake_hands(self, seconds: float, fix: str = "") -> None:
-        """Agree with the other end.
+    def shake_hands(self, fix: str = "") -> bool:
+        """Continue the handshake; return whether it is complete. The caller sends `take_pending` in any case.
 
         Args:
-            seconds: Deadline.
             fix: What to do about a certificate that isn't trusted.
 
         Raises:
-            TlsFailed: It speaks no TLS, one of both does not trust the other, or it takes too long.
-            OSError: The connection is broken; BlockingIOError: nothing came in time.
+            TlsFailed: The other end has no TLS, or one end does not trust the other.
         """
-        until = time.monotonic() + seconds
         try:
-            while True:
-                try:
-                    self._tls.do_handshake()
-                    return self._flush()
-                except ssl.SSLWantReadError:
-                    self._flush()
-                if time.monotonic() > until or not self.pull():
-                    raise TlsFailed(_SPEAKS_NONE)
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
         except ssl.SSLError as error:
-            self._flush()  # tells the other end why
-            raise TlsFailed(_reason(error, fix)) from error
+            raise TlsFailed(_explain_tls(error, fix)) from error
+        return True
 
-    def _flush(self) -> None:
-        if self._out.pending:
-            self._sock.sendall(self._out.read())
+    def take_pending(self) -> bytes:
+        """Return the encrypted bytes that are to be sent."""
+        return self._out.read()
 
-    def encrypted(self, *parts: bytes | memoryview) -> Iterator[bytes]:
-        """Yield what is to be sent for these, in this order and before what any later call yields."""
+    def encrypt_parts(self, *parts: bytes | memoryview) -> Iterator[bytes]:
+        """Yield the encrypted bytes of these parts; send them in this order, before those of a later call."""
         for part in parts:
             for begin in range(0, len(part), WRITE_BYTES):
-                with memoryview(part)[begin : begin + WRITE_BYTES] as piece, self._lock:
+                with memoryview(part)[begin : begin + WRITE_BYTES] as piece:
                     done = 0
                     while done < len(piece):
                         with piece[done:] as rest:
                             done += self._tls.write(rest)
-                    cipher = self._out.read()
-                yield cipher
+                yield self._out.read()
 
-    def pull(self, flags: int = 0) -> bool:
-        """Take what the socket has; False: it has ended.
+    def feed_cipher(self, cipher: bytes | memoryview) -> None:
+        """Take encrypted bytes that came over the socket."""
+        self._in.write(cipher)
 
-        Raises:
-            OSError: It is broken; BlockingIOError: there is nothing.
-        """
-        count = self._sock.recv_into(self._cipher, 0, flags)
-        with self._cipher[:count] as taken, self._lock:
-            self._in.write(taken)
-        return count > 0
-
-    def read(self, view: memoryview) -> int:
-        """Return how many bytes were put there, at least one; waits for the socket.
+    def decrypt_into(self, view: memoryview) -> int:
+        """Decrypt into a buffer; return how many bytes; 0: more has to come over the socket.
 
         Raises:
-            TlsEnded: There are no more.
-            OSError: As `pull`.
+            TlsEnded: The other end has closed the connection.
         """
-        if self._begin < self._end:
-            count = min(len(view), self._end - self._begin)
-            view[:count] = self._plain[self._begin : self._begin + count]
-            self._begin += count
-            return count
-        while not (count := self._decrypted(view)):
-            if not self.pull():
-                raise TlsEnded
-        return count
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is something to read without the socket.
-
-        Raises:
-            TlsEnded: There are no more bytes.
-        """
-        if self._begin == self._end:
-            self._begin, self._end = 0, self._decrypted(self._plain)
-        return self._begin < self._end
-
-    def _decrypted(self, view: memoryview) -> int:
-        with self._lock:
-            try:
-                count = self._tls.read(len(view), view)
-            except ssl.SSLWantReadError:
-                return 0
-            except ssl.SSLError as error:
-                raise TlsEnded(_reason(error, "")) from error
+        try:
+            count = self._tls.read(len(view), view)
+        except ssl.SSLWantReadError:
+            return 0
+        except ssl.SSLError as error:
+            raise TlsEnded(_explain_tls(error, "")) from error
         if not count:
             raise TlsEnded
         return int(count)
 
 
-def _reason(error: ssl.SSLError, fix: str) -> str:
-    """Return what went wrong in words that name the fix."""
+def _explain_tls(error: ssl.SSLError, fix: str) -> str:
+    """Return what went wrong as a text that names the fix."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why, mend = error.verify_message.rstrip("."), _FIXES.get(error.verify_code, fix)
         return f"its certificate is not trusted ({why}){': ' + mend if mend else ''}"
     reason = error.reason or "it has closed the connection"
     if reason in _NO_TLS:
-        return _SPEAKS_NONE
+        return SPEAKS_NO_TLS
     words = reason.replace("_", " ").lower()
     if "alert" in words and any(word in words for word in ("ca", "certificate", "unknown")):
         return f"it does not trust the certificate that it was shown ({words})"

@@ -1,12 +1,12 @@
-"""Deltas by numpy: what a delta is, how one is read, and what does it wherever `native` is not.
+"""Deltas by numpy: defines the format, reads deltas, and finds and applies them where `native` is missing.
 
-Bytes count as words of two, since a trainer's update leaves most words of a 16-bit model as they were.
-Blocks have 64 Ki words, so that the offset of a word takes two bytes, too. A delta holds *new* values:
-applied twice it is the same as once, and it may be applied to a run that has some of them already.
+A delta counts words of two bytes, since a trainer's update leaves most words of a 16-bit model unchanged.
+Blocks have 64 Ki words, so that the offset of a word takes two bytes, too. A delta holds *new* values: to
+apply it twice is the same as once, and it may be applied to a run that has some of them already.
 
     u32 blocks | u32 index, u32 count for each | u16 offsets | u16 values | the last byte, if the size is odd
 
-all little-endian; blocks and the offsets within one ascend. numpy is imported by the functions that need it.
+All numbers are little-endian; blocks ascend, and so do the offsets within one. The functions that need numpy import it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ BLOCK_BYTES = 2 * BLOCK_WORDS
 
 _FOUR, _EIGHT = 4, 8
 _SPARSE = 0.02
-"""Share of the words that differ below which it is faster to compare four at once, then those that were unequal."""
+"""If a smaller share of the words differs, it is faster to compare four at once and then the words of unequal ones."""
 _PIECE_BLOCKS = 8
 _PIECE_WORDS = _PIECE_BLOCKS * BLOCK_WORDS
-"""What is worked on at once: what numpy takes for it comes from memory that it has already."""
+"""How many words are processed at once: numpy takes its temporary arrays from memory that it has already."""
 _HEAD = struct.Struct("<I")
 _own = threading.local()
 
 
 class DeltaError(ValueError):
-    """This is no delta of these bytes; the text says why. Nothing was written."""
+    """This is not a delta of these bytes; the text says why. Nothing was written."""
 
 
-def encode(base: memoryview | bytes, new: memoryview | bytes, most: float | None) -> bytes | None:
-    """Return what turns one run of bytes into another one, see `delta.encode`."""
+def encode_words(
+    base: memoryview | bytes, new: memoryview | bytes, most: float | None
+) -> bytes | None:
+    """Return what turns one run of bytes into another one; as `delta.encode_delta`."""
     import numpy as np
 
     left = most_words(base, new, most)
@@ -53,7 +55,7 @@ def encode(base: memoryview | bytes, new: memoryview | bytes, most: float | None
     sparse, total = True, 0
     for begin in range(0, words, _PIECE_WORDS):
         piece = after[begin : begin + _PIECE_WORDS]
-        changed = _changed(before[begin : begin + _PIECE_WORDS], piece, left, sparse=sparse)
+        changed = _changed_words(before[begin : begin + _PIECE_WORDS], piece, left, sparse=sparse)
         if changed is None:
             return None
         places, found = changed
@@ -63,15 +65,15 @@ def encode(base: memoryview | bytes, new: memoryview | bytes, most: float | None
         total += len(places)
         offsets.append(places.astype("<u2"))  # the lower half: where in its block
         values.append(found)
-    return packed(np.diff(np.concatenate(([0], *ends))), offsets, values, new)
+    return pack_delta(np.diff(np.concatenate(([0], *ends))), offsets, values, new)
 
 
-def apply(delta: memoryview | bytes, memory: memoryview) -> None:
-    """Write a delta into the bytes that it was made for, see `delta.apply`."""
+def apply_words(delta: memoryview | bytes, memory: memoryview) -> None:
+    """Apply a delta to the bytes that it was made for; as `delta.apply_delta`."""
     import numpy as np
 
     words, odd = divmod(len(memory), 2)
-    index, counts, offsets, values = read(delta, words, odd)
+    index, counts, offsets, values = read_delta(delta, words, odd)
     there = np.frombuffer(memory, dtype="<u2", count=words)
     places = np.repeat(index * BLOCK_WORDS, counts)
     places += offsets
@@ -81,7 +83,7 @@ def apply(delta: memoryview | bytes, memory: memoryview) -> None:
 
 
 def most_words(base: memoryview | bytes, new: memoryview | bytes, most: float | None) -> int:
-    """Return how many words a delta may have: each takes four bytes of it, and two of what it covers.
+    """Return how many words a delta may have: each takes four bytes of the delta and covers two.
 
     Raises:
         ValueError: The versions have different sizes.
@@ -92,10 +94,10 @@ def most_words(base: memoryview | bytes, new: memoryview | bytes, most: float | 
     return size // 2 if most is None else int(most * size / 4)
 
 
-def packed(
+def pack_delta(
     count: Count, offsets: list[Words], values: list[Words], new: memoryview | bytes
 ) -> bytes:
-    """Return the delta that has so many words in each block, there and of these values."""
+    """Return a delta: how many words change in each block, their offsets and their new values."""
     import numpy as np
 
     index = np.flatnonzero(count)
@@ -105,40 +107,40 @@ def packed(
     return b"".join((_HEAD.pack(len(index)), *parts, last))
 
 
-def _changed(
+def _changed_words(
     before: Words, after: Words, most: int, *, sparse: bool
 ) -> tuple[Places, Words] | None:
-    """Return where words differ, in order, and what they are now; None: at more than `most` places.
+    """Return the ascending places of words that differ, and their new values; None: more than `most` differ.
 
-    `sparse`: whether few are expected, so that four words are best compared as one number.
+    `sparse`: whether few are expected, so that it is faster to compare four words as one number.
     """
     import numpy as np
 
     if not sparse:
-        places = _unequal(before, after, most)
+        places = _unequal_places(before, after, most)
         return None if places is None else (places, after.take(places))
     end = len(after) // _FOUR * _FOUR
     old, new = before[:end].view("<u8"), after[:end].view("<u8")
-    fours = _unequal(old, new, most)
+    fours = _unequal_places(old, new, most)
     if fours is None:
         return None
     words = new.take(fours).view("<u2")
     within = (old.take(fours).view("<u2") != words).nonzero()[0]
-    places, values = _unfold(fours, within, _FOUR), words.take(within)
+    places, values = _unfold_rows(fours, within, _FOUR), words.take(within)
     if end < len(after):
         rest = end + (before[end:] != after[end:]).nonzero()[0]
         places, values = np.append(places, rest), np.append(values, after[rest])
     return (places, values) if len(places) <= most else None
 
 
-def _unequal(before: npt.NDArray[Any], after: npt.NDArray[Any], most: int) -> Places | None:
-    """Return where numbers differ, in order; None: at more than `most` places.
+def _unequal_places(before: npt.NDArray[Any], after: npt.NDArray[Any], most: int) -> Places | None:
+    """Return the ascending places of numbers that differ; None: more than `most` differ.
 
-    Eight results of the comparison are one number: with few changes most of these are 0 and looked at once.
+    Eight results of the comparison count as one number: with few changes most of these are 0 and need one look.
     """
     import numpy as np
 
-    differ = _scratch(-(-len(after) // _EIGHT) * _EIGHT)
+    differ = _scratch_memory(-(-len(after) // _EIGHT) * _EIGHT)
     np.not_equal(before, after, out=differ[: len(after)])
     differ[len(after) :] = False
     by_eight = differ.view(np.uint64)
@@ -146,11 +148,11 @@ def _unequal(before: npt.NDArray[Any], after: npt.NDArray[Any], most: int) -> Pl
     if len(rows) > most:
         return None
     within = by_eight.take(rows).view(bool).nonzero()[0]
-    return _unfold(rows, within, _EIGHT) if len(within) <= most else None
+    return _unfold_rows(rows, within, _EIGHT) if len(within) <= most else None
 
 
-def _unfold(rows: Places, within: Places, width: int) -> Places:
-    """Return the places in what has rows of this width, a power of two: `within` are those in the chosen rows."""
+def _unfold_rows(rows: Places, within: Places, width: int) -> Places:
+    """Return flat places from places `within` the chosen rows; `width`: of a row, a power of two."""
     shift = width.bit_length() - 1  # numpy divides ten times slower
     places = rows.take(within >> shift)
     places <<= shift
@@ -158,8 +160,8 @@ def _unfold(rows: Places, within: Places, width: int) -> Places:
     return places
 
 
-def _scratch(size: int) -> npt.NDArray[np.bool_]:
-    """Return memory of this thread, used again and again: fresh pages cost more than the comparison."""
+def _scratch_memory(size: int) -> npt.NDArray[np.bool_]:
+    """Return a buffer of this thread, which is reused: fresh pages cost more than the comparison."""
     import numpy as np
 
     there: npt.NDArray[np.bool_] | None = getattr(_own, "differ", None)
@@ -168,11 +170,13 @@ def _scratch(size: int) -> npt.NDArray[np.bool_]:
     return there[:size]
 
 
-def read(delta: memoryview | bytes, words: int, odd: int) -> tuple[Places, Places, Words, Words]:
-    """Return blocks, how many words of each change, where in it, and to what.
+def read_delta(
+    delta: memoryview | bytes, words: int, odd: int
+) -> tuple[Places, Places, Words, Words]:
+    """Return the blocks, how many words of each change, their offsets and their new values.
 
     Raises:
-        DeltaError: It is none, or would write elsewhere.
+        DeltaError: It is not a delta, or would write outside of the bytes.
     """
     import numpy as np
 
@@ -197,7 +201,7 @@ def read(delta: memoryview | bytes, words: int, odd: int) -> tuple[Places, Place
 
 
 def _check_places(index: Places, counts: Places, offsets: Words, words: int) -> None:
-    """Refuse words that are out of order, and so words that come twice, and what lies outside."""
+    """Refuse words that are out of order, that come twice, or that lie outside."""
     rising = offsets[1:] > offsets[:-1]
     rising[counts.cumsum()[:-1] - 1] = True  # where a block begins
     if not rising.all() or not (index[1:] > index[:-1]).all():

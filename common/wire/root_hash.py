@@ -55,7 +55,7 @@ def leaf_spans(nbytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + LEAF_BYTES, nbytes)
 
 
-def hash_leaf(content: memoryview | bytes) -> bytes:
+def hash_leaf(content: memoryview | bytes | bytearray) -> bytes:
     """Return the digest of one leaf. Other threads run until it is done: the interpreter's lock is released."""
     import xxhash
 

@@ -163,9 +163,9 @@ class TransportSpec(ApiModel):
             ),
         ),
     )
-    """Most bytes a second, such as 500M, that a worker sends of weights to others: to the next of a
-    chain, to joiners and to the other nodes of its replica together. If unset, no limit. A change
-    replaces the pods."""
+    """Most bytes a second, such as 500M, that a worker sends of weights to others: to replicas that
+    get the same version, to joiners and to the other nodes of its replica together. If unset, no
+    limit. A change replaces the pods."""
     gang_fetch: Literal["Needed", "All"] = "Needed"
     """What the nodes of a replica take of pushed weights. Needed: what their ranks read, as far as
     that was seen. All: everything, for a model whose loader changes its mind. A change replaces the

@@ -338,7 +338,12 @@ async def test_a_pool_made_again_waits_for_the_pods_before_it(lab: PoolLab) -> N
     writes = lab.writes()
     refused = [w for w in writes if w.verb == "create" and w.code == 409]
     assert len(refused) <= 6, "what is known to be taken is not tried again and again"
-    assert sum(w.verb == "create" and w.code == 201 for w in writes) == 6
+    created = [w.resource for w in writes if w.verb == "create" and w.code == 201]
+    assert created.count("pods") == 4
+    # A busy operator may learn that the former pool's Services are gone before it learns that the pool is: those that it
+    # makes for that one go with it, and are made once more for the new pool.
+    assert 2 <= created.count("services") <= 4
+    assert set(created) == {"pods", "services"}
 
 
 async def test_nothing_is_made_for_a_pool_that_is_gone(lab: PoolLab) -> None:

@@ -66,7 +66,7 @@ def test_pushed_weights_serve_as_files_do(
     transfer = StagedWeights.model_validate(answer.json()).transfer
     assert transfer is not None
     with trainer(transfer, given, way) as end:
-        end.connection.keep_alive()
+        end.keep_alive()
         end.whole(transfer)
         told = end.answer()
         assert told.kind is Kind.STAGED, told.head
@@ -134,14 +134,12 @@ def brought(
     transfer = StagedWeights.model_validate(answer.json()).transfer
     assert transfer is not None
     with trainer(transfer, given, "tcp") as end:
-        end.connection.keep_alive()
+        end.keep_alive()
         if base is None:
             end.whole(transfer)
         else:
-            end.hello(transfer, base=pushed["base"])
-            assert end.ready() == []
-            end.deltas(base)
-            end.end()
+            end.base = base
+            end.whole(transfer, base=pushed["base"])
         told = end.answer()
         assert told.kind is Kind.STAGED, told.head
     done = worker.commit(epoch, version, in_flight="Abort")

@@ -317,6 +317,9 @@ async def test_kill_minus_9_costs_no_received_token(
             await alone.wait_serving(seconds=120)
             await alone.generate(PROMPT, sampling={"max_tokens": 1})
         async with AsyncRolloutPool.from_urls([victim.url, workers[0].url]) as pool:
+            await pool.wait_serving(
+                2, seconds=60
+            )  # else all requests may go to the one it knows first
             batch = asyncio.create_task(pool.generate_many(prompts, sampling=sampling))
             received: list[int] = []
             async with pool.stream(prompts[0], sampling=sampling) as stream:

@@ -11,7 +11,7 @@ import torch
 
 from rollout_client.steering.pushing.copying import Copier
 from rollout_common.transfer.arena import Slot
-from rollout_common.transfer.locked import lock
+from rollout_common.transfer.locked import lock_pages
 
 NBYTES = 256 << 20
 Record = Callable[[str, object], None]
@@ -75,7 +75,7 @@ def test_a_thread_without_a_context_unlocks() -> None:
     torch.zeros(1, device="cuda")
     memory = torch.zeros(NBYTES, dtype=torch.uint8)
     for _ in range(2):  # the second time only if the first one was undone
-        unlock = lock(memory.data_ptr(), NBYTES)
+        unlock = lock_pages(memory.data_ptr(), NBYTES)
         assert unlock is not None
         thread = threading.Thread(target=unlock)
         thread.start()

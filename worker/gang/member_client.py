@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common.transfer.tls import TLS_NAME, marks_of, trusting
+from rollout_common.transfer.tls import TLS_NAME, marks_of, trusting_context
 from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import SharedCall
@@ -46,7 +46,7 @@ class _MemberTrust:
         self._reading = SharedCall(self._read_context, name)
         self._seen = marks_of(certificate)
         self._trouble = ""
-        self.context = trusting(certificate)
+        self.context = trusting_context(certificate)
 
     async def renew_context(self) -> bool:
         """Read the files again; return whether `context` has changed. Unusable files change nothing."""
@@ -67,7 +67,7 @@ class _MemberTrust:
         marks = marks_of(self._certificate)
         if marks == self._seen:
             return None
-        context = trusting(self._certificate)
+        context = trusting_context(self._certificate)
         self._seen = marks
         return context
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from rollout_common.transfer.frames import CHUNK_BYTES
+from rollout_common.transfer.transfer_loop import run_on_loop
 from rollout_common.wire import CHECKPOINT, PushedBytes
 from rollout_common.wire.gang_models import GangSlot, SlotRequest
 from rollout_common.wire.problems import ProblemError
@@ -23,7 +23,6 @@ from rollout_worker.engine import (
 )
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.arrived import content_bytes
-from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import receive
@@ -35,6 +34,7 @@ from rollout_worker.sources.tensor_filling import (
     locate_source,
     resolve_within,
 )
+from rollout_worker.sources.version_fetching import VersionFetching
 from rollout_worker.weights import check_layout
 
 from .settings import SOURCE_LOOKUP_SECONDS
@@ -204,11 +204,12 @@ class MemberSlots:
         check = partial(check_layout, info.layout, where="what was pushed")
 
         def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
-            return self._allocate_memory(nbytes, nbytes - incoming.chunks_left_out * CHUNK_BYTES)
+            return self._allocate_memory(nbytes, nbytes - incoming.nbytes_left_out)
 
         # The head knows the identity; a member needs none.
         incoming = Incoming(CHECKPOINT, pushed, check, room, unread=unread)
-        Fetching(incoming, pushed.peers, self._outward).start()
+        fetching = VersionFetching(incoming, self._outward)
+        run_on_loop(fetching.fetch_from_peers(pushed.peers))
         try:
             sink = await receive(
                 open_slot,
@@ -252,11 +253,10 @@ class MemberSlots:
 
 def _log_arrival(held: MemberSlot, incoming: Incoming) -> None:
     assert incoming.layout is not None, "it was received"
-    chunks = incoming.chunks + incoming.chunks_left_out
     logger.info(
-        "fetched %d of %d chunks from the head",
+        "fetched %d of %d pieces from the head",
         incoming.chunks,
-        chunks,
+        len(incoming.layout.pieces),
         extra={
             "bytes_read": held.total,
             "bytes_total": content_bytes(incoming.layout),

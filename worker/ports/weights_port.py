@@ -1,30 +1,27 @@
 """The weights port, over TCP and over a Unix socket: transfers only, by ticket.
 
-Each connection has a thread, since bytes that pass the event loop would keep it from everything else.
-A connection without a ticket is a stranger: little is read of it, and the other ones don't wait for it. The number of
+Its connections are tasks of the transfer loop, since bytes that pass the loop of the control port would keep it from
+everything else. A connection without a ticket is a stranger: little is read of it, and the other ones don't wait for it. The number of
 strangers is bounded, in all and for each address; the oldest is closed for the next one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
 import struct
-import threading
-import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
 
-from rollout_common.transfer.connection import Connection, first_to_go
-from rollout_common.transfer.frames import (
-    LEASE_SECONDS,
-    PROTOCOL,
-    Kind,
-    Malformed,
-    TransferError,
-    Untrusted,
-)
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import PROTOCOL, Kind, Malformed, TransferError, Untrusted
 from rollout_common.transfer.node import node_of
+from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.transfer.tls import HANDSHAKE
+from rollout_common.transfer.transfer_loop import run_on_loop
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.incoming import Refusal
 from rollout_worker.sources.outward import Outward
@@ -67,12 +64,10 @@ class WeightsPort:
         self._required = settings.weights_tls == "required"
         self._listening: list[socket.socket] = []
         self._path = settings.weights_socket
-        self._lock = threading.Lock()
-        self._strangers: dict[Connection, str] = {}
+        self._strangers: dict[FrameStream, str] = {}
         """Connections without a ticket and their addresses, oldest first."""
-        self._admitted: set[Connection] = set()
-        self._threads: list[threading.Thread] = []
-        self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: Future[None] | None = None
         port = node = None
         if settings.weights_port is not None:
             port = self._listen_on(
@@ -87,172 +82,163 @@ class WeightsPort:
         desk.outward = Outward.of(settings)
 
     def _listen_on(self, sock: socket.socket) -> int:
-        sock.setblocking(True)  # it is a thread that accepts
+        sock.setblocking(False)
         self._listening.append(sock)
         name = sock.getsockname()
         return int(name[1]) if sock.family != socket.AF_UNIX else 0
 
     def start(self) -> None:
-        """Accept connections, in threads."""
-        for sock in self._listening:
-            thread = threading.Thread(
-                target=self._accept_connections, args=(sock,), name="weights-port", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        """Accept connections, on the transfer loop."""
+        self._serving = run_on_loop(self._serve())
 
     def stop(self) -> None:
-        """Accept nothing more and end the open connections; blocks until their threads have ended."""
-        self._stopped = True
-        for sock in self._listening:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        """Accept nothing more and end the open connections; blocks until their tasks have ended."""
         if self._path is not None:
             remove_socket(self._path, self._made)
-        with self._lock:
-            connections = [*self._strangers, *self._admitted]
-            threads = list(self._threads)
-        for connection in connections:
-            connection.interrupt()
-        for thread in threads:
-            thread.join(THREAD_STOP_SECONDS)
+        if self._serving is not None:
+            self._serving.cancel()
+            with contextlib.suppress(TimeoutError):
+                run_on_loop(self._end_tasks()).result(THREAD_STOP_SECONDS)
         for sock in self._listening:
             sock.close()
 
-    def _accept_connections(self, sock: socket.socket) -> None:
-        while not self._stopped:
+    async def _end_tasks(self) -> None:
+        """End all connections, and wait for them."""
+        ended: set[asyncio.Task[None]] = set()
+        while self._tasks:
+            for task in self._tasks - ended:  # each once: at its end it closes its connection
+                task.cancel()
+            ended |= self._tasks
+            await asyncio.wait(self._tasks)
+
+    async def _serve(self) -> None:
+        for sock in self._listening:
+            self._start_task(self._accept_connections(sock))
+        await asyncio.Event().wait()  # until it is cancelled
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept_connections(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
             try:
-                connected, address = sock.accept()
+                connected, address = await loop.sock_accept(sock)
             except OSError as error:
-                if self._stopped:
-                    return
                 logger.warning("a connection for weights could not be taken: %s", error)
-                with self._lock:  # perhaps no descriptor was left
-                    if self._strangers:
-                        first_to_go(list(self._strangers)).interrupt()
-                time.sleep(WEIGHTS_ACCEPT_RETRY_SECONDS)
+                if self._strangers:  # perhaps no descriptor was left
+                    _first_to_go(list(self._strangers)).interrupt()
+                await asyncio.sleep(WEIGHTS_ACCEPT_RETRY_SECONDS)
                 continue
             try:
                 self._take_connection(connected, address)
-            except (OSError, RuntimeError) as error:  # it is gone again, or no thread can start
+            except OSError as error:  # it is gone again
                 logger.warning("a connection for weights could not be taken: %s", error)
                 connected.close()
 
     def _take_connection(self, connected: socket.socket, address: object) -> None:
-        place, connection = _caller_address(connected, address), Connection(connected)
-        connection.patience(GREETING_TIMEOUT_SECONDS)
-        thread = threading.Thread(
-            target=self._serve_connection, args=(connection,), name="weights", daemon=True
-        )
-        with self._lock:
-            if self._stopped:
-                return connection.close()
-            late = self._stranger_to_drop(connection, place)
-            if late is not None:
-                del self._strangers[late]
-                late.interrupt()
-            self._strangers[connection] = place
-            self._threads = [each for each in self._threads if each.is_alive()]
-            try:
-                thread.start()
-            except RuntimeError:
-                del self._strangers[connection]
-                raise
-            self._threads.append(thread)
-        return None
+        place = _caller_address(connected, address)
+        stream = FrameStream(connected, silence=GREETING_TIMEOUT_SECONDS)
+        late = self._stranger_to_drop(stream, place)
+        if late is not None:
+            del self._strangers[late]
+            late.interrupt()
+        self._strangers[stream] = place
+        self._start_task(self._serve_connection(stream))
 
-    def _stranger_to_drop(self, connection: Connection, place: str) -> Connection | None:
+    def _stranger_to_drop(self, stream: FrameStream, place: str) -> FrameStream | None:
         """The stranger that has to go for another one, if one has to."""
-        kin = [each for each in self._strangers if each.unix == connection.unix]
+        kin = [each for each in self._strangers if each.unix == stream.unix]
         near = [each for each in kin if self._strangers[each] == place]
         if len(near) >= MAX_STRANGERS_PER_ADDRESS:
-            return first_to_go(near)
-        return first_to_go(kin) if len(kin) >= MAX_STRANGERS else None
+            return _first_to_go(near)
+        return _first_to_go(kin) if len(kin) >= MAX_STRANGERS else None
 
-    def _serve_connection(self, connection: Connection) -> None:
+    async def _serve_connection(self, stream: FrameStream) -> None:
+        admitted = False
         try:
-            work = self._read_greeting(connection)
+            work = await self._read_greeting(stream)
             if work is not None:
-                connection.patience(LEASE_SECONDS)
-                work(connection)
+                admitted = True
+                stream.silence = LEASE_SECONDS
+                await work(stream)
         except TransferError as error:
-            known = connection in self._admitted
-            logger.log(
-                logging.INFO if known else logging.DEBUG,
-                "a connection for weights ended: %s",
-                error,
-            )
+            level = logging.INFO if admitted else logging.DEBUG
+            logger.log(level, "a connection for weights ended: %s", error)
         except Exception:
             logger.exception("a connection for weights failed")
         finally:
-            connection.close()
-            with self._lock:
-                self._strangers.pop(connection, None)
-                self._admitted.discard(connection)
+            self._strangers.pop(stream, None)
+            await stream.close()
 
-    def _read_greeting(self, connection: Connection) -> Work | None:
+    async def _read_greeting(self, stream: FrameStream) -> Work | None:
         """Return the work that a stranger's ticket admits it to; None: it was refused.
 
         Raises:
             TransferError: It is gone, said nothing in time, or TLS fails.
         """
-        if not self._begin_tls(connection):
+        if not await self._begin_tls(stream):
             return None
         try:
             if self._desk.idle:
                 raise no_ticket()
-            work = self._desk.work_for(connection.receive_first())
+            work = self._desk.work_for(await stream.receive_first())
         except Refusal as refusal:
-            _send_refusal(connection, refusal.slug, str(refusal))
+            await _send_refusal(stream, refusal.slug, str(refusal))
             return None
         except Malformed as error:
             fix = f"use the same release at both ends, this worker speaks protocol {PROTOCOL}"
-            _send_refusal(connection, "malformed", f"{error}: {fix}")
+            await _send_refusal(stream, "malformed", f"{error}: {fix}")
             return None
-        with self._lock:
-            self._strangers.pop(connection, None)
-            self._admitted.add(connection)
+        self._strangers.pop(stream, None)
         return work
 
-    def _begin_tls(self, connection: Connection) -> bool:
+    async def _begin_tls(self, stream: FrameStream) -> bool:
         """Begin TLS if the other end does; False: the other end was refused.
 
         Raises:
             TransferError: The other end is gone, or TLS fails.
         """
         held = self._certificate
-        if connection.unix or (held is None and self._desk.idle):
+        if stream.unix or (held is None and self._desk.idle):
             return True
-        if connection.first_byte() != HANDSHAKE:
+        if await stream.peek_byte() != HANDSHAKE:
             if self._required:
                 detail = (
                     "this port takes weights over TLS alone: call it so, and trust the workers' CA"
                 )
-                self._refuse_stranger(connection, "tls-required", detail, "it spoke no TLS")
+                await self._refuse_stranger(stream, "tls-required", detail, "it spoke no TLS")
             return not self._required
         if held is None:
             detail = (
                 "this port speaks no TLS: call it without, or start it with --weights-tls required"
             )
-            self._refuse_stranger(
-                connection, "no-tls", detail, "it spoke TLS, which this port does not"
+            await self._refuse_stranger(
+                stream, "no-tls", detail, "it spoke TLS, which this port does not"
             )
             return False
         try:
-            connection.secure(held.context)
+            await stream.secure(held.context)
         except Untrusted as error:
             self._desk.turned_away(str(error))
             raise
         return True
 
-    def _refuse_stranger(self, connection: Connection, slug: str, detail: str, why: str) -> None:
+    async def _refuse_stranger(self, stream: FrameStream, slug: str, detail: str, why: str) -> None:
         self._desk.turned_away(why)
-        _send_refusal(connection, slug, detail)
+        await _send_refusal(stream, slug, detail)
 
 
-def _send_refusal(connection: Connection, slug: str, detail: str) -> None:
-    connection.send(Kind.ERROR, {"slug": slug, "detail": detail})
-    connection.leave(FAREWELL_SECONDS)
+async def _send_refusal(stream: FrameStream, slug: str, detail: str) -> None:
+    await stream.send(Kind.ERROR, {"slug": slug, "detail": detail})
+    await stream.leave(FAREWELL_SECONDS)
+
+
+def _first_to_go(strangers: Sequence[FrameStream]) -> FrameStream:
+    """Return which of them, oldest first, goes for another one: not one that has spoken and was not listened to yet."""
+    return next((each for each in strangers if not each.has_unread), strangers[0])
 
 
 def _caller_address(connected: socket.socket, address: object) -> str:

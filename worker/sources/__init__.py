@@ -1,4 +1,4 @@
-"""Where bytes come from: allowed paths, safetensors files, the model hub; a sender's memory, TCP, peers, deltas.
+"""Sources of weights: allowed paths, safetensors files, the model hub; a sender's memory, TCP, peers, deltas.
 
-Engines don't look for weights: whatever fetches bytes goes in here.
+Engines don't fetch weights: all code that fetches bytes belongs in this package.
 """

@@ -1,7 +1,7 @@
-"""What a delta is applied to: the version that serves, whose bytes are brought under it, run by run.
+"""The base of a delta: the version that serves, whose bytes are copied to the new memory run by run.
 
-The memory for the new version often holds the one before the base, and how the base differs from that is
-known if it came as a delta, too: then both deltas are applied, and nothing is copied.
+The memory for the new version often holds the version before the base. If the base came as a delta, too, both
+deltas are applied to that memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rollout_common.transfer.delta import DeltaError, apply
+from rollout_common.transfer.delta import DeltaError, apply_delta
 from rollout_common.wire import Base
 
 from .pushed_memory import Memory
 
 PATCH_SHARE = 1 / 16
-"""Of a version's bytes: more than that of deltas isn't kept, since a copy of its base is as fast."""
+"""Largest share of a version's bytes that its deltas may have to be kept: beyond it a copy of the base is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came for a run of bytes."""
+    """A delta that came for a run of bytes."""
 
     nbytes: int
     content: bytes
@@ -28,7 +28,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """How a version differs from the one before it, as far as it came as deltas.
+    """The deltas that turn the version before into this one, as far as it came as deltas.
 
     Attributes:
         root_hash: Of the version before.
@@ -44,11 +44,11 @@ class Basis:
     """A version that serves, held until `release`.
 
     Attributes:
-        named: As a stage names it.
-        layout_id: Of its bytes, which the new version must share.
-        memory: Where they are.
-        release: Lets it go; idempotent.
-        patch: How it came; None: as a whole.
+        named: The version as a stage names it.
+        layout_id: Of its layout, which the new version must share.
+        memory: Its bytes.
+        release: Ends the hold; idempotent.
+        patch: The deltas by which it came; None: it came as a whole.
     """
 
     named: Base
@@ -58,26 +58,26 @@ class Basis:
     patch: Patch | None = field(repr=False)
 
     def renew(self, memory: Memory, begin: int, delta: Delta, *, untouched: bool) -> None:
-        """Bring a run of the base there, and apply what makes it new.
+        """Write a run of the base to the new memory, and apply the delta to it.
 
         Args:
             memory: Of the new version.
-            begin: Of the run.
-            delta: What makes it new.
-            untouched: Whether the run is as the memory was taken.
+            begin: Offset of the run.
+            delta: Turns the run of the base into the new one.
+            untouched: Whether nothing was written to the run since the memory was taken.
 
         Raises:
-            DeltaError: It is no delta of this run.
+            DeltaError: It is not a delta of this run.
         """
         end = begin + delta.nbytes
         with memory.bytes(begin, end) as place:
             if not untouched or not self._renewed(memory, begin, place):
                 with self.memory.bytes(begin, end) as old:
                     place[:] = old
-            apply(delta.content, place)
+            apply_delta(delta.content, place)
 
     def _renewed(self, memory: Memory, begin: int, place: memoryview) -> bool:
-        """Whether the run holds the version before, and was made the base by what is known of it."""
+        """Turn a run of the version before the base into the base; return False if that is impossible."""
         patch = self.patch
         if patch is None or memory.held_before != patch.root_hash:
             return False
@@ -85,7 +85,7 @@ class Basis:
         if known is None or known.nbytes != len(place):
             return False
         try:
-            apply(known.content, place)
-        except DeltaError:  # it was applied once; whatever has become of it, the base is there
+            apply_delta(known.content, place)
+        except DeltaError:  # it was valid when the base came; the caller copies the base then
             return False
         return True

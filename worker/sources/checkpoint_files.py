@@ -1,14 +1,14 @@
-"""Safetensors files as a source of weights: found, opened, read, hashed, checked; whole.
+"""Safetensors files as a source of weights: finds, opens, reads, hashes and checks them.
 
 A source is a folder (one `model.safetensors`, an index with shards, or any `*.safetensors`) or one
-file. Opening it reads headers only, which prove that every file is whole. Bytes are read leaf by leaf,
-never by memory mapping: what was read stays readable when the file goes. A folder may carry
-`manifest.json`, written last by whoever publishes it::
+file. To open it, only headers are read, which prove that every file is whole. Bytes are read leaf by leaf,
+never by memory mapping: bytes that were read stay readable when the file is deleted. A folder may have a
+`manifest.json`, which its publisher writes last::
 
     {"root_hash": "xxh3_128_tree:<32 hex>", "tensors": {"<name>": {"xxh3_128_tree": "<32 hex>"}}}
 
-and is then checked against it; in a manifest of an earlier release both schemes are `xxh3_128`. Every refusal is a `WeightsRejected` that names the tensor or the
-file and what to do.
+The folder is then checked against it; in a manifest of an earlier release both schemes are `xxh3_128`. Every refusal
+is a `WeightsRejected` that names the tensor or the file and the fix.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from rollout_common.wire.root_hash import TREE_SCHEME, scheme_of
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
@@ -38,7 +40,7 @@ Found = dict[str, tuple[TensorEntry, "TensorOffset"]]
 
 @dataclass(frozen=True, slots=True)
 class TensorOffset:
-    """Where one tensor's bytes begin."""
+    """The file of a tensor, and where its bytes begin there."""
 
     file: Path
     offset: int
@@ -55,7 +57,7 @@ class WeightsManifest:
 
 @dataclass(frozen=True, slots=True)
 class FileSource(WholeVersion):
-    """An opened source: its headers were read and are sound, its bytes were not."""
+    """An opened source: its headers are read and valid, its bytes are not read yet."""
 
     path: Path
     entries: tuple[TensorEntry, ...]
@@ -68,18 +70,23 @@ class FileSource(WholeVersion):
         return sum(entry.spec.nbytes for entry in self.entries)
 
     @property
+    @override
     def promised_scheme(self) -> str | None:
-        """See `ReadableSource.promised_scheme`: of its manifest."""
+        """The scheme of its manifest; None: it has no manifest."""
         return None if self.manifest is None else self.manifest.scheme
 
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> contextlib.AbstractContextManager[ReadLeaf]:
-        """See `ReadableSource.open_tensor`."""
+        """Return what reads the leaves of a tensor from its file, in any order."""
         return _opened_tensor(entry, self.places[entry.name])
 
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """See `ReadableSource.check_promise`: its manifest, if it has one."""
+        """Compare the hashes with its manifest, if it has one.
+
+        Raises:
+            WeightsRejected: A hash differs.
+        """
         if self.manifest is not None:
             _check_manifest(str(self.path), self.manifest, found[self.manifest.scheme])
 
@@ -130,7 +137,7 @@ def _find_files(path: Path) -> tuple[list[Path], Sequence[str]]:
         shards = sorted({str(shard) for shard in weight_map.values()})
         for shard in shards:
             if Path(shard).name != shard or not (path / shard).is_file():
-                why = f"names the shard {shard!r}, which is not a file beside it"
+                why = f"names the shard {shard!r}, which is not a file of this folder"
                 raise WeightsRejected(f"{str(path / INDEX)!r} {why}: publish all shards")
         return [path / shard for shard in shards], tuple(weight_map)
     if (path / SINGLE).exists():
@@ -152,9 +159,9 @@ def _load_json(file: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> list[tuple[TensorEntry, int]]:
-    """Return the tensors of a file and where each begins in it."""
+    """Return the tensors of a file and the offset of each."""
     if not file.is_file():
-        raise _broken_file(file, "it is no regular file")
+        raise _broken_file(file, "it is not a regular file")
     with file.open("rb") as stream:
         size = file.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
@@ -210,7 +217,7 @@ def _read_manifest(file: Path) -> WeightsManifest | None:
 
 
 def _resolve_confined(path: Path, roots: Sequence[Path]) -> Path:
-    """Follow all links of `path`; refuse one that leads out of every root (none: anything goes)."""
+    """Follow all links of `path`; refuse a path outside of all roots (no roots: accept every path)."""
     real = path.resolve()
     if roots and not any(real.is_relative_to(root.resolve()) for root in roots):
         below = " or ".join(repr(str(root)) for root in roots)
@@ -237,7 +244,7 @@ def _read_leaf(
     end: int,
     part: memoryview | None,
 ) -> memoryview:
-    """Fill `part` with the bytes from `begin` to `end` of a tensor, or else new memory; return it."""
+    """Read the bytes from `begin` to `end` of a tensor into `part`, or into new memory without one; return them."""
     size, at, there = end - begin, place.offset + begin, 0
     try:
         if part is None:

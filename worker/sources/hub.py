@@ -16,7 +16,7 @@ DOWNLOAD_PATTERNS = (
     "*.jinja",
     "*.txt",
 )
-"""What an engine reads; other formats of the same weights stay where they are."""
+"""The files that an engine reads; other formats of the same weights are not downloaded."""
 
 
 def local_model_folder(model: str, revision: str | None) -> Path:
@@ -29,7 +29,7 @@ def local_model_folder(model: str, revision: str | None) -> Path:
         revision: commit, tag or branch of the repository.
 
     Raises:
-        EngineError: the repository can't be had; the text says why and what to change.
+        EngineError: the repository can't be downloaded; the text says why and what to change.
     """
     folder = Path(model)
     if folder.exists() or not REPOSITORY_NAME.fullmatch(model):

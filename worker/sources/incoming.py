@@ -1,45 +1,44 @@
-"""One pushed version on its way into this worker: what is there, and who waits for what; whole, by its one lock.
+"""One pushed version that arrives at this worker: which bytes are there, and how it ends.
 
-Threads of connections bring layout, memory and bytes; the thread that fills the slot follows and
-hashes; threads that pass it on follow, too. It ends once: staged, or failed with a reason.
+Connections bring layout, memory and bytes, on the transfer loop; the threads that fill the slot follow and hash. It
+ends once: staged, or failed with a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.delta import DeltaError
-from rollout_common.transfer.frames import CHUNK_BYTES, LEASE_SECONDS, Frame, Malformed
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.settings import LEASE_SECONDS
+from rollout_common.transfer.transfer_loop import transfer_loop
 from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.engine import EngineError, TensorEntry, WeightsRejected
 
 from .arrived import Arrived, entries_of
 from .basis import PATCH_SHARE, Basis, Delta, Patch
 from .pushed_memory import Memory, TransferFailed
-
-RESUME_SECONDS = 10.0
-"""How long a transfer whose connection is gone waits for the next hop's."""
-TAKEOVER_SECONDS = 2.5
-"""Silence after which a second connection with the same ticket is the next hop's, and no replay."""
-LEAVE_SECONDS = 10.0
-"""What the thread of a former connection gets to notice that it is one."""
-LOOK_SECONDS = 0.2
-"""How often a thread that waits looks whether its work was given up."""
+from .settings import (
+    FOLLOW_LOOK_SECONDS,
+    FORMER_STREAM_SECONDS,
+    RESUME_SECONDS,
+    TAKEOVER_SECONDS,
+)
 
 Room = Callable[[int], tuple[Memory, Callable[[], None]]]
-"""Takes memory of our own; returns it and what takes it off the budget of staged weights."""
+"""Takes a size; returns memory of this process, and what removes it from the budget of staged weights."""
 
 
 class Refusal(Exception):
-    """What the other end is told in `ERROR`: slug, detail, and the tensor at fault."""
+    """What this end answers in `ERROR`: slug, detail, and the tensor at fault."""
 
     def __init__(self, slug: str, detail: str, tensor: str | None = None) -> None:
         super().__init__(detail)
@@ -47,37 +46,16 @@ class Refusal(Exception):
         self.tensor = tensor
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """What the sender says that everything hashes to."""
-
-    root_hash: str
-    digests: Mapping[str, str]
-
-
-def end_of(frame: Frame, layout: PushLayout) -> End:
-    """Return what a frame says that everything hashes to.
-
-    Raises:
-        Malformed: It doesn't name every tensor.
-    """
-    digests = frame.head.get("digests") or {}
-    named = isinstance(digests, dict) and all(isinstance(each, str) for each in digests.values())
-    if not named or set(digests) != {placed.name for placed in layout.tensors}:
-        raise Malformed(f"{frame.kind.name} must have a hash for each tensor and for nothing else")
-    return End(frame.text("root_hash", most=128), digests)
-
-
 class Incoming:
-    """See the module.
+    """One version that arrives; any thread may read its state, the transfer loop writes it.
 
     Args:
         identity: Of the version.
-        wanted: What the stage said of it.
+        wanted: What the stage announced.
         check: Refuses tensors that aren't the model's (`WeightsRejected`).
-        room: Takes memory of our own.
-        basis: What a delta of it is applied to; None: all bytes have to come.
-        unread: Says which tensors nobody needs here; their bytes are not waited for.
+        room: Takes memory of this process.
+        basis: The version that deltas are applied to; None: all bytes have to come.
+        unread: Returns which tensors this worker does not need; it doesn't wait for their bytes.
     """
 
     def __init__(
@@ -90,95 +68,116 @@ class Incoming:
         unread: Callable[[Sequence[TensorEntry]], frozenset[str]] = lambda entries: frozenset(),
     ) -> None:
         self.identity = identity
-        self._unread = unread
-        self.left_out: frozenset[str] = frozenset()
-        """The names of those tensors, once the layout is there."""
-        self.chunks_left_out = 0
-        """How many chunks hold nothing else."""
-        self._wanted, self._check, self._room = wanted, check, room
+        self._wanted, self._check, self._room, self._unread = wanted, check, room, unread
         self.basis = basis
         self.deltas: dict[int, Delta] = {}
-        """By offset: what came instead of whole bytes."""
+        """By the offset where the piece begins: the delta that came instead of its bytes."""
         self._begun: set[int] = set()
-        """Chunks that were written to, whatever came of it."""
+        """Offsets of the pieces that were written to, even if the write failed."""
         self._state = threading.Condition()
-        self.layout: PushLayout | None = None
+        self.held: HeldVersion | None = None
+        """The pieces that are here; None: the layout is unknown so far."""
         self.memory: Memory | None = None
-        self.end: End | None = None
+        self.left_out: frozenset[str] = frozenset()
+        """The names of the tensors that this worker does not need, once the layout is there."""
+        self.unneeded = bytearray()
+        """By piece: 1 if it has only bytes of `left_out` tensors."""
         self.root_hash: str | None = None
         """Set once it is staged."""
+        self.staged_at = math.inf
+        """When it was staged, on the monotonic clock."""
         self.failure: str | None = None
         self.tensor: str | None = None
-        self._done = bytearray()
-        self._hashes: dict[int, str] = {}
-        self._upto = 0
-        self._connections: list[Connection] = []
+        self._shared_upto = 0
+        self._streams: list[FrameStream] = []
+        self.peer_count = 0
+        """How many holders other than the sender it is fetched from."""
         self._lost = time.monotonic()
         self._lease = LEASE_SECONDS
         self._why = f"no sender came within {LEASE_SECONDS:g} s"
         self._tried = ""
-        self._release: Callable[[], None] = _nothing
-        self.give_back: Callable[[], None] = _nothing
-        """Takes what it was charged for off the budget of staged weights; idempotent."""
+        self._release: Callable[[], None] = _do_nothing
+        self.give_back: Callable[[], None] = _do_nothing
+        """Removes its memory from the budget of staged weights; idempotent."""
         self._loop = asyncio.get_running_loop()
         self._opened = asyncio.Event()
+        self._change = asyncio.Event()
+        """Set, for the transfer loop, when connections come or go, memory is there, or the version is over."""
+        self.on_over: list[Callable[[], None]] = []
+        """Called, from any thread, once it is staged or has failed."""
 
-    # What the slot's task asks.
+    # For the slot's task.
 
     async def opened(self) -> Arrived:
         """Return the version as a source, once layout and memory are there.
 
         Raises:
-            TransferFailed: It never came.
+            TransferFailed: It did not come.
         """
         while self.memory is None and self.failure is None:
-            left = self._left()
+            left = self._seconds_left()
             if left <= 0:
-                self.fail(self._why_nobody())
+                self.fail(self._explain_absence())
                 break
-            # Not `wait_for`, which before Python 3.12 loses a cancellation beside what it waits for.
+            # Not `wait_for`, which before Python 3.12 loses a cancellation that comes with the result.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, 1.0)):
                     await self._opened.wait()
-        if self.failure is not None or self.layout is None or self.memory is None:
+        if self.failure is not None or self.held is None or self.memory is None:
             raise TransferFailed(self.failure or "it was given up")
-        return Arrived(self, self.layout, self.memory)
+        return Arrived(self, self.held, self.memory)
 
     def succeed(self, root_hash: str) -> None:
-        """Note that it is staged; whoever waits tells the other ends."""
+        """Note that it is staged; the connections report that to the other ends."""
         with self._state:
-            self.root_hash = root_hash
+            self.root_hash, self.staged_at = root_hash, time.monotonic()
             if self.memory is not None:
                 self.memory.verified(root_hash)
-            self._state.notify_all()
+        self._note_over()
 
     def fail(self, why: str, tensor: str | None = None) -> None:
-        """Give it up, for the first reason that is told; a staged one ends, too."""
+        """End it with a failure; only the first reason counts. A staged version ends, too."""
         with self._state:
             if self.failure is None:
                 self.failure, self.tensor = why, tensor
+            held = self.held
+        if held is not None:
+            held.fail(why)
+        self._note_over()
+
+    def _note_over(self) -> None:
+        with self._state:
             self._state.notify_all()
-        with contextlib.suppress(RuntimeError):  # the loop may have ended before us
+        self._note_change()
+        with contextlib.suppress(RuntimeError):  # the loop may have ended already
             self._loop.call_soon_threadsafe(self._opened.set)
+        for listener in self.on_over:
+            listener()
 
     def close(self, why: str) -> None:
-        """Give up the bytes, and whatever goes on with them."""
+        """Free the bytes, and end all work on them."""
         self.fail(why)
-        with self._state:
-            release, self._release = self._release, _nothing
-        release()
-        self._let_base_go()
-        self.give_back()
+        self.hand_over()()
 
-    def _let_base_go(self) -> None:
+    def hand_over(self) -> Callable[[], None]:
+        """Remove bytes that serve now from the staged ones; return what ends the hold on them."""
+        with self._state:
+            release, self._release = self._release, _do_nothing
         if self.basis is not None:
             self.basis.release()
+        self.give_back()
+        return release
+
+    @property
+    def layout(self) -> PushLayout | None:
+        """The layout of the version; None: unknown so far."""
+        return None if self.held is None else self.held.layout
 
     @property
     def patch(self) -> Patch | None:
-        """How it differs from its base, if that is little and known."""
+        """The deltas from its base; None: they are too large, or unknown."""
         size = sum(len(each.content) for each in self.deltas.values())
-        if self.basis is None or self.layout is None or size > PATCH_SHARE * self.layout.nbytes:
+        if self.basis is None or self.held is None or size > PATCH_SHARE * self.held.layout.nbytes:
             return None
         return Patch(self.basis.named.root_hash, self.deltas)
 
@@ -187,71 +186,72 @@ class Incoming:
         """Whether it comes from peers."""
         return bool(self._wanted.peers)
 
-    def hand_over(self) -> Callable[[], None]:
-        """Give up the hold of staged bytes that serve now, and count them as staged no more."""
-        with self._state:
-            release, self._release = self._release, _nothing
-        self._let_base_go()
-        self.give_back()
-        return release
-
-    @property
-    def hashes(self) -> dict[int, str]:
-        """By number of the chunk: what it was verified against; not of those that came as deltas, or are shared."""
-        return self._hashes
-
     @property
     def chunks(self) -> int:
-        """How many chunks are there and verified, or final in shared memory."""
-        with self._state:
-            if self.memory is None or self.layout is None:
-                return 0
-            if self.memory.own:
-                return self._done.count(1) - self.chunks_left_out
-            return -(-self._upto // CHUNK_BYTES)
+        """How many pieces are there and verified."""
+        return 0 if self.held is None else self.held.piece_count
 
-    # What connections bring.
+    @property
+    def nbytes_left_out(self) -> int:
+        """Bytes of the pieces that are not fetched."""
+        pieces = self.unneeded
+        assert self.held is not None
+        return sum(self.held.pieces.nbytes_of(each) for each in range(len(pieces)) if pieces[each])
 
-    def attach(self, connection: Connection) -> None:
-        """Take over from a connection that is gone, or as good as gone.
+    @property
+    def over(self) -> bool:
+        """Whether it was staged or has failed."""
+        return self.root_hash is not None or self.failure is not None
+
+    # What connections bring, on the transfer loop.
+
+    async def attach(self, stream: FrameStream) -> None:
+        """Take a new connection in the place of one that is gone or silent.
 
         Raises:
-            Refusal: The ticket is used up.
+            Refusal: The ticket is in use, or the version is over.
         """
-        with self._state:
-            lent = self.memory is not None and not self.memory.own
-            # The former one may be about to notice that its other end is gone.
-            self._state.wait_for(lambda: not self._connections or self.over, TAKEOVER_SECONDS)
-            now, former = time.monotonic(), list(self._connections)
-            if (
-                self.over
-                or lent
-                or any(now - each.tally.heard < TAKEOVER_SECONDS for each in former)
-            ):
-                raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
-            self._connections.append(connection)
-            self._tried = ""
-            for each in former:
-                each.interrupt()
-            gone = self._state.wait_for(
-                lambda: not any(each in self._connections for each in former), LEAVE_SECONDS
-            )
-            if not gone:
-                self._connections.remove(connection)
-                raise Refusal("bad-ticket", "the previous connection has not ended: stage again")
+        lent = self.memory is not None and not self.memory.own
+        # The former connection may need a moment to notice that its other end is gone.
+        await self.wait_change(lambda: not self._streams or self.over or lent, TAKEOVER_SECONDS)
+        now, former = time.monotonic(), list(self._streams)
+        if self.over or lent or any(now - each.heard < TAKEOVER_SECONDS for each in former):
+            raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
+        self._streams.append(stream)
+        self._tried = ""
+        for each in former:
+            each.interrupt()
+        if not await self.wait_change(
+            lambda: not any(each in self._streams for each in former), FORMER_STREAM_SECONDS
+        ):
+            self._streams.remove(stream)
+            raise Refusal("bad-ticket", "the previous connection has not ended: stage again")
 
-    def detach(self, connection: Connection, why: str) -> None:
-        """Note that a connection has ended; without another one it is the end after a while."""
+    async def wait_change(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Wait, on the transfer loop, until `until` is true or the time has passed; return whether it is true."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not until():
+                    self._change.clear()
+                    await self._change.wait()
+        return until()
+
+    def _note_change(self) -> None:
+        transfer_loop().call_soon_threadsafe(self._change.set)
+
+    def detach(self, stream: FrameStream, why: str) -> None:
+        """Note that a connection has ended; unless another one comes in time, the version fails."""
         with self._state:
-            if connection not in self._connections:
+            if stream not in self._streams:
                 return
-            self._connections.remove(connection)
+            self._streams.remove(stream)
             self._lost, self._why = time.monotonic(), why
             self._lease = RESUME_SECONDS if self.memory is None or self.memory.own else 0.0
             self._state.notify_all()
+        self._note_change()
 
-    def begin(self, layout: PushLayout) -> list[tuple[int, int]]:
-        """Accept what is to come; returns which ranges of it are there from a former connection.
+    def begin(self, layout: PushLayout) -> HeldVersion:
+        """Accept a layout; return the table of its pieces, with those that a former connection brought.
 
         Raises:
             Refusal: It is not what the stage announced, or not this model's.
@@ -263,60 +263,52 @@ class Incoming:
         if wanted.bytes not in (None, layout.nbytes):
             why = f"the sender has {layout.nbytes} bytes, the stage announced {wanted.bytes}: stage again"
             raise Refusal("wrong-layout", why)
-        with self._state:
-            known = self.layout
-        if known is not None:
-            if known.layout_id != layout.layout_id:
-                why = f"layout {known.layout_id} is already arriving: stage again"
+        if self.held is not None:
+            if self.held.layout.layout_id != layout.layout_id:
+                why = f"layout {self.held.layout.layout_id} is already arriving: stage again"
                 raise Refusal("wrong-layout", why)
-            return self._have()
+            return self.held
+        entries = entries_of(layout)
         try:
-            self._check(entries_of(layout))
+            self._check(entries)
         except WeightsRejected as error:
             raise Refusal("weights-rejected", str(error), error.tensor) from error
-        left_out = self._unread(entries_of(layout))
-        with self._state:
-            self.layout, self.left_out = layout, left_out
-            # What nobody needs counts as there: nobody asks for it, or waits for it.
-            self._done = _without(layout, left_out)
-            self.chunks_left_out = self._done.count(1)
-            self._upto = self._front()
-        return []
+        self.left_out = self._unread(entries)
+        if self.left_out:
+            self.unneeded = bytearray(b"\1" * len(layout.pieces))
+            needed = [each for each in layout.tensors if each.name not in self.left_out]
+            for piece in layout.pieces.pieces_of(needed):
+                self.unneeded[piece] = 0
+        held = HeldVersion(layout, self._read_bytes)
+        held.subscribe(self.wake_followers)
+        self.held = held
+        return held
 
-    def _have(self) -> list[tuple[int, int]]:
-        """Return the ranges that are there and verified."""
-        with self._state:
-            assert self.layout is not None
-            done, size, found = bytes(self._done), self.layout.nbytes, []
-        at = done.find(1)
-        while at >= 0:
-            after = done.find(0, at)
-            after = len(done) if after < 0 else after
-            found.append((at * CHUNK_BYTES, min(after * CHUNK_BYTES, size)))
-            at = done.find(1, after)
-        return found
+    def _read_bytes(self, begin: int, end: int) -> memoryview:
+        assert self.memory is not None, "nothing is there before it"
+        return self.memory.bytes(begin, end)
 
     def take_room(self) -> Memory:
-        """Return memory of our own for it, which stays from one connection to the next.
+        """Return memory of this process for it, which stays from one connection to the next; may block.
 
         Raises:
             Refusal: There is no room.
         """
-        assert self.layout is not None
+        assert self.held is not None
         if self.memory is not None:
             return self.memory
         try:
-            memory, give_back = self._room(self.layout.nbytes)
+            memory, give_back = self._room(self.held.layout.nbytes)
         except (EngineError, ArenaError) as error:
             raise Refusal("no-room", str(error)) from error
         self.lay(memory, give_back)
         return memory
 
     def lay(self, memory: Memory, give_back: Callable[[], None] = lambda: None) -> None:
-        """Note where the bytes will be.
+        """Note the memory where the bytes will be.
 
         Raises:
-            Refusal: It was given up meanwhile.
+            Refusal: The version is over, or has memory already.
         """
         release = memory.hold()
         with self._state:
@@ -327,154 +319,160 @@ class Incoming:
             release()
             give_back()
             raise Refusal("given-up", self.failure or "the memory is there already")
+        self._note_change()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._opened.set)
 
     def rest_on(self, base: object) -> None:
-        """See that a sender's deltas are of the base that the stage named.
+        """Check that a sender's deltas are of the base that the stage named.
 
         Raises:
             Refusal: They are of another one.
         """
         named = None if self.basis is None else self.basis.named.model_dump()
-        if named is None or base != named:
-            why = f"the sender's deltas are based on {_told(base)}, the stage names {_told(named)}"
+        if self.basis is None or base != named:
+            why = f"the sender's deltas are based on {_describe(base)}, the stage names {_describe(named)}"
             raise Refusal("wrong-base", f"{why}: stage with the sender's base")
-        assert self.basis is not None
-        assert self.layout is not None
-        if self.basis.layout_id != self.layout.layout_id:
+        assert self.held is not None
+        if self.basis.layout_id != self.held.layout.layout_id:
             why = f"the base has the layout {self.basis.layout_id}: send all bytes"
             raise Refusal("wrong-base", why)
 
-    def renew(self, offset: int, delta: Delta) -> None:
-        """Apply what differs in a run of whole chunks, and note that they are there.
+    def delta_of(self, base: object) -> Callable[[int], bytes | None] | None:
+        """Return what gives another worker with this base the delta of a piece; None: the bases differ."""
+        if self.basis is None or base != self.basis.named.root_hash or self.held is None:
+            return None
+        pieces = self.held.pieces
+
+        def find(piece: int) -> bytes | None:
+            delta = self.deltas.get(pieces.span(piece)[0])
+            return None if delta is None else delta.content
+
+        return find
+
+    @contextlib.contextmanager
+    def hold_memory(self) -> Iterator[None]:
+        """Keep the memory, and the base's, while pieces are written: a slot that ends would free it for reuse.
 
         Raises:
-            DeltaError: It is no delta of this run, or parts of the run are there already.
+            TransferFailed: They are gone.
         """
-        assert self.basis is not None
+        base = None if self.basis is None else self.basis.memory
+        with contextlib.ExitStack() as held:
+            for memory in (self.memory, base):
+                if memory is not None:
+                    held.callback(memory.hold())
+            yield
+
+    # The methods of `PieceStore`.
+
+    def writable(self, begin: int, end: int) -> memoryview:
+        """Return the place of a run of bytes, or a buffer for it; `commit_run` follows once the run has come."""
         assert self.memory is not None
-        first, after = offset // CHUNK_BYTES, -(-(offset + delta.nbytes) // CHUNK_BYTES)
-        there = sum(map(self.has, range(first, after)))
-        if there == after - first:
-            return
-        if there:
-            # Who hashes them may just be reading them.
-            raise DeltaError("a part of what the delta covers is there already")
-        begun = not self._begun.isdisjoint(range(first, after))
-        self._begun.update(range(first, after))
-        self.basis.renew(self.memory, offset, delta, untouched=not begun)
-        self.deltas[offset] = delta
-        for chunk in range(first, after):
-            self.mark(chunk)
+        self._begun.add(begin)
+        return self.memory.writable(begin, end)
 
-    def begin_chunk(self, chunk: int) -> None:
-        """Note that a chunk is going to be written."""
-        self._begun.add(chunk)
+    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
+        """Note that a run has come and is verified; write it unless it is `in_place` already."""
+        assert self.memory is not None
+        self.memory.commit_run(begin, content, in_place=in_place)
+        self.deltas.pop(begin, None)  # a delta with a wrong result: no other worker gets it
 
-    def has(self, chunk: int) -> bool:
-        """Whether this chunk is there."""
-        return bool(self._done[chunk])
+    def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
+        """Make a run from the base and the delta, and return it.
 
-    def mark(self, chunk: int, digest: str | None = None) -> None:
-        """Note that a chunk is there and verified, against this hash if it came whole."""
-        assert self.layout is not None
-        with self._state:
-            self._done[chunk] = 1
-            if digest is not None:
-                self._hashes[chunk] = digest
-            first = self._upto // CHUNK_BYTES
-            if chunk == first:
-                self._upto = self._front()
-                self._state.notify_all()
+        Raises:
+            DeltaError: There is nothing to apply it to, or it is not a delta of this run.
+        """
+        if self.basis is None or self.memory is None or self.held is None:
+            raise DeltaError(f"piece {piece} came as a delta, but this worker has no base")
+        if self.basis.layout_id != self.held.layout.layout_id:
+            raise DeltaError(f"the base has the layout {self.basis.layout_id}")
+        untouched, made = begin not in self._begun, Delta(end - begin, delta)
+        self._begun.add(begin)
+        self.basis.renew(self.memory, begin, made, untouched=untouched)
+        self.deltas[begin] = made
+        return self.memory.bytes(begin, end)
 
-    def _front(self) -> int:
-        """Return where the first gap begins."""
-        assert self.layout is not None
-        gap = self._done.find(0, self._upto // CHUNK_BYTES)
-        end = len(self._done) if gap < 0 else gap
-        return min(end * CHUNK_BYTES, self.layout.nbytes)
+    # Shared memory.
 
     def advance(self, upto: int) -> None:
         """Note that shared memory is final up to there."""
         with self._state:
-            self._upto = max(self._upto, upto)
+            self._shared_upto = max(self._shared_upto, upto)
             self._state.notify_all()
 
-    @property
-    def upto(self) -> int:
-        """Up to where it is there without a gap."""
-        return self._upto
+    def is_there(self, piece: int, end: int) -> bool:
+        """Whether a piece with this end may be read."""
+        if self.memory is None or self.held is None:
+            return False
+        return self.held.has(piece) if self.memory.own else self._shared_upto >= end
 
     @property
-    def over(self) -> bool:
-        """Whether it was staged or given up."""
-        return self.root_hash is not None or self.failure is not None
+    def nbytes_there(self) -> int:
+        """How many bytes may be read."""
+        if self.memory is None or self.held is None:
+            return 0
+        if not self.memory.own:
+            return self._shared_upto
+        return self.held.layout.nbytes if self.held.is_complete else self.held.nbytes_held
 
-    def finish(self, end: End) -> None:
-        """Note what everything should hash to."""
-        with self._state:
-            self.end = self.end or end
-            self._state.notify_all()
+    # For the threads that wait.
 
-    # Who waits.
-
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something is true, it fails, or the time has passed; returns whether it is true."""
+    def wait_for(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `until` is true, the version fails, or the time has passed; return whether `until` is true."""
         with self._state:
             self._state.wait_for(lambda: until() or self.failure is not None, seconds)
             return until()
 
     def follow(self, until: Callable[[], bool], cancelled: Callable[[], bool]) -> bool:
-        """Wait until something is true; False: `cancelled` said so.
+        """Wait until `until` is true; return False once `cancelled` returns True.
 
         Raises:
-            TransferFailed: It will never be.
+            TransferFailed: The version failed first.
         """
-        while not self.wait(until, LOOK_SECONDS):
+        while not self.wait_for(until, FOLLOW_LOOK_SECONDS):
             if self.failure is not None:
                 raise TransferFailed(self.failure)
             if cancelled():
                 return False
-            if self._left() <= 0:
-                self.fail(self._why_nobody())
+            if self._seconds_left() <= 0:
+                self.fail(self._explain_absence())
         return True
 
+    def wake_followers(self) -> None:
+        """Make the threads that wait check their conditions again."""
+        with self._state:
+            self._state.notify_all()
+
     def turned_away(self, why: str) -> None:
-        """Note why somebody could not show a ticket, who perhaps had the right one."""
+        """Note why a caller was refused before it showed a ticket, perhaps the ticket of this version."""
         with self._state:
             self._tried = f"; one that tried was turned away: {why}"
 
-    def _why_nobody(self) -> str:
+    def _explain_absence(self) -> str:
         return f"{self._why}{self._tried}: stage again"
 
-    def _left(self) -> float:
-        """Return the seconds that are left without a connection."""
+    def _seconds_left(self) -> float:
+        """Return the seconds that are left without a sender."""
         with self._state:
-            if self._connections or self._wanted.peers:  # who fetches says when it can't
+            # A fetcher ends the version itself when it can't continue.
+            if self._streams or self._wanted.peers:
                 return LEASE_SECONDS
-            return self._lost + self._lease - time.monotonic()
+            since = self._lost
+            if self.peer_count and self.held is not None and self.held.said is not None:
+                # Other replicas may have the rest, so wait for as long as pieces come from them.
+                since = max(since, self.held.marked_at)
+            return since + self._lease - time.monotonic()
 
 
-def _without(layout: PushLayout, left_out: Collection[str]) -> bytearray:
-    """Return by number of the chunk whether it has nothing of all other tensors."""
-    if not left_out:
-        return bytearray(-(-layout.nbytes // CHUNK_BYTES))
-    unneeded = bytearray(b"\1" * -(-layout.nbytes // CHUNK_BYTES))
-    for placed in layout.tensors:
-        if placed.nbytes and placed.name not in left_out:
-            first, after = placed.start // CHUNK_BYTES, -(-placed.end // CHUNK_BYTES)
-            unneeded[first:after] = bytes(after - first)
-    return unneeded
-
-
-def _told(base: object) -> str:
-    """Return a base in a few words, whatever a sender named as one."""
+def _describe(base: object) -> str:
+    """Return a base as a short text, even if the sender named nonsense."""
     if not isinstance(base, Mapping):
         return "none" if base is None else "no version"
     epoch, version, root = (str(base.get(key))[:64] for key in ("epoch", "version", "root_hash"))
     return f"({epoch}, {version}) with root_hash {root}"
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Release nothing."""

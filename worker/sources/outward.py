@@ -1,4 +1,4 @@
-"""How this worker reaches others with weights, hops and peers alike: over TLS or not, and how fast."""
+"""How this worker reaches other workers that hold weights: by TLS or plain TCP, and how fast it sends."""
 
 from __future__ import annotations
 
@@ -6,44 +6,46 @@ import ssl
 import threading
 from pathlib import Path
 
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.dialing import dial
-from rollout_common.transfer.frames import HOP_SECONDS, Untrusted
+from rollout_common.transfer.dialing import dial_stream
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import Untrusted
 from rollout_common.transfer.pace import Pace
-from rollout_common.transfer.tls import Trust, marks_of, trusting
+from rollout_common.transfer.settings import HOP_SECONDS
+from rollout_common.transfer.tls import Trust, marks_of, trusting_context
 from rollout_worker.settings import WorkerSettings
 
-_FIX = "all workers of a pool need one issuer: its ca.crt lies beside --control-tls-cert-file"
+_FIX = "all workers of a pool need one issuer: its ca.crt lies next to --control-tls-cert-file"
 
 
 class Outward:
-    """See the module.
+    """Connects to other workers, with one trust and one rate limit for all connections.
 
     Args:
-        certificate: This worker's own, if others are reached over TLS alone; says who is trusted.
-        rate: Bytes a second that all connections together send; None: as many as go.
+        certificate: This worker's certificate, which others are checked against; None: connections use plain TCP.
+        rate: Most bytes a second that all connections together send; None: no limit.
     """
 
     def __init__(self, certificate: Path | None = None, rate: int | None = None) -> None:
         self._certificate = certificate
-        self._pace = None if rate is None else Pace(rate)
+        self.pace = None if rate is None else Pace(rate)
+        """The rate limit of all connections together; None: no limit."""
         self._lock = threading.Lock()
         self._read: tuple[object, ssl.SSLContext] | None = None
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> Outward:
-        """Return what the settings of a worker say."""
+        """Return what the settings of a worker configure."""
         certificate = settings.control_tls_cert_file if settings.weights_tls == "required" else None
         return cls(certificate, settings.weights_egress)
 
-    def dial(self, host: str, port: int) -> Connection:
-        """Connect to another worker, which is dead if it is silent for `HOP_SECONDS`.
+    async def dial_worker(self, host: str, port: int) -> FrameStream:
+        """Connect to another worker, which counts as dead after `HOP_SECONDS` of silence.
 
         Raises:
-            TransferError: It can't be reached, or not be trusted.
+            TransferError: It can't be reached, or is not trusted.
         """
         trust = None if self._certificate is None else Trust(self._trusting(), _FIX)
-        return dial(host, port, HOP_SECONDS, silence=HOP_SECONDS, trust=trust)
+        return await dial_stream(host, port, HOP_SECONDS, silence=HOP_SECONDS, trust=trust)
 
     def _trusting(self) -> ssl.SSLContext:
         assert self._certificate is not None
@@ -51,13 +53,9 @@ class Outward:
             try:
                 marks = marks_of(self._certificate)
                 if self._read is None or self._read[0] != marks:
-                    self._read = (marks, trusting(self._certificate))
+                    self._read = (marks, trusting_context(self._certificate))
             except OSError as error:
                 raise Untrusted(
                     f"--control-tls-cert-file {str(self._certificate)!r} can't be used: {error}"
                 ) from error
             return self._read[1]
-
-    def wait_for(self, connection: Connection, nbytes: int) -> None:
-        """Return when so many bytes may be sent there, or once it is closed."""
-        connection.wait_for(self._pace, nbytes)

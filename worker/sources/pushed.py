@@ -1,51 +1,53 @@
-"""Pushed bytes as a source of weights: tickets for who brings or fetches them, and the way into a sink."""
+"""Pushed bytes as a source of weights: tickets for senders and fetchers, and how the bytes get into a sink."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import hmac
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Frame, Kind, Malformed
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import Frame, Kind, Malformed, fetch_ticket
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.maps import Maps
 from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
 from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
 
-from .giving import Gives, Kept, give
-from .incoming import LOOK_SECONDS, Incoming, Refusal
+from .giving import Kept, give_version
+from .incoming import Incoming, Refusal
 from .outward import Outward
 from .pushed_memory import Memory, TransferFailed
-from .receiving import LEAVE_SECONDS, Receiving
+from .receiving import Receiving
+from .settings import LEAVE_SECONDS, OFFER_SECONDS
 from .source_reading import ReadableSource, Report
 from .tensor_filling import Elsewhere, OpenSlot, fill_from_source
+from .version_fetching import VersionFetching
 
 logger = logging.getLogger(__name__)
 
-OFFER_SECONDS = 120.0
-"""How long the ticket of an offer is good: the peer has yet to be told of it."""
 MAX_OFFERS = 1024
 GIVEN_AT_ONCE = 64
-"""How many peers get what is kept at the same time; others wait, as when a pool grows by hundreds."""
+"""How many peers fetch kept bytes at the same time; others wait, as when a pool grows by hundreds."""
 MAX_FETCHING = 256
-"""How many of both there may be; one more is told to come again."""
+"""How many peers may fetch or wait; a further one is refused and tries again later."""
 
 
-Work = Callable[[Connection], None]
-"""What is done for a connection whose ticket was good."""
+Work = Callable[[FrameStream], Coroutine[Any, Any, None]]
+"""Serves a connection that showed a valid ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where this worker takes weights: port over TCP, path and node of its Unix socket.
+    """Where this worker receives weights: its TCP port, and path and node of its Unix socket.
 
-    `tls`: whether the port takes TLS alone.
+    `tls`: whether the port accepts TLS only.
     """
 
     port: int | None = None
@@ -55,29 +57,31 @@ class Address:
 
     @property
     def anywhere(self) -> bool:
-        """Whether a sender can reach it at all."""
+        """Whether it has a port or a socket that a sender can reach."""
         return self.port is not None or self.socket is not None
 
 
 class Desk:
-    """The tickets of one worker; asked by the loop and by the threads of connections."""
+    """The tickets of one worker; the loop and the threads of connections use it."""
 
     def __init__(self) -> None:
         self.address = Address()
         self.outward = Outward()
-        """How other workers are reached."""
+        """How this worker reaches other workers."""
         self._lock = threading.Lock()
-        self._expected: dict[str, Incoming] = {}
-        self._offers: dict[str, tuple[float, Gives]] = {}
+        self._expected: dict[str, VersionFetching] = {}
+        self._offers: dict[str, tuple[float, Kept | Incoming]] = {}
         self._maps = Maps()
         self._fetching = 0
-        self._turns = threading.BoundedSemaphore(GIVEN_AT_ONCE)
+        self._turns = asyncio.Semaphore(GIVEN_AT_ONCE)
 
     def expect(self, incoming: Incoming) -> Transfer:
-        """Return how to bring a version; a former ticket for it is void."""
+        """Return how a sender brings a version; a former ticket for it is no longer valid."""
         ticket = secrets.token_hex(16)
         with self._lock:
-            self._expected = {ticket: incoming}  # there is one slot
+            # A worker has one slot, so connections of a former ticket belong to the same fetching.
+            known = next((f for f in self._expected.values() if f.incoming is incoming), None)
+            self._expected = {ticket: known or VersionFetching(incoming, self.outward)}
         address = self.address
         return Transfer(
             ticket=ticket,
@@ -88,7 +92,7 @@ class Desk:
         )
 
     def offer(self, kept: Kept) -> OfferResponse:
-        """Return what a peer has to know to fetch what is kept; good once, and for a while."""
+        """Return what a peer needs to fetch the kept version: its ticket is valid once, for `OFFER_SECONDS`."""
         assert self.address.port is not None, "the caller has looked"
         return OfferResponse(
             ticket=self._offered(kept),
@@ -98,19 +102,19 @@ class Desk:
             root_hash=kept.end.root_hash,
         )
 
-    def for_member(self, source: Gives, host: str) -> StageSource:
-        """Return where another node of the gang gets these bytes: from here, also while they arrive.
+    def for_member(self, source: Kept | Incoming, host: str) -> StageSource:
+        """Return the source from which another node of the gang fetches these bytes, also while they arrive.
 
         Args:
             source: The bytes.
-            host: Of this worker, as that node knows it.
+            host: The address of this worker for that node.
         """
         assert self.address.port is not None, "the settings of a gang say so"
         peer = Peer(host=host, port=self.address.port, ticket=self._offered(source))
         return StageSource(pushed=PushedBytes(peers=(peer,)))
 
-    def _offered(self, source: Gives) -> str:
-        """Return a new ticket for whoever may fetch it."""
+    def _offered(self, source: Kept | Incoming) -> str:
+        """Return a new ticket that admits a fetcher of this version."""
         ticket = secrets.token_hex(16)
         with self._lock:
             self._forget()
@@ -119,36 +123,40 @@ class Desk:
         return ticket
 
     def withdraw(self) -> None:
-        """Offer nothing that was offered any more."""
+        """Make the tickets of all offers invalid."""
         with self._lock:
             self._offers = {}
 
     @property
     def idle(self) -> bool:
-        """Whether no ticket is out, so that whoever connects can't have one."""
+        """Whether no ticket is valid, so that no caller can have one."""
         with self._lock:
             self._forget()
             return not self._expected and not self._offers
 
     def _forget(self) -> None:
-        """Drop tickets that are good for nothing any more."""
-        self._expected = {t: each for t, each in self._expected.items() if not each.over}
+        """Drop tickets that are no longer valid; peers may fetch a staged version for a while."""
         since = time.monotonic() - OFFER_SECONDS
+        self._expected = {
+            ticket: each
+            for ticket, each in self._expected.items()
+            if each.incoming.failure is None and each.incoming.staged_at > since
+        }
         self._offers = {t: (at, each) for t, (at, each) in self._offers.items() if at > since}
 
     def turned_away(self, why: str) -> None:
-        """Note why somebody could not even show a ticket: whoever waits for a sender says so."""
+        """Note why a caller could not show a ticket: versions that wait for a sender report it."""
         with self._lock:
             expected = list(self._expected.values())
-        for incoming in expected:
-            incoming.turned_away(why)
+        for each in expected:
+            each.incoming.turned_away(why)
 
     def work_for(self, first: Frame) -> Work:
-        """Return what a connection has come for, by its first frame; that blocks until the connection ends.
+        """Return what serves a connection, chosen by its first frame; it ends with the connection.
 
         Raises:
-            Refusal: The ticket is none, or too many fetch here.
-            Malformed: It shows none.
+            Refusal: The ticket is not valid, or too many peers fetch from here.
+            Malformed: The frame has no ticket.
         """
         ticket = first.text("ticket", "", most=64)
         if first.kind not in (Kind.HELLO, Kind.FETCH):
@@ -156,65 +164,53 @@ class Desk:
         with self._lock:
             self._forget()
             if first.kind is Kind.HELLO:
-                incoming = self._expected.get(ticket)
-                if incoming is not None:
-                    return partial(self._receive, first, incoming)
+                fetching = self._expected.get(ticket)
+                if fetching is not None and not fetching.incoming.over:
+                    return partial(self._receive, first, fetching)
             elif self._fetching >= MAX_FETCHING:
                 why = f"{self._fetching} others fetch from this worker: stage again in a moment"
                 raise Refusal("busy", why)
             elif ticket in self._offers:
-                return partial(self._give, self._offers.pop(ticket)[1])
+                return partial(self._give, first, self._offers.pop(ticket)[1])
+            else:
+                for known, fetching in self._expected.items():
+                    if hmac.compare_digest(fetch_ticket(known), ticket):
+                        return partial(self._give, first, fetching.incoming)
         raise no_ticket()
 
-    def _give(self, source: Gives, connection: Connection) -> None:
-        """As `give`, once it is this peer's turn; it is told why there is nothing more."""
-        with self._lock:
-            self._fetching += 1
+    async def _give(self, first: Frame, source: Kept | Incoming, stream: FrameStream) -> None:
+        """Run `give_version` once it is this peer's turn; send the peer the reason of a failure."""
+        self._fetching += 1
         try:
-            with self._turn(source, connection):
-                give(connection, source, self.outward)
+            stream.start_pinging()
+            if isinstance(source, Kept):
+                async with self._turns:
+                    await give_version(stream, source, self.outward, first)
+            else:  # it has few fetchers: the other replicas, or the nodes of a gang
+                await give_version(stream, source, self.outward, first)
         except TransferFailed as error:
-            connection.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
-            connection.leave(LEAVE_SECONDS)
+            await stream.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
+            await stream.leave(LEAVE_SECONDS)
         finally:
-            with self._lock:
-                self._fetching -= 1
+            self._fetching -= 1
 
-    @contextlib.contextmanager
-    def _turn(self, source: Gives, connection: Connection) -> Iterator[None]:
-        """Wait for a turn; the other nodes of this gang, whose version still arrives, need none."""
-        if not isinstance(source, Kept):
-            yield
-            return
-        connection.keep_alive()
-        while not self._turns.acquire(timeout=LOOK_SECONDS):
-            if connection.poll(0) is not None:
-                raise Malformed("a frame came before LAYOUT was sent")
-        try:
-            yield
-        finally:
-            self._turns.release()
-
-    def _receive(self, first: Frame, incoming: Incoming, connection: Connection) -> None:
-        receiving = Receiving(connection, first, incoming, self.outward, self._maps)
-        # Over a Unix socket it lasts as long as the sender lives and its memory is read here.
-        with self._maps.sender() if connection.unix else contextlib.nullcontext():
-            receiving.run()
+    async def _receive(self, first: Frame, fetching: VersionFetching, stream: FrameStream) -> None:
+        await Receiving(stream, first, fetching, self._maps).run()
 
 
 def no_ticket() -> Refusal:
-    """Return what who has no good ticket is told."""
+    """Return the refusal for a caller without a valid ticket."""
     detail = "the ticket is unknown, used or void: stage again for another one"
     return Refusal("bad-ticket", detail)
 
 
 def mapped(layout: PushLayout, memory: Memory) -> MappedWeights:
-    """Return the memory of a version as engines take it, held until it is released."""
+    """Return the memory of a version in the form that engines take, held until it is released."""
     starts = {placed.name: placed.start for placed in layout.tensors}
     give_back, view = memory.hold(), memory.bytes(0, memory.size)
 
     def release() -> None:
-        view.release()  # the frames of an error may keep it
+        view.release()  # else the frames of an error could keep it
         give_back()
 
     return MappedWeights(memory.handle, memory.size, starts, release, view)
@@ -230,7 +226,7 @@ async def receive(
     *,
     expected: str | None = None,
 ) -> Sink:
-    """Return a sealed sink with what arrives; everybody who waits for it is told how it went.
+    """Return a sealed sink with a version that arrives; report the outcome to all that wait for it.
 
     `elsewhere`, `expected`: as `fill_sink` takes them.
 
@@ -258,7 +254,7 @@ async def refill(
     verify: Callable[[str], None],
     elsewhere: Elsewhere | None = None,
 ) -> Sink:
-    """Return a sealed sink with what is kept, whose root hash is computed in the scheme of its end.
+    """Return a sealed sink with the kept version; its root hash uses the scheme of `kept.end`.
 
     Raises:
         EngineError: The engine has no room.
@@ -279,7 +275,7 @@ async def _pour(
     elsewhere: Elsewhere | None,
     expected: str | None,
 ) -> Sink:
-    """As `fill_from_source`; the sink has `given` from then on, or nobody."""
+    """Run `fill_from_source`; afterwards the sink owns `given`, or it is released."""
     try:
         sink = await fill_from_source(
             open_slot, layout, source, verify, report, elsewhere, given=given, expected=expected

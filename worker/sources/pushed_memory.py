@@ -1,4 +1,4 @@
-"""Memory that holds a pushed version, counted by who reads or writes it."""
+"""Memory that holds a pushed version, with a count of its readers and writers."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ import os
 import threading
 from collections.abc import Callable
 
-import xxhash
-
 from rollout_common.transfer.arena import ArenaError, Slot
 from rollout_common.transfer.maps import Maps
 from rollout_common.transfer.spare import Used
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
-
-_own = threading.local()
 
 
 class TransferFailed(EngineError):
-    """The bytes did not arrive; the text says why and what to do."""
+    """The bytes did not arrive; the text gives the reason and the fix."""
 
 
 class Memory:
-    """The bytes of one version: memory of this process, or the trainer's, as long as anybody holds it.
+    """The bytes of one version: memory of this process or of the trainer, as long as there is a hold on it.
 
     Args:
-        size: Bytes.
-        handle: Descriptor of the trainer's, closed here; None: memory of our own.
-        maps: Where a mapping of the trainer's comes from, and goes.
-        used: Memory to use again as our own, of this size.
-        recycle: Takes our own once nobody holds it; None: it is given up.
-        hollow: Whether every byte comes by `take`, which spares fresh memory of our own a half of what it costs.
-        private: Whether our own is for this process alone, and has no descriptor.
-        expected: How many bytes of hollow memory of our own are written; None: all.
+        size: Size in bytes.
+        handle: Descriptor of the trainer's memory, which this closes; None: memory of this process.
+        maps: Gives mappings of the trainer's memory, and takes them back.
+        used: Memory of this process and of this size to use again.
+        recycle: Takes memory of this process once the last hold ends; None: it is freed.
+        hollow: Whether `commit_run` writes every byte, which halves the cost of fresh memory of this process.
+        private: Whether memory of this process has no descriptor, so that no other process can map it.
+        expected: How many bytes of hollow memory of this process are written; None: all.
 
     Raises:
         ArenaError: There is no room, or the trainer's memory can't be relied on.
@@ -51,15 +48,18 @@ class Memory:
     ) -> None:
         self.size = size
         self.held_before = None if used is None else used.root_hash
-        """Root hash of the version that a run of it holds until it is written."""
+        """Root hash of the former version, which each run holds until it is written."""
         self.root_hash: str | None = None
-        """Of what it holds, once that is verified."""
+        """Root hash of the version that it holds, once that is verified."""
         self.own = handle is None
         self.handle = handle
-        """Descriptor by which other processes map it; None: they can't."""
+        """Descriptor by which other processes map it; None: they can't map it."""
         self.freed = threading.Event()
-        """Set once nobody holds it."""
+        """Set once the last hold has ended."""
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called once the last hold has ended, from any thread."""
         self._lock = threading.Lock()
+        self._buffers: list[bytearray] = []
         self._holders = 0
         if handle is None:
             slot = (
@@ -72,7 +72,7 @@ class Memory:
             self._view = slot.bytes(0, slot.size)
 
             def done() -> None:
-                viewed = self._viewed()  # first: memory goes with its last view
+                viewed = self._viewed()  # first, since the memory is freed with its last view
                 if recycle is None or self._hollow is not None or viewed:
                     slot.close()
                 else:
@@ -83,7 +83,7 @@ class Memory:
         self._hollow = None
         maps = maps or Maps()
         try:
-            mapped = maps.take(handle, size)
+            mapped = maps.take_mapping(handle, size)
         except BaseException:
             os.close(handle)
             raise
@@ -91,45 +91,50 @@ class Memory:
 
         def close() -> None:
             self._viewed()
-            maps.give(handle, mapped)
+            maps.give_mapping(handle, mapped)
             os.close(handle)
 
         self._close = close
 
     def bytes(self, begin: int, end: int) -> memoryview:
-        """Return a run of it."""
+        """Return a view of a run of it."""
         return self._view[begin:end]
 
-    def take(self, begin: int, end: int, read: Callable[[memoryview], None]) -> str:
-        """Fill a run with what `read` reads into a buffer; returns the hash of what came.
+    def writable(self, begin: int, end: int) -> memoryview:
+        """Return the place of a run, or for hollow shared memory a buffer that stays in the processor's cache."""
+        if self._hollow is None or self._hollow.private:
+            return self.bytes(begin, end)
+        buffer = self._buffers.pop() if self._buffers else bytearray()
+        if len(buffer) < end - begin:
+            buffer = bytearray(max(end - begin, LEAF_BYTES))
+        return memoryview(buffer)[: end - begin]
 
-        Whoever calls holds it. In hollow shared memory that is a buffer which stays in the processor's cache.
+    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
+        """Write a run that came, unless it is at its place already; `in_place`: whether `writable` returned its buffer.
 
         Raises:
             TransferFailed: There is no room for it.
         """
-        if self._hollow is None or self._hollow.private:
-            with self.bytes(begin, end) as place:
-                read(place)
-                return xxhash.xxh3_128_hexdigest(place)
-        with _buffer(end - begin) as came:
-            read(came)
-            digest = xxhash.xxh3_128_hexdigest(came)
+        if self._hollow is not None and not self._hollow.private:
             try:
-                self._hollow.put(begin, came)
+                self._hollow.put(begin, content)
             except ArenaError as error:
                 raise TransferFailed(str(error)) from error
-        return digest
+            if in_place and isinstance(content.obj, bytearray):
+                self._buffers.append(content.obj)
+        elif not in_place:
+            with self.bytes(begin, begin + len(content)) as place:
+                place[:] = content
 
     def verified(self, root_hash: str) -> None:
-        """Note that all of it is there and what it hashes to."""
+        """Note that all of it is there, and its root hash."""
         self.root_hash = root_hash
         hollow, self._hollow = self._hollow, None
         if hollow is not None:
             hollow.whole()
 
     def hold(self) -> Callable[[], None]:
-        """Keep it until what is returned is called; that is idempotent, from any thread."""
+        """Hold it; return what ends the hold, which is idempotent and may be called from any thread."""
         with self._lock:
             if self.freed.is_set():
                 raise TransferFailed("the bytes are gone: stage again")
@@ -146,21 +151,14 @@ class Memory:
                     return
                 self.freed.set()
             self._close()
+            self.on_freed()
 
         return release
 
     def _viewed(self) -> bool:
-        """Give up the view; whether somebody still has a part of it, as an error's frames may."""
+        """Release the view; return whether views of parts still exist, as in an error's frames."""
         try:
             self._view.release()
         except BufferError:
             return True
         return False
-
-
-def _buffer(size: int) -> memoryview:
-    """Return memory of this thread, used again and again."""
-    there: bytearray | None = getattr(_own, "buffer", None)
-    if there is None or len(there) < size:
-        there = _own.buffer = bytearray(size)
-    return memoryview(there)[:size]

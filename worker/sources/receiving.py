@@ -1,160 +1,189 @@
-"""What one connection brings to a slot: read, checked, noted, and what became of it told back.
+"""A trainer's connection to a slot, on the transfer loop: receives a version and reports the outcome.
 
-Over TCP chunks are verified one by one and passed on to the next hop; over a Unix socket the sender's
-memory comes, and how far it is filled. Runs in the connection's thread.
+Over TCP the trainer is a holder that this worker fetches pieces from; over a Unix socket the trainer sends its memory
+and reports how far it is filled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import logging
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Coroutine
 from typing import Any
 
-import xxhash
-
 from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.delta import DeltaError
-from rollout_common.transfer.frames import (
-    CHUNK_BYTES,
-    PROTOCOL,
-    Ended,
-    Frame,
-    Kind,
-    Malformed,
-    TransferError,
-)
+from rollout_common.transfer.frame_stream import FrameStream, check_kind
+from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.maps import Maps
+from rollout_common.transfer.piece_fetcher import HolderLink
+from rollout_common.transfer.transfer_loop import waking
 
-from .basis import Delta
-from .forwarding import Forwarding, hops_of
-from .incoming import LOOK_SECONDS, Incoming, Refusal, end_of
-from .outward import Outward
+from .incoming import Refusal
 from .pushed_memory import Memory, TransferFailed
-
-logger = logging.getLogger(__name__)
-
-PROGRESS_SECONDS = 0.1
-LEAVE_SECONDS = 2.0
-"""What the other end gets to read the last word."""
+from .settings import LEAVE_SECONDS, PROGRESS_SECONDS
+from .version_fetching import VersionFetching, read_holders
 
 
 class Receiving:
-    """See the module; `run` in the connection's thread.
+    """One connection of a trainer.
 
     Args:
-        connection: Which has said `HELLO`.
+        stream: The connection, whose `HELLO` was read.
         hello: That frame.
-        incoming: What its ticket is for.
-        outward: How the hops behind are reached.
+        fetching: Fetches what its ticket is for.
         maps: Where mappings of senders' memory come from.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        hello: Frame,
-        incoming: Incoming,
-        outward: Outward,
-        maps: Maps,
+        self, stream: FrameStream, hello: Frame, fetching: VersionFetching, maps: Maps
     ) -> None:
-        self._connection, self._hello, self._incoming = connection, hello, incoming
-        self._outward, self._maps = outward, maps
+        self._stream, self._hello, self._fetching, self._maps = stream, hello, fetching, maps
+        self._incoming = fetching.incoming
         self._name = ""
-        self._told = 0.0
-        self._damaged: set[int] = set()
-        self._by_delta = False
-        """Whether the sender has said of which base its deltas are."""
-        self._forwarding: Forwarding | None = None
+        self._news = asyncio.Event()
 
-    def run(self) -> None:
-        """Receive until it is staged or has failed, and tell.
+    async def run(self) -> None:
+        """Receive until the version is staged or has failed, and report that.
 
         Raises:
-            TransferError: The connection ended before.
+            TransferError: The connection ended first.
         """
-        incoming, connection = self._incoming, self._connection
+        incoming, stream = self._incoming, self._stream
         try:
-            incoming.attach(connection)
+            await incoming.attach(stream)
         except Refusal as refusal:
-            return self._refuse(refusal)
+            return await self._refuse(refusal)
+        incoming.on_over.append(waking(self._news))
         why = "the worker gave it up"
         try:
-            connection.keep_alive()
+            stream.start_pinging()
             try:
-                self._receive()
+                await self._receive()
             except Refusal as refusal:
                 why = str(refusal)
                 incoming.fail(why, refusal.tensor)
-                return self._refuse(refusal)
+                return await self._refuse(refusal)
             except (TransferFailed, Malformed) as error:
                 why = str(error)
                 incoming.fail(why)
-            self._tell()
+                await self._report()
+            await stream.leave(LEAVE_SECONDS)
         except TransferError as error:
             why = f"the sender is gone: {error}"
             raise
         finally:
-            if self._forwarding is not None:
-                self._forwarding.stop()
-            incoming.detach(connection, why)
+            incoming.detach(stream, why)
+        return None
 
-    def _refuse(self, refusal: Refusal) -> None:
+    async def _refuse(self, refusal: Refusal) -> None:
         head: dict[str, Any] = {"slug": refusal.slug, "detail": str(refusal), "name": self._name}
         if refusal.tensor is not None:
             head["tensor"] = refusal.tensor
-        self._connection.send(Kind.ERROR, head)
-        self._connection.leave(LEAVE_SECONDS)
+        await self._stream.send(Kind.ERROR, head)
+        await self._stream.leave(LEAVE_SECONDS)
 
-    def _receive(self) -> None:
-        """Bring everything there."""
-        incoming = self._incoming
+    async def _receive(self) -> None:
+        """Receive everything, and report the outcome."""
         if (spoken := self._hello.integer("protocol")) != PROTOCOL:
             raise Malformed(
                 f"the sender speaks protocol {spoken}, this worker {PROTOCOL}: use the same release at"
                 " both ends"
             )
-        about = self._awaited(Kind.LAYOUT)
+        about = await self._await_frame(Kind.LAYOUT)
         self._name = about.text("name", "")
         try:
             layout = PushLayout.from_json(about.head.get("layout"))
         except LayoutError as error:
             raise Refusal("wrong-layout", str(error), error.tensor) from error
-        hops = hops_of(about.head.get("hops", []))
-        have = incoming.begin(layout)
+        held = self._incoming.begin(layout)
         if (base := about.head.get("base")) is not None:
-            incoming.rest_on(base)
-            self._by_delta = True
-        memory = None if self._connection.unix else incoming.take_room()
-        self._connection.send(Kind.READY, {"have": have})
-        if memory is None:
-            memory = self._take_memory(layout)
-        release = memory.hold()
+            self._incoming.rest_on(base)
+        if not self._stream.unix:
+            return await self._fetch_pieces(about, layout)
+        await self._stream.send(Kind.READY)
+        with self._maps.keep_mapping():
+            memory = await self._take_memory(held.layout)
+            return await self._report_during(self._follow(held), memory)
+
+    async def _await_frame(self, kind: Kind) -> Frame:
+        """Return the next frame, which must be of this kind; stop waiting for it if the slot ends first."""
+        receiving = asyncio.create_task(self._stream.expect(kind))
+        waiting = asyncio.create_task(self._news.wait())
         try:
-            if hops:
-                self._forwarding = Forwarding(
-                    incoming, layout, memory, hops, self._connection, self._outward
-                )
-                self._forwarding.start()
-            self._follow(layout, memory)
+            await asyncio.wait([receiving, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                return receiving.result()
+            raise TransferFailed(self._incoming.failure or "it is staged")
         finally:
-            release()
+            for each in receiving, waiting:
+                each.cancel()
+            await asyncio.wait([receiving, waiting])
 
-    def _awaited(self, kind: Kind) -> Frame:
-        """Return the next frame, which must be this one: a sender may take its time, and the slot may go meanwhile."""
-        while (frame := self._connection.poll(LOOK_SECONDS)) is None:
-            if self._incoming.failure is not None:
-                raise TransferFailed(self._incoming.failure)
-        return self._connection.checked(frame, kind)
+    async def _fetch_pieces(self, about: Frame, layout: PushLayout) -> None:
+        """Fetch from the trainer, and from other workers that get the same version."""
+        holders = read_holders(about.head.get("holders", []))
+        fetcher = await self._fetching.begin_pieces(layout, _share_of(about), len(holders))
+        await self._stream.send(Kind.READY)
+        self._fetching.start_holders(holders)
+        link = HolderLink("the trainer", self._stream, is_origin=True)
+        with self._incoming.hold_memory():
+            await self._report_during(fetcher.fetch_from(link))
 
-    def _take_memory(self, layout: PushLayout) -> Memory:
-        self._connection.takes_memory = True
-        frame = self._awaited(Kind.MEMORY)
-        self._connection.takes_memory = False
+    async def _report_during(
+        self, listening: Coroutine[Any, Any, None], lent: Memory | None = None
+    ) -> None:
+        """Read from the trainer until it has got the outcome, and its memory back.
+
+        Raises:
+            TransferError: The trainer is gone.
+        """
+        tasks = [asyncio.create_task(listening), asyncio.create_task(self._report(lent))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            await tasks[1]
+        finally:
+            for each in tasks:
+                each.cancel()
+            await asyncio.wait(tasks)
+
+    async def _report(self, lent: Memory | None = None) -> None:
+        """Report progress, then the outcome, and then that nothing reads the trainer's memory any more."""
+        incoming, reported = self._incoming, -1
+        while not incoming.over:
+            done = incoming.nbytes_there
+            if done != reported:
+                reported = done
+                head = {"name": self._name, "bytes_done": done}
+                await self._stream.send(Kind.PROGRESS, head)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROGRESS_SECONDS):
+                    await self._news.wait()
+        if incoming.root_hash is not None:
+            staged = {"name": self._name, "root_hash": incoming.root_hash}
+            await self._stream.send(Kind.STAGED, staged)
+        else:
+            failed: dict[str, Any] = {"name": self._name, "detail": incoming.failure or ""}
+            if incoming.tensor is not None:
+                failed["tensor"] = incoming.tensor
+            await self._stream.send(Kind.FAILED, failed)
+        if lent is not None:
+            freed = asyncio.Event()
+            lent.on_freed = waking(freed)
+            if not lent.freed.is_set():
+                await freed.wait()
+            await self._stream.send(Kind.RELEASED)
+
+    # Over a Unix socket.
+
+    async def _take_memory(self, layout: PushLayout) -> Memory:
+        self._stream.takes_memory = True
+        frame = await self._await_frame(Kind.MEMORY)
+        self._stream.takes_memory = False
         if frame.handle is None:
             raise Malformed("MEMORY came without a descriptor")
         try:
@@ -163,108 +192,27 @@ class Receiving:
             os.close(frame.handle)
             raise
         try:
-            memory = Memory(size, frame.handle, self._maps)
+            # In a thread, since it takes long to map gigabytes.
+            memory = await asyncio.to_thread(Memory, size, frame.handle, self._maps)
         except ArenaError as error:
             raise Refusal("bad-memory", str(error)) from error
         self._incoming.lay(memory)
         return memory
 
-    def _follow(self, layout: PushLayout, memory: Memory) -> None:
-        """Take note of what comes until there is nothing more to come."""
-        incoming, connection = self._incoming, self._connection
-        while incoming.upto < layout.nbytes or incoming.end is None:
-            if incoming.failure is not None:
-                return
-            frame = connection.poll(LOOK_SECONDS)
-            if frame is None:
-                continue
-            match frame.kind:
-                case Kind.DATA if memory.own:
-                    self._data(frame, layout, memory)
-                case Kind.DELTA if memory.own and self._by_delta:
-                    self._delta(frame, layout)
-                case Kind.FILLED if not memory.own:
-                    incoming.advance(frame.integer("upto", 0, layout.nbytes))
-                case Kind.END:
-                    incoming.finish(end_of(frame, layout))
-                case _:
-                    raise Malformed(f"{frame.kind.name} came in the middle of the bytes")
-            self._progress()
+    async def _follow(self, held: HeldVersion) -> None:
+        """Note how far the memory is filled, and then the hashes that the trainer reports."""
+        while True:
+            frame = check_kind(await self._stream.receive(), Kind.FILLED, Kind.END)
+            if frame.kind is Kind.FILLED:
+                self._incoming.advance(frame.integer("upto", 0, held.layout.nbytes))
+            else:
+                held.finish(read_end(frame, held))
 
-    def _data(self, frame: Frame, layout: PushLayout, memory: Memory) -> None:
-        """Verify a chunk where it goes; one that is there already is read and forgotten."""
-        offset = frame.integer("offset", 0, max(layout.nbytes - 1, 0))
-        chunk, rest = divmod(offset, CHUNK_BYTES)
-        size = min(CHUNK_BYTES, layout.nbytes - offset)
-        if rest or frame.payload != size:
-            raise Malformed(f"a chunk begins at {offset} with {frame.payload} bytes")
-        if self._incoming.has(chunk):
-            return self._connection.skip(frame)
-        self._incoming.begin_chunk(chunk)
-        found = memory.take(offset, offset + size, self._connection.read_into)
-        if found == frame.text("hash"):
-            return self._incoming.mark(chunk, found)
-        self._again(offset, delta=False)
 
-    def _delta(self, frame: Frame, layout: PushLayout) -> None:
-        """Verify what differs in a run of whole chunks, and apply it."""
-        offset = frame.integer("offset", 0, max(layout.nbytes - 1, 0))
-        end = offset + frame.integer("bytes", 1, layout.nbytes - offset)
-        if offset % CHUNK_BYTES or (end % CHUNK_BYTES and end != layout.nbytes):
-            raise Malformed(f"a delta covers {offset} to {end}, which are no whole chunks")
-        content = bytearray(frame.payload)
-        self._connection.read_into(memoryview(content))
-        if xxhash.xxh3_128_hexdigest(content) != frame.text("hash"):
-            return self._again(offset, delta=True)
-        try:
-            self._incoming.renew(offset, Delta(end - offset, bytes(content)))
-        except DeltaError as error:
-            raise Malformed(f"the delta at {offset}: {error}") from error
-
-    def _again(self, offset: int, *, delta: bool) -> None:
-        """Ask for what arrived damaged; twice is no accident."""
-        if offset in self._damaged:
-            raise Malformed(f"the chunk at {offset} arrived damaged twice: check the network")
-        self._damaged.add(offset)
-        why = f"the chunk at {offset} has the wrong hash: send it again"
-        head = {"slug": "bad-chunk", "detail": why, "offset": offset, "delta": delta}
-        self._connection.send(Kind.ERROR, head)
-
-    def _progress(self) -> None:
-        now = time.monotonic()
-        if now - self._told >= PROGRESS_SECONDS:
-            self._told = now
-            head = {"name": self._name, "bytes_done": self._incoming.upto}
-            # Who is gone may have sent all of it: what came is read to its end first.
-            with contextlib.suppress(Ended):
-                self._connection.send(Kind.PROGRESS, head)
-
-    def _tell(self) -> None:
-        """Say what became of it, here and behind; over a Unix socket stay until the memory is free."""
-        incoming, connection = self._incoming, self._connection
-        while not incoming.wait(lambda: incoming.over, LOOK_SECONDS):
-            self._listen()
-        if incoming.root_hash is not None:
-            told = {"name": self._name, "root_hash": incoming.root_hash}
-            connection.send(Kind.STAGED, told)
-        else:
-            head: dict[str, Any] = {"name": self._name, "detail": incoming.failure or ""}
-            if incoming.tensor is not None:
-                head["tensor"] = incoming.tensor
-            connection.send(Kind.FAILED, head)
-        if self._forwarding is not None:
-            self._until(self._forwarding.ended.wait)
-        memory = incoming.memory
-        if memory is not None and not memory.own:
-            self._until(memory.freed.wait)
-            connection.send(Kind.RELEASED)
-        connection.leave(LEAVE_SECONDS)
-
-    def _until(self, wait: Callable[[float], bool]) -> None:
-        while not wait(LOOK_SECONDS):
-            self._listen()
-
-    def _listen(self) -> None:
-        """Read what the sender says meanwhile; a closed connection ends the wait."""
-        while (frame := self._connection.poll(0)) is not None:
-            self._connection.skip(frame)
+def _share_of(about: Frame) -> tuple[int, int]:
+    """Return this worker's share of the trainer's pieces: its number, and how many shares there are."""
+    given = about.head.get("share", [0, 1])
+    pair = given if isinstance(given, list) and len(given) == 2 else [None, None]
+    share = Frame(Kind.LAYOUT, {"number": pair[0], "count": pair[1]})
+    count = share.integer("count", 1)
+    return share.integer("number", 0, count - 1), count

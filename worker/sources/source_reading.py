@@ -1,8 +1,8 @@
 """Reads a version from any source into the buffers of a sink, hashed by several threads leaf by leaf.
 
-A source is read tensor by tensor. Its leaves (`rollout_common.wire.root_hash`) are taken by the threads in order; each
-thread brings one leaf to where it belongs and hashes it while it is in the processor's cache. A hash in the scheme of
-earlier releases needs a tensor's bytes in order, so one thread reads everything then.
+A source is read tensor by tensor. The threads take its leaves (`rollout_common.wire.root_hash`) in order; each thread
+copies one leaf to its place and hashes it while it is in the processor's cache. A hash in the scheme of earlier
+releases needs a tensor's bytes in order, so one thread reads everything then.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ Allocate = Callable[[TensorEntry], memoryview | None]
 """As `Sink.allocate`."""
 
 Report = Callable[[int, int], None]
-"""Gets (bytes done, bytes in all), in a thread that reads; one call at a time."""
+"""Takes (bytes done, bytes in all); a reading thread calls it, one call at a time."""
 
 ReadLeaf = Callable[[int, int, memoryview | None], memoryview]
 """Takes begin and end of a leaf in its tensor, and its part of the sink's buffer, if there is one. Fills that part and
-returns it; without one, returns the bytes wherever they are. Several threads call it; each releases what it gets."""
+returns it; without one, returns a view of the bytes. Several threads call it; each releases the view that it gets."""
 
 
 class ReadCancelled(Exception):
-    """The caller's `cancelled` said so; nothing was kept."""
+    """The caller's `cancelled` returned True; nothing was kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentHashes:
-    """What was read, in one scheme: the digest of each tensor by name, and the root hash."""
+    """The hashes of a version in one scheme: the digest of each tensor by name, and the root hash."""
 
     digests: Mapping[str, str]
     root_hash: str
 
 
 class ReadableSource(Protocol):
-    """A version whose bytes can be read: of files, or of a sender."""
+    """A version whose bytes can be read, from files or from a sender."""
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -68,18 +68,18 @@ class ReadableSource(Protocol):
 
     @property
     def skipped_names(self) -> frozenset[str]:
-        """Names of the tensors whose bytes aren't read: nobody needs them here."""
+        """Names of the tensors whose bytes aren't read, since this worker does not need them."""
         ...
 
     @property
     def promised_scheme(self) -> str | None:
-        """The scheme of the hashes that `check_promise` compares; None: of any, or nothing is compared."""
+        """The scheme of the hashes that `check_promise` compares; None: it takes any scheme, or compares nothing."""
         ...
 
     def promised_hashes(self) -> Mapping[str, str]:
-        """Return the hashes of the skipped tensors, as their sender says; waits for its word.
+        """Return the hashes of the skipped tensors, as the sender reports them; wait for the report.
 
-        They go into the root hash, so a wrong one is another root hash than everybody else's.
+        The root hash includes them, so a wrong one makes a root hash that differs from all other workers'.
         """
         ...
 
@@ -88,12 +88,20 @@ class ReadableSource(Protocol):
     ) -> AbstractContextManager[ReadLeaf]:
         """Return what reads the tensor's leaves, in any order.
 
-        A source that waits for its bytes asks `cancelled` meanwhile.
+        A source that waits for its bytes stops once `cancelled` returns True.
         """
         ...
 
+    def verified_digest(self, name: str, leaf: int) -> bytes | None:
+        """Return the verified hash of a tensor's leaf; None: the caller has to hash the leaf."""
+        ...
+
+    def note_digest(self, name: str, leaf: int, digest: bytes) -> None:
+        """Note the hash of a leaf; several threads call it."""
+        ...
+
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """Refuse what is not what was promised, once everything is read; `found`: by scheme.
+        """Refuse content that differs from the promised hashes, once everything is read; `found`: by scheme.
 
         Raises:
             WeightsRejected: names the tensor.
@@ -102,19 +110,26 @@ class ReadableSource(Protocol):
 
 
 class WholeVersion:
-    """A version all of whose bytes are read here; see `ReadableSource`."""
+    """Base of a `ReadableSource` all of whose bytes are read, and hashed again."""
 
     __slots__ = ()
     skipped_names: frozenset[str] = frozenset()
 
     @property
     def promised_scheme(self) -> str | None:
-        """See `ReadableSource.promised_scheme`."""
+        """None: it compares no hashes."""
         return None
 
     def promised_hashes(self) -> Mapping[str, str]:
-        """See `ReadableSource.promised_hashes`: nothing is left out."""
+        """Return nothing, since no tensor is skipped."""
         return {}
+
+    def verified_digest(self, name: str, leaf: int) -> bytes | None:
+        """Return None, since every leaf is hashed again."""
+        return None
+
+    def note_digest(self, name: str, leaf: int, digest: bytes) -> None:
+        """Ignore the hash, since nothing uses it later."""
 
 
 def read_source(
@@ -129,17 +144,17 @@ def read_source(
 ) -> str:
     """Read all tensors that aren't left out into the buffers of `allocate`, check ties and promises.
 
-    Returns the root hash of the whole version, in the scheme of `expected`, or else in the source's. Blocks; call it
-    in a thread. No thread reads or writes any more once it has returned or raised.
+    Return the root hash of the whole version, in the scheme of `expected`, or else in the source's. It blocks, so call it
+    in a thread. Once it has returned or raised, no thread reads or writes any more.
 
     Args:
         source: What to read.
         tied: As `WeightsLayout.tied`.
         allocate: As `Sink.allocate`; called by the reading threads, never by two at once.
         report: Gets the progress.
-        cancelled: Asked between leaves.
+        cancelled: Called between leaves.
         expected: The root hash that the caller compares the result with, if it has one.
-        threads: How many hash at most.
+        threads: Most threads that read and hash.
 
     Raises:
         WeightsRejected: a file changed or ended early, a hash differs.
@@ -156,7 +171,7 @@ def _check_content(
     source: ReadableSource, tied: Mapping[str, str], read: dict[str, dict[str, str]], main: str
 ) -> str:
     """Check ties and promises; return the root hash. `read`: digests by scheme and name, `main`: the wanted scheme."""
-    if left_out := source.promised_hashes():  # of one scheme, so there is no other root hash
+    if left_out := source.promised_hashes():  # of one scheme, so only one root hash is possible
         main = source.promised_scheme or main
         read = {main: {**read[main], **left_out}} if main in read else {}
     check_tied_weights(tied, read.get(main, {}))
@@ -176,16 +191,16 @@ def hash_tensors(
     schemes: frozenset[str] = frozenset((TREE_SCHEME,)),
     threads: int = HASHING_THREADS,
 ) -> dict[str, dict[str, str]]:
-    """Read all tensors that aren't left out; return their digests by scheme and name. As `read_source`."""
+    """Read all tensors that aren't left out; return their digests by scheme and name; arguments as for `read_source`."""
     reading = _Reading(source, allocate, report, cancelled, schemes)
     reading.run(1 if WHOLE_SCHEME in schemes else threads)
     return reading.digests
 
 
 def copy_leaf(content: memoryview, part: memoryview) -> memoryview:
-    """Copy bytes, release where they came from, and return where they are now.
+    """Copy bytes to `part`, release the view of `content`, and return `part`.
 
-    The interpreter's lock is released meanwhile, which an assignment of views would keep.
+    The copy releases the interpreter's lock, which an assignment of views would keep.
     """
     import numpy as np
 
@@ -195,16 +210,18 @@ def copy_leaf(content: memoryview, part: memoryview) -> memoryview:
 
 
 class _OpenTensor:
-    """One tensor that is being read: what reads it, where it goes, and the hashes of its leaves."""
+    """A tensor that is being read: its reader, its buffer, and the hashes of its leaves."""
 
     def __init__(
         self,
+        source: ReadableSource,
         entry: TensorEntry,
         read: ReadLeaf,
         view: memoryview | None,
         schemes: frozenset[str],
         held: contextlib.ExitStack,
     ) -> None:
+        self._source = source
         self.entry, self.read, self.view, self.held = entry, read, view, held
         self.spans: Iterator[tuple[int, int]] = leaf_spans(entry.spec.nbytes)
         self.left = entry.spec.nbytes
@@ -219,13 +236,25 @@ class _OpenTensor:
             place = None if self.view is None else parts.enter_context(self.view[begin:end])
             content = parts.enter_context(self.read(begin, end, place))
             if self._leaves:
-                at = begin // LEAF_BYTES * DIGEST_BYTES
-                self._leaves[at : at + DIGEST_BYTES] = hash_leaf(content)
+                leaf = begin // LEAF_BYTES
+                self._leaves[leaf * DIGEST_BYTES : (leaf + 1) * DIGEST_BYTES] = self._hash(
+                    leaf, content
+                )
             if self._whole is not None:
                 self._whole.update(content)
 
+    def _hash(self, leaf: int, content: memoryview) -> bytes:
+        name = self.entry.name
+        # Bytes that were copied are hashed in their new place, which is in the cache.
+        known = self._source.verified_digest(name, leaf) if self.view is None else None
+        if known is not None:
+            return known
+        digest = hash_leaf(content)
+        self._source.note_digest(name, leaf, digest)
+        return digest
+
     def digest(self, scheme: str) -> str:
-        """Return the tensor's digest, once all leaves were brought."""
+        """Return the tensor's digest, once all of its leaves are hashed."""
         if scheme == WHOLE_SCHEME and self._whole is not None:
             return self._whole.hexdigest()
         return combine_leaves(self._leaves)
@@ -245,7 +274,7 @@ class _Reading:
         self._source, self._allocate, self._report = source, allocate, report
         self._cancelled, self._schemes = cancelled, schemes
         self._failed = failed = threading.Event()
-        # Sources keep it, so it must not refer to this object, which holds the sink.
+        # Sources keep this function, so it must not refer to this object, which holds the sink.
         self._given_up = lambda: failed.is_set() or cancelled()
         self.digests: dict[str, dict[str, str]] = {scheme: {} for scheme in schemes}
         self._state = threading.Condition()
@@ -272,7 +301,7 @@ class _Reading:
             self._fail(error)
         finally:
             for helper in helpers:
-                helper.join()  # each looks between leaves whether another one failed
+                helper.join()  # each checks between leaves whether another one failed
             for tensor in self._open:
                 tensor.held.close()
         why, self._error = self._error, None
@@ -307,7 +336,7 @@ class _Reading:
                     if (span := next(self._current.spans, None)) is not None:
                         return self._current, *span
                     if self._current.view is not None and self._current.left:
-                        # A sink gives the next buffer once this one is filled. Who fills it notifies, or fails.
+                        # A sink gives the next buffer once this one is filled. The thread that fills it notifies, or fails.
                         self._state.wait()
                         continue
                 if (entry := next(self._entries, None)) is None:
@@ -322,12 +351,12 @@ class _Reading:
             if (view := self._allocate(entry)) is not None:
                 held.enter_context(view)
             if entry.name in self._source.skipped_names:
-                if view is not None:  # never serve what nobody has written
+                if view is not None:  # never serve bytes that no thread has written
                     why = f"the bytes of tensor {entry.name!r} are left out, but the engine needs them"
                     raise WeightsRejected(why, tensor=entry.name)
                 return None
             read = held.enter_context(self._source.open_tensor(entry, self._given_up))
-            tensor = _OpenTensor(entry, read, view, self._schemes, held.pop_all())
+            tensor = _OpenTensor(self._source, entry, read, view, self._schemes, held.pop_all())
         self._open.add(tensor)
         if not entry.spec.nbytes:
             self._close_tensor(tensor)

@@ -1,8 +1,8 @@
-"""Tensors of this process as a source of weights: named, described, read leaf by leaf for their hash.
+"""Tensors of this process as a source of weights: names, describes and hashes them, leaf by leaf.
 
-Bytes are those that a file of safetensors would hold, so the same values have the same root hash. Those
-on a device come through main memory in leaves, never as a whole. torch is imported inside functions: not
-every worker has it.
+The bytes are those that a safetensors file would hold, so the same values have the same root hash. Tensors
+on a device are copied to main memory leaf by leaf, never as a whole. torch is imported inside functions,
+since not every worker has it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class HandedOver(WholeVersion):
-    """Tensors as a source; see `ReadableSource`."""
+class TensorSource(WholeVersion):
+    """Tensors of this process as a `ReadableSource`."""
 
     tensors: Mapping[str, Tensor]
 
@@ -65,18 +65,18 @@ class HandedOver(WholeVersion):
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> AbstractContextManager[ReadLeaf]:
-        """See `ReadableSource.open_tensor`."""
+        """Return what reads the leaves of a tensor, in any order."""
         return nullcontext(_leaf_reader(self.tensors[entry.name]))
 
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """See `ReadableSource.check_promise`: nothing was promised."""
+        """Accept everything, since tensors of this process come without hashes."""
 
 
 def named(given: Any) -> dict[str, Tensor]:
-    """Return tensors by name, of a module, a mapping or pairs of name and tensor; nothing is copied.
+    """Return the tensors of a module, a mapping or (name, tensor) pairs by name, without copies.
 
     Raises:
-        WeightsRejected: a name comes twice, or something is no plain tensor.
+        WeightsRejected: a name comes twice, or a value is not a plain tensor.
     """
     from torch.nn import Module
 
@@ -127,10 +127,10 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def _leaf_reader(tensor: Tensor) -> ReadLeaf:
-    """Return what reads a tensor's leaves."""
+    """Return a function that reads the leaves of a tensor."""
     import torch
 
-    # Of a tensor with gaps this is a copy, on its own device.
+    # For a tensor with gaps this is a copy, on the tensor's device.
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
     def read_leaf(begin: int, end: int, part: memoryview | None) -> memoryview:
@@ -158,21 +158,21 @@ async def fill(
     *,
     expected: str | None = None,
 ) -> Sink:
-    """Return a sealed sink with what was handed over: the tensors themselves, or a copy of them.
+    """Return a sealed sink with the trainer's tensors: the tensors themselves, or a copy of them.
 
     Args:
         open_slot: Takes the tensors, or gives the memory.
         layout: What they must be.
-        given: The tensors; who copies them releases them. After a failure they are as before.
+        given: The tensors; a sink that copies them releases them. A failure leaves them unchanged.
         verify: Raises unless the root hash is the right one; called in the loop.
-        report: Told of progress, in a thread.
+        report: Gets the progress, in a thread.
         expected: The root hash that `verify` compares with, if there is one.
 
     Raises:
-        WeightsRejected: a missing, unexpected or ill-shaped tensor, or one that was changed meanwhile.
+        WeightsRejected: a missing, unexpected or ill-shaped tensor, or one that changed while it was read.
         EngineError: the engine has no room.
     """
-    source = HandedOver(given.tensors)
+    source = TensorSource(given.tensors)
     check_layout(layout, source.entries, "what was handed over")
     sink = await fill_from_source(
         open_slot, layout, source, verify, report, given=given, expected=expected
@@ -183,12 +183,12 @@ async def fill(
 
 
 async def content_of(given: TrainerTensors, expected: str | None = None) -> str:
-    """Return the root hash of what was handed over, in the scheme of the `expected` one.
+    """Return the root hash of the trainer's tensors, in the scheme of `expected`.
 
     Raises:
-        WeightsRejected: a dtype that no file has.
+        WeightsRejected: safetensors has no such dtype.
     """
-    source = HandedOver(given.tensors)
+    source = TensorSource(given.tensors)
     return await run_in_thread(
         lambda cancelled: read_source(
             source, {}, lambda _: None, lambda done, total: None, cancelled, expected=expected

@@ -1,7 +1,7 @@
-"""From a source to a sealed sink: is its path allowed? Open, check, ask for memory, read, verify, seal.
+"""Fills a sink from a source: checks the path, opens the source, takes memory, reads, verifies and seals.
 
-Every path is confined here and nowhere else; `files` holds single files to the same roots, since
-what a folder holds may change until it is read. Whoever gives up halfway gives the memory back.
+Only this module confines paths; `checkpoint_files` checks single files against the same roots, since the
+content of a folder may change until it is read. A caller that stops halfway releases the memory.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .checkpoint_files import FileSource, open_source
 from .source_reading import ReadableSource, ReadCancelled, Report, read_source
 
 Located = tuple[Path, tuple[Path, ...]]
-"""Where a source lies and its roots, as `locate_source` says."""
+"""The path of a source and its roots, as `locate_source` returns them."""
 
 OpenSlot = Callable[..., Awaitable[Sink]]
 """As `Engine.open_slot`."""
 
 Elsewhere = Callable[[str], Coroutine[Any, Any, Mapping[str, str]]]
-"""Fills the slot of this id on other nodes; returns by their names which root hash they found."""
+"""Fills the slot with this id on other nodes; returns the root hash that each found, by the node's name."""
 
 _THREADS = ThreadPoolExecutor(4, "paths")
-"""As many lookups of links may hang, on a volume that does not answer, before the next ones wait."""
+"""Four lookups of links may hang, on a volume that does not answer, before further ones wait."""
 
 
 async def resolve_within(
     source: WeightsSource, settings: WorkerSettings, seconds: float
 ) -> WeightsSource:
-    """As `resolve_source`, in a thread: a volume over the network may take long, or never answer.
+    """Run `resolve_source` in a thread, with a deadline: a network volume may take long, or never answer.
 
     Raises:
         ProblemError: 422, as `resolve_source`; 504.
     """
-    if source.path is None:  # there is nothing to look up, and the threads may hang
+    if source.path is None:  # it has no path, and a thread might hang
         return source
     call = asyncio.get_running_loop().run_in_executor(_THREADS, resolve_source, source, settings)
     try:
@@ -63,7 +63,7 @@ def resolve_source(source: WeightsSource, settings: WorkerSettings) -> WeightsSo
     """Return the source with an absolute, real path that the settings allow.
 
     Relative paths lie below the last of the weights' roots. Links are followed before the check,
-    so none leads out. Whether anything is there is the engine's to see.
+    so none leads outside. The engine checks whether the path exists.
 
     Raises:
         ProblemError: 422 that names the roots.
@@ -89,7 +89,7 @@ def resolve_source(source: WeightsSource, settings: WorkerSettings) -> WeightsSo
 def locate_source(
     source: WeightsSource, settings: WorkerSettings, model: Path
 ) -> tuple[Path, tuple[Path, ...]]:
-    """Return where a resolved source lies, and below which roots all its files must lie.
+    """Return the path of a resolved source, and the roots below which all of its files must lie.
 
     Args:
         source: What `resolve_source` returned.
@@ -97,13 +97,13 @@ def locate_source(
         model: The folder of the model, whose own weights are the checkpoint.
     """
     if source.path is None:
-        return model, ()  # whoever gave the model may link its files from anywhere
+        return model, ()  # the worker's settings name the model, which may link files from anywhere
     roots = settings.weights_roots
     return Path(source.path), (model, *roots) if roots else ()
 
 
 def _real_path(given: str, path: Path) -> Path:
-    """Follow all links. In a circle Python either raises or goes on by the letter of the path."""
+    """Return the path without links. For a circle of links Python raises, or returns a path with links."""
     try:
         real = path.resolve()
         settled = real == real.resolve()
@@ -132,16 +132,16 @@ async def fill_sink(
     *,
     expected: str | None = None,
 ) -> Sink:
-    """Return a sealed sink with everything that the source holds.
+    """Return a sealed sink with everything that a source of files holds.
 
     Args:
         open_slot: Gives the memory.
         layout: What the source must hold.
         located: The source.
         verify: Raises unless the root hash is the right one; called in the loop.
-        report: Told of progress, in a thread.
-        elsewhere: Set in a gang: all nodes must have found the same.
-        expected: The root hash that `verify` compares with, if there is one: its scheme is the one to hash with.
+        report: Gets the progress, in a thread.
+        elsewhere: Fills the other nodes of a gang: all nodes must find the same root hash.
+        expected: The root hash that `verify` compares with, if there is one: the hashes use its scheme.
 
     Raises:
         WeightsRejected: a missing, unexpected or ill-shaped tensor.
@@ -165,7 +165,10 @@ async def fill_from_source(
     given: GivenWeights | None = None,
     expected: str | None = None,
 ) -> Sink:
-    """As `fill_sink`, with an opened source; `given`: memory that has its bytes, which the sink may take."""
+    """Fill a sink from an opened source; `given`: memory with its bytes, which the sink may take.
+
+    The other arguments and the errors are those of `fill_sink`.
+    """
     cancel = threading.Event()
     offered = {} if given is None else {"given": given}
     sink = await open_slot(source.entries, **offered)
@@ -190,7 +193,7 @@ async def fill_from_source(
             if others is not None:
                 others.cancel()
                 await asyncio.wait([others])
-        finally:  # whatever else cancels this: nobody else would close it
+        finally:  # also on a cancellation: nothing else would close it
             await run_in_thread(lambda _: sink.close(), cancel)
         raise
     return sink
@@ -208,7 +211,7 @@ async def _read_into_sink(
     cancel: threading.Event,
     others: asyncio.Future[Mapping[str, str]] | None,
 ) -> str:
-    """Read everything; what another node failed of is the reason to give up, not that we did."""
+    """Read everything; if another node failed first, raise its error, not this node's cancellation."""
     try:
         return await run_in_thread(bring, cancel)
     except ReadCancelled:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from rollout_common.transfer.spare import Used
+from rollout_common.transfer.transfer_loop import run_on_loop
 from rollout_common.wire import (
     ActiveWeights,
     Base,
@@ -26,12 +27,12 @@ from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.basis import Basis
-from rollout_worker.sources.fetching import Fetching
-from rollout_worker.sources.giving import Gives, Kept, kept_of
+from rollout_worker.sources.giving import Kept, kept_of
 from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.pushed import Desk
 from rollout_worker.sources.pushed_memory import Memory
 from rollout_worker.sources.tensor_filling import Elsewhere
+from rollout_worker.sources.version_fetching import VersionFetching
 from rollout_worker.weights import check_layout
 
 from .staging_slot import StagingSlot
@@ -57,7 +58,7 @@ class PushedWeights:
 
     def to_view(self) -> KeptWeights | None:
         """What is kept, as clients see it."""
-        return None if self.kept is None else self.kept.view()
+        return None if self.kept is None else self.kept.to_view()
 
     def check_pushed(self, pushed: PushedBytes) -> None:
         """Refuse pushed bytes where nobody could bring them.
@@ -88,7 +89,8 @@ class PushedWeights:
         room = partial(self._allocate_memory, hollow=basis is None, private=private)
         incoming = Incoming(identity, pushed, check, room, basis)
         if pushed.peers:
-            Fetching(incoming, pushed.peers, self.desk.outward, request.root_hash).start()
+            fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
+            run_on_loop(fetching.fetch_from_peers(pushed.peers))
         return incoming
 
     def view_with_ticket(self, caller: str, slot: StagingSlot) -> StagedWeights:
@@ -99,7 +101,12 @@ class PushedWeights:
         return view.model_copy(update={"transfer": self.desk.expect(incoming)})
 
     def fill_other_nodes(
-        self, source: Gives, root_hash: str | None, seconds: float, *, on_disk: bool = False
+        self,
+        source: Kept | Incoming,
+        root_hash: str | None,
+        seconds: float,
+        *,
+        on_disk: bool = False,
     ) -> Elsewhere | None:
         """Return how the other nodes of a gang fill the same slot from here; None if there are none."""
         host = self._runtime.settings.leader_address or ""
@@ -172,7 +179,7 @@ class PushedWeights:
             ArenaError: The kernel gives none.
         """
         size = max(nbytes, 1)
-        used = self.spare.take(size)
+        used = self.spare.take_memory(size)
         try:
             give_back = self._charge_memory(nbytes, 0 if used is None else size)
         except EngineError:
@@ -202,7 +209,7 @@ class PushedWeights:
         former = self.kept
         self.kept = None if slot.incoming is None else kept_of(slot.incoming)
         if self.kept is None:
-            self._freeing.free_soon(self.spare.drop)
+            self._freeing.free_soon(self.spare.drop_memory)
         self._free_former(former)
 
     def _recycle_memory(self, used: Used) -> None:
@@ -210,12 +217,12 @@ class PushedWeights:
         if self.kept is None:
             used.slot.close()
         else:
-            self.spare.put(used)
+            self.spare.keep_memory(used)
 
     def close(self) -> None:
         """Keep nothing, and no memory for what might come."""
         self.drop_kept()
-        self.spare.drop()
+        self.spare.drop_memory()
 
     def drop_kept(self) -> None:
         """Keep nothing; may be called from any thread."""

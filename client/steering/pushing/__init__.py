@@ -1,6 +1,6 @@
-"""How a trainer's tensors get to the replicas of a pool: memory of this machine, or TCP.
+"""How a trainer's tensors get to the replicas of a pool: by shared memory on this machine, or by TCP.
 
-`tensors` says what there is to publish, `filling` brings it into shared memory and hashes it, `routes`
-chooses how each replica gets it, `sending` carries it there, `push` is one version on its way. Which
-replicas take part, and when they commit, is decided by the steering above.
+`push_tensors` describes what there is to publish, `stream_filling` copies it to shared memory and hashes it, `routes`
+chooses how each replica gets it, `sending` sends it, and `push` is one version during all of that. The package
+above decides which replicas take part, and when they commit.
 """

@@ -1,4 +1,4 @@
-"""By which addresses other nodes may reach this one: all of its own but loopback, the likeliest first."""
+"""Finds the addresses by which other nodes may reach this one: all but loopback, the likeliest first."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import struct
 from pathlib import Path
 
 MOST = 16
-"""Addresses that are offered: each that leads nowhere costs who tries it some seconds."""
+"""Most addresses that are offered: each wrong one costs its caller some seconds."""
 
 _INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFCONF = 0x8912
 _ENTRY = 40
-"""Bytes of `struct ifreq` on 64-bit Linux: the address is in 20 to 24."""
+"""Size of `struct ifreq` on 64-bit Linux; bytes 20 to 24 are the address."""
 _ROOM = 1 << 16
 _GLOBAL, _USELESS = 0x00, 0x40 | 0x20 | 0x08
 """Scope of an IPv6 address that others may use; flags of one that is tentative, deprecated or a duplicate."""
 _SOMEWHERE = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses of nobody: which of its own would this host take to go there?"""
+"""Unused addresses: the kernel says from which of its addresses this host would reach them."""
 
 
 def offered() -> list[str]:
-    """Return the addresses to try, in their order.
+    """Return the addresses of this host that others should try, in that order.
 
     `MASTER_ADDR` comes first if it is this host's (rank 0 of a group need not be the group's first
     host), then those of the default routes, then all others.
@@ -75,7 +75,7 @@ def _resolved(host: str | None) -> list[str]:
         return []
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # nobody, or no name at all
+    except (OSError, UnicodeError):  # an unknown name, or not a valid one
         return []
     return [str(each[4][0]) for each in found]
 

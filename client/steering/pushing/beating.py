@@ -1,4 +1,4 @@
-"""Says to the other end of a connection that this one lives, for as long as a publish of several ranks takes."""
+"""Pings the other end of a connection while a publish of several ranks runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import threading
 
 from rollout_common.transfer.connection import Connection
 
-STOP_SECONDS = 1.0
-"""What a `PING` that nobody takes gets to be given up."""
+from .settings import PING_STOP_SECONDS
 
 
 class Beat:
-    """See the module; unlike `Connection.keep_alive` it ends, for between two publishes nobody reads.
+    """A thread that pings until it is stopped, since the other end does not read between two publishes.
 
     Args:
-        connection: To the other end.
+        connection: The connection to the other end.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -25,6 +24,6 @@ class Beat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Say nothing more, however often this is called."""
+        """Stop the pings. Idempotent."""
         self._over.set()
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(PING_STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""What has come of a push for each replica; written by senders' threads, read by the pool's loop."""
+"""The progress and outcome of a push for each replica; senders write it, the pool's loop reads it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Standing:
-    """How far one replica is.
+    """The progress of one replica.
 
     Attributes:
-        bytes_done: What it has, as it said last.
-        root_hash: Of what it staged; None: it has not.
-        why: It failed, or the way to it did; None: not so far.
+        bytes_done: How many bytes it has, by its last report.
+        root_hash: Of the version that it staged; None: it has not staged it.
+        why: Why the replica or the connection to it failed; None: no failure so far.
         whole_at: When it had all bytes, on the monotonic clock.
         settled_at: When it had staged them, or failed.
     """
@@ -28,12 +28,12 @@ class Standing:
 
 
 class Board:
-    """See the module.
+    """The progress of all replicas of a push.
 
     Args:
         names: Of all replicas.
-        nbytes: What each has to get.
-        news: Called, from any thread, whenever there is something to see.
+        nbytes: How many bytes each has to get.
+        news: Called, from any thread, whenever the progress changes.
     """
 
     def __init__(self, names: Iterable[str], nbytes: int, news: Callable[[], None]) -> None:
@@ -42,16 +42,16 @@ class Board:
         self._nbytes, self._news = nbytes, news
 
     def of(self, name: str) -> Standing:
-        """Return how far a replica is."""
+        """Return the progress of a replica."""
         return self._standings[name]
 
     def settled(self, name: str) -> bool:
-        """Whether nothing more is to be expected of a replica."""
+        """Whether a replica has staged the version, or failed."""
         return self._standings[name].settled_at is not None
 
     @property
     def bytes_done(self) -> int:
-        """What all replicas have."""
+        """How many bytes all replicas have together."""
         return sum(each.bytes_done for each in self._standings.values())
 
     def progress(self, name: str, bytes_done: int) -> None:
@@ -64,12 +64,12 @@ class Board:
         self._news()
 
     def staged(self, name: str, root_hash: str) -> None:
-        """Note that a replica has staged and verified what it got."""
+        """Note that a replica has staged and verified the version."""
         self.progress(name, self._nbytes)
         self._settle(name, root_hash, None)
 
     def failed(self, name: str, why: str) -> None:
-        """Note that a replica can't use it, or can't be reached."""
+        """Note that a replica can't use the version, or can't be reached."""
         self._settle(name, None, why)
 
     def _settle(self, name: str, root_hash: str | None, why: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor, as runs of its bytes where they are some, and cut into chunks. Pure."""
+"""Boxes: parts of a tensor, converted to runs of its bytes where possible, and cut into chunks. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollout_common.transfer.layout import ITEM_BYTES
 from .push_tensors import Spec
 
 Box = tuple[tuple[int, int], ...]
-"""In each dimension of a tensor: begin and end."""
+"""A part of a tensor: begin and end in each dimension."""
 
 Run = tuple[int, int]
-"""Begin and end in the bytes of a tensor."""
+"""Begin and end of consecutive bytes of a tensor."""
 
 
 def box_of(rows: Any) -> Box:
@@ -38,21 +38,21 @@ def overlap(one: Box, other: Box) -> bool:
 
 
 def nbytes_of(spec: Spec, box: Box) -> int:
-    """Return the size of a box of this tensor."""
+    """Return the size in bytes of a box of this tensor."""
     return ITEM_BYTES[spec[1]] * volume(box)
 
 
 def rows_of(spec: Spec, box: Box) -> Run | None:
     """Return a box of whole rows as a run of bytes; None: it is cut in other dimensions, too.
 
-    All ranks' boxes of a tensor are rows, or none is.
+    Either all ranks' boxes of a tensor are rows, or none is.
     """
     cut = zip(box[1:], spec[2][1:], strict=True)
     return None if any(part != (0, size) for part, size in cut) else run_of(spec, box)
 
 
 def run_of(spec: Spec, box: Box) -> Run | None:
-    """Return a box that is not empty as a run of bytes; None: it is several."""
+    """Return a box that is not empty as a run of bytes; None: it consists of several runs."""
     shape, begin = spec[2], 0
     sizes = shape_of(box)
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
@@ -65,7 +65,7 @@ def run_of(spec: Spec, box: Box) -> Run | None:
 
 
 def pieces_of(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most so many elements, which lie in it one after the other, each without a gap."""
+    """Cut a box into consecutive boxes of at most `most` elements, each of them without a gap."""
     if volume(box) <= most:
         yield box
         return
@@ -78,7 +78,7 @@ def pieces_of(box: Box, most: int) -> Iterator[Box]:
 
 
 def inside(box: Box, piece: Box) -> tuple[slice, ...]:
-    """Return what a piece is of the tensor that has just this box."""
+    """Return the slices of a piece within a tensor that holds exactly this box."""
     return tuple(
         slice(begin - start, end - start)
         for (begin, end), (start, _) in zip(piece, box, strict=True)

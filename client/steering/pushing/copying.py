@@ -1,7 +1,7 @@
-"""One tensor into shared memory: a single copy, in pieces, from wherever it is.
+"""Copies a tensor to shared memory: one copy, in pieces, from main memory or a device.
 
-A device writes page-locked shared memory by itself. Where that can't be locked, its bytes come through
-two pinned buffers.
+A device writes page-locked shared memory by itself. Where the memory can't be locked, the bytes pass
+through two pinned buffers.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_BYTES = 512 << 10
-"""What a processor copies at once: half of the smallest second-level cache of today's servers, so that it is
-still there when it is hashed."""
+"""How many bytes a processor copies at once: half of the smallest second-level cache of today's servers, so that they
+are still in the cache when they are hashed."""
 
 TOLD_BYTES = 4 << 20
-"""What is told of at once, at least; the rest of a tensor at its end."""
+"""Fewest bytes that one report covers, except the last report of a tensor."""
 
 DEVICE_PIECE_BYTES = 4 << 20
-"""What a device copies at once."""
+"""How many bytes a device copies at once."""
 
 PINNED_BYTES = 32 << 20
-"""Of each of the two buffers that a device's bytes come through."""
+"""Size of each of the two buffers that a device's bytes pass through."""
 
 AHEAD = 4
-"""How many pieces a device has to do while the oldest one is waited for."""
+"""How many copies of pieces are queued on a device before this process waits for the oldest."""
 
 Done = Callable[[int], None]
-"""Told how many bytes of the tensor are there."""
+"""Takes how many bytes of the tensor are there."""
 
 Hashed = Callable[[memoryview], None]
-"""Given the bytes of the tensor, run by run, in order."""
+"""Takes the bytes of the tensor, run by run, in order."""
 
 
 class Copier:
-    """Copies tensors; keeps what a device's copies need from one to the next.
+    """Copies tensors; keeps pinned buffers and devices from one tensor to the next.
 
     Args:
         device_of: Returns the device of a tensor, None if that is main memory.
@@ -65,15 +65,15 @@ class Copier:
         page_locked: Callable[[], bool] = lambda: False,
         hashed: Hashed | None = None,
     ) -> None:
-        """Copy a tensor's bytes in its order; nothing is written any more once it has returned or raised.
+        """Copy a tensor's bytes in the order of its elements; nothing writes once it has returned or raised.
 
         Args:
             name: For errors.
-            tensor: Anywhere, of any strides.
-            view: Where to, writable; exactly its size.
-            done: Told of progress: what it is told of is there.
-            page_locked: Locks the pages of `view`, if it can; asked for tensors of a device.
-            hashed: Hashes what was copied, in this thread.
+            tensor: The tensor, on any device, with any strides.
+            view: The place for it, writable, of exactly its size.
+            done: Takes the progress: so many bytes are there.
+            page_locked: Locks the pages of `view`, if it can; called for tensors of a device only.
+            hashed: Hashes the copied bytes, in this thread.
 
         Raises:
             LayoutError: It has no plain values, or its memory was freed.
@@ -99,7 +99,7 @@ class Copier:
         if type(flat) is not torch.Tensor:  # it may have no memory of its own
             torch.frombuffer(view, dtype=torch.uint8).copy_(flat)
             return done(len(view))
-        # The C library's copy leaves what it overwrites unread, where torch's reads it first.
+        # The C library's copy doesn't read the memory that it overwrites; torch's does.
         source, target = flat.data_ptr(), ctypes.addressof(ctypes.c_char.from_buffer(view))
         for begin, end in _pieces(len(view), PIECE_BYTES):
             ctypes.memmove(target + begin, source + begin, end - begin)
@@ -114,7 +114,7 @@ class Copier:
     def _through_pinned(
         self, device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done
     ) -> None:
-        """Let the device fill one pinned buffer while the other one is copied out."""
+        """Let the device fill one pinned buffer while this thread copies the other one."""
         if not self._pinned:
             self._pinned = [device.pinned(PINNED_BYTES) for _ in range(2)]
 
@@ -129,17 +129,17 @@ class Copier:
 
 
 def _straight(device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
-    """Let the device write where the bytes belong, some pieces ahead of what is told."""
+    """Let the device write the bytes to their place, some pieces ahead of the reported progress."""
     with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
         for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES):
             ahead.began(begin, end, device.begin(flat[begin:end], there[begin:end]))
 
 
 class _Ahead:
-    """Copies of pieces that a device has begun: `came` is told of each once it is there, in order.
+    """Copies of pieces that a device has begun: it calls `came` for each once it is there, in order.
 
-    At its end none is under way any more, whatever was raised: the memory is about to become
-    somebody else's.
+    At its end it waits for all copies, also after an error, since other code may use the memory
+    afterwards.
     """
 
     def __init__(self, most: int, came: Callable[[int, int], None]) -> None:
@@ -147,7 +147,7 @@ class _Ahead:
         self._begun: deque[tuple[int, int, Callable[[], None]]] = deque()
 
     def began(self, begin: int, end: int, wait: Callable[[], None]) -> None:
-        """Note one more; the oldest is waited for if there are too many."""
+        """Add a copy; wait for the oldest if there are too many."""
         self._begun.append((begin, end, wait))
         if len(self._begun) > self._most:
             self._take()
@@ -170,7 +170,7 @@ class _Ahead:
 
 
 def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
-    """Return what has bytes hashed, and tells of them once they are some megabytes, or the last ones."""
+    """Return what hashes bytes, and reports them once they are some megabytes, or the last ones."""
     there = told = 0
 
     def came(end: int) -> None:
@@ -186,12 +186,12 @@ def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
 
 
 def _copy_strided(name: str, tensor: torch.Tensor, view: memoryview, done: Done) -> None:
-    """Copy a tensor whose elements don't lie in order, rows by rows, without another copy of it."""
+    """Copy a tensor whose elements don't lie in order, some rows at a time, without a temporary copy of all."""
     import torch
 
     there = torch.frombuffer(view, dtype=torch.uint8)
     if tensor.layout != torch.strided or tensor.is_quantized:
-        there.copy_(flat_bytes(name, tensor))  # says what is wrong with it
+        there.copy_(flat_bytes(name, tensor))  # raises with the reason
         return
     source, target = tensor.detach(), there.view(tensor.dtype).view(tensor.shape)
     row = tensor.nbytes // len(tensor)

@@ -1,4 +1,4 @@
-"""A rank above 0 of a trainer: it writes its shards into rank 0's memory, or sends them, and hears how it went."""
+"""A rank above 0 of a trainer: it writes its shards into rank 0's memory, or sends them, and gets the outcome."""
 
 from __future__ import annotations
 
@@ -11,47 +11,45 @@ from typing import TYPE_CHECKING
 from rollout_client.errors import PublishFailed, RolloutError
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .beating import Beat
 from .boxes import box_of
 from .copying import Copier
 from .outcome import of_json
+from .settings import GRACE_SECONDS, MEMBER_LOOK_SECONDS
 from .streaming import Streaming
 from .writing import InMemory, Writing, state_of
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
 
-GRACE_SECONDS = 30.0
-"""What rank 0 gets beyond the deadline of a publish to say how it went."""
-LOOK_SECONDS = 1.0
-
 
 class Following:
-    """See the module.
+    """The part of a rank above 0 in the publishes of a group.
 
     Args:
-        connection: To rank 0.
-        rank: In the group.
+        connection: The connection to rank 0.
+        rank: The number of this rank in the group.
     """
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._closed = False
         self._began = 0.0
         self._connection, self._rank = connection, rank
-        connection.takes_memory = True  # rank 0's, whenever it makes some
+        connection.takes_memory = True  # rank 0 sends memory whenever it makes new memory
         self._copier = Copier()
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None
-        """How it ended, if that came while this rank was writing."""
+        """The frame with the outcome, if it came while this rank was writing."""
 
     def take_part(self, version: int, tensors: Tensors, seconds: float) -> Published:
         """Write this rank's shards, and return what rank 0 has published.
 
         Raises:
-            RolloutError: It has not: all ranks raise, or none.
+            RolloutError: The publish failed: either all ranks raise, or none.
             LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
         """
         limit = seconds + GRACE_SECONDS
@@ -74,7 +72,7 @@ class Following:
 
     @property
     def broken(self) -> bool:
-        """Whether rank 0 is to be met anew: between two publishes it says nothing else."""
+        """Whether the ranks have to meet again: anything from rank 0 between two publishes means that it has left."""
         if not self._closed:
             try:
                 self._closed = self._connection.poll(0) is not None
@@ -83,7 +81,7 @@ class Following:
         return self._closed
 
     def close(self) -> None:
-        """Leave: rank 0 notices."""
+        """Close the connection, which rank 0 notices."""
         self._closed = True
         self._connection.close()
         self._keep(())
@@ -118,14 +116,14 @@ class Following:
         connection.send(Kind.RELEASED)
         if wrong is not None and not isinstance(wrong, RuntimeError):
             raise wrong
-        done = of_json(frame.head)  # rank 0 may know better why a collective operation failed
+        done = of_json(frame.head)  # rank 0 may know the cause of a failed collective operation
         if wrong is not None:
             raise wrong
         return done
 
     def _next(self, until: float) -> Frame:
-        """Return the next frame."""
-        while (frame := self._connection.poll(LOOK_SECONDS)) is None:
+        """Return the next frame from rank 0, before the deadline of the publish."""
+        while (frame := self._connection.poll(MEMBER_LOOK_SECONDS)) is None:
             if time.monotonic() > until:
                 raise TransferError("it does not say how the publish went")
             self._mind()
@@ -133,12 +131,12 @@ class Following:
         return frame
 
     def _mind(self) -> None:
-        """Once rank 0 publishes, too, it says all the time that it lives."""
+        """Limit the silence of rank 0 from now on, since it pings during a publish."""
         if self._connection.tally.heard > self._began:
             self._connection.patience(LEASE_SECONDS)
 
     def _map(self, frame: Frame) -> None:
-        """Map new memory of rank 0, before it is sealed against that."""
+        """Map new memory of rank 0, before rank 0 seals it against further writable mappings."""
         if frame.handle is None:
             raise Malformed("MEMORY came without a descriptor")
         try:
@@ -174,13 +172,13 @@ class Following:
         return None
 
     def _stopped(self) -> bool:
-        """Whether rank 0 wants no more of it."""
+        """Whether rank 0 has ended the publish, so that this rank stops writing."""
         if self._ended is None:
             self._ended = self._connection.poll(0)
         return self._ended is not None
 
     def _keep(self, slots: object) -> None:
-        """Unmap what rank 0 has given up."""
+        """Unmap the memory that rank 0 has freed."""
         kept = set(slots) if isinstance(slots, list | tuple) else set()
         for slot in self._maps.keys() - kept:
             with contextlib.suppress(BufferError):  # the frames of an error have a view of it

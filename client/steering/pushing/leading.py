@@ -1,4 +1,4 @@
-"""Rank 0 of a trainer: it makes the memory, all ranks write into it or send to it, and it publishes."""
+"""Rank 0 of a trainer: it makes the memory, all ranks write into it or send their shards, and it publishes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rollout_client.errors import PublishFailed
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.arena import Arena, ArenaError
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .beating import Beat
 from .copying import Copier
-from .following import GRACE_SECONDS
 from .merging import Merging
 from .outcome import to_json
+from .settings import ACK_SECONDS, DEATH_SECONDS, GRACE_SECONDS, RANK_LOOK_SECONDS
 from .shards import Part, Shares, share_out
 from .streaming import Arriving, Damaged
 from .writing import InMemory, Writing, state_of
@@ -27,41 +28,34 @@ from .writing import InMemory, Writing, state_of
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
 
-LOOK_SECONDS = 0.05
-"""How long one rank is listened to before the others are."""
-DEATH_SECONDS = 2.0
-"""What its connection gets to tell that a rank is gone, once a collective operation has failed."""
-ACK_SECONDS = 10.0
-"""What a rank gets to stop writing once it was told how the publish went."""
-
 
 class Leading:
-    """See the module.
+    """The part of rank 0 in the publishes of a group.
 
     Args:
-        connections: To all other ranks.
-        far: Those of other nodes: they send their shards.
+        connections: The connections to all other ranks.
+        far: The ranks of other nodes, which send their shards.
     """
 
     def __init__(self, connections: Mapping[int, Connection], far: Collection[int] = ()) -> None:
         self.broken = False
-        """Whether the ranks have to meet anew."""
+        """Whether the ranks have to meet again."""
         self.arena = Arena(share=self._share)
         self._connections, self._far = connections, far
         self._beats: list[Beat] = []
         self._slots: dict[int, int] = {}
-        """By descriptor of the memory: its number, which the others know it by."""
+        """By descriptor of the memory: the number by which the other ranks know it."""
         self._made = 0
         self._hearing: dict[int, _Hearing] = {}
 
     def fill(
         self, filling: Merging, copier: Copier, tensors: Tensors, version: int, seconds: float
     ) -> None:
-        """Have all ranks write what they have, and return once all of it is there and hashed.
+        """Make all ranks write their parts; return once everything is there and hashed.
 
         Raises:
-            PublishFailed: Another rank is gone, failed, or did not come in time.
-            LayoutError: The ranks' tensors don't make a whole.
+            PublishFailed: Another rank is gone, failed, or did not join in time.
+            LayoutError: The ranks' tensors don't make a complete model.
             ArenaError: There is no room.
         """
         self._beats = [Beat(connection) for connection in self._connections.values()]
@@ -80,13 +74,13 @@ class Leading:
         place = InMemory(view, filling.arrived, filling.block, copier)
         try:
             writing.write(shares.work[0].boxes, place, lambda: filling.given_up, layout)
-        except RuntimeError as error:  # torch's, as when another rank is gone that gathers with us
+        except RuntimeError as error:  # from torch, as when another rank of a gather is gone
             raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
         if filling.all_written():
             filling.end()
 
     def _offers(self, version: int, seconds: float) -> list[list[Part]]:
-        """Return what each other rank has, once all have come."""
+        """Return the parts of each other rank, once all ranks have joined."""
         until = time.monotonic() + seconds
         for connection in self._connections.values():
             connection.patience(seconds + GRACE_SECONDS)
@@ -99,7 +93,7 @@ class Leading:
                     " publish_weights"
                 )
             for rank, connection in self._connections.items():
-                frame = self._heard(rank, LOOK_SECONDS if rank == late[0] else 0)
+                frame = self._heard(rank, RANK_LOOK_SECONDS if rank == late[0] else 0)
                 if frame is None:
                     continue
                 if rank in found or frame.kind is not Kind.HELLO:
@@ -107,7 +101,7 @@ class Leading:
                 if (theirs := frame.integer("version")) != version:
                     raise PublishFailed(f"rank {rank} publishes version {theirs}, rank 0 {version}")
                 found[rank] = _parts(rank, frame)
-                connection.patience(LEASE_SECONDS)  # from now on it says that it lives
+                connection.patience(LEASE_SECONDS)  # from now on it sends pings
         return [found[rank] for rank in sorted(found)]
 
     def _heard(self, rank: int, seconds: float) -> Frame | None:
@@ -120,7 +114,7 @@ class Leading:
         return frame
 
     def _share(self, handle: int, size: int) -> None:
-        """Let the other ranks of this node map new memory while it may be written still."""
+        """Let the other ranks of this node map new memory before it is sealed against writing."""
         self._made += 1
         self._slots[handle] = self._made
         for rank, connection in self._connections.items():
@@ -133,7 +127,7 @@ class Leading:
                 raise PublishFailed(f"rank {rank} is gone: {error}") from error
 
     def _order(self, filling: Merging, shares: Shares) -> None:
-        """Tell each rank what to write, and hear what it has written."""
+        """Send each rank its work, and start to read what it has written."""
         alive = {handle: self._slots[handle] for handle in self.arena.handles}
         self._slots = alive
         layout = filling.layout.to_json()
@@ -148,7 +142,7 @@ class Leading:
                 raise PublishFailed(f"rank {rank} is gone: {error}") from error
 
     def tell(self, outcome: Published | BaseException) -> None:
-        """Tell all how it went; once this returns, nobody writes any more."""
+        """Send the outcome to all ranks; once this returns, no rank writes any more."""
         self._still()
         news = to_json(outcome)
         kind = Kind.FAILED if "error" in news else Kind.STAGED
@@ -164,16 +158,16 @@ class Leading:
                 heard.gone = True
         over = [heard.over(until) for heard in hearing.values()]
         if not all(over):
-            self.close()  # who stands still may write on one day: the memory is given up, too
+            self.close()  # a rank that hangs may write later, so the memory is freed, too
 
     def _still(self) -> None:
-        """Ping no more: between two publishes nobody would read it."""
+        """Stop the pings, since no rank reads them between two publishes."""
         beats, self._beats = self._beats, []
         for beat in beats:
             beat.stop()
 
     def close(self) -> None:
-        """End all connections and give up the memory; replicas keep what they have mapped."""
+        """Close all connections and free the memory; replicas keep what they have mapped."""
         self.broken = True
         self._still()
         for connection in self._connections.values():
@@ -194,13 +188,13 @@ def _parts(rank: int, frame: Frame) -> list[Part]:
 
 
 class _Hearing:
-    """Hears one rank until it has stopped, in a thread.
+    """Reads from one rank until it has stopped, in a thread.
 
     Args:
-        rank: Which one.
-        connection: To it.
-        filling: Told what it has written; None: nothing is expected any more.
-        arriving: Writes what it sends; None: it writes by itself.
+        rank: The number of the rank.
+        connection: The connection to it.
+        filling: Notes what it has written; None: nothing more is expected.
+        arriving: Writes what it sends; None: the rank writes by itself.
     """
 
     def __init__(
@@ -212,14 +206,14 @@ class _Hearing:
     ) -> None:
         self.gone = False
         self.told = filling is None
-        """Whether it knows how the publish went: before that it must not leave."""
+        """Whether the rank has got the outcome: before that it must not leave."""
         self._rank, self._connection, self._filling = rank, connection, filling
         self._arriving = arriving
         self._thread = threading.Thread(target=self._run, name=f"weights-rank-{rank}", daemon=True)
         self._thread.start()
 
     def over(self, until: float) -> bool:
-        """Whether it has said, by then, that it writes no more."""
+        """Whether the rank reports, by that time, that it has stopped writing."""
         if not self.gone:
             self._thread.join(max(0.0, until - time.monotonic()))
         return not self.gone and not self._thread.is_alive()
@@ -246,7 +240,7 @@ class _Hearing:
             case Kind.DATA if self._arriving is not None:
                 try:
                     self._arriving.take(self._connection, frame)
-                except Damaged as error:  # the connection itself is sound
+                except Damaged as error:  # the connection itself works
                     self._fail(f": {error}")
             case Kind.FILLED if self._arriving is None and "block" in frame.head:
                 filling.block(frame.text("name"), frame.integer("block", 1))

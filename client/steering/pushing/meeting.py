@@ -1,7 +1,7 @@
-"""How the ranks of a trainer find each other: by their process group once, then over sockets of their own.
+"""Connects the ranks of a trainer: they exchange addresses by their process group once, and use sockets afterwards.
 
-A rank that dies is noticed at once by its socket, whatever the group's time-out is. Ranks of rank 0's
-node have a Unix socket, by which its memory comes; those of other nodes call over TCP.
+A socket shows the death of a rank at once, independent of the group's time-out. Ranks of rank 0's node use
+a Unix socket, which also carries its memory; those of other nodes use TCP.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """What all ranks know of each.
+    """What each rank reports to all others.
 
     Attributes:
-        node: The same for two processes that reach each other by a socket without a path.
-        host: Its name, for errors.
+        node: Equal for two processes that reach each other by a socket without a path.
+        host: The name of its host, for errors.
     """
 
     node: str
@@ -38,16 +38,16 @@ class _Fact:
 
 
 def meet(group: ProcessGroup, reach: Reach = ANYHOW) -> Leading | Following:
-    """Return this rank's part; a collective operation of all ranks of the group.
+    """Return this rank's part in the group; a collective operation of all of its ranks.
 
     Args:
-        group: The ranks'.
+        group: The process group of the ranks.
         reach: How ranks of other nodes reach rank 0.
 
     Raises:
         ValueError: This process is not in the group.
         PublishFailed: A rank can't reach rank 0; all ranks raise the same.
-        RuntimeError: The group's, if one of them is gone.
+        RuntimeError: Raised by the group, if one of the ranks is gone.
     """
     from torch import distributed
 
@@ -66,7 +66,7 @@ def _lead(
 ) -> Leading:
     try:
         door = Door.open(len(facts), reach, afar=bool(far))
-    except Exception as error:  # whatever it is: the others wait for the group's next word
+    except Exception as error:  # of any kind: the others wait for the group's next operation
         why = _said(error)
         _broadcast(group, why)
         raise PublishFailed(_unopened(facts[0], why)) from error
@@ -91,7 +91,7 @@ def _follow(
         mine = call(told, rank, here=rank not in far)
     except TransferError as error:
         why = str(error)
-    except Exception as error:  # noqa: BLE001  # whatever it is: as above
+    except Exception as error:  # noqa: BLE001  # of any kind: as above
         why = _said(error)
     try:
         _check(_gathered(group, why), facts, reach)
@@ -104,7 +104,7 @@ def _follow(
 
 
 def _check(unreached: Sequence[str | None], facts: Sequence[_Fact], reach: Reach) -> None:
-    """Raise the same on all ranks if one of them has not reached rank 0."""
+    """Raise the same error on all ranks if one of them has not reached rank 0."""
     for rank, why in enumerate(unreached):
         if why is None:
             continue
@@ -142,5 +142,5 @@ def _broadcast(group: ProcessGroup, value: Any) -> Any:
 
 
 def _node() -> str:
-    """Name what two processes must share to reach each other by a socket without a path."""
+    """Return an id that two processes share if they reach each other by a socket without a path."""
     return f"{BOOT_ID.read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -1,23 +1,26 @@
-"""A version that several ranks write into the one shared memory: noted here as it comes, in any order."""
+"""A version that several ranks write into one shared memory, in any order: notes what has come and hashes it."""
 
 from __future__ import annotations
 
 import queue
 import threading
 
-from rollout_common.transfer.arena import Arena, ArenaError, Slot
+from typing_extensions import override
+
+from rollout_common.transfer.arena import Arena, ArenaError
 from rollout_common.transfer.layout import LayoutError, Placed
-from rollout_common.wire.root_hash import TensorHasher
 
 from .copying import Copier
 from .push_tensors import Dtypes
-from .stream_filling import Filling, GivenUp
+from .settings import MERGING_LOOK_SECONDS
+from .stream_filling import Filling, LeafMarker
 
-WAIT_SECONDS = 0.5
+HASHED_BYTES = 4 << 20
+"""How many bytes are hashed between two checks whether the version is still wanted."""
 
 
 class Merging(Filling):
-    """A `Filling` whose bytes come from several ranks at once; a thread hashes them in order all the same.
+    """A `Filling` whose bytes come from several ranks at once; a thread hashes them, tensor by tensor.
 
     Args:
         arena: As `Filling` takes it.
@@ -27,141 +30,97 @@ class Merging(Filling):
 
     def __init__(self, arena: Arena, copier: Copier, dtypes: Dtypes | None = None) -> None:
         super().__init__(arena, None, copier, dtypes)
-        self._hashing = _Hashing()
+        self._jobs: queue.SimpleQueue[tuple[Placed, int, int] | None] = queue.SimpleQueue()
+        self._runs: dict[str, dict[int, int]] = {}
+        """By tensor: runs that came beyond a gap, end by begin."""
+        self._there: dict[str, int] = {}
+        """By tensor: how many of its first bytes are there."""
+        self._blocks: dict[str, int] = {}
+        """By tensor: how many bytes came in blocks that are not runs."""
 
     def begin(self) -> None:
         """Expect all tensors of the layout; those without bytes are there."""
-        self._hashing.start(self.slot, self._digests)
+        names = [each.name for each in self.layout.tensors]
         with self._news:
-            self._runs: dict[str, dict[int, int]] = {each.name: {} for each in self.layout.tensors}
-            self._there = dict.fromkeys(self._runs, 0)
-            self._blocks = dict.fromkeys(self._runs, 0)
-            self._hashed, self._fed = 0, 0
-            self._on()
+            self._begun = set(names)
+            self._runs = {name: {} for name in names}
+            self._there, self._blocks = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        threading.Thread(target=self._hash_runs, name="weights-hash", daemon=True).start()
 
     def arrived(self, name: str, begin: int, end: int) -> None:
-        """Note that a run of a tensor's bytes is written; each comes once, from any thread.
+        """Note that a run of a tensor's bytes is written; call it once for each run, from any thread.
 
         Raises:
-            LayoutError: There is no such run.
+            LayoutError: The tensor does not have this run.
         """
         with self._news:
             runs, there = self._runs.get(name), self._there.get(name, 0)
             if runs is None or not there <= begin < end <= self.layout[name].nbytes:
-                raise LayoutError(f"there are no bytes {begin} to {end} of {name!r}", tensor=name)
+                raise LayoutError(f"tensor {name!r} has no bytes {begin} to {end}", tensor=name)
             runs[begin] = end
+            first = there
             while there in runs:
                 there = runs.pop(there)
-            self._advance(name, there)
-            self._on()
+            if there > first:
+                self._there[name] = there
+                self._jobs.put((self.layout[name], first, there))
 
     def block(self, name: str, nbytes: int) -> None:
-        """Note bytes of a tensor that are no run of it: it is there once all of them are.
+        """Note bytes of a tensor that are not one run: the tensor is there once all of its bytes are.
 
         Raises:
-            LayoutError: There is no such tensor, or it has not so many.
+            LayoutError: The layout has no such tensor, or the tensor has fewer bytes.
         """
         with self._news:
             if name not in self._blocks:
-                raise LayoutError(f"there is no tensor {name!r}", tensor=name)
+                raise LayoutError(f"the layout has no tensor {name!r}", tensor=name)
             self._blocks[name] += nbytes
-            if self._blocks[name] >= self.layout[name].nbytes:
-                self.arrived(name, 0, self._blocks[name])
-
-    def _on(self) -> None:
-        """Hash what is there without a gap from the first tensor on."""
-        tensors = self.layout.tensors
-        while self._hashed < len(tensors):
-            placed = tensors[self._hashed]
-            there = self._there[placed.name]
-            if there > self._fed or not placed.nbytes:
-                self._hashing.add(placed, self._fed, there)
-                self._fed = there
-            if there < placed.nbytes:
-                return
-            self._hashed, self._fed = self._hashed + 1, 0
-            if not placed.nbytes:
-                self._advance(placed.name, 0)
+            whole = self._blocks[name] >= self.layout[name].nbytes
+        if whole:
+            self.arrived(name, 0, self._blocks[name])
 
     def all_written(self) -> bool:
-        """Return once every byte is there; False: they won't be, for whoever sends them has ended.
+        """Return once every byte is there and hashed; False: a rank has ended, so they won't come.
 
         Raises:
-            BaseException: Why another rank gave up.
+            BaseException: The reason why another rank stopped.
         """
-        try:
-            while self.wait_upto(self.layout.nbytes, WAIT_SECONDS) < self.layout.nbytes:
-                pass
-        except GivenUp:
-            if self._why is not None:
-                raise self._why from None
-            return False
+        held = self.held
+        while not held.wait_for(lambda: held.is_complete, MERGING_LOOK_SECONDS):
+            if self._given_up:
+                if self._why is not None:
+                    raise self._why
+                return False
         return True
 
     def why(self, seconds: float) -> BaseException | None:
-        """Return why it is given up, if it is within these seconds."""
+        """Return why it failed, if that happens within these seconds."""
         with self._news:
             self._news.wait_for(lambda: self._given_up, seconds)
             return self._why
 
+    @override
     def fail(self, why: BaseException | None = None) -> None:
-        """See `Filling.fail`."""
         super().fail(why)
-        self._hashing.stop()
+        self._jobs.put(None)
 
-    def _hashes(self) -> dict[str, str]:
-        """See `Filling._hashes`.
-
-        Raises:
-            ArenaError: The pool was closed before all was hashed.
-        """
-        self._hashing.stop(at_once=False)
-        if self._hashing.why is not None and not self._given_up:
-            raise self._hashing.why
-        return super()._hashes()
-
-
-class _Hashing:
-    """Hashes what was written, in a thread of its own: no rank that writes waits for it."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Placed, int, int] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-        self.why: ArenaError | None = None
-        """Why it ended before all was hashed: the pool was closed."""
-
-    def start(self, slot: Slot, digests: dict[str, str]) -> None:
-        """Begin, unless somebody else's thread has stopped it already; `digests` gets the hashes, by name."""
-
-        def run() -> None:
-            running = TensorHasher()
-            while (job := self._jobs.get()) is not None and not self._stopped:
+    def _hash_runs(self) -> None:
+        """Hash what was written, in a separate thread, so that no rank waits for it."""
+        markers: dict[str, LeafMarker] = {}
+        slot, held = self.slot, self.held
+        try:
+            while (job := self._jobs.get()) is not None and not held.is_complete:
                 placed, begin, end = job
-                try:
-                    running.update(slot.bytes(placed.start + begin, placed.start + end))
-                except ArenaError as error:
-                    self.why = error
-                    return
+                marker = markers.setdefault(placed.name, LeafMarker(held, placed))
+                for at in range(begin, end, HASHED_BYTES):
+                    if self._given_up:
+                        return
+                    last = min(at + HASHED_BYTES, end)
+                    with slot.bytes(placed.start + at, placed.start + last) as run:
+                        marker.update(run)
                 if end == placed.nbytes:
-                    digests[placed.name] = running.hexdigest()
-                    running = TensorHasher()
-
-        with self._lock:
-            if not self._stopped:
-                self._thread = threading.Thread(target=run, name="weights-hash", daemon=True)
-                self._thread.start()
-
-    def add(self, placed: Placed, begin: int, end: int) -> None:
-        """Hash these bytes of a tensor next; those of one tensor come in order and without a break."""
-        self._jobs.put((placed, begin, end))
-
-    def stop(self, *, at_once: bool = True) -> None:
-        """End the thread, once all is hashed if not at once."""
-        with self._lock:
-            self._stopped |= at_once
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
+                    markers.pop(placed.name).finish()
+                    if held.is_complete:
+                        return
+        except ArenaError as error:  # the pool was closed before all was hashed
+            self.fail(error)

@@ -1,4 +1,4 @@
-"""What may be said of a publish of tensors, beside the tensors."""
+"""The options of a publish of tensors, checked."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class PushOptions(TypedDict, total=False):
             sees, TCP to all others. `shm` or `tcp`: that way alone.
         rate: Most bytes a second that go out over TCP, to all replicas together; None: no limit.
         spool: Folder to write the version to as well, as `save_and_publish` does, before it is
-            committed: the pool's durable source then, for who joins when nobody has it any more.
-        mounted_at: The same folder as the workers see it: absolute, or relative to the weights' claim;
-            None: as here.
+            committed. It is then the pool's durable source for replicas that join when no other has the bytes any more.
+        mounted_at: The path of the same folder in the workers: absolute, or relative to the weights' claim;
+            None: the same path as here.
         keep: How many committed versions stay in the folder, at least the one that serves.
-        ranks: The process group of torch.distributed whose ranks have parts of the tensors: all of them
-            call this with the same arguments, and all get the same answer. Each gives its model or state
+        ranks: The torch.distributed process group whose ranks have parts of the tensors: all of them call
+            this with the same arguments, and all get the same answer. Each passes its model or state
             dict. Rank 0 of the group publishes; each rank writes its own shards into rank 0's memory, or sends
             them there from another node.
         ranks_host: Name or address by which ranks of other nodes reach rank 0; None: all addresses of its
             node are tried.
-        ranks_ports: First and last of the ports of which rank 0 takes one for them; None: any.
-        cast: Tensors of floating-point numbers are cast to the dtype of the model's checkpoint on the way, one at
-            a time: for trainers that keep them in another one, such as float32. False (default): a tensor of
-            another dtype is refused.
-        base: `auto` (default): over TCP, replicas that serve the version before get what differs from
-            it, where that is less work; this process keeps its bytes. None: all bytes go to all.
+        ranks_ports: First and last port of the range from which rank 0 takes one for them; None: any port.
+        cast: Whether floating-point tensors are cast to the dtype of the model's checkpoint, one at a time: for
+            trainers that keep them in another dtype, such as float32. False (default): a tensor of another
+            dtype is refused.
+        base: `auto` (default): over TCP, replicas that serve the previous version get deltas from it, where
+            that is less work; this process keeps its bytes. None: every replica gets all bytes.
     """
 
     transport: Transport
@@ -63,14 +63,14 @@ class PushOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """The same, checked.
+    """The checked options of a publish.
 
     Attributes:
-        transport: Which ways may be used.
-        versions: Where folders are written; None: nowhere.
-        ranks: Whose tensors these are; None: this process has all of them.
+        transport: The allowed transports.
+        versions: Writes the folders; None: no folder is written.
+        ranks: The process group that has the tensors; None: this process has all of them.
         rate: Most bytes a second over TCP; None: no limit.
-        delta: Whether what differs from the version before may go instead of all bytes.
+        delta: Whether deltas from the previous version may be sent instead of all bytes.
         reach: How ranks of other nodes reach rank 0.
         cast: Whether floating-point tensors are cast to the dtype of the model's checkpoint.
     """
@@ -88,9 +88,9 @@ class PushPlan:
         """Return the options of a publish of tensors.
 
         Raises:
-            TypeError: There is a path, too, an option that belongs to a folder or to ranks without them, or
-                one that does not exist.
-            ValueError: There are no such transport, base, host or ports, or nothing would go out at this rate.
+            TypeError: A path is given, too, an option needs a folder or ranks that are missing, or an option
+                does not exist.
+            ValueError: A transport, base, host or port is not valid, or the rate is too small to send anything.
         """
         if path is not ...:
             raise TypeError("give publish_weights a path or tensors, not both")
@@ -145,7 +145,7 @@ def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:
 
 
 def _is_host(host: object) -> bool:
-    """Whether it can be a name or an address, without a port or brackets."""
+    """Whether it is a valid host name or address, without a port or brackets."""
     if not isinstance(host, str):
         return False
     with contextlib.suppress(ValueError):
@@ -165,10 +165,10 @@ def _are_ports(ports: object) -> bool:
 
 
 def check_path(path: object, options: Mapping[str, Any]) -> None:
-    """Refuse a publish without a source, and options that only tensors have.
+    """Refuse a publish without a source, and options that apply to tensors only.
 
     Raises:
-        TypeError: It is one of these.
+        TypeError: The source is missing, or an option applies to tensors only.
     """
     if path is ...:
         raise TypeError("give publish_weights a path, or tensors=")

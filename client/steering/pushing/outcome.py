@@ -1,4 +1,4 @@
-"""How a publish of several ranks ended, as rank 0 tells the others."""
+"""The outcome of a publish of several ranks, as rank 0 sends it to the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS: Mapping[str, type[RolloutError]] = {"EpochLost": EpochLost, "Superseded"
 
 
 def to_json(outcome: Published | BaseException) -> dict[str, Any]:
-    """Return what `of_json` takes."""
+    """Return the outcome in the form that `of_json` takes."""
     if isinstance(outcome, BaseException):
         return {"error": type(outcome).__name__, "detail": str(outcome) or "it was cancelled"}
     report = None if outcome.report is None else asdict(outcome.report)
@@ -33,7 +33,7 @@ def of_json(told: Mapping[str, Any]) -> Published:
     """Return what was published.
 
     Raises:
-        RolloutError: It was not; what rank 0 raised, or `PublishFailed` with its words.
+        RolloutError: The publish failed: the error that rank 0 raised, or `PublishFailed` with its text.
     """
     if "error" in told:
         kind = _KINDS.get(str(told["error"]), PublishFailed)

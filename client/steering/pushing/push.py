@@ -1,4 +1,4 @@
-"""One version of a trainer's tensors on its way to the replicas."""
+"""Sends one version of a trainer's tensors to the replicas: fills the memory, then serves it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ from .board import Board
 from .deltas import Before, Deltas
 from .push_tensors import Given, torch_dtype
 from .routes import Receiver, Route, Transport, routes_for
-from .sending import Link, Sender
+from .sending import Link, Sender, senders_for
+from .settings import FILLING_LOOK_SECONDS
 from .stream_filling import Filling, GivenUp
 
 if TYPE_CHECKING:
     pass
 
-LOOK_SECONDS = 0.5
-"""How often the loop's side of a wait looks whether it is still wanted."""
-
 
 class Push:
-    """See the module; make it with `Pusher.begin`.
+    """One version that is filled and sent; make it with `Pusher.begin`.
 
     Args:
         found: The tensors.
-        filling: Where they come to lie.
-        transport: Which ways may be used.
-        settled: Takes over what is left at the end.
+        filling: The memory that they are copied to.
+        transport: The allowed transports.
+        settled: Takes over the memory and the senders at the end.
         rate: Most bytes a second over TCP.
-        fill: Fills it in the place of `found`, where several ranks do.
-        before: The version before, if this one may go as what differs from it.
-        delta: Whether the next one may go as what differs from this one.
+        fill: Fills the memory instead of `found`, where several ranks do that.
+        before: The previous version, if this one may be sent as deltas from it.
+        delta: Whether the next version may be sent as deltas from this one.
     """
 
     def __init__(
@@ -60,21 +58,22 @@ class Push:
         self.filling = filling
         self._delta = delta
         self.published: WeightsId | None = None
-        """As what it serves now; None: it does not."""
-        self._before, self._deltas = before, None if before is None else Deltas(before, filling)
+        """The version id under which it serves now; None: it does not serve."""
+        self._before = before
+        self._deltas: Deltas | None = None
         self.senders: list[Sender] = []
         self.spool: Path | None = None
-        """Folder to write as well, before anything is committed; None: none."""
+        """Folder to write before the version is committed; None: no folder."""
         self._given, self._transport, self._settled = found, transport, settled
         self._rate = rate
         self._board: Board | None = None
         self._routes: tuple[Route, ...] = ()
         self._opened_at = time.monotonic()
 
-    # The trainer's thread.
+    # For the trainer's thread.
 
     def fill_here(self) -> None:
-        """Copy all tensors in this thread, which may be the only one with the right device.
+        """Copy all tensors in this thread, since it may be the only one with the right device.
 
         Raises:
             LayoutError: A tensor can't be published.
@@ -98,13 +97,13 @@ class Push:
             self.filling.end()
         except BaseException as error:
             self.filling.fail(error)
-            for _ in () if self._given.at_rest else rest:  # other ranks wait in it
+            for _ in () if self._given.at_rest else rest:  # other ranks wait in the gathers
                 pass
             raise
         return None
 
     async def fill(self) -> None:
-        """Do what `fill_here` does beside everything else that the loop does."""
+        """Do what `fill_here` does without blocking the loop."""
         if self._given.at_rest:
             items: Any = self._given.items
             return await run_to_end(self._fill, items)
@@ -121,16 +120,16 @@ class Push:
             raise
         return None
 
-    # The pool's loop.
+    # For the pool's loop.
 
     async def planned(self) -> None:
-        """Return once it is known what the replicas have to hold.
+        """Wait until the layout is known.
 
         Raises:
             PublishFailed: The tensors can't be published.
         """
         try:
-            while not await asyncio.to_thread(self.filling.wait_planned, LOOK_SECONDS):
+            while not await asyncio.to_thread(self.filling.wait_planned, FILLING_LOOK_SECONDS):
                 pass
         except GivenUp as error:
             raise _why(error) from error
@@ -138,7 +137,7 @@ class Push:
 
     @property
     def filled(self) -> bool:
-        """Whether all tensors are in memory, hashed."""
+        """Whether all tensors are in memory and hashed."""
         return self.filling.root_hash is not None
 
     @property
@@ -148,13 +147,13 @@ class Push:
 
     @property
     def source(self) -> StageSource:
-        """What replicas are asked to stage."""
+        """The source that replicas are asked to stage."""
         layout = self.filling.layout
         return StageSource(pushed=PushedBytes(layout_id=layout.layout_id, bytes=layout.nbytes))
 
     @property
     def based(self) -> StageSource | None:
-        """The same, from who serves the version before; None: that is no help."""
+        """The same source for replicas that serve the previous version; None: deltas can't be sent."""
         before, whole = self._before, self.source.pushed
         assert whole is not None
         if self._transport == "shm" or before is None or before.layout_id != whole.layout_id:
@@ -167,42 +166,38 @@ class Push:
         news: Callable[[], None],
         trust: Trust | None = None,
     ) -> None:
-        """Carry the bytes to these replicas, from threads.
+        """Start to send the bytes to these replicas, on the transfer loop.
 
         Args:
-            receivers: Who waits for them.
+            receivers: The replicas that wait for them.
             news: Called, from any thread, when `board` has changed.
-            trust: Whom TLS trusts.
+            trust: What TLS trusts.
 
         Raises:
-            PublishFailed: One can't be reached by the transport that was asked for.
+            PublishFailed: A replica can't be reached by the requested transport.
         """
         self._routes = routes_for(receivers, self._transport)
         names = [receiver.name for receiver in receivers]
         self._board = Board(names, self.filling.layout.nbytes, news)
         link = Link(trust, None if self._rate is None else Pace(self._rate))
-        deltas = self._deltas
-        if deltas is not None and any(route.based for route in self._routes):
-            deltas.start()
-        self.senders = [
-            Sender(route, self.filling, self._board, link, deltas if route.based else None)
-            for route in self._routes
-        ]
+        if self._before is not None:
+            self._deltas = Deltas(self._before, self.filling.held)
+        self.senders = senders_for(self._routes, self.filling, self._board, link, self._deltas)
         for sender in self.senders:
             sender.start()
 
     @property
     def board(self) -> Board:
-        """What has come of it; there is one from `start` on."""
+        """The progress of all replicas; it exists once `start` was called."""
         assert self._board is not None
         return self._board
 
     def stands(self, name: str) -> bool:
-        """Whether a replica's connection tells of it, so that nobody has to ask how far it is."""
+        """Whether a replica's connection reports its progress, so that no status request is needed."""
         return any(sender.stands(name) for sender in self.senders)
 
     async def ended(self) -> str:
-        """Return the root hash of what is sent, once all of it has come.
+        """Return the root hash of the version, once all of its tensors have come.
 
         Raises:
             PublishFailed: The tensors did not come.
@@ -210,22 +205,22 @@ class Push:
         root_hash: str | None = None
         try:
             while root_hash is None:
-                root_hash = await asyncio.to_thread(self.filling.wait_end, LOOK_SECONDS)
+                root_hash = await asyncio.to_thread(self.filling.wait_end, FILLING_LOOK_SECONDS)
         except GivenUp as error:
             raise _why(error) from error
         return root_hash
 
     async def durable(self) -> None:
-        """Write the folder, if one is wanted, and return once it is on the disk; for what has `ended`.
+        """Write the folder, if one is wanted, and return once it is on the disk; call it after `ended`.
 
         Raises:
-            OSError: It can't be written.
+            OSError: The folder can't be written.
         """
         if self.spool is not None:
             await run_to_end(spool_blocking, self._in_memory(), self.spool)
 
     def _in_memory(self) -> Mapping[str, Any]:
-        """Return what was filled as tensors, without a copy."""
+        """Return the filled memory as tensors, without a copy."""
         import torch
 
         found = {}
@@ -242,36 +237,30 @@ class Push:
 
     @property
     def keeps(self) -> bool:
-        """Whether somebody may get the next version as what differs from this one."""
+        """Whether a replica may get the next version as deltas from this one."""
         return self._delta and any(route.kind == "tcp" for route in self._routes)
 
     def stop(self) -> None:
-        """Give it up: nothing is sent any more, and the tensors that still come are let go."""
+        """Stop sending, and drop the tensors that still come."""
         self.filling.fail()
         for sender in self.senders:
             sender.stop()
 
     def close(self) -> None:
-        """Let go of what only the trainer needs; to be called once nobody fills it any more."""
-        if self._deltas is not None:
-            self._deltas.stop()
+        """Release what only the trainer needs; call it once nothing fills the memory any more."""
         self._settled(self)
         self.filling.close()
 
     def reported(self, done: Published) -> Published:
-        """Return what was published, now, with what became of the bytes."""
+        """Return the published version with the report of this push, as of now."""
         self.published = done.identity
         return replace(done, report=self._report(time.monotonic()))
 
     def _report(self, committed_at: float) -> PublishReport:
         filling, board = self.filling, self.board
-        names = {who.name: route.kind for route in self._routes for who in route.receivers}
-        by_delta = {
-            who.name
-            for route in self._routes
-            for who in route.receivers
-            if route.based and self._deltas is not None and self._deltas.any
-        }
+        names = {route.receiver.name: route.kind for route in self._routes}
+        any_delta = self._deltas is not None and self._deltas.any
+        by_delta = {route.receiver.name for route in self._routes if route.based and any_delta}
         of = {name: board.of(name) for name in names}
         whole = max((each.whole_at or 0.0 for each in of.values()), default=0.0)
         staged = max((each.settled_at or 0.0 for each in of.values()), default=0.0)

@@ -1,4 +1,4 @@
-"""A device that tensors lie on, as far as copies from it go: begun one after the other, waited for one by one."""
+"""Copies from the device of a tensor: they begin one after the other, and are awaited one by one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
 
 
 class Device(Protocol):
-    """See the module; used by one thread at a time."""
+    """A device that tensors lie on, for copies from it; used by one thread at a time."""
 
     lockable: bool
     """Whether it writes page-locked memory of this process by itself."""
 
     def settle(self) -> None:
-        """Return once everything is written that was asked of it so far, by whichever of its streams.
+        """Wait for all work that was queued on the device so far, on all of its streams.
 
         The thread that copies need not be the one whose stream writes the tensors.
         """
         ...
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """Begin to copy bytes to main memory; returns what waits until they are there.
+        """Begin to copy bytes to main memory; return what waits until they are there.
 
-        Copies end in the order in which they were begun. Only page-locked memory is written meanwhile;
-        both tensors are to stay until then.
+        Copies end in the order in which they began. The copy runs asynchronously only into page-locked memory;
+        the caller must keep both tensors until it has ended.
         """
         ...
 
@@ -51,12 +51,12 @@ class Accelerator:
         self.lockable = device.type == "cuda"
 
     def settle(self) -> None:
-        """See `Device.settle`."""
+        """Wait for all work that was queued on the device so far, on all of its streams."""
         self._module.synchronize(self._device)
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """See `Device.begin`."""
-        # Where the tensor was not contiguous, the copy in its order was asked of the current stream.
+        """Begin to copy bytes to main memory; return what waits until they are there."""
+        # If the tensor was not contiguous, the current stream makes the contiguous copy.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -66,7 +66,7 @@ class Accelerator:
         return wait
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """See `Device.pinned`."""
+        """Return page-locked main memory, [nbytes] uint8."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,4 @@
-"""What a trainer gives to publish: whole tensors, streams of them, and shards of several ranks."""
+"""The tensors that a trainer publishes: whole tensors, streams of them, and shards of several ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Spec = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What there is to publish.
+    """The tensors of a publish.
 
     Attributes:
-        items: (name, tensor), in the order in which they are to be taken.
-        specs: Of all of them; None: a stream, of which nothing is known before its end.
-        at_rest: Whether taking one is no work of several ranks: any thread may do it.
+        items: (name, tensor), in the order in which they are copied.
+        specs: Of all tensors; None: a stream, whose tensors are unknown before its end.
+        at_rest: Whether it takes no collective operation to get a tensor, so that any thread may do it.
     """
 
     items: Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
@@ -40,11 +40,11 @@ class Given:
 
 
 def given(tensors: Tensors) -> Given:
-    """Say what there is to publish.
+    """Return the tensors of a publish, with their specs where they are known.
 
     Raises:
-        LayoutError: Something is no tensor, or of a dtype that no worker takes; names it.
-        TypeError: These are no tensors at all.
+        LayoutError: A value is not a tensor, or has a dtype that no worker takes; names it.
+        TypeError: The argument does not hold tensors.
     """
     state = state_of(tensors)
     if isinstance(state, AsyncIterable):
@@ -55,24 +55,24 @@ def given(tensors: Tensors) -> Given:
     if any(map(is_sharded, held(state).values())):
         return Given(named_tensors(state), specs, at_rest=False)
     # In the order in which they lie, so that receivers can follow.
-    return Given(((name, state[name]) for name in sorted(state)), specs, at_rest=True)
+    return Given(((name, state[name]) for name, _, _ in specs), specs, at_rest=True)
 
 
 def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of a model or state dict whose tensors may be shards of several ranks.
 
-    Each DTensor (FSDP, tensor parallel) is gathered when it is its turn, and freed after it: no rank
-    ever holds more than one whole tensor on its device. Every rank must take all of them, in the same
-    order; one of them gives them to `publish_weights`, the others just iterate.
+    Each DTensor (FSDP, tensor parallel) is gathered in its turn, and freed afterwards: no rank holds more
+    than one whole tensor on its device at any time. Every rank must take all of them, in the same order;
+    one rank passes them to `publish_weights`, the others just iterate.
     """
     return iter(named_tensors(tensors))
 
 
 def spec_of(name: object, tensor: Any) -> Spec:
-    """Return what a tensor is, in the words of workers.
+    """Return name, dtype and shape of a tensor, as safetensors names them.
 
     Raises:
-        LayoutError: It is no tensor, or of a dtype that no worker takes.
+        LayoutError: It is not a tensor, or has a dtype that no worker takes.
     """
     import torch
 
@@ -101,14 +101,14 @@ def spec_of(name: object, tensor: Any) -> Spec:
 def _dtypes() -> dict[Any, str]:
     import torch
 
-    # Older torch has fewer of them.
+    # An older torch has fewer of them.
     found = {getattr(torch, name, None): dtype for dtype, name in TORCH_NAMES.items()}
     found.pop(None, None)
     return found
 
 
 def check_there(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose memory is gone, which torch itself reads all the same.
+    """Refuse a tensor whose memory is freed, since torch itself would read it all the same.
 
     Raises:
         LayoutError: It was freed.
@@ -116,7 +116,7 @@ def check_there(name: str, tensor: torch.Tensor) -> None:
     import torch
 
     plain = tensor.detach()
-    # What only acts like a tensor may have no memory of its own, and a sparse one has none.
+    # A tensor subclass may have no storage, and a sparse tensor has none.
     if type(plain) is not torch.Tensor or plain.layout != torch.strided or not plain.numel():
         return
     last = sum((size - 1) * step for size, step in zip(plain.shape, plain.stride(), strict=True))
@@ -130,7 +130,7 @@ def check_there(name: str, tensor: torch.Tensor) -> None:
 
 
 def cast_specs(specs: Iterable[Spec], dtypes: Dtypes) -> tuple[Spec, ...]:
-    """Return what tensors are once they are `cast`."""
+    """Return the specs of tensors after `cast`."""
     return tuple((name, cast_dtype(name, dtype, dtypes), shape) for name, dtype, shape in specs)
 
 
@@ -141,7 +141,7 @@ def cast_dtype(name: str, dtype: str, dtypes: Dtypes) -> str:
 
 
 def cast(name: str, tensor: Any, dtypes: Dtypes) -> Any:
-    """Return a tensor in the dtype that it is to have: itself if it has it, or is none of floating-point numbers.
+    """Return a tensor in its wanted dtype: itself if it has that dtype, or does not hold floating-point numbers.
 
     Raises:
         LayoutError: Its memory was freed.

@@ -1,4 +1,4 @@
-"""What a pool keeps from one push of tensors to the next: memory, the layout, connections."""
+"""Keeps memory, layout and senders of a pool from one push of tensors to the next."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .push import Push
 
 
 class Begin(Protocol):
-    """Begins a push."""
+    """Begins a push of tensors whose wanted dtypes are known."""
 
     def __call__(self, *, dtypes: Dtypes | None) -> Push:
-        """Return it, to be filled, carried and closed; `dtypes`: what floating-point tensors are cast to."""
+        """Return a push to fill, start and close; `dtypes`: what floating-point tensors are cast to."""
 
 
 class Pusher:
@@ -35,7 +35,7 @@ class Pusher:
         self._arena, self.copier = Arena(), Copier()
         self._lock = threading.Lock()
         self._known: PushLayout | None = None
-        """Of what was published last."""
+        """The layout of the version that was published last."""
         self._before: Before | None = None
         self._senders: list[Sender] = []
 
@@ -48,17 +48,17 @@ class Pusher:
         delta: bool = False,
         dtypes: Dtypes | None = None,
     ) -> Push:
-        """Return a push of these tensors, which is to be filled, carried and closed.
+        """Return a push of these tensors; the caller fills, starts and closes it.
 
         Args:
             tensors: The new version.
-            transport: Which ways may be used.
+            transport: The allowed transports.
             rate: Most bytes a second over TCP; None: no limit.
-            delta: Whether what differs from the last one may go instead; else nothing is kept of it.
+            delta: Whether deltas from the last version may be sent; if not, its bytes are released.
             dtypes: What floating-point tensors are cast to.
 
         Raises:
-            LayoutError: Something can't be published; names the tensor.
+            LayoutError: A tensor can't be published; names it.
         """
         found = given(tensors)
         with self._lock:
@@ -67,13 +67,13 @@ class Pusher:
         return Push(found, filling, transport, self._settled, rate, before=before, delta=delta)
 
     def _base(self, delta: bool) -> Before | None:
-        """Return what a push may differ from; without `delta` it is let go."""
+        """Return the base of a push's deltas; without `delta`, release it and return None."""
         if not delta:
             self.forget()
         return self._before
 
     def forget(self) -> None:
-        """Let the version before go: the next one goes out as all its bytes."""
+        """Release the previous version, so that the next one is sent with all of its bytes."""
         with self._lock:
             self._forget()
 
@@ -91,7 +91,7 @@ class Pusher:
         *,
         delta: bool = False,
     ) -> Push:
-        """Return a push that this fills, as several ranks do."""
+        """Return a push whose memory `fill` fills, as several ranks do."""
         found = Given((), None, at_rest=True)
         before = self._base(delta)
         return Push(
@@ -99,10 +99,10 @@ class Pusher:
         )
 
     def _settled(self, push: Push) -> None:
-        """Take over what a push leaves: memory that replicas read goes with its last reader."""
+        """Take over the senders of a push: the memory that replicas read is freed with its last reader."""
         with self._lock:
             if push.published is not None:
-                # What was refused says nothing of the next stream: it may be the corrected one.
+                # A refused layout is not kept: the next stream may be a corrected one.
                 self._known = push.filling.layout
                 self._forget()
                 if push.keeps:
@@ -111,7 +111,7 @@ class Pusher:
             self._senders = [*alive, *push.senders]
 
     def close(self) -> None:
-        """End all connections and give up all memory; replicas keep what they have mapped."""
+        """Close all connections and free all memory; replicas keep what they have mapped."""
         with self._lock:
             senders, self._senders = self._senders, []
             self._forget()

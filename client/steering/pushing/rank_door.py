@@ -1,7 +1,7 @@
-"""Where other ranks call rank 0, by a socket of its node or over TCP; whole, as who is let in depends on all of it.
+"""Accepts the connections of other ranks at rank 0, by a Unix socket of its node or over TCP, and connects to it.
 
-Who shows the token of this meeting is let in, each rank once. Everybody else is turned away, however
-many they are and whatever they say or don't say.
+A caller that shows the token of this meeting is accepted, each rank once. All other callers are refused, for
+any number of them and for anything that they send. One module, since all of it decides which callers it accepts.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from typing import Self
 
 from rollout_common.transfer.connection import Connection, first_to_go
 from rollout_common.transfer.dialing import connect_unix
-from rollout_common.transfer.frames import LEASE_SECONDS, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .addresses import offered
-
-CALL_SECONDS = 3.0
-"""What an address gets to be reached, and who calls to say who it is."""
+from .settings import CALL_SECONDS
 
 STRANGERS = 64
-"""How many callers may be about to say who they are; of more, the one that has taken longest is turned away."""
+"""Most callers that have not shown a token yet; for a further one, the one that has waited longest is refused."""
 
 _NAME = "rollout-ranks-"
 _TOKEN_BYTES = 16
 
 Address = tuple[str, int] | bytes | str
-"""Over TCP: host and port; else the name of a Unix socket."""
+"""Host and port for TCP; else the name of a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class Reach:
     """How other nodes reach rank 0.
 
     Attributes:
-        host: Name or address that it has for them; None: all of its addresses are tried.
-        ports: First and last of those of which it takes one; None: any.
+        host: Its name or address for them; None: they try all of its addresses.
+        ports: First and last port of the range from which it takes one; None: any port.
     """
 
     host: str | None = None
@@ -54,13 +53,13 @@ ANYHOW = Reach()
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What rank 0 tells the others through their group.
+    """How the others reach rank 0, which it sends them through their group.
 
     Attributes:
         local: The socket for ranks of its node.
-        addresses: Those to try from other nodes, in their order.
-        token: To be shown by who calls; good for this meeting.
-        answer: Said by who is called: an address may be another host's somewhere else.
+        addresses: The addresses for ranks of other nodes to try, in that order.
+        token: The caller shows it; valid for this meeting.
+        answer: Rank 0 answers with it, since in another network the same address may be another host.
     """
 
     local: bytes | str
@@ -70,12 +69,12 @@ class Places:
 
 
 class Door:
-    """See the module; opened by rank 0.
+    """The listening sockets of rank 0, which accept each other rank once.
 
     Args:
-        listening: Sockets that listen.
-        places: What the others were told.
-        count: Of all ranks.
+        listening: The listening sockets.
+        places: How the others reach them.
+        count: The number of all ranks.
     """
 
     def __init__(self, listening: Sequence[socket.socket], places: Places, count: int) -> None:
@@ -94,15 +93,15 @@ class Door:
 
     @classmethod
     def open(cls, count: int, reach: Reach, *, afar: bool) -> Self:
-        """Open it.
+        """Listen for other ranks.
 
         Args:
-            count: Of all ranks.
-            reach: How other nodes get there.
-            afar: Whether there are ranks of other nodes.
+            count: The number of all ranks.
+            reach: How other nodes reach this one.
+            afar: Whether the group has ranks of other nodes.
 
         Raises:
-            OSError: It can't be; says why.
+            OSError: It can't listen; the text says why.
         """
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening = [local]
@@ -123,10 +122,10 @@ class Door:
             raise
 
     def take(self) -> dict[int, Connection]:
-        """Close it, and return the connections of all other ranks, which have all been let in.
+        """Stop listening, and return the connections of all other ranks.
 
         Raises:
-            TransferError: They have not.
+            TransferError: A rank is missing.
         """
         self._shut(self._found.values())
         found, self._found = self._found, {}
@@ -138,18 +137,18 @@ class Door:
         return found
 
     def close(self) -> None:
-        """Let nobody in any more, and nobody stay who was not taken; however often it is called."""
+        """Stop listening, and close the connections that `take` has not returned. Idempotent."""
         self._shut(())
         for connection in self._found.values():
             connection.close()
         self._found = {}
 
     def _shut(self, let_in: Collection[Connection]) -> None:
-        """Let nobody in any more, and end whoever was not; who was may still be under way from being told so."""
+        """Stop listening, and end all calls except `let_in`, whose answers may still be on the way."""
         self._closed.set()
         for sock in self._listening:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         for thread in self._threads:
             thread.join()
         for sock in self._listening:
@@ -168,14 +167,14 @@ class Door:
             except OSError:
                 if self._closed.wait(0.1):
                     return
-                continue  # who called has gone again, or this process has too many files open
+                continue  # the caller is gone, or this process has too many open files
             try:
                 self._greet(Connection(_tended(sock), silence=CALL_SECONDS))
-            except OSError:  # gone again
+            except OSError:  # the caller is gone
                 sock.close()
 
     def _greet(self, connection: Connection) -> None:
-        """Hear who it is beside all others."""
+        """Read the first frame of a caller in a separate thread, so that it doesn't delay other callers."""
         thread = threading.Thread(
             target=self._hear, args=(connection,), name="weights-door-call", daemon=True
         )
@@ -196,13 +195,13 @@ class Door:
                 connection.close()
             with self._lock:
                 del self._strangers[connection]
-                if not kept:  # who could not be told that it is let in may come again
+                if not kept:  # a rank that did not get the answer may call again
                     self._found = {
                         r: each for r, each in self._found.items() if each is not connection
                     }
 
     def _let_in(self, connection: Connection, frame: Frame) -> bool:
-        """Whether this is a rank, and the first to say so; it is told."""
+        """Answer a caller; return whether it is a rank that was not accepted before."""
         if frame.handle is not None:
             os.close(frame.handle)
         why = self._refused(connection, frame)
@@ -215,7 +214,7 @@ class Door:
     def _refused(self, connection: Connection, frame: Frame) -> str | None:
         if frame.kind is not Kind.HELLO or frame.payload:
             raise Malformed(f"{frame.kind.name} came where HELLO was due")
-        token = frame.text("token").encode(errors="replace")  # JSON has halves of characters, too
+        token = frame.text("token").encode(errors="replace")  # JSON may contain lone surrogates
         if not hmac.compare_digest(token, self.places.token.encode()):
             return "this is not the token of this meeting"
         rank = frame.integer("rank", 1, self._count - 1)
@@ -232,12 +231,12 @@ def call(places: Places, rank: int, *, here: bool) -> Connection:
     """Return a connection to rank 0.
 
     Args:
-        places: As it told them.
-        rank: Who calls.
-        here: Whether it is on rank 0's node.
+        places: How rank 0 is reached, as it sent them.
+        rank: The number of the calling rank.
+        here: Whether the caller is on rank 0's node.
 
     Raises:
-        TransferError: No address leads there; says what became of each.
+        TransferError: No address reaches rank 0; the text gives the error of each.
     """
     addresses: Sequence[Address] = [places.local] if here else places.addresses
     if not addresses:
@@ -246,7 +245,7 @@ def call(places: Places, rank: int, *, here: bool) -> Connection:
     for address in addresses:
         try:
             return _called(address, places, rank)
-        except (OSError, UnicodeError, TransferError) as error:  # a name that can't be one
+        except (OSError, UnicodeError, TransferError) as error:  # UnicodeError: not a valid name
             why = getattr(error, "strerror", None) or str(error)
             tried.append(f"{_written(address)}: {why}")
     raise TransferError("; ".join(tried))
@@ -277,7 +276,7 @@ def _written(address: Address) -> str:
 
 
 def _tended(sock: socket.socket) -> socket.socket:
-    """Have the kernel notice that the other host is gone, also between two publishes."""
+    """Turn on keepalive, so that the kernel notices a dead host also between two publishes."""
     if sock.family != socket.AF_UNIX:
         every = int(LEASE_SECONDS / 6)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,21 +1,21 @@
-"""How the bytes get to each replica: shared memory on this machine, else chains over TCP. Pure."""
+"""Chooses how each replica gets the bytes: shared memory on this machine, else TCP, also from other replicas. Pure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rollout_client.errors import PublishFailed
+from rollout_common.transfer.frames import fetch_ticket
 from rollout_common.transfer.node import node_of
 from rollout_common.wire import Transfer
 
 Transport = Literal["auto", "shm", "tcp"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "tcp")
 
-CHAIN = 16
-"""Most replicas of one chain: each hop adds a chunk's time, each chain takes a share of the link."""
+MAX_HOLDERS = 32
+"""Most other replicas that one fetches from: in a larger group, the pieces of the others come through these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Receiver:
     """A replica that waits for the bytes.
 
     Attributes:
-        name: Of the member.
-        host: Of its ports.
-        transfer: As it answered to the stage.
-        based: Whether it serves the version before, and takes what differs from it.
+        name: The name of the replica.
+        host: The host of its ports.
+        transfer: Its answer to the stage.
+        based: Whether it serves the previous version, and takes deltas from it.
     """
 
     name: str
@@ -37,20 +37,24 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One connection, and who gets the bytes through it.
+    """One connection of the trainer, and the other holders of its replica.
 
     Attributes:
         kind: Shared memory or TCP.
-        receivers: One, or over TCP a chain: each passes on to the next.
+        receiver: The replica.
+        share: Over TCP: the number of its share of the trainer's pieces, and how many shares there are.
+        holders: Over TCP: the other replicas that it fetches from, as `LAYOUT` names them.
     """
 
     kind: Literal["shm", "tcp"]
-    receivers: tuple[Receiver, ...]
+    receiver: Receiver
+    share: tuple[int, int] = (0, 1)
+    holders: tuple[Mapping[str, object], ...] = ()
 
     @property
     def based(self) -> bool:
-        """Whether what differs from the version before may go this way."""
-        return self.kind == "tcp" and all(each.based for each in self.receivers)
+        """Whether deltas from the previous version may be sent on this route."""
+        return self.kind == "tcp" and self.receiver.based
 
 
 def routes_for(
@@ -59,15 +63,15 @@ def routes_for(
     *,
     node: Callable[[str], str | None] = node_of,
 ) -> tuple[Route, ...]:
-    """Return all connections to make, those of this machine first.
+    """Return a route for each replica, those of this machine first.
 
     Args:
-        receivers: In the order in which chains are to go.
-        transport: `auto`: shared memory where the replica's socket is here, TCP to all others.
-        node: What a socket's path is here, as `Transfer.node` is there.
+        receivers: All replicas that wait for the bytes.
+        transport: `auto`: shared memory where the replica's socket is on this machine, TCP to all others.
+        node: Returns the id of a socket's path here, to compare with the replica's `Transfer.node`.
 
     Raises:
-        PublishFailed: A replica can't be reached in this way; names it and the fix.
+        PublishFailed: A replica can't be reached by this transport; names it and the fix.
     """
     local, remote = [], []
     for each in receivers:
@@ -83,19 +87,42 @@ def routes_for(
             )
         else:
             remote.append(each)
-    # A chain passes on what it gets, so all of one have the same base or none.
+    # A replica without the base sends whole pieces only, so replicas with and without it are two groups.
     based, whole = ([each for each in remote if each.based is of] for of in (True, False))
     return (
-        *(Route("shm", (each,)) for each in local),
-        *(Route("tcp", chain) for chain in (*_chains(based), *_chains(whole))),
+        *(Route("shm", each) for each in local),
+        *_share_among(based),
+        *_share_among(whole),
     )
 
 
-def _chains(remote: Sequence[Receiver]) -> Iterator[tuple[Receiver, ...]]:
-    """Cut into as few chains as may be, as even as can be: the longest is what all wait for."""
-    chains = math.ceil(len(remote) / CHAIN)
-    for index in range(chains):
-        yield tuple(remote[index * len(remote) // chains : (index + 1) * len(remote) // chains])
+def _share_among(group: Sequence[Receiver]) -> Iterator[Route]:
+    """Yield routes by which each of a group fetches a share from the trainer, and the rest from the others."""
+    for index, each in enumerate(group):
+        holders = tuple(_holder(group[other]) for other in _neighbours(index, len(group)))
+        yield Route("tcp", each, (index, len(group)), holders)
+
+
+def _neighbours(index: int, count: int) -> list[int]:
+    """Return the others that one fetches from: all, or in a large group those at doubling distances, both ways."""
+    if count - 1 <= MAX_HOLDERS:
+        return [other for other in range(count) if other != index]
+    found: dict[int, None] = {}
+    for power in range(count.bit_length()):
+        for step in (1 << power, -(1 << power)):
+            found.setdefault((index + step) % count)
+    found.pop(index, None)
+    return list(found)[:MAX_HOLDERS]
+
+
+def _holder(receiver: Receiver) -> Mapping[str, object]:
+    transfer = receiver.transfer
+    return {
+        "host": receiver.host,
+        "port": transfer.port,
+        "ticket": fetch_ticket(transfer.ticket),
+        "name": receiver.name,
+    }
 
 
 def _is_here(transfer: Transfer, node: Callable[[str], str | None]) -> bool:

@@ -1,74 +1,74 @@
-"""One connection of a push: it carries the bytes as they come; whole, for each way out falls back to the next.
+"""One replica's connection of a push, on the transfer loop: it serves the bytes and reads the replica's reports.
 
-A thread sends, another one reads (`hearing`). Over a Unix socket the memory itself goes, and the connection stays
-until the replica reads it no more; over TCP chunks go to the first replica of a chain, and if that one
-fails, to the next one, which says what it has already.
+Over a Unix socket it sends the memory itself, and stays open until the replica no longer reads it. Over TCP the
+replica fetches pieces, from here and from the other replicas that `LAYOUT` names.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.delta import SPAN_BYTES
-from rollout_common.transfer.dialing import dial, dial_unix
-from rollout_common.transfer.frames import (
-    CHUNK_BYTES,
-    HOP_SECONDS,
-    LEASE_SECONDS,
-    Ended,
-    Frame,
-    Kind,
-    Malformed,
-    Silent,
-    TransferError,
-)
+from rollout_common.transfer.dialing import dial_stream, dial_unix_stream
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import PROTOCOL, Ended, Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.piece_server import PieceServer
+from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
 from rollout_common.transfer.tls import Trust
+from rollout_common.transfer.transfer_loop import run_on_loop, waking
 
 from .board import Board
 from .deltas import Deltas
-from .hearing import Reader
-from .routes import Receiver, Route
-from .stream_filling import Filling, GivenUp
+from .routes import Route
+from .settings import DIAL_SECONDS, RECONNECT_SECONDS
+from .stream_filling import Filling
 
-DIAL_SECONDS = 5.0
-WAIT_SECONDS = 1.0
-"""How long a sender waits for bytes before it looks whether its connection still stands."""
+logger = logging.getLogger(__name__)
+
+MAX_DIALS = 256
+"""Replicas that are being called at once."""
+SPARE_DESCRIPTORS = 1024
+"""Files that the rest of the process may have open next to one connection for each replica."""
+CONNECTIONS = 3
+"""Most connections to one replica, the first one included."""
 
 FOLLOW_BYTES = 8 << 20
-"""How many bytes more a receiver of shared memory is told of at once."""
+"""Fewest new bytes that one report to a receiver of shared memory covers, except the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How bytes go out over TCP.
+    """The trust and the rate limit of connections over TCP.
 
     Attributes:
-        trust: Whom TLS trusts, where a replica's port takes TLS alone.
-        pace: Which all connections share; None: as fast as they go.
+        trust: What TLS trusts, where a replica's port accepts TLS only.
+        pace: The rate limit of all connections; None: no limit.
+        dials: Bounds how many replicas are called at once, so that the deadline of each is not spent waiting for others.
     """
 
     trust: Trust | None = None
     pace: Pace | None = None
+    dials: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_DIALS))
 
 
 class Sender:
-    """See the module; a thread from `start` on.
+    """Sends one version to one replica, once `start` is called.
 
     Args:
-        route: Where to.
-        filling: What.
-        board: Told what comes of each replica.
-        link: How TCP goes out of here.
-        deltas: What differs from what they all serve; None: all bytes go.
-        why: What went wrong on another way; it is told if this one fails, too.
+        route: The replica, and the other replicas that it may fetch from.
+        filling: The version.
+        board: Notes the progress of the replica.
+        link: The trust and the rate limit of TCP.
+        deltas: The deltas from the version that it serves; None: all bytes are sent.
     """
 
     def __init__(
@@ -78,288 +78,226 @@ class Sender:
         board: Board,
         link: Link,
         deltas: Deltas | None = None,
-        why: str = "",
     ) -> None:
         self._route, self._filling, self._board = route, filling, board
-        self._link, self._deltas, self._why = link, deltas, why
-        self._sent = 0
-        self._connection: Connection | None = None
+        self._link, self._deltas = link, deltas
+        self._streams: list[FrameStream] = []
+        """Its connections, the last one last."""
         self._made_at = time.monotonic()
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._beside: dict[str, Sender] = {}
-        """Who failed or was late as a part of the chain: each is tried by itself, and nobody waits for it."""
+        self._stopping = threading.Event()
+        self._stop_soon: Callable[[], None] = self._stopping.set
+        self._ended = threading.Event()
         self._release: Callable[[], None] | None = None
         self._given = False
-        """Whether a replica may have this process's memory."""
-        self.given_back = False
-        """Whether it has said that nothing reads that memory any more: nothing else means so."""
-        names = ",".join(each.name for each in route.receivers)
-        self._thread = threading.Thread(target=self._run, name=f"weights-to-{names}", daemon=True)
+        """Whether the memory of this process was sent to the replica."""
+        self._given_back = False
+        """Whether the replica has reported that it no longer reads that memory: nothing else proves it."""
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to send, on the transfer loop."""
         self._release = self._filling.slot.lend()
-        self._thread.start()
+        run_on_loop(self._run())
 
     def stop(self) -> None:
-        """End it, whatever has been sent; replicas that have the bytes keep them."""
-        with self._lock:
-            self._stopped.set()
-            beside = list(self._beside.values())
-        for each in beside:
-            each.stop()
-        connection = self._connection
-        if connection is not None:
-            connection.interrupt()
-
-    def stands(self, name: str) -> bool:
-        """Whether it carries the bytes to this replica, and the other end has said so a moment ago."""
-        if (beside := self._beside.get(name)) is not None:
-            return beside.stands(name)
-        connection = self._connection
-        heard = self._made_at if connection is None else connection.tally.heard
-        mine = any(each.name == name for each in self._route.receivers)
-        return mine and time.monotonic() - heard < HOP_SECONDS
+        """Stop sending at once; a replica that has the bytes keeps them."""
+        self._stopping.set()
+        self._stop_soon()
 
     @property
     def sent(self) -> int:
-        """Bytes of tensors, or of what differs, that went out on connections that have ended."""
-        return self._sent + sum(each.sent for each in list(self._beside.values()))
+        """Bytes of tensors, or of what differs, that went out."""
+        return sum(stream.bytes_sent for stream in self._streams)
+
+    def stands(self, name: str) -> bool:
+        """Whether it sends the bytes to this replica, and the replica has sent something within the last seconds."""
+        heard = self._streams[-1].heard if self._streams else self._made_at
+        return self._route.receiver.name == name and time.monotonic() - heard < HOP_SECONDS
 
     def join(self, seconds: float) -> bool:
-        """Whether it has ended, and freed all, within these seconds."""
-        until = time.monotonic() + seconds
-        self._thread.join(seconds)
-        return not self._thread.is_alive() and all(
-            each.join(max(0.0, until - time.monotonic())) for each in list(self._beside.values())
-        )
+        """Wait until it has ended and freed everything; return whether that came within these seconds."""
+        return self._ended.wait(seconds)
 
-    def _run(self) -> None:
-        assert self._release is not None
+    async def _run(self) -> None:
+        name, stopped = self._route.receiver.name, asyncio.Event()
+        self._stop_soon = waking(stopped)
+        if self._stopping.is_set():
+            stopped.set()
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._carry()),
+            asyncio.create_task(stopped.wait()),
+        ]
         try:
-            rest = list(self._route.receivers)
-            while rest and not self._stopped.is_set():
-                first, why = rest[0], self._carry(rest)
-                if not self._board.settled(first.name) and first.name not in self._beside:
-                    # It answers for the connection; the others say what they have already.
-                    self._board.failed(first.name, self._why or why)
-                rest = [each for each in rest if not self._done(each.name)]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            why = tasks[0].result() if tasks[0].done() else "the publish was given up"
+            if not self._board.settled(name):
+                self._board.failed(name, why)
+        except Exception as error:
+            logger.exception("sending weights to %s failed", name)
+            self._board.failed(name, f"internal error: {error}")
         finally:
-            if self._given and not self.given_back:
-                # Silent, gone or refused: perhaps it serves from these pages all the same.
-                self._filling.slot.doubt(self._route.receivers[0].name)
-            self._release()
+            for each in tasks:
+                each.cancel()
+            await asyncio.wait(tasks)
+            if self._given and not self._given_back:
+                # The replica is silent, gone or refused: it may still serve from these pages.
+                self._filling.slot.doubt(name)
+            if self._release is not None:
+                self._release()
+            self._ended.set()
 
-    def _done(self, name: str) -> bool:
-        return self._board.settled(name) or name in self._beside
-
-    def aside(self, late: Receiver, why: str) -> None:
-        """Try a part of the chain by itself, once more and with all patience, while the others go on."""
-        with self._lock:
-            if self._stopped.is_set() or late.name in self._beside:
-                return
-            alone = Route(self._route.kind, (late,))
-            made = Sender(alone, self._filling, self._board, self._link, self._deltas, why)
-            self._beside[late.name] = made
-            made.start()
-
-    def _carry(self, chain: Sequence[Receiver]) -> str:
-        """Carry all of it to the first of a chain; return what went wrong for who has not settled."""
-        met = False
-        try:
-            connection = self._dial(chain[0], HOP_SECONDS if len(chain) > 1 else LEASE_SECONDS)
-            met = True
+    async def _carry(self) -> str:
+        """Send everything; return what went wrong, for a replica that has not settled."""
+        why = "it closed the connection without an answer"
+        for _ in range(CONNECTIONS):
+            met = False
             try:
-                self._talk(connection, chain)
-            finally:
-                connection.close()
-                self._sent += connection.tally.sent
-        except GivenUp:
-            return "the publish was given up"
-        except Silent as error:
-            if len(chain) > 1:
-                self.aside(chain[0], str(error))
-            return str(error)
-        except Ended as error:
-            # Perhaps the connection alone: for a while the replica keeps what came, for the same ticket.
-            if met and self._route.kind == "tcp" and not self._why:
-                self.aside(chain[0], str(error))
-            return str(error)
-        except TransferError as error:
-            return str(error)
-        return "it closed the connection without an answer"
+                async with self._link.dials:
+                    stream = await self._dial()
+                self._streams.append(stream)
+                met = True
+                try:
+                    await self._serve(stream)
+                finally:
+                    await stream.close()
+                return why
+            except Ended as error:
+                why = str(error)
+            except TransferError as error:
+                return str(error)
+            # Perhaps only the connection broke.
+            if (
+                not met
+                or self._route.kind == "shm"
+                or self._board.settled(self._route.receiver.name)
+            ):
+                return why
+            await asyncio.sleep(RECONNECT_SECONDS)
+        return why
 
-    def _dial(self, first: Receiver, silence: float) -> Connection:
-        where = first.transfer
+    async def _dial(self) -> FrameStream:
+        where = self._route.receiver.transfer
         if self._route.kind == "shm":
             assert where.socket is not None
-            made = dial_unix(where.socket, DIAL_SECONDS, silence=LEASE_SECONDS)
-        else:
-            assert where.port is not None
-            trust = self._link.trust if where.tls else None
-            made = dial(first.host, where.port, DIAL_SECONDS, silence=silence, trust=trust)
-        self._connection = made
-        if self._stopped.is_set():
-            made.interrupt()
-        return made
+            return await dial_unix_stream(where.socket, DIAL_SECONDS, silence=LEASE_SECONDS)
+        assert where.port is not None
+        trust = self._link.trust if where.tls else None
+        return await dial_stream(
+            self._route.receiver.host, where.port, DIAL_SECONDS, silence=LEASE_SECONDS, trust=trust
+        )
 
-    def _talk(self, connection: Connection, chain: Sequence[Receiver]) -> None:
-        connection.keep_alive()
-        hops = [
-            {
-                "host": each.host,
-                "port": each.transfer.port,
-                "ticket": each.transfer.ticket,
-                "name": each.name,
-            }
-            for each in chain[1:]
-        ]
-        about: dict[str, Any] = {"name": chain[0].name, "hops": hops}
+    async def _serve(self, stream: FrameStream) -> None:
+        receiver, filling = self._route.receiver, self._filling
+        stream.start_pinging()
+        about: dict[str, Any] = {
+            "name": receiver.name,
+            "share": self._route.share,
+            "holders": self._route.holders,
+        }
         if self._deltas is not None:
             about["base"] = self._deltas.base
-        about["layout"] = self._filling.layout.to_json()
-        connection.introduce(chain[0].transfer.ticket, about)
-        have = _ranges(connection.expect(Kind.READY), self._filling.layout.nbytes)
-        reader = Reader(connection, chain, self._filling, self._board, self)
-        reader.start()
-        try:
-            if self._route.kind == "shm":
-                self._share(connection, reader)
-            else:
-                self._stream(connection, reader, have, others=len(chain) > 1)
-            self._end(connection, reader)
-        except TransferError:
-            # The other end says why before it closes: that is worth more than "closed".
-            reader.join(WAIT_SECONDS)
-            if reader.why is None:
-                raise
-        except BaseException:
-            connection.interrupt()
-            reader.join(WAIT_SECONDS)
-            raise
-        reader.join(None)
-        if reader.why is not None:
-            raise reader.why
+        about["layout"] = filling.layout.to_json()
+        ticket = receiver.transfer.ticket
+        await stream.send(Kind.HELLO, {"protocol": PROTOCOL, "ticket": ticket})
+        await stream.send(Kind.LAYOUT, about)
+        await stream.expect(Kind.READY)
+        if self._route.kind == "shm":
+            return await self._share_memory(stream)
+        find = None if self._deltas is None else self._deltas.find
+        return await PieceServer(stream, filling.held, self._link.pace, find, self._hear).run()
 
-    def _share(self, connection: Connection, reader: Reader) -> None:
-        """Hand over the memory, and say how far it is filled."""
-        filling = self._filling
-        slot, total = filling.slot, filling.layout.nbytes
+    async def _share_memory(self, stream: FrameStream) -> None:
+        """Send the memory, report how far it is filled, and wait until the replica returns it."""
         try:
-            handle = slot.open_reader()
+            handle = self._filling.slot.open_reader()
         except ArenaError as error:  # the pool was closed
             raise TransferError(str(error)) from error
         self._given = True
         try:
-            connection.send(Kind.MEMORY, {"size": slot.size}, handle=handle)
+            await stream.send(Kind.MEMORY, {"size": self._filling.slot.size}, handle=handle)
         finally:
             os.close(handle)
-        told = 0
-        while told < total and reader.alive:
-            upto = filling.wait_upto(min(told + FOLLOW_BYTES, total), WAIT_SECONDS)
-            if upto > told:
-                connection.send(Kind.FILLED, {"upto": upto})
-                told = upto
-
-    def _stream(
-        self,
-        connection: Connection,
-        reader: Reader,
-        have: Sequence[tuple[int, int]],
-        *,
-        others: bool,
-    ) -> None:
-        """Send every chunk that is not there already."""
-        total, sent = self._filling.layout.nbytes, 0
-        for begin in range(0, total, CHUNK_BYTES):
-            end = min(begin + CHUNK_BYTES, total)
-            if begin < sent or any(first <= begin and end <= last for first, last in have):
-                continue
-            if self._differs(connection, reader, have, begin, others=others):
-                sent = begin + SPAN_BYTES
-                continue
-            while self._filling.wait_upto(end, WAIT_SECONDS) < end:
-                if not reader.alive:
-                    return
-            self.send_chunk(connection, begin, others=others)
-
-    def send_chunk(self, connection: Connection, begin: int, *, others: bool = False) -> None:
-        """Send the chunk that begins there; `other_holders`: who wait behind that replica."""
-        import xxhash
-
-        total = self._filling.layout.nbytes
+        tasks = [
+            asyncio.create_task(self._listen(stream)),
+            asyncio.create_task(self._follow(stream)),
+        ]
         try:
-            view = self._filling.slot.bytes(begin, min(begin + CHUNK_BYTES, total))
-        except ArenaError as error:  # the pool was closed
-            raise TransferError(str(error)) from error
-        connection.wait_for(self._link.pace, len(view))
-        digest = xxhash.xxh3_128_hexdigest(view)
-        send = connection.hurry if others else connection.send
-        send(Kind.DATA, {"offset": begin, "hash": digest}, view)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[1].done():
+                tasks[1].result()
+            await tasks[0]
+        finally:
+            for each in tasks:
+                each.cancel()
+            await asyncio.wait(tasks)
 
-    def _differs(
-        self,
-        connection: Connection,
-        reader: Reader,
-        have: Sequence[tuple[int, int]],
-        begin: int,
-        *,
-        others: bool,
-    ) -> bool:
-        """Whether what differs in the span that begins there was enough, and was sent."""
-        deltas, end = self._deltas, begin + SPAN_BYTES
-        # What is there in part is filled up with whole bytes.
-        if deltas is None or begin % SPAN_BYTES or any(f < end and begin < to for f, to in have):
-            return False
-        while not deltas.ready(begin, WAIT_SECONDS):
-            if not reader.alive:
+    async def _listen(self, stream: FrameStream) -> None:
+        while self._hear(await stream.receive()):
+            pass
+
+    async def _follow(self, stream: FrameStream) -> None:
+        """Report how far the memory is filled, some megabytes at a time, and its hashes at the end."""
+        held, announced, news = self._filling.held, 0, asyncio.Event()
+        wake = waking(news)
+
+        def is_worth_saying() -> bool:
+            upto = held.prefix_end
+            whole = upto == held.layout.nbytes
+            return (
+                upto - announced >= FOLLOW_BYTES
+                or (whole and (announced < upto or held.end is not None))
+                or held.failure is not None
+            )
+
+        # Called where bytes are filled: to wake this loop for each leaf would take the processor from the copy.
+        end = held.subscribe(lambda: wake() if is_worth_saying() else None)
+        try:
+            while announced < held.layout.nbytes or held.end is None:
+                news.clear()
+                if not is_worth_saying():
+                    await news.wait()
+                if held.failure is not None:
+                    raise TransferError(held.failure)
+                if announced < (upto := held.prefix_end):
+                    announced = upto
+                    await stream.send(Kind.FILLED, {"upto": upto})
+            last = {"root_hash": held.end.root_hash, "digests": dict(held.end.digests)}
+            await stream.send(Kind.END, last)
+        finally:
+            end()
+
+    def _hear(self, frame: Frame) -> bool:
+        """Handle a report of the replica; return whether more may come."""
+        name = self._route.receiver.name
+        match frame.kind:
+            case Kind.PROGRESS:
+                self._board.progress(name, frame.integer("bytes_done"))
+            case Kind.STAGED:
+                self._board.staged(name, frame.text("root_hash"))
+            case Kind.FAILED:
+                self._board.failed(name, frame.text("detail", "it gave no reason"))
+            case Kind.ERROR:
+                raise TransferError(frame.text("detail", "it gave no reason"))
+            case Kind.RELEASED:
+                self._given_back = True
                 return False
-        content = deltas.of(begin)
-        if content is not None:
-            self._send_delta(connection, begin, content, others=others)
-        return content is not None
-
-    def _send_delta(
-        self, connection: Connection, begin: int, content: bytes, *, others: bool = False
-    ) -> None:
-        """Send what differs in the span that begins there."""
-        import xxhash
-
-        size = min(SPAN_BYTES, self._filling.layout.nbytes - begin)
-        connection.wait_for(self._link.pace, len(content))
-        digest = xxhash.xxh3_128_hexdigest(content)
-        send = connection.hurry if others else connection.send
-        send(Kind.DELTA, {"offset": begin, "bytes": size, "hash": digest}, memoryview(content))
-
-    def send_again(self, connection: Connection, begin: int, *, delta: bool) -> None:
-        """Send what arrived damaged: a chunk, or what differs in a span."""
-        content = self._deltas.of(begin) if delta and self._deltas is not None else None
-        if content is None:
-            self.send_chunk(connection, begin)
-        else:
-            self._send_delta(connection, begin, content)
-
-    def _end(self, connection: Connection, reader: Reader) -> None:
-        root_hash = None
-        while root_hash is None and reader.alive:
-            root_hash = self._filling.wait_end(WAIT_SECONDS)
-        if root_hash is not None:
-            end = {"root_hash": root_hash, "digests": dict(self._filling.digests)}
-            connection.send(Kind.END, end)
+            case _:
+                raise Malformed(f"{frame.kind.name} came, which only senders send")
+        return self._route.kind == "shm" or not self._board.settled(name)
 
 
-def _ranges(ready: Frame, total: int) -> list[tuple[int, int]]:
-    """Return what the receiver has already.
+def allow_descriptors(count: int) -> None:
+    """Raise this process's limit of open files as far as it may: each replica is one, and the usual 1,024 are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
-    Raises:
-        Malformed: These are no ranges.
-    """
-    have = ready.head.get("have", [])
-    try:
-        found = [(int(begin), int(end)) for begin, end in have]
-    except (TypeError, ValueError):
-        raise Malformed("READY.have must be pairs of offsets") from None
-    if any(not 0 <= begin <= end <= total for begin, end in found):
-        raise Malformed("READY.have lies outside of the layout")
-    return found
+
+def senders_for(
+    routes: Sequence[Route], filling: Filling, board: Board, link: Link, deltas: Deltas | None
+) -> list[Sender]:
+    """Return a sender for each of these routes."""
+    allow_descriptors(len(routes) + SPARE_DESCRIPTORS)
+    return [
+        Sender(route, filling, board, link, deltas if route.based else None) for route in routes
+    ]

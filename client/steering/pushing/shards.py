@@ -1,7 +1,7 @@
-"""Which bytes of which tensors each rank of a trainer has, and who writes what. Pure but for `part_of`.
+"""Which bytes of which tensors each rank of a trainer has, and which rank writes what. Pure but for `part_of`.
 
-A shard is a box of the whole tensor, so its rank can write it in its place; along the first dimension
-it is a run of bytes. What has still to be summed up is gathered, and one rank writes it.
+A shard is a box of the whole tensor, so its rank can write it to its place; a shard along the first dimension
+is a run of bytes. A tensor that still has to be summed is gathered, and one rank writes it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .push_tensors import Spec, spec_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank has of a tensor.
+    """The part of a tensor that one rank has.
 
     Attributes:
         spec: Of the whole tensor.
-        box: Which part of it; None: none.
-        gathered: The ranks that have it make it whole together, so that one of them can write it.
+        box: The part that this rank has; None: it has none.
+        gathered: Whether the ranks that have it gather it, so that one of them can write it.
     """
 
     spec: Spec
@@ -36,7 +36,7 @@ class Part:
     gathered: bool = False
 
     def to_json(self) -> list[object]:
-        """Return what `from_json` takes."""
+        """Return the part in the form that `from_json` takes."""
         name, dtype, shape = self.spec
         return [name, dtype, list(shape), self.box, self.gathered]
 
@@ -48,10 +48,10 @@ class Part:
 
 
 def part_of(name: object, tensor: Any) -> Part:
-    """Say what this rank has of a tensor.
+    """Return the part of a tensor that this rank has.
 
     Raises:
-        LayoutError: It is no tensor, or of a dtype that no worker takes.
+        LayoutError: It is not a tensor, or has a dtype that no worker takes.
     """
     spec = spec_of(name, tensor)
     whole = tuple((0, size) for size in spec[2])
@@ -73,15 +73,15 @@ def part_of(name: object, tensor: Any) -> Part:
 
 
 def _is_cut(placements: Iterable[Any]) -> bool:
-    """Whether the ranks have parts of a tensor as they are, and not what has to be summed up."""
+    """Whether each rank's part is final, so that nothing has to be summed or gathered."""
     from torch.distributed.tensor import Replicate, Shard
 
-    # Exactly: a strided shard is one, too, and lies in no box.
+    # The exact type: a strided shard is a subclass, and is not a box.
     return all(type(each) in (Replicate, Shard) for each in placements)
 
 
 def _chunk(of: Run, at: int, ranks: int) -> Run:
-    """Cut as torch.chunk does."""
+    """Return one chunk of a run, cut as `torch.chunk` cuts."""
     begin, end = of
     step = -(-(end - begin) // ranks)
     first = min(end, begin + step * at)
@@ -90,7 +90,7 @@ def _chunk(of: Run, at: int, ranks: int) -> Run:
 
 @dataclass(slots=True)
 class Work:
-    """What one rank writes: by name of the tensor."""
+    """What one rank writes, by name of the tensor."""
 
     boxes: dict[str, Box] = field(default_factory=dict)
     nbytes: int = 0
@@ -98,11 +98,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Who writes what.
+    """Which rank writes what.
 
     Attributes:
-        specs: Of all tensors that any rank has.
-        work: By rank.
+        specs: Of all tensors of all ranks.
+        work: By rank: what it writes.
     """
 
     specs: tuple[Spec, ...]
@@ -110,14 +110,14 @@ class Shares:
 
 
 def share_out(offers: Sequence[Sequence[Part]], far: Collection[int] = ()) -> Shares:
-    """Have each byte written once, each rank about as much as the others.
+    """Share the work so that one rank writes each byte, and all ranks write about as much.
 
     Args:
-        offers: What each rank has, by rank.
-        far: Ranks of other nodes than the first one's: they write only what no other rank has.
+        offers: By rank: the parts that it has.
+        far: Ranks of other nodes than rank 0's: they write only what no other rank has.
 
     Raises:
-        LayoutError: Ranks mean different tensors by a name, or nobody has some bytes.
+        LayoutError: Two ranks have different tensors of the same name, or some bytes are missing on all ranks.
     """
     specs: dict[str, Spec] = {}
     holders: dict[str, dict[Box, list[int]]] = defaultdict(dict)
@@ -158,7 +158,7 @@ def _check_within(spec: Spec, box: Box, rank: int) -> None:
         0 <= begin < end <= size for (begin, end), size in zip(box, shape, strict=True)
     ):
         raise LayoutError(
-            f"tensor {name!r}: rank {rank} says its shard is {list(box)}, which is no part of"
+            f"tensor {name!r}: rank {rank} says its shard is {list(box)}, which is not a part of"
             f" {list(shape)}: all ranks need the same release of the client",
             tensor=name,
         )
@@ -178,8 +178,8 @@ def _check_whole(spec: Spec, boxes: Collection[Box]) -> None:
 def _are_disjoint(boxes: tuple[Box, ...], dim: int = 0) -> bool:
     """Whether no two of these different boxes have an element in common.
 
-    Shards are cut dimension by dimension, so boxes with the same run in one dimension are compared in the next one:
-    sorting takes the place of comparing all pairs. Only boxes whose runs overlap without being the same are.
+    Shards are cut dimension by dimension, so boxes with the same run in one dimension are compared in the next one.
+    Sorting replaces the comparison of all pairs, except for boxes whose runs overlap but differ.
     """
     if len(boxes) < 2 or dim == len(boxes[0]):
         return len(boxes) < 2

@@ -1,7 +1,7 @@
-"""A version on its way from tensors into shared memory, hashed as it is copied; senders follow as it grows.
+"""Copies a version from tensors to shared memory, and hashes it leaf by leaf.
 
-One thread fills (`plan`, `take`, `end`), any number of senders wait for bytes. Whoever gives up, says
-so once (`fail`), and nobody waits any longer.
+One thread fills (`plan`, `take`, `end`); senders serve what `held` has. Once it has failed (`fail`), no thread waits
+for it any longer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rollout_common.transfer.arena import Arena, Release, Slot
+from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
-from rollout_common.wire.root_hash import HashedTensor, TensorHasher, root_hash_of
+from rollout_common.wire.root_hash import DIGEST_BYTES, HashedTensor, TensorHasher, root_hash_of
 
 from .copying import Copier
 from .push_tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class GivenUp(Exception):
-    """Nobody fills it any more; the cause, if there is one, is why."""
+    """The filling has failed; the cause, if there is one, is the reason."""
 
 
 class Filling:
-    """See the module.
+    """A version that one thread copies to shared memory, and that senders serve from there.
 
     Args:
-        arena: Where memory comes from.
-        known: The layout of the version before: that of a stream isn't known before its end.
+        arena: Gives the memory.
+        known: The layout of the previous version, since that of a stream is unknown before its end.
         copier: Copies tensors.
         dtypes: What floating-point tensors are cast to.
     """
@@ -45,34 +46,30 @@ class Filling:
         self._arena, self._known, self._copier = arena, known, copier
         self._dtypes = dtypes or {}
         self._news = threading.Condition()
-        self._layout: PushLayout | None = None
+        self._held: HeldVersion | None = None
         self._slot: Slot | None = None
         self._release: Release | None = None
-        self._there: dict[str, int] = {}
-        """By name of the tensors that were begun: how many of their bytes are there."""
-        self._next = 0
+        self._begun: set[str] = set()
+        """The names of the tensors that came."""
         self._loose: dict[str, torch.Tensor] = {}
-        self._awaited: list[int] = []
-        """The positions that senders wait for."""
-        self._digests: dict[str, str] = {}
         self._root_hash: str | None = None
         self._given_up = False
         self._why: BaseException | None = None
         self.began = time.monotonic()
         self.planned_at = self.filled_at = self.began
 
-    # The thread that fills.
+    # For the thread that fills.
 
     def plan(self, specs: tuple[Spec, ...] | None) -> None:
-        """Take memory, if it is known for what.
+        """Take memory, if the layout is known.
 
         Raises:
             LayoutError: A name came twice, or a tensor is impossible.
             ArenaError: There is no room.
         """
-        import xxhash  # noqa: F401  # what is missing is told before anything is sent
+        import xxhash  # noqa: F401  # raise before anything is sent if it is missing
 
-        layout = self._known
+        layout: PushLayout | None = self._known
         if specs is not None:
             layout = PushLayout.plan(cast_specs(specs, self._dtypes))
         if layout is None:
@@ -81,45 +78,40 @@ class Filling:
             raise LayoutError("no tensors were given")
         slot, release = self._arena.take(layout.nbytes)
         with self._news:
-            self._layout, self._slot, self._release = layout, slot, release
+            self._held = HeldVersion(layout, slot.bytes)
+            self._slot, self._release = slot, release
             self.planned_at = time.monotonic()
             self._news.notify_all()
 
     def take(self, name: str, tensor: Any) -> None:
-        """Copy a tensor; once it was given up, do nothing: a stream is taken to its end all the same.
+        """Copy a tensor; do nothing once the version has failed, since a stream is read to its end all the same.
 
         Raises:
-            LayoutError: It came before, is not what was planned, or its memory was freed.
+            LayoutError: It came before, differs from the plan, or its memory was freed.
         """
         if self._given_up:
             return
         tensor = cast(name, tensor, self._dtypes)
         spec = spec_of(name, tensor)
-        if self._layout is None:
+        if self._held is None:
             if name in self._loose:
                 raise LayoutError(f"the tensor {name!r} came twice", tensor=name)
             check_there(name, tensor)
             self._loose[name] = tensor.detach().to("cpu", copy=True)
             return
-        placed = self._place(self._layout, spec)
+        placed = self._place(self._held.layout, spec)
         assert self._slot is not None
-
-        def done(count: int) -> None:
-            self._advance(name, count)
-
-        self._there[name] = 0
-        slot, running = self._slot, TensorHasher()
+        self._begun.add(name)
+        marker = LeafMarker(self._held, placed)
         self._copier.copy(
-            name, tensor, slot.view(placed), done, slot.page_locked, hashed=running.update
+            name, tensor, self._slot.view(placed), _ignore, self._slot.page_locked, marker.update
         )
-        self._digests[name] = running.hexdigest()
-        if not placed.nbytes:
-            done(0)
+        marker.finish()
 
     def _place(self, layout: PushLayout, spec: Spec) -> Placed:
-        """Return where a tensor goes, which must be the one that was planned."""
+        """Return the place of a tensor; refuse one that differs from the plan."""
         name, dtype, shape = spec
-        if name in self._there:
+        if name in self._begun:
             raise LayoutError(f"the tensor {name!r} came twice", tensor=name)
         fix = "a stream brings the same tensors in each version; make a new pool for another model"
         try:
@@ -135,22 +127,6 @@ class Filling:
             )
         return placed
 
-    def _advance(self, name: str, count: int) -> None:
-        """Note how many bytes of a tensor are there, and how far all of it is without a gap."""
-        assert self._layout is not None
-        tensors = self._layout.tensors
-        with self._news:
-            self._there[name] = count
-            while self._next < len(tensors):
-                each = tensors[self._next]
-                if self._there.get(each.name, -1) < each.nbytes:
-                    break
-                self._next += 1
-            upto = self._upto()
-            # A sender waits for megabytes: woken for each piece, it would take the processor from the copy.
-            if any(position <= upto for position in self._awaited):
-                self._news.notify_all()
-
     def end(self) -> None:
         """Return once all of it is there and hashed.
 
@@ -159,73 +135,79 @@ class Filling:
         """
         if self._given_up:
             return
-        if self._layout is None:
+        if self._held is None:
             loose, self._loose = self._loose, {}
             self.plan(tuple(spec_of(name, tensor) for name, tensor in loose.items()))
-            for name in sorted(loose):
+            for name in list(loose):
                 self.take(name, loose.pop(name))
-        assert self._layout is not None
-        missing = [each.name for each in self._layout.tensors if each.name not in self._there]
-        if missing and not self._given_up:  # nothing more is taken once it is
+        assert self._held is not None
+        layout = self._held.layout
+        missing = [each.name for each in layout.tensors if each.name not in self._begun]
+        if missing and not self._given_up:  # after a failure nothing more is copied
             raise LayoutError(
                 f"tensor {missing[0]!r} is missing, but the previous version had it: a stream must bring "
                 "the same tensors in each version",
                 tensor=missing[0],
             )
-        digests = self._hashes()
-        if self._given_up:
+        self._finish()
+
+    def _finish(self) -> None:
+        """Note the hashes of the complete version."""
+        held = self._held
+        if held is None or self._given_up or not held.is_complete:
             return
+        digests = held.tensor_digests()
         root = root_hash_of(
-            {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in self._layout.tensors}
+            {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in held.layout.tensors}
         )
         with self._news:
             self._root_hash = root
             self.filled_at = time.monotonic()
             self._news.notify_all()
-
-    def _hashes(self) -> dict[str, str]:
-        """Return the hash of each tensor, once all are there."""
-        return self._digests
+        held.finish(VersionEnd(root, digests))
 
     def fail(self, why: BaseException | None = None) -> None:
-        """Give it up: nobody waits for it any more. At its end nothing comes of it, nor of a second reason.
+        """End it with a failure, which wakes all that wait. It has no effect after the end or after a first failure.
 
-        Whoever sends gives up in turn, and may be heard before the thread that fills has seen the first one.
+        Senders fail in turn, and may report that before the thread that fills has seen the first reason.
         """
         with self._news:
             if self._root_hash is None and not self._given_up:
                 self._given_up, self._why = True, why
             self._news.notify_all()
+            held = self._held if self._given_up else None
+        if held is not None:
+            held.fail("the publish was given up")
 
     def close(self) -> None:
-        """Let the memory go, as far as this process filled it; senders have lent it themselves."""
+        """End this thread's use of the memory; senders have lent it separately."""
         self.fail()
         release, self._release = self._release, None
         if release is not None:
             release()
 
-    # Whoever sends.
+    # For senders.
 
     @property
     def layout(self) -> PushLayout:
-        """What is sent; known once `wait_planned` has returned True."""
-        assert self._layout is not None
-        return self._layout
+        """The layout of the version; known once `wait_planned` has returned True."""
+        return self.held.layout
+
+    @property
+    def held(self) -> HeldVersion:
+        """The pieces that are there; known as soon as `layout` is."""
+        assert self._held is not None
+        return self._held
 
     @property
     def slot(self) -> Slot:
-        """Where it is; known as `layout` is."""
+        """The memory of the version; known as soon as `layout` is."""
         assert self._slot is not None
         return self._slot
 
     @property
-    def digests(self) -> dict[str, str]:
-        """By name: the hash of a tensor's bytes; whole once `wait_end` has returned."""
-        return self._digests
-
-    @property
     def given_up(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether it has failed."""
         return self._given_up
 
     @property
@@ -233,33 +215,20 @@ class Filling:
         """Whether memory was taken.
 
         Raises:
-            GivenUp: It never will be.
+            GivenUp: It has failed.
         """
         with self._news:
             self._check()
-            return self._layout is not None
+            return self._held is not None
 
     def wait_planned(self, seconds: float) -> bool:
-        """Whether memory was taken within these seconds. Raises what `planned` raises."""
+        """Wait until memory was taken; return whether it was within these seconds. Raises what `planned` raises."""
         with self._news:
-            self._news.wait_for(lambda: self._layout or self._given_up, seconds)
+            self._news.wait_for(lambda: self._held or self._given_up, seconds)
         return self.planned
 
-    def wait_upto(self, position: int, seconds: float) -> int:
-        """Return how many bytes are final; waits these seconds for so many.
-
-        Raises:
-            GivenUp: No more will come.
-        """
-        with self._news:
-            self._awaited.append(position)
-            self._news.wait_for(lambda: self._upto() >= position or self._given_up, seconds)
-            self._awaited.remove(position)
-            self._check()
-            return self._upto()
-
     def wait_end(self, seconds: float) -> str | None:
-        """Return the root hash; None: not within these seconds. Raises what `wait_upto` raises."""
+        """Wait for the root hash and return it; None: not within these seconds. Raises what `planned` raises."""
         with self._news:
             self._news.wait_for(lambda: self._root_hash or self._given_up, seconds)
             self._check()
@@ -267,17 +236,43 @@ class Filling:
 
     @property
     def root_hash(self) -> str | None:
-        """Of all tensors; None: not known yet."""
+        """The root hash of all tensors; None: unknown so far."""
         return self._root_hash
-
-    def _upto(self) -> int:
-        if self._layout is None:
-            return 0
-        if self._next == len(self._layout.tensors):
-            return self._layout.nbytes
-        each = self._layout.tensors[self._next]
-        return each.start + self._there.get(each.name, 0)
 
     def _check(self) -> None:
         if self._given_up:
             raise GivenUp("the publish was given up") from self._why
+
+
+class LeafMarker:
+    """Hashes one tensor whose bytes come in order, and notes each leaf that is there.
+
+    Args:
+        held: The version that the tensor is a part of.
+        placed: The tensor.
+    """
+
+    def __init__(self, held: HeldVersion, placed: Placed) -> None:
+        self._held, self._hasher = held, TensorHasher()
+        self._first, self._marked = held.pieces.first_leaf.get(placed.name, 0), 0
+
+    def update(self, run: memoryview) -> None:
+        """Hash the next bytes, which are in their place already."""
+        self._hasher.update(run)
+        self._mark_leaves()
+
+    def finish(self) -> None:
+        """Note the last leaf, once all bytes have come."""
+        self._hasher.hexdigest()
+        self._mark_leaves()
+
+    def _mark_leaves(self) -> None:
+        leaves = self._hasher.leaves
+        for at in range(self._marked, len(leaves) // DIGEST_BYTES):
+            digest = leaves[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            self._held.mark_leaf(self._first + at, digest)
+            self._marked = at + 1
+
+
+def _ignore(count: int) -> None:
+    """Do nothing: `LeafMarker` notes the progress as it hashes."""

@@ -1,6 +1,6 @@
-"""What a rank of another node writes of a version: its boxes go to rank 0 in chunks, over TCP.
+"""Sends the boxes of a rank of another node to rank 0, in chunks over TCP.
 
-Both ends cut the boxes alike, so each chunk has its turn: one that is another, or comes twice, is
+Both ends cut the boxes in the same way, so the order of the chunks is fixed: a wrong or repeated chunk is
 refused before a byte of it is written.
 """
 
@@ -35,12 +35,12 @@ def _chunks(spec: Spec, box: Box) -> Iterator[Box]:
 
 
 class Streaming:
-    """Sends boxes; never has more than one chunk of them in a buffer.
+    """Sends boxes, with at most one chunk of them in a buffer.
 
     Args:
-        connection: To rank 0.
-        copier: Brings chunks from a device.
-        stopped: Whether rank 0 wants no more of it; asked before each chunk.
+        connection: The connection to rank 0.
+        copier: Copies chunks from a device.
+        stopped: Whether rank 0 has ended the publish; called before each chunk.
     """
 
     def __init__(self, connection: Connection, copier: Copier, stopped: Callable[[], bool]) -> None:
@@ -48,10 +48,10 @@ class Streaming:
         self._buffer = memoryview(bytearray(CHUNK_BYTES))
 
     def put(self, part: Part, mine: torch.Tensor, box: Box) -> None:
-        """Send what this rank has of a tensor, unless it is stopped.
+        """Send a box of this rank's part of a tensor, unless it is stopped.
 
         Raises:
-            LayoutError: It has no plain values, or other ones than its placements say, or was freed.
+            LayoutError: It has no plain values, its values don't match its placements, or it was freed.
             TransferError: Rank 0 is gone.
         """
         import torch
@@ -59,7 +59,7 @@ class Streaming:
 
         name = part.spec[0]
         if mine.layout != torch.strided or mine.is_quantized:
-            flat_bytes(name, mine)  # says what is wrong with it
+            flat_bytes(name, mine)  # raises with the reason
         if tuple(mine.shape) != shape_of(box):
             raise LayoutError(
                 f"tensor {name!r}: this rank's shard is {list(mine.shape)}, and by its placements it"
@@ -75,7 +75,7 @@ class Streaming:
             self._connection.send(Kind.DATA, {"name": name, "box": piece, "hash": digest}, content)
 
     def _content(self, name: str, piece: torch.Tensor) -> memoryview:
-        """Return the bytes of a chunk: the tensor's own where they lie in main memory, in order."""
+        """Return the bytes of a chunk, without a copy where they lie in main memory, in order."""
         if piece.device.type == "cpu" and piece.is_contiguous():
             own: Any = flat_bytes(name, piece).numpy()
             return memoryview(own)
@@ -85,11 +85,11 @@ class Streaming:
 
 
 class Arriving:
-    """Writes what a rank of another node sends to where it belongs.
+    """Writes the chunks that a rank of another node sends to their places.
 
     Args:
-        filling: What it is a part of.
-        boxes: By name: what the rank was told to send.
+        filling: The version that they are a part of.
+        boxes: By name: the box that the rank has to send.
     """
 
     def __init__(self, filling: Merging, boxes: Mapping[str, Box]) -> None:
@@ -101,9 +101,9 @@ class Arriving:
         """Write the chunk that a frame brings, and note it.
 
         Raises:
-            Malformed: It is not the one that is due.
-            Damaged: It has not the hash that was sent with it; names the tensor.
-            TransferError: It did not come whole.
+            Malformed: It is not the next chunk.
+            Damaged: Its hash differs from the one that was sent with it; names the tensor.
+            TransferError: It did not come completely.
         """
         import torch
 
@@ -123,7 +123,7 @@ class Arriving:
             with self._filling.slot.view(placed) as whole:
                 scatter(whole, placed.shape, piece, values.view(shape_of(piece)))
         else:
-            # Read to where it belongs: nobody reads it there before it is noted.
+            # Read directly to its place: nothing reads it there before it is noted.
             start = placed.start
             with self._filling.slot.bytes(start + run[0], start + run[1]) as place:
                 _read(connection, frame, place)
@@ -134,7 +134,7 @@ class Arriving:
 
 
 def _due(layout: PushLayout, boxes: Mapping[str, Box]) -> Iterator[tuple[Placed, Box, bool]]:
-    """Yield all chunks in the order in which they are sent, and whether they are of whole rows."""
+    """Yield all chunks in the order in which they are sent, and whether they consist of whole rows."""
     for name in sorted(boxes):
         placed, box = layout[name], boxes[name]
         spec = placed.name, placed.dtype, placed.shape

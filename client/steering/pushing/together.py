@@ -1,4 +1,4 @@
-"""What a pool keeps of the ranks that it publishes with, from one publish to the next."""
+"""Keeps the connections between the ranks of a trainer, from one publish to the next."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one of several ranks publishes; all say the same but for the tensors."""
+class RankPublish:
+    """What one of several ranks publishes; only the tensors differ between the ranks."""
 
     group: ProcessGroup
     version: int
@@ -41,7 +41,7 @@ class Work:
 
 
 class Together:
-    """See the module.
+    """This process's part in all groups of ranks that publish to a pool.
 
     Args:
         pusher: Makes the pushes of rank 0.
@@ -52,7 +52,7 @@ class Together:
         self._met: tuple[ProcessGroup, Leading | Following] | None = None
 
     def ranks(self, group: ProcessGroup, reach: Reach = ANYHOW) -> Leading | Following:
-        """Return this rank's part in a group; the first time it is a collective operation of all.
+        """Return this rank's part in a group; the first call is a collective operation of all ranks.
 
         Raises:
             ValueError: This process is not in the group.
@@ -68,15 +68,17 @@ class Together:
         self._met = group, met
         return met
 
-    async def publish(self, work: Work, push: Callable[[Begin], Awaitable[Published]]) -> Published:
-        """Publish with all other ranks of a group; what blocks runs in the trainer's thread, or beside the loop.
+    async def publish(
+        self, work: RankPublish, push: Callable[[Begin], Awaitable[Published]]
+    ) -> Published:
+        """Publish with all other ranks of a group; blocking work runs in the trainer's thread, or off the loop.
 
         Args:
-            work: What this rank has.
-            push: Publishes what it begins, where this rank leads.
+            work: What this rank publishes.
+            push: Publishes the push that its argument begins, if this rank is rank 0.
 
         Raises:
-            RolloutError: All ranks raise, or none.
+            RolloutError: The publish failed: either all ranks raise, or none.
         """
         ranks = await run_to_end(self.ranks, work.group, work.reach)
         if isinstance(ranks, Following):
@@ -90,14 +92,14 @@ class Together:
         return done
 
     def _tell(self, ranks: Leading, outcome: Published | BaseException) -> None:
-        """Tell all ranks how it went."""
+        """Send the outcome to all ranks."""
         ranks.tell(outcome)
-        # Who stands still may write on one day, into what is kept as the base, too.
+        # A rank that hangs may write later, also into the memory of the base.
         if ranks.broken:
             self._pusher.forget()
 
-    def _begin(self, ranks: Leading, work: Work, *, dtypes: Dtypes | None = None) -> Push:
-        """Return a push of what all ranks have."""
+    def _begin(self, ranks: Leading, work: RankPublish, *, dtypes: Dtypes | None = None) -> Push:
+        """Return a push that all ranks fill."""
         copier = self._pusher.copier
         filling = Merging(ranks.arena, copier, dtypes)
 
@@ -107,6 +109,6 @@ class Together:
         return self._pusher.begin_filled(filling, fill, work.transport, work.rate, delta=work.delta)
 
     def close(self) -> None:
-        """Leave the ranks."""
+        """Close the connections to all ranks."""
         if self._met is not None:
             self._met[1].close()

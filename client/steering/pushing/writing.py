@@ -1,4 +1,4 @@
-"""What one of several ranks writes of a version: its own shards, and what it was given to write."""
+"""Writes one rank's share of a version: its shards, and the gathered tensors that rank 0 assigned to it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rollout_common.transfer.layout import PushLayout
 
 View = Callable[[str, int, int], memoryview]
-"""Returns the place of a run of a tensor's bytes."""
+"""Takes name, begin and end of a run of a tensor's bytes; returns its place."""
 
 Arrived = Callable[[str, int, int], None]
-"""Told of each run of a tensor's bytes that is there."""
+"""Takes name, begin and end of each run of a tensor's bytes that is there."""
 
 Block = Callable[[str, int], None]
-"""Told how many bytes of a tensor are there that are no run."""
+"""Takes the name of a tensor, and how many of its bytes came that are not one run."""
 
 
 def state_of(tensors: Any) -> Mapping[str, Any]:
@@ -43,10 +43,10 @@ def state_of(tensors: Any) -> Mapping[str, Any]:
 
 
 class Place(Protocol):
-    """Where boxes are written."""
+    """A destination for the boxes of a rank."""
 
     def put(self, part: Part, mine: Any, box: Box) -> None:
-        """Write what this rank has of a tensor: the values of the box.
+        """Write a box of a tensor; `mine` has its values.
 
         Raises:
             LayoutError: It has no plain values, or its memory was freed.
@@ -59,9 +59,9 @@ class InMemory:
     """The memory that the ranks of a node share.
 
     Attributes:
-        view: See `View`.
-        arrived: See `Arrived`.
-        block: See `Block`.
+        view: Returns the place of a run.
+        arrived: Takes each run that is there.
+        block: Takes the bytes that are not one run.
         copier: Copies tensors.
     """
 
@@ -71,7 +71,7 @@ class InMemory:
     copier: Copier
 
     def put(self, part: Part, mine: Any, box: Box) -> None:
-        """See `Place.put`."""
+        """Copy a box of a tensor to its place in the shared memory."""
         name = part.spec[0]
         run = rows_of(part.spec, box)
         if run is not None:
@@ -96,7 +96,7 @@ class InMemory:
 
 
 class Writing:
-    """See the module.
+    """The tensors of one rank, from which it writes the boxes that rank 0 assigns.
 
     Args:
         state: The rank's tensors.
@@ -115,8 +115,7 @@ class Writing:
     ) -> None:
         """Write these boxes, in the order in which receivers take them and in the dtypes of the layout.
 
-        What has to be gathered is gathered to the end, also once this rank failed or was `stopped`: other
-        ranks wait in it.
+        A rank that failed or was `stopped` still takes part in all gathers, since other ranks wait in them.
 
         Raises:
             LayoutError: A tensor has no plain values, or its memory was freed.
@@ -137,13 +136,13 @@ class Writing:
             raise
 
     def _made(self, name: str) -> Any:
-        """Return a tensor, whole if it has to be gathered."""
+        """Return a tensor; gather it if the ranks make it together."""
         tensor = self._state[name]
         return whole(tensor) if self.parts[name].gathered else tensor
 
 
 def _part_of(name: str, state: Mapping[str, Any]) -> Part:
-    """Say what this rank has of a tensor; what is first made of others is whole on each."""
+    """Return the part of a tensor that this rank has; a tensor made from others is whole on each rank."""
     if not isinstance(state, Unfused) or name not in state.made:
         return part_of(name, state[name])
     gathered = any(map(is_sharded, state.held.values()))
@@ -156,8 +155,8 @@ def scatter(memory: memoryview, shape: Sequence[int], box: Box, values: torch.Te
     Args:
         memory: [bytes] of the whole tensor, writable.
         shape: Of the whole tensor.
-        box: Which part of it.
-        values: Of the box, in the tensor's dtype.
+        box: The part of it to write.
+        values: The values of the box, in the tensor's dtype.
     """
     import torch
 

@@ -112,7 +112,7 @@ def test_slots_in_doubt_are_bounded_and_who_has_them_is_named() -> None:
 
 
 def test_a_kernel_that_grants_every_lease_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "_leased", lambda probe: True)
+    monkeypatch.setattr(holders, "_is_leased", lambda probe: True)
     slot = Slot(PAGE)
     assert not nobody_has(slot.handle)
     slot.close()

@@ -16,15 +16,22 @@ import pytest
 
 from rollout_client.steering.pushing.rank_door import Door, Reach, call
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.dialing import dial
-from rollout_common.transfer.frames import Kind, Refused
+from rollout_common.transfer.frames import PROTOCOL, Kind, Refused, fetch_ticket
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import OfferRequest
 from rollout_worker.sources import pushed
 from tests.support.unit.far_ranks import LOOPBACK
-from tests.support.unit.pushing import Version, push, pushed_worker, stage, trainer
+from tests.support.unit.plain_dialing import dial
+from tests.support.unit.pushing import (
+    Version,
+    push,
+    pushed_worker,
+    stage,
+    trainer,
+    transferring,
+)
 from tests.support.unit.strangers import KINDS, Connect, Kind_, crowd
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
@@ -131,11 +138,13 @@ async def test_strangers_keep_nobody_out_and_cost_little(
 
 
 async def quiet_soon() -> None:
-    """No thread is left of who has gone."""
-    names = ("weights", "weights-door-call")
+    """No task and no thread is left of callers that have gone."""
     await until(
-        lambda: not [t for t in threading.enumerate() if t.name in names],
-        what="their threads to end",
+        lambda: (
+            not transferring()
+            and not [t for t in threading.enumerate() if t.name == "weights-door-call"]
+        ),
+        what="their tasks and threads to end",
     )
 
 
@@ -151,15 +160,43 @@ async def test_a_sender_of_another_release_is_told_so(tmp_path: Path) -> None:
                     await asyncio.to_thread(end.ready)
 
 
-async def test_a_ticket_is_forgotten_once_its_version_is_there(tmp_path: Path) -> None:
+async def test_a_ticket_is_forgotten_a_while_after_its_version_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other replicas fetch from this one for a while; no sender can use it any more."""
     async with pushed_worker(tmp_path) as worker:
         desk = worker.updates.pushes.desk
         assert desk.idle
-        await push(worker, 1, Version(1), "tcp")
+        begun = (await stage(worker, 1)).transfer
+        assert begun is not None
+        with trainer(begun, Version(1), "tcp") as end:
+            await asyncio.to_thread(end.whole, begun)
+        assert not desk.idle
+        with trainer(begun, Version(1), "tcp") as end:
+            end.hello(begun)
+            with pytest.raises(Refused, match="used or void"):
+                await asyncio.to_thread(end.ready)
+        monkeypatch.setattr(pushed, "OFFER_SECONDS", 0.0)
         assert desk.idle
+        monkeypatch.undo()
         await worker.commit(1)
         worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
         assert not desk.idle
+
+
+async def test_a_fetchers_ticket_admits_no_sender_and_a_senders_no_fetcher(tmp_path: Path) -> None:
+    async with pushed_worker(tmp_path) as worker:
+        begun = (await stage(worker, 1)).transfer
+        assert begun is not None
+        fetching = begun.model_copy(update={"ticket": fetch_ticket(begun.ticket)})
+        with trainer(fetching, Version(1), "tcp") as end:
+            end.hello(fetching)
+            with pytest.raises(Refused, match="unknown"):
+                await asyncio.to_thread(end.ready)
+        with trainer(begun, Version(1), "tcp") as end:
+            end.connection.send(Kind.FETCH, {"protocol": PROTOCOL, "ticket": begun.ticket})
+            with pytest.raises(Refused, match="unknown"):
+                await asyncio.to_thread(end.connection.expect, Kind.LAYOUT)
 
 
 # Who has a ticket, among hundreds who have one.

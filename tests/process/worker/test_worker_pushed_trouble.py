@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from rollout_common.transfer import arena, maps
+from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.room import LIMIT
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
@@ -45,7 +46,6 @@ from tests.support.waiting import until
 
 PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
 WAYS = ("shared memory", "TCP")
-BYTES = {"shared memory": "MEMORY", "TCP": "DATA"}
 TCP, SHARED = ("TCP",), ("shared memory",)
 OLD, NEW = 1, 7
 """What the weights are that serve, and that come."""
@@ -77,7 +77,7 @@ class Scene:
 
     async def begin(self) -> None:
         """Go on until the bytes are due, or for shared memory have begun to come."""
-        await self.play("DATA" if self.way == "TCP" else "FILLED")
+        await self.play("PIECE" if self.way == "TCP" else "FILLED")
 
     async def phase(self, phase: str) -> None:
         """Wait for a phase of the slot."""
@@ -245,7 +245,7 @@ async def no_memory(scene: Scene) -> str:
 
 
 async def no_page(scene: Scene) -> str:
-    """The kernel has no page for a chunk of what is there in part."""
+    """The kernel has no page for a piece of what is there in part."""
     await scene.begin()
     scene.patch.setattr(os, "pwrite", _full)
     await scene.play("END")
@@ -266,7 +266,7 @@ async def no_mapping(scene: Scene) -> str:
 async def no_slot(scene: Scene) -> str:
     refuses = raising(EngineError("there is no room on the device"))
     scene.worker.engine.before["open_slot"] = refuses
-    await scene.play()
+    await scene.begin()
     told = await scene.told()
     del scene.worker.engine.before["open_slot"]
     return told
@@ -292,8 +292,8 @@ async def frozen_at_ready(scene: Scene) -> str:
 
 async def gone_at_staged(scene: Scene) -> str:
     """Gone before the worker has read all that it sent: nobody takes its progress any more."""
-    for name in ("mark", "advance"):
-        scene.patch.setattr(Incoming, name, _late(getattr(Incoming, name)))
+    for owner, name in ((HeldVersion, "mark_piece"), (Incoming, "advance")):
+        scene.patch.setattr(owner, name, _late(getattr(owner, name)))
     await scene.play()
     scene.end.connection.close()
     return ""
@@ -451,7 +451,7 @@ TROUBLES = (
             "stagingMemory", ways=TCP),
     Trouble("no memory left to the process", "LAYOUT", no_memory, "ERROR no-room", "Failed",
             "there is no room", ways=TCP),
-    Trouble("the kernel has no page left", "DATA", no_page, "FAILED", "Failed",
+    Trouble("the kernel has no page left", "PIECE", no_page, "FAILED", "Failed",
             "Cannot allocate memory", ways=TCP),
     Trouble("the kernel does not map the trainer's memory", "MEMORY", no_mapping,
             "ERROR bad-memory", "Failed", "Cannot allocate memory", ways=SHARED),
@@ -476,7 +476,7 @@ TROUBLES = (
             "it can't"),
     Trouble("the engine dies", "commit", death_in_commit, "failed", "Failed", "it is dead",
             dies=True),
-    Trouble("the engine dies", "DATA", death_in_transfer, "FAILED", "free", dies=True),
+    Trouble("the engine dies", "PIECE", death_in_transfer, "FAILED", "free", dies=True),
 )  # fmt: skip
 CASES = [
     pytest.param(way, trouble, id=f"{way.split()[-1]}-{trouble.act.__name__}")
@@ -504,7 +504,7 @@ async def test_either_version_serves_or_none_and_nothing_is_left(
     with pytest.MonkeyPatch.context() as patch, trainer(transfer, Version(NEW), KINDS[way]) as end:
         scene = Scene(worker, end, transfer, way, patch)
         if trouble.pings:
-            end.connection.keep_alive()
+            end.keep_alive()
         slot = worker.updates.slot
         assert slot is not None
         assert trouble.told in (told := await trouble.act(scene)), told

@@ -216,8 +216,8 @@ def test_lying_headers_are_refused(tmp_path: Path, header: Any) -> None:
         ("{", "not JSON"),
         ("[]", "no JSON object"),
         ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "not a file beside it"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "not a file beside it"),
+        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "not a file of this folder"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "not a file of this folder"),
         ('{"weight_map": {"a": "model.safetensors"}}', "in no file"),
     ],
     ids=["text", "list", "empty", "outside", "gone", "unlisted"],
@@ -237,7 +237,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_nothing_there_is_refused(tmp_path: Path) -> None:
     assert "no *.safetensors" in str(refused(lambda: open_source(tmp_path)))
     os.mkfifo(tmp_path / "model.safetensors")
-    assert "no regular file" in str(refused(lambda: open_source(tmp_path)))
+    assert "not a regular file" in str(refused(lambda: open_source(tmp_path)))
 
 
 def test_a_manifest_is_checked(tmp_path: Path) -> None:

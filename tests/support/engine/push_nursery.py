@@ -28,7 +28,7 @@ import rollout_worker.engines.hf
 import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
 from rollout_client.steering.pushing import sending
-from rollout_common.transfer import connection
+from rollout_common.transfer import connection, frame_stream
 from rollout_worker.__main__ import main as serve
 from rollout_worker.ports import weights_port
 from tests.support.engine import push_trainer
@@ -46,6 +46,7 @@ def shorten(seconds: float) -> None:
         (sending, "LEASE_SECONDS", seconds),
         (weights_port, "LEASE_SECONDS", seconds),
         (connection, "PING_SECONDS", seconds / 20),
+        (frame_stream, "PING_SECONDS", seconds / 20),
     ):
         assert hasattr(module, name)
         setattr(module, name, value)

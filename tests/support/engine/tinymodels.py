@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from rollout_common.wire.root_hash import TREE_SCHEME
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "hack" / "tinymodel.py"
 HALF_BILLION = {
@@ -39,10 +41,11 @@ def script() -> ModuleType:
 
 
 class TinyModels:
-    """Folders of models by seed; a change of the script makes new ones."""
+    """Folders of models by seed; a change of the script, or of how manifests hash, makes new ones."""
 
     def __init__(self, home: Path) -> None:
-        self.home = home / hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]
+        made_by = SCRIPT.read_bytes() + TREE_SCHEME.encode()
+        self.home = home / hashlib.sha256(made_by).hexdigest()[:12]
 
     def model(self, seed: int) -> Path:
         """Return a whole model folder: weights, tokenizer, generation_config."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rollout_common.transfer import connection
+from rollout_common.transfer import connection, frame_stream
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import Lifecycle, Transfer
-from rollout_worker.sources import incoming, outward, receiving
+from rollout_worker.sources import incoming, outward, pushed, receiving, version_fetching
 from tests.support.unit.pushing import Trainer, Version, held, push, quiet
 from tests.support.unit.tiny_worker import TinyWorker, made_by
 from tests.support.waiting import until
 
 STEPS = {
     "shared memory": ("HELLO", "LAYOUT", "MEMORY", "FILLED", "END"),
-    "TCP": ("HELLO", "LAYOUT", "DATA", "END"),
-    "TCP with a base": ("HELLO", "LAYOUT", "DELTA", "END"),
+    "TCP": ("HELLO", "LAYOUT", "HAVE", "PIECE", "END"),
+    "TCP with a base": ("HELLO", "LAYOUT", "HAVE", "DELTA", "END"),
 }
 KINDS = {"shared memory": "unix", "TCP": "tcp", "TCP with a base": "tcp"}
 DELTA = ("TCP with a base",)
@@ -35,13 +34,16 @@ _ASKED = itertools.count()
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a worker wait for nobody for long."""
-    monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(incoming, "LEASE_SECONDS", 1.5)
     monkeypatch.setattr(incoming, "RESUME_SECONDS", 0.2)
-    monkeypatch.setattr(port, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(port, "LEASE_SECONDS", 1.5)
     monkeypatch.setattr(port, "GREETING_TIMEOUT_SECONDS", 0.5)
     monkeypatch.setattr(outward, "HOP_SECONDS", 0.5)
+    monkeypatch.setattr(version_fetching, "PEER_RETRY_SECONDS", 0.05)
     monkeypatch.setattr(receiving, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(pushed, "LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
+    monkeypatch.setattr(frame_stream, "PING_SECONDS", 0.1)
 
 
 def do(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -56,18 +58,12 @@ def do(end: Trainer, transfer: Transfer, step: str) -> None:
             end.memory()
         case "FILLED":
             end.filled()
-        case "DATA":
-            end.data(0)
-        case "DELTA":
-            differs(end)
+        case "HAVE":
+            end.announce()
+        case "PIECE" | "DELTA":
+            end.give(end.asked())
         case "END":
             end.end()
-
-
-def differs(end: Trainer, **fields: Any) -> None:
-    """Send what differs from the base."""
-    assert end.base is not None
-    end.delta(end.base, **fields)
 
 
 async def serves(worker: TinyWorker, number: int, since: float | None = None) -> None:
@@ -90,10 +86,10 @@ async def not_ready_or_serves(worker: TinyWorker, number: int) -> None:
 
 
 async def left(worker: TinyWorker) -> tuple[int, int]:
-    """Return how many descriptors and mappings of pushed weights there are, with no thread at them."""
+    """Return how many descriptors and mappings of pushed weights there are, with no task at them."""
     await quiet()
     await worker.updates.wait_until_freed()
-    worker.updates.pushes.spare.drop()
+    worker.updates.pushes.spare.drop_memory()
     return len(held()), _mapped()
 
 

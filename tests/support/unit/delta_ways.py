@@ -24,10 +24,10 @@ class Numpy:
     """What is there everywhere."""
 
     def encode(self, base: Run, new: Run, most: float | None = None) -> bytes | None:
-        return vectors.encode(base, new, most)
+        return vectors.encode_words(base, new, most)
 
     def apply(self, delta: Run, memory: memoryview) -> None:
-        vectors.apply(delta, memory)
+        vectors.apply_words(delta, memory)
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Native:
     library: ctypes.CDLL
 
     def encode(self, base: Run, new: Run, most: float | None = None) -> bytes | None:
-        return native.encode(self.library, base, new, most)
+        return native.encode_natively(self.library, base, new, most)
 
     def apply(self, delta: Run, memory: memoryview) -> None:
-        native.apply(self.library, delta, memory)
+        native.apply_natively(self.library, delta, memory)
 
 
 Way = Numpy | Native

@@ -23,10 +23,14 @@ class Link:
         self._behind = port
         self.passed = 0
         """Bytes that went to the port, of all connections."""
+        self.returned = 0
+        """Bytes that came back from it."""
         self.rate: float | None = None
-        """Bytes a second of each connection."""
+        """Bytes a second of each connection, each way."""
         self.cut_at: int | None = None
-        """After how many bytes everything breaks: in the middle of a chunk, say."""
+        """After how many bytes everything breaks: in the middle of a piece, say."""
+        self.freeze_at: int | None = None
+        """After how many bytes that came back it freezes."""
         self.frozen = threading.Event()
         """Set: nothing moves, and nothing is closed."""
         self._open: list[socket.socket] = []
@@ -61,7 +65,11 @@ class Link:
                 near, _ = self._server.accept()
                 # Small buffers, so that who sends feels how little passes.
                 near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
-                far = socket.create_connection(("127.0.0.1", self._behind))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._behind))
+                except ConnectionRefusedError:  # nobody is there any more
+                    near.close()
+                    continue
                 self._open += [near, far]
                 for pair in ((near, far, True), (far, near, False)):
                     self._run(self._pass, *pair)
@@ -76,8 +84,13 @@ class Link:
                     if self.cut_at is not None and self.passed >= self.cut_at:
                         self.cut_at = None
                         return self._break()
-                    if self.rate is not None:
-                        time.sleep(len(piece) / self.rate)
+                else:
+                    self.returned += len(piece)
+                    if self.freeze_at is not None and self.returned >= self.freeze_at:
+                        self.freeze_at = None
+                        self.frozen.set()
+                if self.rate is not None:
+                    time.sleep(len(piece) / self.rate)
                 target.sendall(piece)
         for each in (source, target):
             with contextlib.suppress(OSError):

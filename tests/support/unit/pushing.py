@@ -7,23 +7,26 @@ import contextlib
 import os
 import resource
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from rollout_common.transfer.arena import Slot
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.delta import encode
-from rollout_common.transfer.dialing import dial, dial_unix
-from rollout_common.transfer.frames import CHUNK_BYTES, PROTOCOL, Frame, Kind
+from rollout_common.transfer.delta import encode_delta
+from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, fetch_ticket
+from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.wire.root_hash import HashedTensor, root_hash_of
+from rollout_common.transfer.piece_server import ranges_of, read_ranges
+from rollout_common.transfer.transfer_loop import run_on_loop, transfer_loop
+from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
 from rollout_worker.ports.serving_certificate import serving_certificate
 from rollout_worker.ports.weights_port import WeightsPort
-from rollout_worker.schemas import StagedWeights, Transfer
+from rollout_worker.schemas import CHECKPOINT, StagedWeights, Transfer
+from rollout_worker.sources.giving import Kept
+from rollout_worker.sources.pushed_memory import Memory
 from tests.support.unit.digests import tensor_digest
+from tests.support.unit.plain_dialing import dial, dial_unix, keep_alive
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 
@@ -39,6 +42,7 @@ class Version:
         self, number: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]] = TINY
     ) -> None:
         self.layout = PushLayout.plan((name, *spec) for name, spec in tensors.items())
+        self.pieces = self.layout.pieces
         self.slot = Slot(self.layout.nbytes)
         OWN.append(self.slot)
         self.digests: dict[str, str] = {}
@@ -65,22 +69,43 @@ class Version:
             {p.name: HashedTensor(p.dtype, p.shape, self.digests[p.name]) for p in placed}
         )
 
-    @property
-    def offsets(self) -> range:
-        """Where its chunks begin."""
-        return range(0, self.layout.nbytes, CHUNK_BYTES)
+    def piece(self, number: int) -> bytes:
+        """The bytes of a piece."""
+        return bytes(self.slot.bytes(*self.pieces.span(number)))
 
-    def chunk(self, offset: int) -> bytes:
-        return bytes(self.slot.bytes(offset, min(offset + CHUNK_BYTES, self.layout.nbytes)))
+    def leaf_digests(self, number: int) -> str:
+        """What a piece's leaves hash to, as `PIECE` says it."""
+        return self.pieces.hash_leaves(number, memoryview(self.piece(number))).hex()
+
+
+def kept_of(version: Version, said: VersionEnd | None = None) -> Kept:
+    """What a worker has of a version; `said`: what it says that everything hashes to."""
+    size = version.layout.nbytes
+    memory = Memory(max(size, 1), private=True)
+    with memory.bytes(0, size) as place:
+        place[:] = version.slot.bytes(0, size)
+    held = HeldVersion(version.layout, memory.bytes)
+    for piece in range(len(version.pieces)):
+        held.mark_piece(piece, bytes.fromhex(version.leaf_digests(piece)))
+    end = said or VersionEnd(version.root_hash, version.digests)
+    held.finish(end)
+    return Kept(CHECKPOINT, held, memory, end, memory.hold())
 
 
 class Trainer:
-    """One connection of a trainer, which says what it is told to."""
+    """One connection of a trainer, which sends what a test has it send."""
 
     def __init__(self, connection: Connection, version: Version) -> None:
         self.connection, self.version = connection, version
         self.base: Version | None = None
         """Version 1 where deltas of it are sent."""
+        self.sent: list[int] = []
+        """Pieces that went out, in that order."""
+        self._last: Frame | None = None
+
+    def keep_alive(self) -> None:
+        """Ping as long as the connection is open."""
+        keep_alive(self.connection)
 
     def greet(self, transfer: Transfer, protocol: int = PROTOCOL) -> None:
         self.connection.send(Kind.HELLO, {"protocol": protocol, "ticket": transfer.ticket})
@@ -89,14 +114,16 @@ class Trainer:
         """Say what is to come."""
         base = {} if self.base is None else {"base": base_of(1, self.base)}
         layout = self.version.layout.to_json()
-        self.connection.send(Kind.LAYOUT, {**base, "layout": layout, "hops": [], **fields})
+        self.connection.send(Kind.LAYOUT, {**base, "layout": layout, **fields})
 
     def hello(self, transfer: Transfer, **fields: Any) -> None:
         self.greet(transfer)
         self.tell(**fields)
 
-    def ready(self) -> list[list[int]]:
-        return list(self.connection.expect(Kind.READY).head["have"])
+    def ready(self) -> Frame:
+        return self.connection.expect(Kind.READY)
+
+    # Over a Unix socket.
 
     def memory(self, slot: Slot | None = None) -> None:
         slot = slot or self.version.slot
@@ -106,55 +133,97 @@ class Trainer:
         whole = self.version.layout.nbytes
         self.connection.send(Kind.FILLED, {"upto": whole if upto is None else upto})
 
-    def data(self, offset: int, payload: bytes | None = None, **fields: Any) -> None:
-        whole = self.version.chunk(offset)
-        head = {"offset": offset, "hash": xxhash.xxh3_128_hexdigest(whole), **fields}
-        self.connection.send(Kind.DATA, head, whole if payload is None else payload)
+    # Over TCP.
 
-    def delta(self, base: Version, offset: int = 0, **fields: Any) -> None:
-        """Send how the version's bytes differ from the base's, from the offset to the end."""
-        size = self.version.layout.nbytes
+    def announce(self, pieces: Collection[int] | None = None) -> None:
+        """Say that these pieces are there; None: all."""
+        pieces = range(len(self.version.pieces)) if pieces is None else pieces
+        self.connection.send(Kind.HAVE, {"ranges": ranges_of(list(pieces))})
+
+    def asked(self) -> list[int]:
+        """Return the pieces that the worker asks for next, progress aside."""
+        while (frame := self.connection.receive()).kind is Kind.PROGRESS:
+            pass
+        return self._pieces_of(self.connection.checked(frame, Kind.GET))
+
+    def _pieces_of(self, request: Frame) -> list[int]:
+        runs = read_ranges(request, len(self.version.pieces))
+        return [piece for begin, end in runs for piece in range(begin, end)]
+
+    def piece(self, number: int, payload: bytes | None = None, **fields: Any) -> None:
+        """Send a piece, or these bytes as one."""
+        head = {"piece": number, "digests": self.version.leaf_digests(number), **fields}
+        whole = self.version.piece(number) if payload is None else payload
+        self.connection.send(Kind.PIECE, head, whole)
+        self.sent.append(number)
+
+    def delta(self, base: Version, number: int = 0, **fields: Any) -> None:
+        """Send how a piece differs from the base's.
+
+        `content`: another delta than that; `payload`: what arrives of it.
+        """
         content = fields.pop("content", None)
         if content is None:
-            content = encode(base.slot.bytes(offset, size), self.version.slot.bytes(offset, size))
+            content = encode_delta(base.piece(number), self.version.piece(number))
         assert content is not None
-        digest = xxhash.xxh3_128_hexdigest(content)
-        head = {"offset": offset, "bytes": size - offset, "hash": digest, **fields}
-        self.connection.send(Kind.DELTA, head, fields.pop("payload", content))
+        payload = fields.pop("payload", content)
+        about = {"digests": self.version.leaf_digests(number), "hash": hash_leaf(content).hex()}
+        self.connection.send(Kind.DELTA, {"piece": number, **about, **fields}, payload)
+        self.sent.append(number)
 
-    def deltas(self, base: Version) -> None:
-        """Send how all bytes differ from the base's, 1 MiB at a time: they may differ everywhere."""
-        for offset in self.version.offsets:
-            old, new = base.chunk(offset), self.version.chunk(offset)
-            self.delta(base, offset, content=encode(old, new), bytes=len(new))
+    def give(self, pieces: Collection[int]) -> None:
+        """Send pieces; as deltas, if there is a base."""
+        for number in pieces:
+            if self.base is None:
+                self.piece(number)
+            else:
+                self.delta(self.base, number)
+
+    def serve(self) -> Frame:
+        """Send whatever the worker asks for, until it says something else than how far it is; return that."""
+        while True:
+            frame = self.connection.receive()
+            if frame.kind is Kind.GET:
+                self.give(self._pieces_of(frame))
+            elif frame.kind is not Kind.PROGRESS:
+                return frame
+
+    # Both.
 
     def end(self, **fields: Any) -> None:
         head = {"root_hash": self.version.root_hash, "digests": self.version.digests}
         self.connection.send(Kind.END, {**head, **fields})
 
     def answer(self) -> Frame:
-        """The next word that isn't mere progress."""
-        while (frame := self.connection.receive()).kind is Kind.PROGRESS:
-            pass
+        """Return the next word that is neither progress nor a request."""
+        frame, self._last = self._last, None
+        while frame is None or frame.kind in (Kind.PROGRESS, Kind.GET):
+            frame = self.connection.receive()
         return frame
 
     def whole(self, transfer: Transfer, **fields: Any) -> None:
-        """Send everything."""
+        """Send everything; over TCP until the worker says what became of it, which `answer` returns."""
         self.hello(transfer, **fields)
-        have = self.ready()
+        self.ready()
         if self.connection.unix:
             self.memory()
             self.filled()
+            self.end()
         else:
-            for offset in self.version.offsets:
-                if not any(begin <= offset < end for begin, end in have):
-                    self.data(offset)
-        self.end()
+            self.announce()
+            self.end()
+            self._last = self.serve()
 
 
 def base_of(version: int, given: Version) -> dict[str, Any]:
     """The base of deltas, as stages and HELLO name it."""
     return {"epoch": 1, "version": version, "root_hash": given.root_hash}
+
+
+def holder(transfer: Transfer, name: str) -> dict[str, Any]:
+    """Another replica that gets the same version, as `LAYOUT` names it."""
+    where = {"host": "127.0.0.1", "port": transfer.port}
+    return {**where, "ticket": fetch_ticket(transfer.ticket), "name": name}
 
 
 @contextlib.contextmanager
@@ -170,6 +239,23 @@ def trainer(transfer: Transfer, version: Version, kind: str) -> Iterator[Trainer
         yield Trainer(connection, version)
     finally:
         connection.close()
+
+
+async def push_among(ends: Sequence[Trainer], transfers: Sequence[Transfer]) -> list[Frame]:
+    """Push to several replicas, of which the first gets all from its trainer; return the last words."""
+    holders = [holder(each, str(index)) for index, each in enumerate(transfers)]
+    count = len(ends)
+    for index in reversed(range(count)):
+        others = holders[:index] + holders[index + 1 :]
+        end, transfer = ends[index], transfers[index]
+        about: dict[str, Any] = {"share": [index, count], "holders": others, "name": str(index)}
+        if index:
+            end.hello(transfer, **about)
+            await asyncio.to_thread(end.ready)
+            end.end()
+        else:
+            await asyncio.to_thread(end.whole, transfer, **about)
+    return [await asyncio.to_thread(end.answer) for end in ends]
 
 
 async def push(worker: TinyWorker, version: int, given: Version, kind: str) -> StagedWeights:
@@ -210,6 +296,7 @@ async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
 
 def held() -> set[str]:
     """What the worker of this process has open of pushed weights; the trainers' memory is closed first."""
+    transfer_loop()  # has a pair of sockets of its own, for ever
     found = set()
     while OWN:
         OWN.pop().close()
@@ -223,17 +310,33 @@ def held() -> set[str]:
     return found
 
 
+LISTENING = ("WeightsPort._serve", "WeightsPort._accept_connections")
+"""What runs on the loop of transfers as long as a port is open."""
+
+
+def transferring() -> list[str]:
+    """The tasks of transfers that go on in this process, ports that listen aside."""
+
+    async def look() -> list[str]:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        names = (str(getattr(task.get_coro(), "__qualname__", task)) for task in others)
+        return [name for name in names if name not in LISTENING]
+
+    return run_on_loop(look()).result(10)
+
+
 async def quiet() -> None:
-    """Wait until no thread of a transfer is left."""
+    """Wait until no task of a transfer is left, and no thread that hashes or frees what came."""
+    await until(lambda: not transferring(), what="the end of the transfers' tasks")
     await until(
         lambda: (
             not [
-                t.name
-                for t in threading.enumerate()
-                if t.name.startswith("weights") and t.name != "weights-port"
+                each.name
+                for each in threading.enumerate()
+                if each.name.startswith("weights") and each.name != "weights-io"
             ]
         ),
-        what="the end of the transfer's threads",
+        what="the end of the transfers' threads",
     )
 
 

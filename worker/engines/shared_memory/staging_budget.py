@@ -59,7 +59,7 @@ class StagingBudget:
         except EngineError:
             if not self.spare.nbytes:
                 raise
-            self.spare.drop()
+            self.spare.drop_memory()
             return self._claim_once(nbytes, there, 0)
 
     def _claim_once(self, nbytes: int, there: int, spare: int) -> Callable[[], None]:

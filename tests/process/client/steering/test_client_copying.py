@@ -32,7 +32,7 @@ from rollout_client.steering.pushing.writing import InMemory
 from rollout_common.transfer.arena import Arena, Slot
 from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.locked import lock
+from rollout_common.transfer.locked import lock_pages
 from tests.support.unit.cuda_driver import Driver
 
 SIZES = {
@@ -91,7 +91,7 @@ def size() -> int:
 
 @pytest.fixture
 def slot(driver: Driver, size: int) -> Iterator[Slot]:
-    made = Slot(size, lambda begin, size: lock(begin, size, driver=driver))
+    made = Slot(size, lambda begin, size: lock_pages(begin, size, driver=driver))
     yield made
     made.close()
     assert driver.locked == {}
@@ -295,7 +295,7 @@ def test_a_slot_is_locked_once_and_has_the_same_content_as_without_a_device(driv
 
     def counted(begin: int, size: int) -> Callable[[], None] | None:
         asked.append(size)
-        return lock(begin, size, driver=driver)
+        return lock_pages(begin, size, driver=driver)
 
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "c": torch.empty(0)}
     hashes = set()
@@ -316,7 +316,7 @@ def test_a_slot_is_locked_once_and_has_the_same_content_as_without_a_device(driv
 
 
 def test_a_slot_that_is_given_up_stays_locked_until_nobody_writes_it(driver: Driver) -> None:
-    slot = Slot(4096, lambda begin, size: lock(begin, size, driver=driver))
+    slot = Slot(4096, lambda begin, size: lock_pages(begin, size, driver=driver))
     release = slot.lend()
     assert slot.page_locked()
     slot.close()

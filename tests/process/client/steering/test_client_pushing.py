@@ -19,26 +19,19 @@ from rollout_client import (
     RolloutPool,
 )
 from rollout_client.steering import staging_barrier
-from rollout_client.steering.pushing.board import Board
 from rollout_client.steering.pushing.copying import Copier
-from rollout_client.steering.pushing.deltas import Before, Deltas
-from rollout_client.steering.pushing.merging import Merging
 from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.pusher import Pusher
-from rollout_client.steering.pushing.routes import Receiver as Waiting
-from rollout_client.steering.pushing.routes import Route
-from rollout_client.steering.pushing.sending import Link, Sender
 from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
-from rollout_common.transfer.arena import Arena, ArenaError
+from rollout_common.transfer.arena import Arena
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Frame, Kind
+from rollout_common.transfer.frames import Ended, Frame, Kind
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.pace import BURST_SECONDS
-from rollout_worker.schemas import Transfer, WeightsId
+from rollout_common.transfer.settings import BURST_SECONDS
 from tests.support.unit.pushing import no_file_above
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
-from tests.support.waiting import until, until_sync
+from tests.support.waiting import until
 
 MEBI = 1 << 20
 JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
@@ -110,9 +103,18 @@ async def test_every_replica_gets_every_byte(world: World, transport: Any) -> No
     assert world.verbs == [["stage", "commit"] * 3] * 3
     assert [each.phase for each in world.told][-1] == "Complete"
     if transport == "tcp":
-        # One connection for all three: each passes on to the next.
+        # Each gets a share from here, and the rest from the others: a piece leaves the trainer once.
         assert [len(each.hellos) for each in world.receivers] == [3, 3, 3]
-        assert [len(each.hellos[0]["hops"]) for each in world.receivers] == [2, 1, 0]
+        assert [each.hellos[0]["share"] for each in world.receivers] == [[0, 3], [1, 3], [2, 3]]
+        names = {each.name for each in world.receivers}
+        for each in world.receivers:
+            assert {holder["name"] for holder in each.hellos[0]["holders"]} == names - {each.name}
+        pieces = sorted(world.receivers[0].coming.pieces)
+        assert sorted(n for each in world.receivers for n in each.coming.from_trainer) == pieces
+        layout = world.receivers[0].coming.layout
+        assert layout is not None
+        assert done.report is not None
+        assert done.report.bytes_sent == sum(map(layout.pieces.nbytes_of, pieces))
 
 
 async def test_replicas_of_one_machine_share_one_copy_until_all_gave_it_back(world: World) -> None:
@@ -163,33 +165,6 @@ def test_a_program_without_a_loop_fills_in_its_own_thread(tmp_path: Path) -> Non
             world.receivers[0].close()
 
     asyncio.run(both())
-
-
-def test_what_was_given_up_before_it_was_planned_hashes_nothing() -> None:
-    """Whoever gives up is in another thread than who plans."""
-    arena = Arena()
-    filling = Merging(arena, Copier())
-    filling.fail()
-    filling.plan((("a", "F32", (4,)),))
-    filling.begin()
-    assert "weights-hash" not in {thread.name for thread in threading.enumerate()}
-    filling.close()
-    arena.close()
-
-
-def test_the_first_reason_for_which_it_was_given_up_counts() -> None:
-    """A rank's failure ends the senders, whose end is no news to the rank that leads."""
-    arena = Arena()
-    filling = Merging(arena, Copier())
-    filling.plan((("a", "F32", (4,)),))
-    filling.begin()
-    filling.fail(LayoutError("rank 1 has no values"))
-    filling.fail()
-    filling.fail(PublishFailed("it can't be brought there: it was given up"))
-    with pytest.raises(LayoutError, match="rank 1 has no values"):
-        filling.all_written()
-    filling.close()
-    arena.close()
 
 
 def test_what_is_given_up_at_the_end_of_a_stream_lacks_no_tensor() -> None:
@@ -326,77 +301,6 @@ async def test_one_refusal_ends_it_for_all_and_names_the_replica(
         await until(lambda: not any(slot.lent for slot in slots), what="the memory to come back")
 
 
-def test_a_sender_whose_pool_was_closed_says_so() -> None:
-    """One that was not stopped in time: there is no memory any more that it could send."""
-    arena, receiver = Arena(), Receiver("w0:8000")
-    filling = Filling(arena, None, Copier())
-    filling.plan(None)
-    filling.take("a", torch.ones(3))
-    filling.end()
-    board = Board([receiver.name], filling.layout.nbytes, lambda: None)
-    to = Waiting(receiver.name, "127.0.0.1", Transfer.model_validate(receiver.transfer()))
-    sender = Sender(Route("tcp", (to,)), filling, board, Link())
-    arena.close()
-    sender.start()
-    assert sender.join(30)
-    assert board.of(receiver.name).why == "this memory was given up"
-    filling.close()
-    receiver.close()
-
-
-def test_ranks_whose_pool_is_closed_are_told_so_where_their_bytes_were_hashed() -> None:
-    arena = Arena()
-    filling = Merging(arena, Copier())
-    filling.plan((("a", "U8", (100,)), ("b", "U8", (100,))))
-    filling.begin()
-    filling.arrived("a", 0, 100)
-    until_sync(lambda: "a" in filling.digests, what="the first hash")
-    arena.close()
-    filling.arrived("b", 0, 100)
-    with pytest.raises(ArenaError, match="this memory was given up"):
-        filling.end()
-    filling.close()
-
-
-def test_what_was_given_up_before_its_pool_was_closed_tells_nothing_of_that() -> None:
-    arena = Arena()
-    filling = Merging(arena, Copier())
-    filling.plan((("a", "U8", (100,)),))
-    filling.begin()
-    arena.close()
-    filling.arrived("a", 0, 100)
-    until_sync(lambda: filling._hashing.why is not None, what="the end of the hashing")
-    filling.fail(LayoutError("rank 1 has no values"))
-    assert filling._hashes() == {}
-    filling.close()
-
-
-@pytest.mark.parametrize("closed", ["memory", "before"])
-def test_what_differs_is_not_looked_for_once_the_pool_is_closed(
-    closed: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    arena, values = Arena(), torch.ones(100)
-    first, second = (Filling(arena, None, Copier()) for _ in range(2))
-    for filling in (first, second):
-        filling.plan((("a", "F32", (100,)),))
-    first.take("a", values)
-    first.end()
-    before = Before.of(first, WeightsId(epoch=1, version=1))
-    assert before is not None
-    deltas = Deltas(before, second)
-    second.take("a", values)
-    before.close()
-    if closed == "memory":
-        arena.close()
-    deltas.start()
-    assert deltas.ready(0, 30)
-    deltas.stop()
-    assert not deltas.any
-    assert not caplog.messages
-    for each in (first, second, arena):
-        each.close()
-
-
 async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:
     world.receivers[2].close()
     async with world.pool() as pool:
@@ -407,18 +311,17 @@ async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: Wo
     assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
 
 
-async def test_a_chain_goes_on_behind_a_hop_that_died(
+async def test_a_push_goes_on_without_a_replica_that_died(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging_barrier, "DEAD_SECONDS", 0.2)
 
     def die(receiver: Receiver, connection: Connection, frame: Frame) -> None:
-        if receiver.chunks == 2:
-            world.controls[0].slot = None  # as a worker that was restarted, before that is seen
-            receiver.close()
-            connection.interrupt()
+        world.controls[0].slot = None  # as a worker that was restarted, before that is seen
+        receiver.close()
+        raise Ended("the test says so")
 
-    world.receivers[0].faults[Kind.DATA] = die
+    world.receivers[0].faults[Kind.PIECE] = die
     async with world.pool() as pool:
         done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert done.replicas == 2
@@ -428,24 +331,31 @@ async def test_a_chain_goes_on_behind_a_hop_that_died(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_first_hop_whose_connection_breaks_gets_the_rest(world: World, count: int) -> None:
+async def test_a_replica_whose_connection_breaks_gets_the_rest(world: World, count: int) -> None:
     def cut(receiver: Receiver, connection: Connection, frame: Frame) -> None:
-        if receiver.chunks == 2:
-            del receiver.faults[Kind.DATA]
+        if connection is receiver.coming.origin:
+            del receiver.faults[Kind.PIECE]
             connection.interrupt()
+            raise Ended("the test says so")
 
     world.controls, world.receivers = world.controls[:count], world.receivers[:count]
-    world.receivers[0].faults[Kind.DATA] = cut
+    world.receivers[0].faults[Kind.PIECE] = cut
     async with world.pool() as pool:
         done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert done.replicas == count
     assert [each.content for each in world.receivers] == [content(tensors())] * count
     assert done.report is not None
     assert not any(each.error for each in done.report.replicas.values())
-    assert len(world.receivers[0].hellos) == 2
+    first, again = world.receivers[0].hellos
+    assert again == first
+    if (
+        count == 1
+    ):  # what is there already is not asked for again: the piece that was cut off comes twice
+        taken = world.receivers[0].coming.from_trainer
+        assert len(taken) == len(set(taken)) + 1
 
 
-async def test_a_hop_that_only_the_trainer_reaches_gets_them_from_there(world: World) -> None:
+async def test_a_replica_that_only_the_trainer_reaches_gets_all_from_there(world: World) -> None:
     world.receivers[0].cut_off = True
     world.controls, world.receivers = world.controls[:2], world.receivers[:2]
     async with world.pool() as pool:
@@ -453,21 +363,68 @@ async def test_a_hop_that_only_the_trainer_reaches_gets_them_from_there(world: W
     assert done.replicas == 2
     assert [each.content for each in world.receivers] == [content(tensors())] * 2
     assert [len(each.hellos) for each in world.receivers] == [1, 1]
+    first, second = (each.coming for each in world.receivers)
+    assert set(first.from_trainer) == set(first.pieces)
+    assert len(second.from_trainer) < len(second.pieces)
 
 
-async def test_a_damaged_chunk_is_sent_once_more(world: World) -> None:
-    asked = []
+async def test_replicas_that_have_the_version_before_get_what_differs_from_it(
+    world: World,
+) -> None:
+    first, second = tensors(), tensors()
+    second["model.b"][1, 5] += 1
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=first, transport="tcp")
+        done = await pool.publish_weights(2, tensors=second, transport="tcp")
+    assert [each.content for each in world.receivers] == [content(second)] * 3
+    assert [sorted(each.coming.deltas) for each in world.receivers] == [
+        sorted(each.coming.from_trainer) for each in world.receivers
+    ]
+    assert done.report is not None
+    assert done.report.deltas == 3
+    assert done.report.bytes_sent < 1000
 
+
+async def test_a_damaged_piece_is_sent_once_more(world: World) -> None:
     def damaged(receiver: Receiver, connection: Connection, frame: Frame) -> None:
-        asked.append(frame.integer("offset"))
-        del receiver.faults[Kind.DATA]
-        connection.send(Kind.ERROR, {"slug": "bad-chunk", "offset": asked[0]})
+        del receiver.faults[Kind.PIECE]
+        piece = frame.integer("piece")
+        connection.send(Kind.GET, {"ranges": [(piece, piece + 1)]})
 
-    world.receivers[2].faults[Kind.DATA] = damaged
+    world.receivers[2].faults[Kind.PIECE] = damaged
     world.controls, world.receivers = world.controls[2:], world.receivers[2:]
     async with world.pool() as pool:
         await pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert world.receivers[0].content == content(tensors())
+    taken = world.receivers[0].coming.from_trainer
+    assert len(taken) == len(set(taken)) + 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_stream_is_sent_while_it_comes_whatever_its_tensors_are_called(
+    world: World, transport: Any
+) -> None:
+    """Its bytes lie in the order in which it brings its tensors, so none waits for one that comes late."""
+    bulk, early = torch.arange(4 * MEBI, dtype=torch.int32), threading.Event()
+
+    def hear(receiver: Receiver, connection: Connection, frame: Frame) -> None:
+        early.set()
+
+    async def stream(waits: bool) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        yield "z", bulk
+        if waits:  # not in the first one, of which nothing is known before its end
+            assert await asyncio.to_thread(early.wait, 30)
+        yield "a", torch.ones(1)
+
+    world.controls, world.receivers = world.controls[:1], world.receivers[:1]
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=stream(False), transport=transport)
+        if transport == "shm":
+            world.receivers[0].faults[Kind.FILLED] = hear
+        else:
+            world.receivers[0].on_piece = early.set
+        await pool.publish_weights(2, tensors=stream(True), transport=transport)
+    assert world.receivers[0].content == content({"z": bulk, "a": torch.ones(1)})
 
 
 async def test_a_folder_is_written_before_anything_is_committed(
@@ -525,7 +482,9 @@ async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:
         assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
         for sender in pool._pusher._senders:
             assert sender.join(30)
-        assert not any(slot.lent for slot in pool._pusher._arena._slots)
+        # The replicas' ends of the connections notice that a moment later.
+        slots = pool._pusher._arena._slots
+        await until(lambda: not any(slot.lent for slot in slots), what="the memory to come back")
 
 
 async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:

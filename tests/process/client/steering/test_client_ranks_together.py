@@ -15,11 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.steering.pushing.boxes import rows_of, run_of
-from rollout_client.steering.pushing.copying import Copier
-from rollout_client.steering.pushing.merging import Merging
 from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.shards import Part, share_out
-from rollout_common.transfer.arena import Arena
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit import rank_publish
@@ -180,68 +177,3 @@ def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
     assert run_of(spec, ((2, 3), (1, 3))) == (28, 36)
     assert rows_of(spec, ((2, 3), (1, 3))) is None
     assert run_of(("a", "F32", ()), ()) == (0, 4)
-
-
-# What comes in any order.
-
-
-@given(st.permutations(range(12)))
-def test_bytes_that_come_in_any_order_are_hashed_in_theirs(order: list[int]) -> None:
-    arena = Arena()
-    filling = Merging(arena, Copier())
-    specs = (("a", "U8", (300,)), ("b", "U8", (0,)), ("c", "U8", (700,)), ("d", "U8", (0, 2)))
-    pieces = [
-        (n, at, min(at + 90, size))
-        for n, size in (("a", 300), ("c", 700))
-        for at in range(0, size, 90)
-    ]
-    filling.plan(specs)
-    filling.begin()
-    before = -1
-    for index in order:
-        name, begin, end = pieces[index]
-        view = filling.slot.view(filling.layout[name])
-        view[begin:end] = bytes([index]) * (end - begin)
-        view.release()
-        filling.arrived(name, begin, end)
-        now = filling.wait_upto(0, 0)
-        assert now >= before
-        before = now
-    filling.all_written()
-    filling.end()
-    for name in "abcd":
-        with filling.slot.view(filling.layout[name]) as view:
-            assert filling.digests[name] == tensor_digest(view)
-    filling.close()
-    arena.close()
-
-
-def test_bytes_that_no_tensor_has_are_refused() -> None:
-    arena = Arena()
-    filling = Merging(arena, Copier())
-    filling.plan((("a", "U8", (300,)),))
-    filling.begin()
-    filling.arrived("a", 0, 100)
-    for name, begin, end in (("b", 0, 1), ("a", 50, 60), ("a", 200, 301), ("a", 200, 200)):
-        with pytest.raises(LayoutError, match="there are no bytes"):
-            filling.arrived(name, begin, end)
-    filling.close()
-    arena.close()
-
-
-def test_why_a_version_was_given_up_first_is_why_it_was() -> None:
-    gone = ValueError("a rank is gone")
-    for reasons in ((None,), (None, gone), (gone,), (gone, None), (gone, ValueError("given up"))):
-        arena = Arena()
-        filling = Merging(arena, Copier())
-        filling.plan((("a", "U8", (300,)),))
-        filling.begin()
-        for why in reasons:
-            filling.fail(why)
-        if reasons[0] is None:
-            assert not filling.all_written()
-        else:
-            with pytest.raises(ValueError, match="a rank is gone"):
-                filling.all_written()
-        filling.close()
-        arena.close()

@@ -345,7 +345,7 @@ async def test_sleep_waits_for_memory_that_is_still_being_freed(worker: TinyWork
 
     def free() -> None:
         assert let.wait(10)
-        spare.put(Used(Slot(600), None))
+        spare.keep_memory(Used(Slot(600), None))
 
     worker.updates.freeing.free_soon(free)
     sleeping = asyncio.create_task(worker.sleep())

@@ -1,23 +1,22 @@
-"""A part of a version, fetched over a real port: the chunks that hold it, no others, and the hash of the whole."""
+"""A part of a version, fetched over a real port: the pieces that hold it, no others, and the hash of the whole."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import CHUNK_BYTES, Kind
+from rollout_common.transfer.held_version import VersionEnd
+from rollout_common.transfer.piece_server import PieceServer
+from rollout_common.transfer.transfer_loop import run_on_loop
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import (
     EngineError,
     MappedWeights,
@@ -29,26 +28,25 @@ from rollout_worker.engine import (
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink, read_index
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
-from rollout_worker.sources import giving
-from rollout_worker.sources.fetching import Fetching
 from rollout_worker.sources.giving import Kept
-from rollout_worker.sources.incoming import End, Incoming
+from rollout_worker.sources.incoming import Incoming
 from rollout_worker.sources.outward import Outward
 from rollout_worker.sources.pushed import Desk, receive
 from rollout_worker.sources.pushed_memory import Memory
 from rollout_worker.sources.source_reading import read_source
-from rollout_worker.sources.tensor_bytes import HandedOver
+from rollout_worker.sources.tensor_bytes import TensorSource
+from rollout_worker.sources.version_fetching import VersionFetching
 from tests.support.unit.digests import whole_digests, whole_root_hash
-from tests.support.unit.pushing import Version
+from tests.support.unit.pushing import Version, kept_of
 from tests.support.unit.tiny_worker import settings as worker_settings
 
-SIZES = (0, 1, 256, CHUNK_BYTES - 256, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 77)
+SIZES = (0, 1, 256, LEAF_BYTES - 256, LEAF_BYTES, LEAF_BYTES + 1, 2 * LEAF_BYTES + 77)
 SECONDS = 30
 ANY = WeightsLayout({}, {}, {})
 
 
 class Giver:
-    """A head's port, and which chunks went out of it."""
+    """A head's port, and which pieces went out of it."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -62,14 +60,14 @@ def giver() -> Iterator[Giver]:
         worker_settings("--weights-port", "0", "--data-host", "127.0.0.1"), giver.desk
     )
     port.start()
-    send = giving._send
+    send = PieceServer._send_piece
 
-    def noted(connection: Connection, source: Any, memory: Memory, begin: int, end: int) -> None:
-        giver.sent.append(begin)
-        send(connection, source, memory, begin, end)
+    async def noted(self: PieceServer, piece: int) -> None:
+        giver.sent.append(piece)
+        await send(self, piece)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(giving, "_send", noted)
+        patched.setattr(PieceServer, "_send_piece", noted)
         yield giver
     port.stop()
 
@@ -78,16 +76,6 @@ def version_of(sizes: Sequence[int]) -> Version:
     """A version whose tensors all differ, in the order of their names."""
     contents = (os.urandom(1) * size for size in sizes)
     return Version.of({f"t{i:02}": ("U8", (len(c),), c) for i, c in enumerate(contents)})
-
-
-def kept_of(version: Version) -> Kept:
-    """What a head has of it."""
-    size = version.layout.nbytes
-    memory = Memory(max(size, 1), private=True)
-    with memory.bytes(0, size) as place:
-        place[:] = version.slot.bytes(0, size)
-    end = End(version.root_hash, version.digests)
-    return Kept(CHECKPOINT, version.layout, memory, end, memory.hold())
 
 
 async def fetch(
@@ -109,7 +97,7 @@ async def fetch(
             return await open_mapped_sink(entries, skip=left, slots=Path(folder))
 
         incoming = Incoming(CHECKPOINT, source, lambda _: None, room, unread=lambda _: left)
-        Fetching(incoming, source.peers, Outward()).start()
+        run_on_loop(VersionFetching(incoming, Outward()).fetch_from_peers(source.peers))
         try:
             async with asyncio.timeout(SECONDS):
                 sink = await receive(
@@ -132,26 +120,16 @@ async def fetch(
     return content, found[0]
 
 
-def chunks_of(version: Version, names: Collection[str]) -> list[int]:
-    """The offsets of the chunks that hold something of these tensors."""
-    held: set[int] = set()
-    for placed in version.layout.tensors:
-        if placed.name in names and placed.nbytes:
-            first = placed.start // CHUNK_BYTES * CHUNK_BYTES
-            held.update(range(first, placed.end, CHUNK_BYTES))
-    return sorted(held)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.booleans()), min_size=1, max_size=7))
-@example([(CHUNK_BYTES, False), (0, True), (1, False)])
+@example([(LEAF_BYTES, False), (0, True), (1, False)])
 @example([(1, False), (1, True), (1, False)])
-@example([(20 * CHUNK_BYTES, False), (1, True)])
-@example([(17 * CHUNK_BYTES + 5, True), (17 * CHUNK_BYTES, False), (3, True)])
-@example([(CHUNK_BYTES + 1, True), (CHUNK_BYTES + 1, True), (CHUNK_BYTES + 1, False)])
+@example([(20 * LEAF_BYTES, False), (1, True)])
+@example([(17 * LEAF_BYTES + 5, True), (17 * LEAF_BYTES, False), (3, True)])
+@example([(LEAF_BYTES + 1, True), (LEAF_BYTES + 1, True), (LEAF_BYTES + 1, False)])
 @example([(0, True)])
 @example([(0, False)])
-def test_just_the_chunks_of_what_is_read_are_fetched(
+def test_just_the_pieces_of_what_is_read_are_fetched(
     giver: Giver, tensors: list[tuple[int, bool]]
 ) -> None:
     version = version_of([size for size, _ in tensors])
@@ -168,7 +146,8 @@ def test_just_the_chunks_of_what_is_read_are_fetched(
         name: bytes(version.slot.bytes(places[name].start, places[name].end)) for name in read
     }
     assert root_hash == version.root_hash, "of all tensors, as of one that was fetched whole"
-    assert giver.sent == chunks_of(version, read)
+    needed = [each for each in version.layout.tensors if each.name in read]
+    assert sorted(giver.sent) == sorted(set(version.pieces.pieces_of(needed)))
     version.slot.close()
 
 
@@ -176,47 +155,37 @@ def test_just_the_chunks_of_what_is_read_are_fetched(
 async def test_a_version_that_an_earlier_release_kept_is_fetched_in_its_scheme(
     giver: Giver, unread: set[str]
 ) -> None:
-    version = version_of([CHUNK_BYTES, 2 * CHUNK_BYTES + 77])
+    version = version_of([LEAF_BYTES, 2 * LEAF_BYTES + 77])
     plain = {
         each.name: (each.dtype, each.shape, bytes(version.slot.view(each)))
         for each in version.layout.tensors
     }
-    old, kept = whole_root_hash(plain), kept_of(version)
-    earlier = replace(kept, end=End(old, whole_digests(plain)))
+    old = whole_root_hash(plain)
+    earlier = kept_of(version, VersionEnd(old, whole_digests(plain)))
     assert (await fetch(giver, earlier, unread, old))[1] == old
+    mixed = kept_of(version, VersionEnd(old, version.digests))
     with pytest.raises(EngineError, match="arrived with xxh3_128 "):
-        await fetch(giver, replace(kept, end=End(old, version.digests)), unread, old)
-    kept.release()
+        await fetch(giver, mixed, unread, old)
+    for each in (earlier, mixed):
+        each.release()
 
 
-Lie = Callable[[Version, End], dict[str, object]]
-
-
-def told(end: End, **fields: object) -> dict[str, object]:
-    return {"root_hash": end.root_hash, "digests": dict(end.digests), **fields}
-
-
+Lie = Callable[[Mapping[str, str]], Mapping[str, str]]
 LIES: dict[str, tuple[Lie, str]] = {
     "the hash of one that stays": (
-        lambda _, end: told(end, digests={**end.digests, "t00": "0" * 32}),
+        lambda digests: {**digests, "t00": "0" * 32},
         "what arrived has root_hash",
     ),
     "the hash of one that comes": (
-        lambda _, end: told(end, digests={**end.digests, "t01": "0" * 32}),
+        lambda digests: {**digests, "t01": "0" * 32},
         "tensor 't01' arrived with",
     ),
     "the hashes of two exchanged": (
-        lambda _, end: told(
-            end, digests={**end.digests, "t00": end.digests["t02"], "t02": end.digests["t00"]}
-        ),
+        lambda digests: {**digests, "t00": digests["t02"], "t02": digests["t00"]},
         "what arrived has root_hash",
     ),
-    "the root hash": (
-        lambda _, end: told(end, root_hash="xxh3_128_tree:" + "0" * 32),
-        "its sender says xxh3_128_tree:000",
-    ),
     "no hash of one that stays": (
-        lambda _, end: told(end, digests={"t01": end.digests["t01"], "t02": end.digests["t02"]}),
+        lambda digests: {name: digests[name] for name in ("t01", "t02")},
         "a hash for each tensor",
     ),
 }
@@ -224,46 +193,47 @@ LIES: dict[str, tuple[Lie, str]] = {
 
 @pytest.mark.parametrize(("lie", "why"), LIES.values(), ids=LIES)
 async def test_a_sender_that_lies_of_what_stays_with_it_is_not_believed(
-    giver: Giver, monkeypatch: pytest.MonkeyPatch, lie: Lie, why: str
+    giver: Giver, lie: Lie, why: str
 ) -> None:
-    version = version_of([CHUNK_BYTES, 300, CHUNK_BYTES])
-    monkeypatch.setattr(giving, "_hashes", lambda end: lie(version, end))
-    kept = kept_of(version)
+    version = version_of([LEAF_BYTES, 300, LEAF_BYTES])
+    kept = kept_of(version, VersionEnd(version.root_hash, lie(version.digests)))
     with pytest.raises(EngineError, match=why):
         await fetch(giver, kept, {"t00", "t02"})
     kept.release()
 
 
-async def test_a_part_that_arrives_damaged_is_refused(
-    giver: Giver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version = version_of([CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES])
-    kept = kept_of(version)
-
-    def damaged(connection: Connection, _: Any, memory: Memory, begin: int, end: int) -> None:
-        whole = bytearray(memory.bytes(begin, end))
-        digest = xxhash.xxh3_128_hexdigest(whole)
-        whole[-1] ^= 1
-        connection.send(Kind.DATA, {"offset": begin, "hash": digest}, bytes(whole))
-
-    monkeypatch.setattr(giving, "_send", damaged)
-    with pytest.raises(EngineError, match=f"the chunk at {CHUNK_BYTES} arrived damaged"):
+async def test_a_sender_that_lies_of_the_root_hash_is_not_believed(giver: Giver) -> None:
+    version = version_of([LEAF_BYTES, 300, LEAF_BYTES])
+    kept = kept_of(version, VersionEnd("xxh3_128_tree:" + "0" * 32, version.digests))
+    with pytest.raises(EngineError, match="its sender says xxh3_128_tree:000"):
         await fetch(giver, kept, {"t00", "t02"})
+    kept.release()
+
+
+async def test_a_part_that_arrives_damaged_is_refused(giver: Giver) -> None:
+    version = version_of([LEAF_BYTES, LEAF_BYTES, LEAF_BYTES])
+    kept = kept_of(version)
+    with kept.memory.bytes(2 * LEAF_BYTES - 1, 2 * LEAF_BYTES) as last:
+        last[0] ^= 1
+    giver.sent.clear()
+    with pytest.raises(EngineError, match="piece 1 arrived damaged twice"):
+        await fetch(giver, kept, {"t00", "t02"})
+    assert giver.sent == [1, 1]
     kept.release()
 
 
 async def test_a_sender_that_is_gone_midway_fails_the_part(
     giver: Giver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = version_of([CHUNK_BYTES, 3 * CHUNK_BYTES])
-    kept, send = kept_of(version), giving._send
+    version = version_of([LEAF_BYTES, 3 * LEAF_BYTES])
+    kept, send = kept_of(version), PieceServer._send_piece
 
-    def cut(connection: Connection, source: Any, memory: Memory, begin: int, end: int) -> None:
-        if begin == 2 * CHUNK_BYTES:
-            connection.close()
-        send(connection, source, memory, begin, end)
+    async def cut(self: PieceServer, piece: int) -> None:
+        if piece == 2:
+            self._stream.interrupt()
+        await send(self, piece)
 
-    monkeypatch.setattr(giving, "_send", cut)
+    monkeypatch.setattr(PieceServer, "_send_piece", cut)
     with pytest.raises(EngineError, match="no peer could give the weights"):
         await fetch(giver, kept, {"t00"})
     kept.release()
@@ -272,7 +242,7 @@ async def test_a_sender_that_is_gone_midway_fails_the_part(
 def test_an_engine_with_room_for_what_is_left_out_is_refused() -> None:
     """Else it would serve what nobody has written."""
 
-    class Lacking(HandedOver):
+    class Lacking(TensorSource):
         skipped_names = frozenset({"a"})
 
         def promised_hashes(self) -> dict[str, str]:

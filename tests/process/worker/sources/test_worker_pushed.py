@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
 
-from rollout_common.transfer.frames import CHUNK_BYTES, Kind
+from rollout_common.transfer.frames import Kind
 from rollout_common.transfer.spare import Used
 from rollout_common.wire.problems import ProblemError
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
 from rollout_worker.sources.pushed_memory import Memory
-from tests.support.unit.pushing import Version, held, push, pushed_worker, quiet, stage, trainer
+from tests.support.unit.pushing import (
+    Version,
+    held,
+    push,
+    push_among,
+    pushed_worker,
+    quiet,
+    stage,
+    trainer,
+)
 from tests.support.unit.tiny_engine import LAYOUT, TinyEngine
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 from tests.support.waiting import until
@@ -156,56 +166,37 @@ async def test_another_caller_gets_no_ticket(worker: TinyWorker) -> None:
     assert theirs.transfer is None
 
 
-async def test_a_chain_passes_on_what_it_verified(tmp_path: Path) -> None:
+async def test_replicas_pass_on_what_they_verified(tmp_path: Path) -> None:
     given = Version(7)
-    async with (
-        pushed_worker(tmp_path / "a") as a,
-        pushed_worker(tmp_path / "b") as b,
-        pushed_worker(tmp_path / "c") as c,
-    ):
-        begun = [(await stage(each, 1)).transfer for each in (a, b, c)]
-        first, *rest = begun
-        assert first is not None
-        hops = [
-            {"host": "127.0.0.1", "port": t.port, "ticket": t.ticket, "name": name}
-            for t, name in zip(rest, "bc", strict=True)
-            if t is not None
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(pushed_worker(tmp_path / name)) for name in "abc"
         ]
-        with trainer(first, given, "tcp") as end:
-            await asyncio.to_thread(end.whole, first, hops=hops, name="a")
-            told: dict[str, object] = {}
-            while len(told) < 3:
-                frame = await asyncio.to_thread(end.answer)
-                told[frame.text("name")] = (frame.kind, frame.text("root_hash"))
-        assert told == dict.fromkeys("abc", (Kind.STAGED, given.root_hash))
-        for each in (a, b, c):
+        begun = [each for each in [(await stage(w, 1)).transfer for w in workers] if each]
+        ends = [stack.enter_context(trainer(each, given, "tcp")) for each in begun]
+        for index, frame in enumerate(await push_among(ends, begun)):
+            told = (frame.kind, frame.text("name"), frame.text("root_hash"))
+            assert told == (Kind.STAGED, str(index), given.root_hash)
+        assert [end.sent for end in ends] == [[0], [], []], "it left the trainer once"
+        for each in workers:
             await each.commit(1)
             assert each.engine.active.number == 7
 
 
-async def test_a_dead_hop_is_told_and_skipped(tmp_path: Path) -> None:
-    given = Version(7)
-    async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "c") as c:
-        first, last = (await stage(a, 1)).transfer, (await stage(c, 1)).transfer
-        assert first is not None
-        assert last is not None
-        hops = [
-            {"host": "127.0.0.1", "port": 1, "ticket": "0" * 32, "name": "dead"},
-            {"host": "127.0.0.1", "port": last.port, "ticket": last.ticket, "name": "c"},
-        ]
-        with trainer(first, given, "tcp") as end:
-            await asyncio.to_thread(end.whole, first, hops=hops, name="a")
-            told: dict[str, object] = {}
-            while len(told) < 3:
-                frame = await asyncio.to_thread(end.answer)
-                told[frame.text("name")] = frame.kind
-        assert told == {"a": Kind.STAGED, "dead": Kind.FAILED, "c": Kind.STAGED}
+async def test_a_dead_holder_is_skipped(worker: TinyWorker) -> None:
+    begun = (await stage(worker, 1)).transfer
+    assert begun is not None
+    dead = {"host": "127.0.0.1", "port": 1, "ticket": "0" * 32, "name": "dead"}
+    with trainer(begun, Version(7), "tcp") as end:
+        await asyncio.to_thread(end.whole, begun, share=[1, 2], holders=[dead])
+        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+        assert end.sent == [0], "a piece of the share that is not its own"
 
 
 async def test_a_transfer_that_was_cut_goes_on_where_it_was(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
+    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
     monkeypatch.setattr(
         "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
     )
@@ -214,19 +205,16 @@ async def test_a_transfer_that_was_cut_goes_on_where_it_was(
     assert begun.transfer is not None
     with trainer(begun.transfer, given, "tcp") as end:
         end.hello(begun.transfer)
-        assert await asyncio.to_thread(end.ready) == []
-        end.data(0)
-        end.data(2 * CHUNK_BYTES)
+        await asyncio.to_thread(end.ready)
+        end.announce([0, 2])
+        end.give(await asyncio.to_thread(end.asked))
         slot = worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.to_view().chunks == 2, what="two chunks")
+        await until(lambda: slot.to_view().chunks == 2, what="two pieces")
+        assert sorted(end.sent) == [0, 2]
     with trainer(begun.transfer, given, "tcp") as end:
-        end.hello(begun.transfer)
-        have = await asyncio.to_thread(end.ready)
-        assert have == [[0, CHUNK_BYTES], [2 * CHUNK_BYTES, 3 * CHUNK_BYTES]]
-        for chunk in (1, 3, 4, 5):
-            end.data(chunk * CHUNK_BYTES)
-        end.end()
+        await asyncio.to_thread(end.whole, begun.transfer)
+        assert sorted(end.sent) == [1, 3, 4, 5]
         frame = await asyncio.to_thread(end.answer)
         assert frame.kind is Kind.STAGED, frame.head
     await worker.commit(1)
@@ -304,15 +292,16 @@ async def test_memory_that_no_other_process_maps_is_private(
 def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> None:
     spare: list[Used] = []
 
-    def read(view: memoryview) -> None:
-        view[:] = b"12345678"
-
     for root_hash in (None, "root"):
         memory = Memory(8, recycle=spare.append, hollow=True, private=private)
         assert (memory.handle is None) is private
         release = memory.hold()
-        assert memory.take(0, 8, read) == xxhash.xxh3_128_hexdigest(b"12345678")
+        with memory.writable(0, 8) as place:
+            place[:] = b"12345678"
+            memory.commit_run(0, place, in_place=True)
         assert bytes(memory.bytes(0, 8)) == b"12345678"
+        memory.commit_run(4, memoryview(b"abcd"), in_place=False)
+        assert bytes(memory.bytes(0, 8)) == b"1234abcd"
         if root_hash is not None:
             memory.verified(root_hash)
         release()

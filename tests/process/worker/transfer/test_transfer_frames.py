@@ -1,4 +1,4 @@
-"""Frames over real sockets: what is sent arrives whole, and what is no frame ends the connection."""
+"""Frames between the ranks of a trainer, over real sockets: what is sent arrives whole, and what is no frame ends the connection."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_common.transfer import connection
+from rollout_common.transfer import connection, frames
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.dialing import dial, dial_unix
 from rollout_common.transfer.frames import (
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -25,6 +24,7 @@ from rollout_common.transfer.frames import (
     Silent,
     TransferError,
 )
+from tests.support.unit.plain_dialing import keep_alive
 
 SHORT = 0.2
 """Silence that the impatient ends of these tests bear, in seconds."""
@@ -137,8 +137,8 @@ def test_what_is_no_frame_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = pair
-    monkeypatch.setattr(connection, "MAX_NESTED", 250_000 if b"[[" in sent else 250)
-    monkeypatch.setattr(connection, "MAX_ITEMS", 250)
+    monkeypatch.setattr(frames, "MAX_NESTED", 250_000 if b"[[" in sent else 250)
+    monkeypatch.setattr(frames, "MAX_ITEMS", 250)
     ours._sock.sendall(sent)
     with pytest.raises(Malformed, match=says):
         theirs.receive()
@@ -186,7 +186,7 @@ def test_pings_keep_a_connection_and_are_not_seen(
     monkeypatch.setattr(connection, "PING_SECONDS", SHORT / 8)
     ours, theirs = pair
     theirs.patience(SHORT)
-    ours.keep_alive()
+    keep_alive(ours)
     later = threading.Timer(SHORT * 3, lambda: ours.send(Kind.END))
     later.start()
     assert theirs.receive().kind is Kind.END
@@ -222,12 +222,3 @@ def test_an_error_of_the_other_end_is_told_with_its_reason(
     ours.send(Kind.END)
     with pytest.raises(Malformed, match="END came where READY was due"):
         theirs.expect(Kind.READY)
-
-
-def test_nobody_listening_is_told_with_the_address(tmp_path: object) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(Ended, match=f"127.0.0.1:{port}"):
-        dial("127.0.0.1", port, 5)
-    with pytest.raises(Ended, match="nowhere"):
-        dial_unix(f"{tmp_path}/nowhere", 5)

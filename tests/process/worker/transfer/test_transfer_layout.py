@@ -31,26 +31,32 @@ def planned(specs: dict[str, tuple[str, tuple[int, ...]]]) -> PushLayout:
 
 
 @given(SPECS)
-def test_every_tensor_has_a_place_of_its_own(specs: dict[str, Any]) -> None:
+def test_every_tensor_has_a_place_of_its_own_in_the_order_in_which_they_are_given(
+    specs: dict[str, Any],
+) -> None:
     layout = planned(specs)
     assert [each.name for each in layout.tensors] == sorted(specs)
     end = 0
-    for each in layout.tensors:
-        dtype, shape = specs[each.name]
-        assert (each.dtype, each.shape) == (dtype, shape)
+    for name, (dtype, shape) in specs.items():
+        each = layout[name]
+        assert (each.name, each.dtype, each.shape) == (name, dtype, shape)
         assert each.nbytes == ITEM_BYTES[dtype] * math.prod(shape)
         assert each.start % ALIGN == 0
-        assert each.start >= end
-        assert layout[each.name] is each
+        assert 0 <= each.start - end < ALIGN
         end = each.end
     assert 0 <= layout.nbytes - end < ALIGN
 
 
 @given(SPECS, st.randoms())
-def test_the_order_of_tensors_makes_no_other_plan(specs: dict[str, Any], random: Any) -> None:
+def test_another_order_of_tensors_is_another_plan_unless_all_lie_where_they_did(
+    specs: dict[str, Any], random: Any
+) -> None:
     names = list(specs)
     random.shuffle(names)
-    assert planned({name: specs[name] for name in names}) == planned(specs)
+    first, second = planned(specs), planned({name: specs[name] for name in names})
+    same = [each.start for each in first.tensors] == [each.start for each in second.tensors]
+    assert (first.layout_id == second.layout_id) is same
+    assert first.nbytes == second.nbytes
 
 
 @given(SPECS)

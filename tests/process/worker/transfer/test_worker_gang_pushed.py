@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
-from rollout_common.transfer import arena
+from rollout_common.transfer import arena, frame_stream
 from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import CHUNK_BYTES, Kind
+from rollout_common.transfer.frames import Kind, encode_frame
+from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.transfer.room import MARGIN_BYTES
 from rollout_common.wire.problems import ProblemError
-from rollout_common.wire.root_hash import HashedTensor, root_hash_of
+from rollout_common.wire.root_hash import LEAF_BYTES, HashedTensor, root_hash_of
 from rollout_worker.engines.shared_memory.sinks import read_index
 from rollout_worker.gang.member_slots import MemberSlots
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import InvalidSettings
-from rollout_worker.sources import giving
-from rollout_worker.sources.incoming import End
 from tests.support.unit.pushing import Version, held, push, quiet, stage, trainer
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_gang import (
@@ -41,7 +38,7 @@ from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until
 
 CHECKPOINT = WeightsId(epoch=0, version=0)
-LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
+LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +96,12 @@ def memory() -> set[str]:
 
 def memory_of(gang: TinyGang) -> int:
     """How much of it there is beside what the head keeps to use again."""
-    gang.updates.pushes.spare.drop()
+    gang.updates.pushes.spare.drop_memory()
     return len(memory())
 
 
 async def nothing_left(gang: TinyGang, member: Node, before: int) -> None:
-    """Wait until no slot, no thread and no memory of a transfer is left on either node."""
+    """Wait until no slot, no task and no memory of a transfer is left on either node."""
     await until(lambda: not votes(member), what="the member's slot")
     await quiet()
     folders = (gang.slots, member.member.slots)
@@ -146,9 +143,9 @@ async def test_what_the_head_keeps_fills_every_node_again(gang: TinyGang, member
 
 @contextlib.asynccontextmanager
 async def begun(
-    gang: TinyGang, monkeypatch: pytest.MonkeyPatch, chunks: int, **fields: Any
+    gang: TinyGang, monkeypatch: pytest.MonkeyPatch, pieces: int, **fields: Any
 ) -> AsyncIterator[tuple[Any, StagedWeights]]:
-    """Push the first chunks of a large version over TCP; yields the trainer's end."""
+    """Push the first pieces of a large version over TCP; yields the trainer's end."""
     for module in ("updates.pushed_weights", "gang.member_slots"):
         monkeypatch.setattr(f"rollout_worker.{module}.check_layout", lambda *_, where: None)
     given = Version(7, LARGE)
@@ -157,8 +154,9 @@ async def begun(
     with trainer(view.transfer, given, "tcp") as end:
         end.hello(view.transfer)
         await asyncio.to_thread(end.ready)
-        for chunk in range(chunks):
-            end.data(chunk * CHUNK_BYTES)
+        end.announce(range(pieces))
+        while len(end.sent) < pieces:
+            end.give(await asyncio.to_thread(end.asked))
         yield end, view
 
 
@@ -171,11 +169,10 @@ async def test_the_members_fetch_while_the_bytes_still_arrive(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with begun(gang, monkeypatch, 4) as (end, _):
-        await until(lambda: done(member) == 4 * CHUNK_BYTES, what="the first four chunks")
-        for chunk in (4, 5):
-            end.data(chunk * CHUNK_BYTES)
+        await until(lambda: done(member) == 4 * LEAF_BYTES, what="the first four pieces")
+        end.announce([4, 5])
         end.end()
-        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+        assert (await asyncio.to_thread(end.serve)).kind is Kind.STAGED
     assert votes(member) == [("Filled", end.version.root_hash)]
     await gang.commit(1)
     assert gang.engine.active.number == 7
@@ -231,7 +228,7 @@ async def test_a_member_is_charged_for_what_it_fetches(
 
 
 def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 2 * CHUNK_BYTES
+    room = 2 * LEAF_BYTES
     monkeypatch.setattr(arena, "memory_left", lambda: (MARGIN_BYTES + room, "the limit"))
     claimed: list[int] = []
 
@@ -240,12 +237,12 @@ def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.Monke
         return claimed.clear
 
     slots = MemberSlots(settings(), claim)
-    memory, give_back = slots._allocate_memory(5 * CHUNK_BYTES, room)
-    assert (memory.size, claimed) == (5 * CHUNK_BYTES, [room])
+    memory, give_back = slots._allocate_memory(5 * LEAF_BYTES, room)
+    assert (memory.size, claimed) == (5 * LEAF_BYTES, [room])
     memory.hold()()
     give_back()
     with pytest.raises(ArenaError, match=f"no room for {room + 1} bytes"):
-        slots._allocate_memory(5 * CHUNK_BYTES, room + 1)
+        slots._allocate_memory(5 * LEAF_BYTES, room + 1)
     assert not claimed
 
 
@@ -256,17 +253,19 @@ async def test_a_head_whose_hashes_lie_of_what_stays_there_finds_another_root_ha
     """All that the member is told fits together; the head has read the bytes."""
     before = len(memory())
 
-    def lied(end: End | None) -> dict[str, object]:
-        if end is None:
-            return {}
-        digests = {**end.digests, "rest": end.digests["number"]}
+    encode = encode_frame
+
+    def lied(kind: Kind, head: Mapping[str, Any], payload: int) -> bytes:
+        if kind is not Kind.END:
+            return encode(kind, head, payload)
+        digests = {**head["digests"], "rest": head["digests"]["number"]}
         root = root_hash_of(
             {name: HashedTensor("U8", (1,), each) for name, each in digests.items()}
         )
-        return {"root_hash": root, "digests": digests}
+        return encode(kind, {"root_hash": root, "digests": digests}, payload)
 
     with monkeypatch.context() as lying:
-        lying.setattr(giving, "_hashes", lied)
+        lying.setattr(frame_stream, "encode_frame", lied)
         given = Version(7)
         await push(gang, 1, given, "tcp")
         why = await failed(gang, member, before)
@@ -333,14 +332,18 @@ async def test_a_member_that_stands_still_fails_the_push_at_its_deadline(
     assert "not staged within 0.5 s" in why or "did not stage within 0.5 s" in why
 
 
-def flipped(hashes: bool) -> Callable[..., None]:
-    """Give the last byte of a chunk changed; `hashes`: with the hash of what is sent."""
+def flipped(hashes: bool) -> Callable[[PieceServer, int], Awaitable[None]]:
+    """Give a byte of a piece changed; `hashes`: with the hash of what is sent."""
 
-    def send(connection: Connection, source: Any, memory: Any, begin: int, end: int) -> None:
-        whole = bytes(memory.bytes(begin, end))
-        bad = bytes([whole[0] ^ 1]) + whole[1:]
-        digest = xxhash.xxh3_128_hexdigest(bad if hashes else whole)
-        connection.send(Kind.DATA, {"offset": begin, "hash": digest}, bad)
+    async def send(self: PieceServer, piece: int) -> None:
+        held = self._held
+        bad = bytearray(held.read_bytes(*held.pieces.span(piece)))
+        bad[0] ^= 1
+        digests = held.leaf_digests(piece)
+        if hashes:
+            digests = held.pieces.hash_leaves(piece, memoryview(bad))
+        head = {"piece": piece, "digests": digests.hex()}
+        await self._stream.send(Kind.PIECE, head, bytes(bad))
 
     return send
 
@@ -351,7 +354,7 @@ async def test_other_bytes_on_a_member_are_never_staged(
 ) -> None:
     before = len(memory())
     with monkeypatch.context() as broken:
-        broken.setattr(giving, "_send", flipped(hashes))
+        broken.setattr(PieceServer, "_send_piece", flipped(hashes))
         await push(gang, 1, Version(7), "tcp")
         found = await failed(gang, member, before)
     assert f"rank 1 at 127.0.0.1:{member.port} can't stage" in found

@@ -9,18 +9,27 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind
+from rollout_common.transfer.frames import Frame, Kind
 from rollout_common.transfer.spare import Spare
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.schemas import PushedBytes, StagedWeights
 from rollout_worker.sources.basis import Basis
-from tests.support.unit.pushing import Version, base_of, push, pushed_worker, stage, trainer
+from tests.support.unit.pushing import (
+    Version,
+    base_of,
+    holder,
+    push,
+    pushed_worker,
+    stage,
+    trainer,
+)
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_worker import TinyWorker, refused
 from tests.support.waiting import until
 
-LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
+LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
 
 
 @pytest.fixture
@@ -56,10 +65,9 @@ async def delta(worker: TinyWorker, version: int, base: Version, given: Version)
     def send() -> Frame:
         assert begun.transfer is not None
         with trainer(begun.transfer, given, "tcp") as end:
-            end.hello(begun.transfer, base=base_of(version - 1, base))
-            assert end.ready() == []
-            end.delta(base)
-            end.end()
+            end.base = base
+            end.whole(begun.transfer, base=base_of(version - 1, base))
+            assert sorted(end.sent) == list(range(len(given.pieces)))
             return end.answer()
 
     return await asyncio.to_thread(send)
@@ -150,14 +158,16 @@ async def test_what_was_begun_as_whole_bytes_is_not_taken_for_the_version_before
     with trainer(begun.transfer, versions[3], "tcp") as end:
         end.hello(begun.transfer, base=base_of(3, versions[2]))
         await asyncio.to_thread(end.ready)
-        end.data(0, b"\xff" * versions[3].layout.nbytes)
-        assert (await asyncio.to_thread(end.answer)).text("slug") == "bad-chunk"
+        end.announce()
+        await asyncio.to_thread(end.asked)
+        end.piece(0, b"\xff" * len(versions[3].piece(0)))
+        assert await asyncio.to_thread(end.asked) == [0]
         end.delta(versions[2])
         end.end()
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
 
 
-async def test_a_chain_passes_deltas_on(tmp_path: Path) -> None:
+async def test_replicas_with_the_same_base_pass_deltas_on(tmp_path: Path) -> None:
     base, given = Version(1), Version(2)
     async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
         for each in (a, b):
@@ -166,14 +176,15 @@ async def test_a_chain_passes_deltas_on(tmp_path: Path) -> None:
         first, last = [(await staged_on(each, 2, base)).transfer for each in (a, b)]
         assert first is not None
         assert last is not None
-        hop = {"host": "127.0.0.1", "port": last.port, "ticket": last.ticket, "name": "b"}
-        with trainer(first, given, "tcp") as end:
-            end.hello(first, base=base_of(1, base), hops=[hop], name="a")
-            await asyncio.to_thread(end.ready)
-            end.delta(base)
-            end.end()
-            told = [await asyncio.to_thread(end.answer) for _ in "ab"]
-        assert {each.text("name"): each.kind for each in told} == dict.fromkeys("ab", Kind.STAGED)
+        with trainer(first, given, "tcp") as to_a, trainer(last, given, "tcp") as to_b:
+            to_b.hello(last, base=base_of(1, base), holders=[holder(first, "a")])
+            await asyncio.to_thread(to_b.ready)
+            to_a.base = base
+            await asyncio.to_thread(to_a.whole, first, base=base_of(1, base))
+            to_b.end()
+            for end in (to_a, to_b):
+                assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+            assert to_b.sent == []
         slot = b.updates.slot
         assert slot is not None
         assert slot.incoming is not None
@@ -190,7 +201,7 @@ async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
         "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
     )
     base = Version(1, LARGE)
-    given = changed(base, {0: 2, 3 * CHUNK_BYTES + 5: 9})
+    given = changed(base, {0: 2, 3 * LEAF_BYTES + 5: 9})
     await push(worker, 1, base, "tcp")
     await worker.commit(1)
     begun = await staged_on(worker, 2, base)
@@ -198,16 +209,15 @@ async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
     with trainer(begun.transfer, given, "tcp") as end:
         end.hello(begun.transfer, base=base_of(1, base))
         await asyncio.to_thread(end.ready)
-        end.data(0)
-        end.data(CHUNK_BYTES)
+        end.announce([0, 1])
+        end.give(await asyncio.to_thread(end.asked))
         slot = worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.to_view().chunks == 2, what="two chunks")
+        await until(lambda: slot.to_view().chunks == 2, what="two pieces")
     with trainer(begun.transfer, given, "tcp") as end:
-        end.hello(begun.transfer, base=base_of(1, base))
-        assert await asyncio.to_thread(end.ready) == [[0, 2 * CHUNK_BYTES]]
-        end.delta(base, 2 * CHUNK_BYTES)
-        end.end()
+        end.base = base
+        await asyncio.to_thread(end.whole, begun.transfer, base=base_of(1, base))
+        assert sorted(end.sent) == list(range(2, len(given.pieces)))
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
     await worker.commit(2)
     assert worker.engine.active.number == 2
@@ -285,7 +295,7 @@ def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
     from rollout_common.transfer.spare import Used
 
     staging = StagingBudget(1000)
-    staging.spare.put(Used(Slot(600), None))
+    staging.spare.keep_memory(Used(Slot(600), None))
     staging.claim_memory(400)
     assert staging.spare.nbytes == 600
     give_back = staging.claim_memory(500)
@@ -294,11 +304,11 @@ def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
         staging.claim_memory(200)
     give_back()
     used = Used(Slot(64), "x")
-    staging.spare.put(used)
-    assert staging.spare.take(65) is None, "it is of another size"
-    staging.spare.put(Used(Slot(64), "x"))
-    assert staging.spare.take(64) is not None
-    assert staging.spare.take(64) is None
+    staging.spare.keep_memory(used)
+    assert staging.spare.take_memory(65) is None, "it is of another size"
+    staging.spare.keep_memory(Used(Slot(64), "x"))
+    assert staging.spare.take_memory(64) is not None
+    assert staging.spare.take_memory(64) is None
 
 
 async def test_one_root_hash_for_shared_memory_tcp_and_deltas(
@@ -307,7 +317,7 @@ async def test_one_root_hash_for_shared_memory_tcp_and_deltas(
     """Of tensors of several leaves: what a trainer's plain loop computes, a worker finds."""
     monkeypatch.setattr("rollout_worker.updates.pushed_weights.check_layout", lambda *_, **__: None)
     base = Version(1, LARGE)
-    given = changed(base, {3: 7, 5 * CHUNK_BYTES - 1: 7})
+    given = changed(base, {3: 7, 5 * LEAF_BYTES - 1: 7})
     for number, kind in ((1, "tcp"), (2, "unix")):
         told = await push(worker, number, given, kind)
         assert (told.error, told.root_hash) == (None, given.root_hash)

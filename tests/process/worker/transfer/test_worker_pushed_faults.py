@@ -15,13 +15,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout_common.transfer.arena import Slot
-from rollout_common.transfer.frames import MAX_HEAD_BYTES, Kind, TransferError
+from rollout_common.transfer.frames import MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES, Kind, TransferError
 from rollout_worker.schemas import DiscardRequest, Transfer
-from tests.support.unit.arrows import DELTA, KINDS, ROOM, STEPS, differs, do, hurry, left, serves
+from tests.support.unit.arrows import DELTA, KINDS, ROOM, STEPS, do, hurry, left, serves
 from tests.support.unit.pushing import (
     Trainer,
     Version,
@@ -36,10 +37,11 @@ from tests.support.unit.tiny_worker import TinyWorker, refused
 from tests.support.waiting import until
 
 PAGE = Path(__file__).parents[4] / "docs" / "weights.md"
-ARROWS = ("HELLO", "LAYOUT", "MEMORY", "FILLED", "DATA", "DELTA", "END")
-AGAIN = "the chunk is sent again"
+ARROWS = ("HELLO", "LAYOUT", "MEMORY", "FILLED", "HAVE", "PIECE", "DELTA", "END")
+AGAIN = "the piece is asked for again"
 GONE = "the sender is gone"
 NOBODY = "no sender came"
+OVER_TCP = tuple(way for way, kind in KINDS.items() if kind == "tcp")
 Act = Callable[[Trainer, Transfer, str], None]
 
 
@@ -48,7 +50,7 @@ class Fault:
     """Something that goes wrong instead of a frame, and what the slot says then.
 
     `at`: the arrows where it can happen. `says`: in the slot's error; empty: it is staged all the
-    same, for the reason in `fine`. `early`: what it says where the ticket was not used yet. `ways`:
+    same, since it is asked for again. `early`: what it says where the ticket was not used yet. `ways`:
     those on which it can happen.
     """
 
@@ -57,7 +59,6 @@ class Fault:
     says: str
     at: tuple[str, ...] = ARROWS
     early: str = ""
-    fine: str = AGAIN
     ways: tuple[str, ...] = tuple(STEPS)
 
 
@@ -118,8 +119,12 @@ def other_protocol(end: Trainer, transfer: Transfer, step: str) -> None:
     end.greet(transfer, protocol=1)
 
 
-def bad_hops(end: Trainer, transfer: Transfer, step: str) -> None:
-    end.tell(hops=[{"host": "a", "port": 0, "ticket": ""}])
+def bad_holders(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.tell(holders=[{"host": "a", "port": 0, "ticket": ""}])
+
+
+def bad_share(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.tell(share=[2, 2])
 
 
 def no_memory(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -151,24 +156,61 @@ def changed(end: Trainer, transfer: Transfer, step: str) -> None:
     end.end()
 
 
+def more_pieces(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.connection.send(Kind.HAVE, {"ranges": [[0, 2]]})
+
+
+def not_asked_for(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.piece(0)
+
+
 def flipped_once(end: Trainer, transfer: Transfer, step: str) -> None:
-    end.data(0, b"\0" * end.version.layout.nbytes)
-    assert end.answer().text("slug") == "bad-chunk"
-    end.data(0)
+    end.asked()
+    end.piece(0, bytes(len(end.version.piece(0))))
+    assert end.asked() == [0]
+    end.piece(0)
     end.end()
 
 
 def flipped_twice(end: Trainer, transfer: Transfer, step: str) -> None:
     for _ in range(2):
-        end.data(0, b"\0" * end.version.layout.nbytes)
+        end.asked()
+        end.piece(0, bytes(len(end.version.piece(0))))
 
 
 def flipped_and_hashed(end: Trainer, transfer: Transfer, step: str) -> None:
     changed(end, transfer, step)
 
 
-def elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
-    end.connection.send(Kind.DATA, {"offset": 256, "hash": ""}, b"12")
+def no_such_piece(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.asked()
+    end.connection.send(Kind.PIECE, {"piece": 1, "digests": ""}, b"12")
+
+
+def shorter(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.asked()
+    end.piece(0, b"12")
+
+
+def without_hashes(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.asked()
+    end.piece(0, digests=end.version.leaf_digests(0)[:32])
+
+
+def oversized(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.asked()
+    head = {"piece": 0, "payload": MAX_PAYLOAD_BYTES + 1}
+    raw(end, frame(Kind[step], json.dumps(head).encode()))
+
+
+def piece_twice(end: Trainer, transfer: Transfer, step: str) -> None:
+    do(end, transfer, step)
+    end.piece(0)
+
+
+def no_base(end: Trainer, transfer: Transfer, step: str) -> None:
+    end.asked()
+    end.delta(Version(1))
 
 
 def other_base(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -177,32 +219,31 @@ def other_base(end: Trainer, transfer: Transfer, step: str) -> None:
     assert end.answer().text("slug") == "wrong-base"
 
 
-def no_base(end: Trainer, transfer: Transfer, step: str) -> None:
-    base, end.base = end.base, None
-    do(end, transfer, step)
-    end.base = base
-    differs(end)
+def differs(end: Trainer, **fields: Any) -> None:
+    """Send what differs from the base, once it is asked for."""
+    assert end.base is not None
+    end.asked()
+    end.delta(end.base, **fields)
 
 
-def delta_elsewhere(end: Trainer, transfer: Transfer, step: str) -> None:
-    differs(end, offset=256, bytes=256)
+def no_such_delta(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, piece=1)
 
 
-def delta_beyond(end: Trainer, transfer: Transfer, step: str) -> None:
-    differs(end, bytes=end.version.layout.nbytes + 1)
+def delta_without_hashes(end: Trainer, transfer: Transfer, step: str) -> None:
+    differs(end, digests="")
 
 
 def delta_outside(end: Trainer, transfer: Transfer, step: str) -> None:
-    word = end.version.layout.nbytes // 2
-    differs(end, content=struct.pack("<IIIHH", 1, 0, 1, word, 7))
+    differs(end, content=struct.pack("<IIIHHB", 1, 0, 1, len(end.version.piece(0)), 7, 0))
 
 
 def delta_lies(end: Trainer, transfer: Transfer, step: str) -> None:
-    differs(end, content=struct.pack("<IIIHH", 1, 0, 2, 1, 7))
+    differs(end, content=struct.pack("<IIIHHB", 1, 0, 2, 1, 7, 0))
 
 
 def delta_disorder(end: Trainer, transfer: Transfer, step: str) -> None:
-    differs(end, content=struct.pack("<IIIHHHH", 1, 0, 2, 4, 3, 7, 7))
+    differs(end, content=struct.pack("<IIIHHHHB", 1, 0, 2, 4, 3, 7, 7, 0))
 
 
 def delta_short(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -212,12 +253,10 @@ def delta_short(end: Trainer, transfer: Transfer, step: str) -> None:
 def delta_of_another(end: Trainer, transfer: Transfer, step: str) -> None:
     end.base = Version(7)  # what is sent has no difference from it
     differs(end)
-    end.end()
 
 
 def delta_flipped_once(end: Trainer, transfer: Transfer, step: str) -> None:
     differs(end, payload=b"\0" * 4)
-    assert end.answer().text("slug") == "bad-chunk"
     differs(end)
     end.end()
 
@@ -228,9 +267,9 @@ def delta_flipped_twice(end: Trainer, transfer: Transfer, step: str) -> None:
 
 
 def delta_twice(end: Trainer, transfer: Transfer, step: str) -> None:
-    for _ in range(2):
-        differs(end)
-    end.end()
+    do(end, transfer, step)
+    assert end.base is not None
+    end.delta(end.base)
 
 
 def other_digest(end: Trainer, transfer: Transfer, step: str) -> None:
@@ -257,34 +296,37 @@ FAULTS = (
     Fault("another model's tensors", other_model, "is missing", ("LAYOUT",)),
     Fault("tensors that overlap", other_layout, "overlaps", ("LAYOUT",)),
     Fault("another protocol", other_protocol, "speaks protocol 1", ("HELLO",)),
-    Fault("malformed hops", bad_hops, "LAYOUT.port", ("LAYOUT",)),
+    Fault("malformed holders", bad_holders, "LAYOUT.port", ("LAYOUT",), ways=OVER_TCP),
+    Fault("a share that there is not", bad_share, "LAYOUT.number", ("LAYOUT",), ways=OVER_TCP),
     Fault("no descriptor", no_memory, "without a descriptor", ("MEMORY",)),
     Fault("memory that is too small", short_memory, "not 512 as was said", ("MEMORY",)),
     Fault("memory that may shrink", shrinking, "may shrink", ("MEMORY",)),
     Fault("more than there is", filled_beyond, "FILLED.upto", ("FILLED",)),
     Fault("memory changed after it was hashed", changed, "arrived with", ("FILLED",)),
-    Fault("a bit flipped on the way", flipped_once, "", ("DATA",)),
-    Fault("a bit flipped twice", flipped_twice, "damaged twice", ("DATA",)),
-    Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("DATA",)),
-    Fault("a chunk in the wrong place", elsewhere, "a chunk begins at", ("DATA",)),
+    Fault("pieces that there are not", more_pieces, "HAVE.end", ("HAVE",)),
+    Fault("a piece that was not asked for", not_asked_for, "not asked for", ("HAVE",)),
+    Fault("a bit flipped on the way", flipped_once, "", ("PIECE",)),
+    Fault("a bit flipped twice", flipped_twice, "damaged twice", ("PIECE",)),
+    Fault("a bit flipped before it was sent", flipped_and_hashed, "arrived with", ("PIECE",)),
+    Fault("a piece in the wrong place", no_such_piece, "PIECE.piece", ("PIECE",)),
+    Fault("a piece of another size", shorter, "came with 2 bytes", ("PIECE",)),
+    Fault("a piece without the hash of each leaf", without_hashes, "PIECE.digests", ("PIECE",)),
+    Fault("more bytes than a frame has", oversized, "payload must be", ("PIECE", "DELTA")),
+    Fault("a piece that comes twice", piece_twice, "not asked for", ("PIECE",)),
     Fault("another base than the stage's", other_base, "the stage names", ("LAYOUT",), ways=DELTA),
-    Fault("deltas of no base", no_base, "DELTA came", ("LAYOUT",), ways=DELTA),
-    Fault("a delta in the wrong place", delta_elsewhere, "no whole chunks", ("DELTA",)),
-    Fault("a delta of more than there is", delta_beyond, "DELTA.bytes", ("DELTA",)),
+    Fault("deltas of no base", no_base, "this worker has no base", ("PIECE",)),
+    Fault("a delta in the wrong place", no_such_delta, "DELTA.piece", ("DELTA",)),
+    Fault(
+        "a delta without the hash of each leaf", delta_without_hashes, "DELTA.digests", ("DELTA",)
+    ),
     Fault("a delta that writes outside", delta_outside, "lies outside", ("DELTA",)),
     Fault("a delta that lies about its words", delta_lies, "as its blocks say", ("DELTA",)),
     Fault("a delta in disorder", delta_disorder, "not in order", ("DELTA",)),
     Fault("a delta without a head", delta_short, "has no head", ("DELTA",)),
-    Fault("a delta of another base", delta_of_another, "arrived with", ("DELTA",)),
+    Fault("a delta of another base", delta_of_another, "not make what it should", ("DELTA",)),
     Fault("a bit of a delta flipped on the way", delta_flipped_once, "", ("DELTA",)),
     Fault("a bit of a delta flipped twice", delta_flipped_twice, "damaged twice", ("DELTA",)),
-    Fault(
-        "a delta that comes twice",
-        delta_twice,
-        "",
-        ("DELTA",),
-        fine="the second is read and ignored",
-    ),
+    Fault("a delta that comes twice", delta_twice, "not asked for", ("DELTA",)),
     Fault("another hash of a tensor", other_digest, "arrived with", ("END",)),
     Fault("another root hash", other_root, "its sender says", ("END",)),
     Fault("hashes of other tensors", fewer_digests, "a hash for each tensor", ("END",)),
@@ -364,7 +406,7 @@ async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_the
     assert begun.transfer is not None
     with trainer(begun.transfer, Version(7), "tcp") as end:
         end.base = base
-        end.connection.keep_alive()
+        end.keep_alive()
         end.hello(begun.transfer)
         await asyncio.to_thread(end.ready)
         await worker.update(3, 3)
@@ -390,7 +432,7 @@ def table() -> str:
     lines = ["| fault | instead of | the slot |", "|---|---|---|"]
     for fault in FAULTS:
         arrows = [step for step in ARROWS if step in fault.at]
-        outcome = f"`Failed`: “…{fault.says}…”" if fault.says else f"`Staged`: {fault.fine}"
+        outcome = f"`Failed`: “…{fault.says}…”" if fault.says else f"`Staged`: {AGAIN}"
         if fault.early:
             outcome += f"; instead of `HELLO`: “…{fault.early}…”"
         lines.append(f"| {fault.name} | {', '.join(f'`{step}`' for step in arrows)} | {outcome} |")

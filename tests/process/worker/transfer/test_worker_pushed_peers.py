@@ -15,123 +15,130 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import xxhash
 
 from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.frames import Kind, TransferError
 from tests.support.unit.arrows import ROOM, goes_on, hurry, left, serves
-from tests.support.unit.pushing import Version, push, pushed_worker
+from tests.support.unit.pushing import Trainer, Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, refused
 
 PAGE = Path(__file__).parents[4] / "docs" / "weights.md"
-STEPS = ("LAYOUT", "DATA")
+STEPS = ("LAYOUT", "HAVE", "END", "PIECE")
+"""What a peer that has all of it sends, in this order."""
 OLD, NEW = 1, 7
-CONTENT = b"\1" * 512
+OTHER = b"\1" * 257
+"""Other bytes than those of the only piece, as many."""
 
 
-class Giver:
-    """One connection of a peer, which gives what it is told to."""
-
-    def __init__(self, connection: Connection, version: Version) -> None:
-        self.connection, self.version = connection, version
-
-    def layout(self, **fields: Any) -> None:
-        version = self.version
-        known = {"root_hash": version.root_hash, "digests": version.digests}
-        head = {"layout": version.layout.to_json(), **known, **fields}
-        self.connection.send(Kind.LAYOUT, head)
-
-    def data(self, payload: bytes | None = None, **fields: Any) -> None:
-        whole = self.version.chunk(0)
-        head = {"offset": 0, "hash": xxhash.xxh3_128_hexdigest(whole), **fields}
-        self.connection.send(Kind.DATA, head, whole if payload is None else payload)
-
-    def do(self, step: str) -> None:
-        """What a sound peer does at an arrow."""
-        if step == "LAYOUT":
-            self.layout()
-        else:
-            self.data()
-
-    def asked(self, step: str) -> None:
-        """Wait until the joiner asks for it."""
-        self.connection.expect(Kind.FETCH if step == "LAYOUT" else Kind.GET)
+def wait_asked(end: Trainer, step: str) -> None:
+    """Wait until the joiner asks for it, where it does."""
+    if step == "LAYOUT":
+        end.connection.expect(Kind.FETCH)
+    elif step == "PIECE":
+        assert end.asked() == [0]
 
 
-Act = Callable[[Giver, str], None]
+def do(end: Trainer, step: str) -> None:
+    """What a sound peer does at an arrow."""
+    match step:
+        case "LAYOUT":
+            end.tell()
+        case "HAVE":
+            end.announce()
+        case "END":
+            end.end()
+        case "PIECE":
+            end.piece(0)
 
 
-def cut(end: Giver, step: str) -> None:
+Act = Callable[[Trainer, str], None]
+
+
+def cut(end: Trainer, step: str) -> None:
     end.connection.close()
 
 
-def silence(end: Giver, step: str) -> None:
+def silence(end: Trainer, step: str) -> None:
     """Say nothing, not even that it is there."""
 
 
-def truncated(end: Giver, step: str) -> None:
-    head = json.dumps({"offset": 0}).encode()
+def truncated(end: Trainer, step: str) -> None:
+    head = json.dumps({"piece": 0}).encode()
     end.connection._sock.sendall(struct.pack(">BI", Kind[step], 2 * len(head)) + head)
     end.connection.close()
 
 
-def unknown(end: Giver, step: str) -> None:
+def unknown(end: Trainer, step: str) -> None:
     end.connection._sock.sendall(struct.pack(">BI", 99, 2) + b"{}")
 
 
-def not_due(end: Giver, step: str) -> None:
+def not_due(end: Trainer, step: str) -> None:
     end.connection.send(Kind.READY)
 
 
-def gone(end: Giver, step: str) -> None:
+def gone(end: Trainer, step: str) -> None:
     end.connection.send(Kind.ERROR, {"slug": "gone", "detail": "the bytes are gone"})
 
 
-def other_model(end: Giver, step: str) -> None:
-    right, end.version = end.version.root_hash, Version(NEW, {"other": ("U8", (1,))})
-    end.layout(root_hash=right)
+def other_model(end: Trainer, step: str) -> None:
+    Trainer(end.connection, Version(NEW, {"other": ("U8", (1,))})).tell()
 
 
-def overlapping(end: Giver, step: str) -> None:
+def overlapping(end: Trainer, step: str) -> None:
     layout = end.version.layout.to_json()
     layout["tensors"][1][3] = 0
-    end.layout(layout=layout)
+    end.tell(layout=layout)
 
 
-def no_hashes(end: Giver, step: str) -> None:
-    end.layout(digests={})
+def more_pieces(end: Trainer, step: str) -> None:
+    end.connection.send(Kind.HAVE, {"ranges": [[0, 2]]})
 
 
-def flipped(end: Giver, step: str) -> None:
-    end.data(CONTENT)
+def no_hashes(end: Trainer, step: str) -> None:
+    end.end(digests={})
 
 
-def elsewhere(end: Giver, step: str) -> None:
-    end.data(offset=256)
+def flipped(end: Trainer, step: str) -> None:
+    end.piece(0, OTHER)
+    wait_asked(end, step)
+    end.piece(0, OTHER)
 
 
-def shorter(end: Giver, step: str) -> None:
-    end.data(CONTENT[:256])
+def not_asked_for(end: Trainer, step: str) -> None:
+    end.piece(0)
 
 
-def hashed_so(end: Giver, step: str) -> None:
-    end.data(CONTENT, hash=xxhash.xxh3_128_hexdigest(CONTENT))
+def elsewhere(end: Trainer, step: str) -> None:
+    end.piece(0, piece=1)
 
 
-def other_root(end: Giver, step: str) -> None:
-    end.layout(root_hash="xxh3_128_tree:" + "0" * 32)
-    end.asked("DATA")
-    end.data()
+def shorter(end: Trainer, step: str) -> None:
+    end.piece(0, OTHER[:256])
 
 
-def other_content(end: Giver, step: str) -> None:
+def without_hashes(end: Trainer, step: str) -> None:
+    end.piece(0, digests="")
+
+
+def delta(end: Trainer, step: str) -> None:
+    end.delta(Version(OLD))
+
+
+def hashed_so(end: Trainer, step: str) -> None:
+    digests = end.version.pieces.hash_leaves(0, memoryview(OTHER))
+    end.piece(0, OTHER, digests=digests.hex())
+
+
+def other_root(end: Trainer, step: str) -> None:
+    end.end(root_hash="xxh3_128_tree:" + "0" * 32)
+
+
+def other_content(end: Trainer, step: str) -> None:
     end.version = Version(8)
-    end.layout()
-    end.asked("DATA")
-    end.data()
+    for each in STEPS[:3]:
+        do(end, each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +165,16 @@ FAULTS = (
     Fault("the peer has given up its copy", gone, "the bytes are gone"),
     Fault("another model's tensors", other_model, "is missing", ("LAYOUT",)),
     Fault("tensors that overlap", overlapping, "overlaps", ("LAYOUT",)),
-    Fault("no hashes of the tensors", no_hashes, "a hash for each tensor", ("LAYOUT",)),
-    Fault("a bit flipped", flipped, "arrived damaged", ("DATA",)),
-    Fault("another chunk", elsewhere, "another chunk than it was asked for", ("DATA",)),
-    Fault("a part of the chunk", shorter, "another chunk than it was asked for", ("DATA",)),
-    Fault("other bytes with their hash", hashed_so, "arrived with", ("DATA",), lies=True),
-    Fault("another root hash", other_root, "its content differs", ("LAYOUT",)),
+    Fault("pieces that there are not", more_pieces, "HAVE.end", ("HAVE",)),
+    Fault("no hashes of the tensors", no_hashes, "a hash for each tensor", ("END",)),
+    Fault("a bit flipped", flipped, "arrived damaged", ("PIECE",)),
+    Fault("a piece that was not asked for", not_asked_for, "not asked for", ("HAVE",)),
+    Fault("another piece", elsewhere, "PIECE.piece", ("PIECE",)),
+    Fault("a part of the piece", shorter, "came with 256 bytes", ("PIECE",)),
+    Fault("a piece without the hash of each leaf", without_hashes, "PIECE.digests", ("PIECE",)),
+    Fault("a delta, without a base", delta, "this worker has no base", ("PIECE",)),
+    Fault("other bytes with their hash", hashed_so, "arrived with", ("PIECE",), lies=True),
+    Fault("another root hash", other_root, "its content differs", ("END",)),
     Fault("another version", other_content, "its content differs", ("LAYOUT",)),
 )
 CASES = [
@@ -180,23 +191,22 @@ def peers(fault: Fault, step: str, *, beside: bool) -> Iterator[Sequence[int]]:
     """Run a peer that fails at an arrow, and one that has all of it; yields their ports."""
     failed = threading.Event()
 
-    def fails(end: Giver) -> None:
+    def fails(end: Trainer) -> None:
         for each in STEPS:
-            end.asked(each)
+            wait_asked(end, each)
             if each == step:
                 break
-            end.do(each)
+            do(end, each)
         fault.act(end, step)
         failed.set()
 
-    def gives(end: Giver) -> None:
-        end.connection.keep_alive()
-        end.asked("LAYOUT")
+    def gives(end: Trainer) -> None:
+        end.keep_alive()
+        wait_asked(end, "LAYOUT")
         failed.wait(5)
-        end.layout()
-        while True:
-            end.asked("DATA")
-            end.data()
+        for each in STEPS[:3]:
+            do(end, each)
+        end.serve()
 
     with contextlib.ExitStack() as stack:
         plays = (fails, gives) if beside else (fails,)
@@ -204,25 +214,34 @@ def peers(fault: Fault, step: str, *, beside: bool) -> Iterator[Sequence[int]]:
 
 
 @contextlib.contextmanager
-def listening(play: Callable[[Giver], None]) -> Iterator[int]:
-    """Play a peer for the one connection that comes; yields the port."""
+def listening(play: Callable[[Trainer], None]) -> Iterator[int]:
+    """Play a peer for each connection that comes; yields the port."""
     server = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
 
-    def run() -> None:
-        sock, _ = server.accept()
+    def converse(sock: socket.socket) -> None:
         connection = Connection(sock, silence=10)
         with contextlib.suppress(TransferError):
-            play(Giver(connection, Version(NEW)))
+            play(Trainer(connection, Version(NEW)))
             while True:
                 connection.receive()
         connection.close()
 
-    thread = threading.Thread(target=run, name="peer", daemon=True)
-    thread.start()
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = server.accept()
+                threads.append(threading.Thread(target=converse, args=[sock], daemon=True))
+                threads[-1].start()
+
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
     try:
         yield server.getsockname()[1]
     finally:
-        thread.join(10)
+        server.shutdown(socket.SHUT_RDWR)
+        for thread in (accepting, *threads):
+            thread.join(10)
         server.close()
 
 

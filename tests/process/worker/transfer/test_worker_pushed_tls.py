@@ -1,11 +1,12 @@
-"""Pushed weights over TLS: transfers, chains, resumption and fetches as without it, and who is kept out."""
+"""Pushed weights over TLS: transfers from trainer and replicas, resumption and fetches as without it, and who is kept out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,26 @@ import torch
 from localkube.pki import Authority
 from rollout_client import AsyncRolloutPool, DirectOptions
 from rollout_client.steering.control_ports import ControlPorts
-from rollout_common.transfer.dialing import dial
-from rollout_common.transfer.frames import CHUNK_BYTES, Kind, Refused, Untrusted
+from rollout_common.transfer.dialing import dial_stream
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import Kind, Refused, TransferError, Untrusted
 from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.transfer.transfer_loop import run_on_loop
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest, Transfer
 from rollout_worker.settings import InvalidSettings
-from rollout_worker.sources import incoming
-from tests.support.unit.pushing import Trainer, Version, pushed_worker, quiet, stage
+from rollout_worker.sources import incoming, version_fetching
+from tests.support.unit.plain_dialing import dial
+from tests.support.unit.pushing import (
+    Trainer,
+    Version,
+    holder,
+    push_among,
+    pushed_worker,
+    quiet,
+    stage,
+    trainer,
+)
 from tests.support.unit.served import served
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_worker import TinyWorker, settings
@@ -46,13 +60,46 @@ def required(folder: Path) -> list[str]:
 @contextlib.contextmanager
 def secured(transfer: Transfer, version: Version, ca: Path | None) -> Iterator[Trainer]:
     """Connect over TLS as the client does, trusting a CA; None: in the clear."""
+    if ca is None:
+        with trainer(transfer, version, "tcp") as end:
+            yield end
+        return
     assert transfer.port is not None
-    trust = None if ca is None else ControlPorts(lambda: (), None, ca).trust
-    connection = dial("127.0.0.1", transfer.port, 5, silence=10, trust=trust)
+    trust = ControlPorts(lambda: (), None, ca).trust
+    port = transfer.port
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        connection = dial("127.0.0.1", listening.getsockname()[1], 5, silence=10)
+        far, _ = listening.accept()
+    relaying = run_on_loop(relay(far, lambda: dial_stream("127.0.0.1", port, 5, trust=trust)))
     try:
         yield Trainer(connection, version)
     finally:
         connection.close()
+        relaying.result(10)
+
+
+async def relay(near: socket.socket, dial: Callable[[], Awaitable[FrameStream]]) -> None:
+    """Pass frames between a plain socket and a worker until either end closes."""
+    with near:
+        worker = await dial()
+        plain = FrameStream(near)
+        tasks = [asyncio.create_task(pass_on(*pair)) for pair in ((plain, worker), (worker, plain))]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+        await plain.close()
+        await worker.close()
+
+
+async def pass_on(source: FrameStream, target: FrameStream) -> None:
+    with contextlib.suppress(TransferError):
+        while True:
+            frame = await source.receive()
+            payload = bytearray(frame.payload)
+            await source.read_into(memoryview(payload))
+            head = {name: value for name, value in frame.head.items() if name != "payload"}
+            await target.send(frame.kind, head, bytes(payload))
 
 
 async def ticket(worker: TinyWorker, version: int = 1) -> Transfer:
@@ -61,18 +108,13 @@ async def ticket(worker: TinyWorker, version: int = 1) -> Transfer:
     return begun
 
 
-def hop(transfer: Transfer, name: str) -> dict[str, Any]:
-    host = {"host": "127.0.0.1", "port": transfer.port}
-    return {**host, "ticket": transfer.ticket, "name": name}
-
-
 @pytest.fixture
 async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
     async with pushed_worker(tmp_path / "a", *required(tmp_path / "tls")) as made:
         yield made
 
 
-async def test_a_chain_of_workers_passes_weights_on_over_tls(tmp_path: Path) -> None:
+async def test_replicas_pass_weights_on_over_tls(tmp_path: Path) -> None:
     given, flags = Version(7), required(tmp_path / "tls")
     async with contextlib.AsyncExitStack() as stack:
         workers = [
@@ -81,14 +123,12 @@ async def test_a_chain_of_workers_passes_weights_on_over_tls(tmp_path: Path) -> 
         ]
         begun = [await ticket(each) for each in workers]
         assert all(each.tls for each in begun)
-        hops = [hop(each, name) for each, name in zip(begun[1:], "bc", strict=True)]
-        with secured(begun[0], given, tmp_path / "tls/ca.crt") as end:
-            await asyncio.to_thread(end.whole, begun[0], hops=hops, name="a")
-            told: dict[str, object] = {}
-            while len(told) < 3:
-                frame = await asyncio.to_thread(end.answer)
-                told[frame.text("name")] = (frame.kind, frame.text("root_hash"))
-        assert told == dict.fromkeys("abc", (Kind.STAGED, given.root_hash))
+        ca = tmp_path / "tls/ca.crt"
+        with contextlib.ExitStack() as ends:
+            opened = [ends.enter_context(secured(each, given, ca)) for each in begun]
+            for frame in await push_among(opened, begun):
+                assert (frame.kind, frame.text("root_hash")) == (Kind.STAGED, given.root_hash)
+            assert [end.sent for end in opened] == [[0], [], []], "it left the trainer once"
         for each in workers:
             await each.commit(1)
             assert each.engine.active.number == 7
@@ -115,20 +155,22 @@ async def test_a_joiner_fetches_over_tls(worker: TinyWorker, tmp_path: Path) -> 
 async def test_a_transfer_that_was_cut_goes_on_over_tls(
     worker: TinyWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * CHUNK_BYTES,))}
+    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
     monkeypatch.setattr(
         "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
     )
     given, begun, ca = Version(7, large), await ticket(worker), tmp_path / "tls/ca.crt"
     with secured(begun, given, ca) as end:
         end.hello(begun)
-        assert await asyncio.to_thread(end.ready) == []
-        end.data(2 * CHUNK_BYTES)
+        await asyncio.to_thread(end.ready)
+        end.announce([2])
+        end.give(await asyncio.to_thread(end.asked))
         slot = worker.updates.slot
         assert slot is not None
-        await until(lambda: slot.to_view().chunks == 1, what="a chunk")
+        await until(lambda: slot.to_view().chunks == 1, what="a piece")
     with secured(begun, given, ca) as end:
         await asyncio.to_thread(end.whole, begun)
+        assert sorted(end.sent) == [0, 1, 3, 4, 5]
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
     await worker.commit(1)
     assert worker.engine.active.number == 7
@@ -168,8 +210,9 @@ async def test_a_sender_with_another_ca_says_so_and_the_slot_does(
 
 
 def enter(transfer: Transfer, ca: Path) -> None:
-    with secured(transfer, Version(7), ca):
-        pass
+    """Connect, and no more: what a relay could not do is raised."""
+    with secured(transfer, Version(7), ca) as end, contextlib.suppress(TransferError):
+        end.connection.receive()
 
 
 async def test_a_certificate_for_another_name_is_not_trusted(tmp_path: Path) -> None:
@@ -246,25 +289,31 @@ async def test_a_port_that_may_speak_tls_takes_both(tmp_path: Path) -> None:
             await made.commit(version)
 
 
-async def test_a_hop_that_shows_another_pools_certificate_is_skipped(tmp_path: Path) -> None:
+async def test_a_holder_that_shows_another_pools_certificate_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_fetching, "PEER_RETRY_SECONDS", 0.01)
     async with (
         pushed_worker(tmp_path / "a", *required(tmp_path / "tls")) as a,
         pushed_worker(tmp_path / "b", *required(tmp_path / "other")) as b,
         pushed_worker(tmp_path / "c") as c,
         pushed_worker(tmp_path / "d", *required(tmp_path / "tls")) as d,
     ):
-        begun = {name: await ticket(each) for name, each in zip("abcd", (a, b, c, d), strict=True)}
-        hops = [hop(begun[name], name) for name in "bcd"]
-        with secured(begun["a"], Version(7), tmp_path / "tls/ca.crt") as end:
-            await asyncio.to_thread(end.whole, begun["a"], hops=hops, name="a")
-            told: dict[str, Any] = {}
-            while len(told) < 4:
-                frame = await asyncio.to_thread(end.answer)
-                told[frame.text("name")] = frame
-        assert [told[name].kind for name in "ad"] == [Kind.STAGED] * 2
-        assert "its certificate is not trusted" in told["b"].text("detail")
-        assert "ca.crt lies beside --control-tls-cert-file" in told["b"].text("detail")
-        assert "speaks no TLS on this port" in told["c"].text("detail")
+        begun = [await ticket(each) for each in (a, b, c)]
+        holders = [holder(each, name) for each, name in zip(begun[1:], "bc", strict=True)]
+        with secured(begun[0], Version(7), tmp_path / "tls/ca.crt") as end:
+            await asyncio.to_thread(end.whole, begun[0], share=[1, 3], holders=holders)
+            assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
+        await a.commit(1)
+        offered = a.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+        places = [(each.port, "0" * 32) for each in begun[1:]] + [(offered.port, offered.ticket)]
+        peers = [{"host": "127.0.0.1", "port": at, "ticket": token} for at, token in places]
+        alone = await d.stage(1, 0, source={"pushed": {"peers": peers[:2]}})
+        assert "its certificate is not trusted" in str(alone.error)
+        assert "ca.crt lies next to --control-tls-cert-file" in str(alone.error)
+        assert "speaks no TLS on this port" in str(alone.error)
+        staged = await d.stage(1, 0, source={"pushed": {"peers": peers}})
+        assert (staged.phase, staged.error) == ("Staged", None)
 
 
 async def test_workers_with_the_same_certificate_need_no_ca(tmp_path: Path) -> None:
@@ -274,14 +323,14 @@ async def test_workers_with_the_same_certificate_need_no_ca(tmp_path: Path) -> N
         pushed_worker(tmp_path / "a", *flags) as a,
         pushed_worker(tmp_path / "b", *flags) as b,
     ):
-        first, second = await ticket(a), await ticket(b)
-        with secured(first, Version(7), ca) as end:
-            await asyncio.to_thread(end.whole, first, hops=[hop(second, "b")], name="a")
-            told: dict[str, object] = {}
-            while len(told) < 2:
-                frame = await asyncio.to_thread(end.answer)
-                told[frame.text("name")] = frame.kind
-        assert told == {"a": Kind.STAGED, "b": Kind.STAGED}
+        begun = [await ticket(a), await ticket(b)]
+        with (
+            secured(begun[0], Version(7), ca) as first,
+            secured(begun[1], Version(7), ca) as second,
+        ):
+            told = await push_among([first, second], begun)
+            assert [frame.kind for frame in told] == [Kind.STAGED] * 2
+            assert second.sent == []
 
 
 async def test_a_trainer_publishes_over_tls(tmp_path: Path) -> None:

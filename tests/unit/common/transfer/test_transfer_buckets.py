@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_common.transfer.buckets import Bucket, flat_bytes, pack, unpack
+from rollout_common.transfer.buckets import Bucket, flat_bytes, pack_buckets, unpack_buckets
 from rollout_common.transfer.layout import LayoutError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
@@ -54,10 +54,10 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_what_goes_in_comes_out(values: list[torch.Tensor], bucket_bytes: int, align: int) -> None:
     named = [(f"t{index}", value) for index, value in enumerate(values)]
     named += [("alias", values[0])] if values else []
-    buckets = list(pack(named, bucket_bytes, align=align))
+    buckets = list(pack_buckets(named, bucket_bytes, align=align))
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
     assert all(bucket.buffer.numel() <= bucket_bytes for bucket in buckets)
-    found = list(unpack(buckets))
+    found = list(unpack_buckets(buckets))
     assert [name for name, _ in found] == [name for name, _ in named]
     for (_, put), (name, got) in zip(named, found, strict=True):
         assert same(put, got), name
@@ -74,7 +74,7 @@ def test_small_tensors_share_a_bucket_and_an_empty_one_is_kept() -> None:
         ("z", torch.empty(0, 4)),
         ("s", torch.tensor(2.0)),
     ]
-    found = places(list(pack(named, 16, align=8)))
+    found = places(list(pack_buckets(named, 16, align=8)))
     assert found == [
         [("a", 0, 16)],
         [("a", 0, 16)],
@@ -85,8 +85,8 @@ def test_small_tensors_share_a_bucket_and_an_empty_one_is_kept() -> None:
 
 def test_a_wider_dtype_after_a_narrow_one_is_viewed_in_place() -> None:
     named = [("b", torch.ones(3, dtype=torch.bfloat16)), ("f", torch.arange(4.0))]
-    (bucket,) = pack(named, 1024)
-    (_, first), (_, second) = unpack([bucket])
+    (bucket,) = pack_buckets(named, 1024)
+    (_, first), (_, second) = unpack_buckets([bucket])
     assert {each.untyped_storage().data_ptr() for each in (first, second)} == {
         bucket.buffer.untyped_storage().data_ptr()
     }
@@ -99,14 +99,14 @@ def test_a_buffer_that_is_used_again_does_not_change_what_was_taken() -> None:
         for index in range(3):
             yield f"t{index}", buffer.fill_(index)
 
-    found = dict(unpack(pack(gathered(), 4096)))
+    found = dict(unpack_buckets(pack_buckets(gathered(), 4096)))
     assert [found[f"t{index}"].tolist() for index in range(3)] == [[float(i)] * 4 for i in range(3)]
 
 
 def test_no_tensor_at_all_is_one_empty_last_bucket() -> None:
-    (bucket,) = pack([], 8)
+    (bucket,) = pack_buckets([], 8)
     assert (bucket.pieces, bucket.last) == ((), True)
-    assert list(unpack([bucket])) == []
+    assert list(unpack_buckets([bucket])) == []
 
 
 @pytest.mark.parametrize(
@@ -120,24 +120,24 @@ def test_no_tensor_at_all_is_one_empty_last_bucket() -> None:
 )
 def test_what_has_no_values_is_refused_by_name(value: Any, fix: str) -> None:
     with pytest.raises(LayoutError, match=fix) as caught:
-        list(pack([("odd", value)], 64))
+        list(pack_buckets([("odd", value)], 64))
     assert caught.value.tensor == "odd"
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(LayoutError, match="'a' came twice"):
-        list(pack([("a", torch.ones(1)), ("a", torch.ones(1))], 64))
+        list(pack_buckets([("a", torch.ones(1)), ("a", torch.ones(1))], 64))
 
 
 @pytest.mark.parametrize(("bucket_bytes", "align"), [(0, 8), (8, 0)])
 def test_impossible_sizes_are_refused(bucket_bytes: int, align: int) -> None:
     with pytest.raises(ValueError, match="1 or more"):
-        list(pack([], bucket_bytes, align=align))
+        list(pack_buckets([], bucket_bytes, align=align))
 
 
 @given(st.data())
 def test_no_tampered_bucket_is_believed(data: st.DataObject) -> None:
-    buckets = list(pack([("a", torch.arange(10.0)), ("b", torch.ones(3))], 16, align=8))
+    buckets = list(pack_buckets([("a", torch.arange(10.0)), ("b", torch.ones(3))], 16, align=8))
     index = data.draw(st.integers(0, len(buckets) - 1))
     bucket = buckets[index]
     where = data.draw(st.integers(0, len(bucket.pieces) - 1))
@@ -163,7 +163,7 @@ def test_no_tampered_bucket_is_believed(data: st.DataObject) -> None:
         buckets.append(bucket)
     whole = kind == "dropped" and piece.name == "b"  # a tensor that was never announced
     if whole:
-        assert [name for name, _ in unpack(buckets)] == ["a"]
+        assert [name for name, _ in unpack_buckets(buckets)] == ["a"]
         return
     with pytest.raises(LayoutError):
-        list(unpack(buckets))
+        list(unpack_buckets(buckets))

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rollout_common.transfer import locked
-from rollout_common.transfer.locked import PORTABLE, lock
+from rollout_common.transfer.locked import PORTABLE, lock_pages
 from tests.support.unit.cuda_driver import Driver
 
 
@@ -25,7 +25,7 @@ def in_thread(work: object) -> None:
 
 def test_pages_are_locked_until_they_go() -> None:
     driver = Driver()
-    unlock = lock(4096, 8192, driver=driver)
+    unlock = lock_pages(4096, 8192, driver=driver)
     assert driver.locked == {4096: 8192}
     assert driver.flags == {PORTABLE}
     assert unlock is not None
@@ -35,7 +35,7 @@ def test_pages_are_locked_until_they_go() -> None:
 
 def test_pages_are_unlocked_by_a_thread_without_a_context() -> None:
     driver = Driver()
-    unlock = lock(4096, 8192, driver=driver)
+    unlock = lock_pages(4096, 8192, driver=driver)
     in_thread(unlock)
     assert driver.locked == {}
     assert list(driver.contexts.values()) == [[77], []]
@@ -44,7 +44,7 @@ def test_pages_are_unlocked_by_a_thread_without_a_context() -> None:
 def test_memory_that_cannot_be_locked_serves_unlocked(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(error=2)
     for _ in range(3):  # one version after the other
-        assert lock(4096, 8192, driver=driver) is None
+        assert lock_pages(4096, 8192, driver=driver) is None
     assert [record.message for record in caplog.records] == [
         "CUDA can't lock 8192 bytes of weights (error 2): they are copied more slowly; see the limit"
         " of locked memory"
@@ -54,7 +54,7 @@ def test_memory_that_cannot_be_locked_serves_unlocked(caplog: pytest.LogCaptureF
 def test_without_any_context_nothing_is_locked(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver()
     driver.contexts.clear()
-    assert lock(4096, 8192, driver=driver) is None
+    assert lock_pages(4096, 8192, driver=driver) is None
     assert driver.locked == {}
     assert "error 201" in caplog.text
 
@@ -62,6 +62,6 @@ def test_without_any_context_nothing_is_locked(caplog: pytest.LogCaptureFixture)
 def test_without_a_driver_nothing_is_locked_and_nothing_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locked, "_driver", lambda: None)
-    assert lock(4096, 8192) is None
+    monkeypatch.setattr(locked, "_cuda_driver", lambda: None)
+    assert lock_pages(4096, 8192) is None
     assert caplog.records == []

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_common.transfer.arena import POPULATE_READ, ArenaError, Slot, advise, map_private
+from rollout_common.transfer.arena import (
+    POPULATE_READ,
+    ArenaError,
+    Slot,
+    advise_kernel,
+    map_private,
+)
 from rollout_common.transfer.maps import Maps
 
 PAGE = 4096
@@ -32,30 +38,30 @@ def mappings() -> int:
 
 def test_a_slot_that_is_filled_again_is_not_mapped_again(slots: list[Slot]) -> None:
     maps = Maps()
-    with maps.sender():
-        first = maps.take(slots[0].handle, PAGE)
-        maps.give(slots[0].handle, first)
+    with maps.keep_mapping():
+        first = maps.take_mapping(slots[0].handle, PAGE)
+        maps.give_mapping(slots[0].handle, first)
         slots[0].bytes(0, 1)[:] = b"2"
         again = os.dup(slots[0].handle)  # another descriptor of the same memory comes each time
-        second = maps.take(again, PAGE)
+        second = maps.take_mapping(again, PAGE)
         assert second is first
         assert second[:1] == b"2"
-        maps.give(again, second)
+        maps.give_mapping(again, second)
         os.close(again)
 
 
 def test_one_mapping_is_kept_and_none_without_a_sender(slots: list[Slot]) -> None:
     maps, before = Maps(), mappings()
-    with maps.sender():
-        taken = [maps.take(slot.handle, PAGE) for slot in slots]
+    with maps.keep_mapping():
+        taken = [maps.take_mapping(slot.handle, PAGE) for slot in slots]
         assert mappings() == before + 2
         for slot, mapped in zip(slots, taken, strict=True):
-            maps.give(slot.handle, mapped)
+            maps.give_mapping(slot.handle, mapped)
         assert mappings() == before + 1
     assert mappings() == before
-    late = maps.take(slots[0].handle, PAGE)
+    late = maps.take_mapping(slots[0].handle, PAGE)
     assert mappings() == before + 1
-    maps.give(slots[0].handle, late)
+    maps.give_mapping(slots[0].handle, late)
     assert mappings() == before
 
 
@@ -84,7 +90,7 @@ def test_other_threads_run_while_pages_are_brought(slots: list[Slot]) -> None:
     try:
         seen = count[0]
         for _ in range(1000):
-            advise(mapped, POPULATE_READ)
+            advise_kernel(mapped, POPULATE_READ)
         assert count[0] > seen
     finally:
         ended.set()

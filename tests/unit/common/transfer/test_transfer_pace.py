@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_common.transfer.pace import BURST_SECONDS, Pace
+from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.settings import BURST_SECONDS
 
 
 class Clock:

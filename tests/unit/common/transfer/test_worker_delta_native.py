@@ -160,7 +160,7 @@ def test_memory_that_is_only_read_is_never_written(way: Way) -> None:
 def test_a_library_that_is_not_there_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert native.load(tmp_path / "libdelta.so") is None
+    assert native.load_library(tmp_path / "libdelta.so") is None
     assert not caplog.messages
 
 
@@ -169,8 +169,8 @@ def test_a_file_that_is_no_library_is_left_alone(
 ) -> None:
     broken = tmp_path / "libdelta.so"
     broken.write_bytes(b"no ELF")
-    assert native.load(broken) is None
-    assert native.load(Path(sys.modules["_ctypes"].__file__ or "")) is None
+    assert native.load_library(broken) is None
+    assert native.load_library(Path(sys.modules["_ctypes"].__file__ or "")) is None
     assert [text.split()[1:6] for text in caplog.messages] == [
         ["can't", "be", "used,", "numpy", "does"]
     ] * 2
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_library_is_left_alone(
 @built
 def test_a_library_of_older_code_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     path = Path(native.__file__).with_name("libdelta.so")
-    assert native.load(path, native.ABI + 1) is None
+    assert native.load_library(path, native.ABI + 1) is None
     assert f"is of other code ({native.ABI})" in caplog.text
 
 
@@ -188,8 +188,8 @@ def test_a_plain_checkout_finds_and_applies_by_numpy(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("libdelta.so", "__pycache__")
     shutil.copytree(package, tmp_path / "rollout_common", ignore=ignored)
     program = (
-        "from rollout_common.transfer.delta import WAY, apply, encode;"
-        "memory = bytearray(b'old!'); apply(encode(b'old!', b'new!'), memoryview(memory));"
+        "from rollout_common.transfer.delta import WAY, apply_delta, encode_delta;"
+        "memory = bytearray(b'old!'); apply_delta(encode_delta(b'old!', b'new!'), memoryview(memory));"
         "print(WAY, memory.decode())"
     )
     said = subprocess.run(

@@ -17,11 +17,7 @@ from safetensors.torch import save_file
 
 from rollout_common.wire.root_hash import LEAF_BYTES, HashedTensor, root_hash_of
 from rollout_worker.engine import TensorEntry, WeightsRejected
-from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources.checkpoint_files import open_source, write_manifest
-from rollout_worker.sources.giving import Kept
-from rollout_worker.sources.incoming import End
-from rollout_worker.sources.pushed_memory import Memory
 from rollout_worker.sources.source_reading import (
     ReadableSource,
     ReadCancelled,
@@ -29,10 +25,10 @@ from rollout_worker.sources.source_reading import (
     copy_leaf,
     read_source,
 )
-from rollout_worker.sources.tensor_bytes import HandedOver
+from rollout_worker.sources.tensor_bytes import TensorSource
 from rollout_worker.threads import without_garbage_collection
 from tests.support.unit.digests import tensor_digest, write_whole_manifest
-from tests.support.unit.pushing import Version
+from tests.support.unit.pushing import Version, kept_of
 
 SIZES = (0, 1, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 5 * LEAF_BYTES + 77)
 CONTENT = {f"t{i}": random.Random(i).randbytes(size) for i, size in enumerate(SIZES)}
@@ -94,26 +90,16 @@ def read(
     return read_source(source, {}, allocate, report, cancelled, expected=expected, threads=threads)
 
 
-def kept_source() -> Kept:
-    """The same version as a sender brought it."""
-    version = Version.of(PLAIN)
-    memory = Memory(version.layout.nbytes, private=True)
-    with memory.bytes(0, memory.size) as place:
-        place[:] = version.slot.bytes(0, memory.size)
-    end = End(version.root_hash, version.digests)
-    return Kept(CHECKPOINT, version.layout, memory, end, memory.hold())
-
-
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("wanted", [True, False], ids=["copied", "hashed only"])
 @pytest.mark.parametrize("kind", ["files", "tensors", "pushed"])
 def test_files_tensors_and_pushed_bytes_have_one_root_hash_for_any_number_of_threads(
     folder: Path, kind: str, threads: int, *, wanted: bool
 ) -> None:
-    kept = kept_source()
+    kept = kept_of(Version.of(PLAIN))
     sources: dict[str, ReadableSource] = {
         "files": open_source(folder),
-        "tensors": HandedOver(torch_tensors()),
+        "tensors": TensorSource(torch_tensors()),
         "pushed": kept,
     }
     sink, seen = Sink(wanted=wanted), list[tuple[int, int]]()
@@ -129,7 +115,7 @@ def test_files_tensors_and_pushed_bytes_have_one_root_hash_for_any_number_of_thr
 
 
 def test_leaves_that_come_in_another_order_change_nothing(folder: Path) -> None:
-    class Shuffled(HandedOver):
+    class Shuffled(TensorSource):
         def open_tensor(
             self, entry: TensorEntry, cancelled: Callable[[], bool]
         ) -> contextlib.AbstractContextManager[ReadLeaf]:
@@ -188,7 +174,7 @@ def test_a_bit_flipped_in_the_last_leaf_is_found_and_the_tensor_named(
     assert caught.value.tensor == LAST
 
 
-class Faulty(HandedOver):
+class Faulty(TensorSource):
     """A source one of whose leaves fails while other threads read; notes who reads when it has ended."""
 
     def __init__(self, fail: Callable[[int], None]) -> None:

@@ -22,8 +22,8 @@ import xxhash
 from torch import Tensor
 from typing_extensions import override
 
-from rollout_common.transfer.arena import POPULATE_WRITE, advise
-from rollout_common.transfer.locked import lock
+from rollout_common.transfer.arena import POPULATE_WRITE, advise_kernel
+from rollout_common.transfer.locked import lock_pages
 from rollout_worker.engine import EngineError, Sink, TensorEntry, WeightsRejected
 from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT, open_unnamed_file
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
@@ -91,7 +91,7 @@ def allocate_host(
         give_back()
         raise EngineError(f"no room for {sum(sizes)} bytes of staged weights: {error}") from error
     _populate_in_thread(whole)
-    unlock = lock(whole.data_ptr(), whole.numel()) if off_device else None
+    unlock = lock_pages(whole.data_ptr(), whole.numel()) if off_device else None
     tensors: dict[str, Tensor] = {}
     for (name, shape, dtype), part in zip(specs, torch.split(whole, sizes), strict=True):
         nbytes = math.prod(shape) * dtype.itemsize
@@ -118,10 +118,10 @@ def _populate_in_thread(whole: Tensor) -> None:
         # In chunks: between two of them other threads can map memory.
         for begin in range(first, end, POPULATE_CHUNK_BYTES):
             chunk = _bytes_at(begin, min(begin + POPULATE_CHUNK_BYTES, end))
-            advise(chunk, POPULATE_WRITE)
+            advise_kernel(chunk, POPULATE_WRITE)
 
     if first < end:
-        advise(_bytes_at(first, end), mmap.MADV_HUGEPAGE)
+        advise_kernel(_bytes_at(first, end), mmap.MADV_HUGEPAGE)
         threading.Thread(target=populate, args=(whole,), name="weights-pages", daemon=True).start()
 
 

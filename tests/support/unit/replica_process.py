@@ -1,4 +1,4 @@
-"""A worker of its own process that waits for pushed weights: `python hop_process.py FOLDER`.
+"""A worker of its own process that waits for pushed weights: `python replica_process.py FOLDER`.
 
 Writes port and ticket as JSON; at the end of its input it writes the root hash that it staged.
 """

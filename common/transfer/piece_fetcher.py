@@ -1,0 +1,392 @@
+"""A fetcher's end: it fetches the missing pieces of a version from its holders, each piece from any of them.
+
+Fetchers share the pieces that only the origin has (the trainer, or the head of a gang): of n fetchers, the one with
+share i takes pieces i, i + n, i + 2n, ... So each piece leaves the origin once, and fetchers get the rest from each
+other as soon as it arrives. A piece that is late, compared with the median of those that came, is requested a second
+time from another holder, and the first answer counts. All of it runs on one loop, without locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollout_common.wire.root_hash import hash_leaf
+
+from .delta import DeltaError
+from .frame_stream import FrameStream
+from .frames import Frame, Kind, Malformed, TransferError
+from .held_version import HeldVersion, read_end
+from .piece_server import ranges_of, read_ranges, split_digests
+from .settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
+
+FIRST_WINDOW, LAST_WINDOW = 2, 64
+"""Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty: a long, fast link
+needs a larger one, while a piece that waits in the queue of a slow holder can't come from another one."""
+
+LATE_MEDIANS = 4.0
+"""After how many times the median seconds of a piece it is requested from another holder, too."""
+
+_TIMED_PIECES = 64
+"""How many of the last pieces the median is taken of."""
+
+
+class PieceStore(Protocol):
+    """Memory for the pieces of one version."""
+
+    def writable(self, begin: int, end: int) -> memoryview:
+        """Return the place of a run of bytes, or a buffer for it; `commit_run` follows once the run has come."""
+        ...
+
+    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
+        """Note that a run has come and is verified.
+
+        Args:
+            begin: Where the run begins.
+            content: Its bytes.
+            in_place: Whether `content` is what `writable` returned; else the store writes it.
+
+        Raises:
+            TransferError: There is no room.
+        """
+        ...
+
+    def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
+        """Make a run from the base and the delta, and return it.
+
+        Raises:
+            DeltaError: It is not a delta of this run.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class HolderLink:
+    """A connection to a holder, and what was requested on it.
+
+    Attributes:
+        name: For errors.
+        stream: The connection to it.
+        is_origin: Whether other fetchers fetch from it, too, each a share.
+    """
+
+    name: str
+    stream: FrameStream
+    is_origin: bool = False
+    has: bytearray = field(default_factory=bytearray)
+    """By piece: 1 if the holder has announced it."""
+    announced: deque[range] = field(default_factory=deque)
+    """Runs of pieces to request here, unless they have come by then."""
+    others: deque[range] = field(default_factory=deque)
+    """Of an origin: pieces in the shares of other fetchers."""
+    requested: dict[int, float] = field(default_factory=dict)
+    """By piece: when it was requested."""
+    window: int = FIRST_WINDOW
+    damaged: set[int] = field(default_factory=set)
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class PieceFetcher:
+    """Fetches one version; created and used on the transfer loop.
+
+    Args:
+        held: The pieces that are here; notes those that come.
+        store: Memory for the pieces.
+        share: The number of this fetcher, and how many fetchers there are.
+        unneeded: By piece: 1 if it is not to be fetched.
+        expected_peers: How many holders other than origins will be linked.
+        root_hash: Of the wanted version; None: the first holder that knows it reports it.
+    """
+
+    def __init__(
+        self,
+        held: HeldVersion,
+        store: PieceStore,
+        share: tuple[int, int] = (0, 1),
+        unneeded: bytes | bytearray | None = None,
+        expected_peers: int = 0,
+        root_hash: str | None = None,
+    ) -> None:
+        self._held, self._store, self._share = held, store, share
+        self._clock = asyncio.get_running_loop().time
+        self._count = len(held.pieces)
+        self._wanted = bytearray(
+            0 if held.has(piece) or (unneeded and unneeded[piece]) else 1
+            for piece in range(self._count)
+        )
+        self.missing = self._wanted.count(1)
+        """How many pieces are still to come."""
+        self.expected_peers = expected_peers
+        self._links: list[HolderLink] = []
+        self._in_flight: Counter[int] = Counter()
+        self._peer_news_at = self._clock()
+        """When another fetcher last announced a piece that is missing here."""
+        self._writers: dict[int, HolderLink] = {}
+        """By piece: the link whose answer is being written to its place."""
+        self._seconds: deque[float] = deque(maxlen=_TIMED_PIECES)
+        self._root_hash = root_hash
+        self._origin_spoke = root_hash is not None
+        """Whether what everything hashes to is known from an origin, or from the caller."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pieces are here, and the hashes are known."""
+        return self._held.end is not None and not self.missing
+
+    async def fetch_from(
+        self, link: HolderLink, on_frame: Callable[[Frame], None] | None = None
+    ) -> None:
+        """Fetch from one holder until everything is here; read from an origin until it closes the connection.
+
+        Args:
+            link: The holder, which has sent its layout already.
+            on_frame: Takes frames other than those of a holder; None: none come.
+
+        Raises:
+            TransferError: The holder is gone, gave up, or sends a wrong frame.
+        """
+        link.has = bytearray(self._count)
+        self._links.append(link)
+        asking = asyncio.create_task(self._ask(link))
+        try:
+            while link.is_origin or not self.is_whole:
+                await self._take_frame(link, await link.stream.receive(), on_frame)
+        except TransferError:
+            if link.is_origin or not self.is_whole:
+                raise
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+            self._forget(link)
+
+    def _forget(self, link: HolderLink) -> None:
+        """Make other links request what this holder was asked for."""
+        self._links.remove(link)
+        self._in_flight.subtract(link.requested.keys())
+        link.requested.clear()
+        for piece in [piece for piece, writer in self._writers.items() if writer is link]:
+            del self._writers[piece]
+        for other in self._links:
+            other.wakes.set()
+
+    # What comes.
+
+    async def _take_frame(
+        self, link: HolderLink, frame: Frame, on_frame: Callable[[Frame], None] | None
+    ) -> None:
+        match frame.kind:
+            case Kind.HAVE:
+                self._take_news(link, frame)
+            case Kind.PIECE:
+                await self._take_piece(link, frame)
+            case Kind.DELTA:
+                await self._take_delta(link, frame)
+            case Kind.END:
+                self._take_end(link, frame)
+            case _ if on_frame is not None:
+                on_frame(frame)
+            case Kind.ERROR:
+                raise TransferError(frame.text("detail", "it gave no reason"))
+            case _:
+                raise Malformed(f"{frame.kind.name} came from a holder")
+
+    def _take_news(self, link: HolderLink, frame: Frame) -> None:
+        mine, count = self._share
+        while link.others and 1 not in self._wanted[link.others[0].start : link.others[0].stop]:
+            link.others.popleft()
+        # Others are late with what they have had time for: where nothing was missing they had nothing to announce.
+        if not link.is_origin or not link.others:
+            self._peer_news_at = self._clock()
+        for begin, end in read_ranges(frame, self._count):
+            link.has[begin:end] = b"\1" * (end - begin)
+            if link.is_origin:
+                link.announced.append(range(begin + (mine - begin) % count, end, count))
+                link.others.append(range(begin, end))
+            else:
+                link.announced.append(range(begin, end))
+        link.wakes.set()
+
+    def _due(self, link: HolderLink, frame: Frame) -> int:
+        """Return the number of the piece that a frame brings; refuse one that was not requested."""
+        piece = frame.integer("piece", 0, max(self._count - 1, 0))
+        if piece not in link.requested:
+            raise Malformed(f"piece {piece} came, which was not asked for")
+        return piece
+
+    def _settle(self, link: HolderLink, piece: int) -> None:
+        """Note that a piece was answered."""
+        self._seconds.append(self._clock() - link.requested.pop(piece))
+        self._in_flight[piece] -= 1
+        if not link.requested:
+            link.window = min(2 * link.window, LAST_WINDOW)
+        link.wakes.set()
+
+    async def _take_piece(self, link: HolderLink, frame: Frame) -> None:
+        piece = self._due(link, frame)
+        begin, end = self._held.pieces.span(piece)
+        if frame.payload != end - begin:
+            raise Malformed(f"piece {piece} came with {frame.payload} bytes, not {end - begin}")
+        digests = split_digests(frame, len(self._held.pieces.leaves_of(piece)))
+        if not self._wanted[piece]:
+            await link.stream.skip(frame)
+            return self._settle(link, piece)
+        # At most one answer is read to the place: a second one at the same time goes through a buffer.
+        direct = piece not in self._writers
+        if direct:
+            self._writers[piece] = link
+        place = self._store.writable(begin, end) if direct else memoryview(bytearray(end - begin))
+        with place:
+            whole = await link.stream.read_into(
+                place, (lambda: self._writers.get(piece) is link) if direct else None
+            )
+            if direct and self._writers.get(piece) is link:
+                del self._writers[piece]
+            self._settle(link, piece)
+            if not self._wanted[piece]:
+                return None
+            if not whole:  # another holder's delta was applied here, but was made for other bytes
+                return self._ask_again(link, piece)
+            if self._held.pieces.hash_leaves(piece, place) != digests:
+                return self._note_damage(link, piece)
+            self._writers.pop(piece, None)  # an answer that is still being read is dropped
+            self._store.commit_run(begin, place, in_place=direct)
+            self._note_piece(piece, digests)
+        await asyncio.sleep(0)  # a socket that is always ready would keep the loop from all others
+        return None
+
+    async def _take_delta(self, link: HolderLink, frame: Frame) -> None:
+        piece = self._due(link, frame)
+        digests = split_digests(frame, len(self._held.pieces.leaves_of(piece)))
+        content = bytearray(frame.payload)
+        await link.stream.read_into(memoryview(content))
+        self._settle(link, piece)
+        if not self._wanted[piece]:
+            return
+        if hash_leaf(content).hex() != frame.text("hash"):
+            return self._note_damage(link, piece)
+        self._writers.pop(piece, None)
+        try:
+            place = self._store.apply_delta(piece, *self._held.pieces.span(piece), bytes(content))
+        except DeltaError as error:
+            raise Malformed(f"the delta of piece {piece}: {error}") from error
+        with place:
+            if self._held.pieces.hash_leaves(piece, place) != digests:
+                raise Malformed(f"the delta of piece {piece} does not make what it should")
+        self._note_piece(piece, digests)
+
+    def _note_piece(self, piece: int, digests: bytes) -> None:
+        self._wanted[piece] = 0
+        self.missing -= 1
+        self._held.mark_piece(piece, digests)
+        self._finish_if_whole()
+
+    def _note_damage(self, link: HolderLink, piece: int) -> None:
+        """Fetch a damaged piece again; refuse a holder that sends the same piece damaged twice."""
+        if piece in link.damaged:
+            raise Malformed(f"piece {piece} arrived damaged twice: check the network")
+        link.damaged.add(piece)
+        self._ask_again(link, piece)
+
+    def _ask_again(self, link: HolderLink, piece: int) -> None:
+        link.announced.append(range(piece, piece + 1))
+        link.wakes.set()
+
+    def _take_end(self, link: HolderLink, frame: Frame) -> None:
+        """Take note of what everything hashes to: the first word counts, but for an origin's, which another holder can't contradict."""
+        end = read_end(frame, self._held)
+        if link.is_origin and not self._origin_spoke:
+            self._origin_spoke = True
+        elif self._root_hash not in (None, end.root_hash):
+            raise Malformed(
+                f"its content differs (root_hash {end.root_hash}, not {self._root_hash})"
+            )
+        self._root_hash, self._held.said = end.root_hash, end
+        self._finish_if_whole()
+
+    def _finish_if_whole(self) -> None:
+        said = self._held.said
+        if not self.missing and said is not None and self._held.end is None:
+            self._held.finish(said)
+            for link in self._links:
+                if not link.is_origin:
+                    link.stream.interrupt()
+
+    # What is asked for.
+
+    async def _ask(self, link: HolderLink) -> None:
+        try:
+            await self._ask_for_missing(link)
+        except TransferError:  # it takes no requests, even if it still sends pings
+            link.stream.interrupt()
+
+    async def _ask_for_missing(self, link: HolderLink) -> None:
+        while self.missing:
+            link.wakes.clear()
+            chosen = self._choose_pieces(link)
+            if not chosen:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LATE_LOOK_SECONDS):
+                        await link.wakes.wait()
+                continue
+            link.requested.update(dict.fromkeys(chosen, self._clock()))
+            self._in_flight.update(chosen)
+            await link.stream.send(Kind.GET, {"ranges": ranges_of(chosen)})
+
+    def _choose_pieces(self, link: HolderLink) -> list[int]:
+        """Return the pieces to request from this holder now."""
+        room = link.window - len(link.requested)
+        chosen = self._choose_from(link.announced, room)
+        if not chosen and not link.requested:
+            chosen = self._choose_late(link)
+        if not chosen and (
+            not self.expected_peers or (not link.requested and self._are_peers_late())
+        ):
+            chosen = self._choose_from(link.others, room)
+        return chosen
+
+    def _choose_from(self, runs: deque[range], room: int) -> list[int]:
+        """Take at most `room` pieces that are not requested yet; those in flight stay, since their answer may not come."""
+        chosen: list[int] = []
+        in_flight: list[range] = []
+        while runs and len(chosen) < room:
+            run = runs.popleft()
+            for index, piece in enumerate(run):
+                if not self._wanted[piece]:
+                    continue
+                if self._in_flight[piece]:
+                    in_flight.append(range(piece, piece + 1))
+                    continue
+                chosen.append(piece)
+                if len(chosen) == room:
+                    if rest := run[index + 1 :]:
+                        runs.appendleft(rest)
+                    break
+        runs.extendleft(reversed(in_flight))
+        return chosen
+
+    def _choose_late(self, link: HolderLink) -> list[int]:
+        """Return one piece that this holder has and whose request to another holder is late."""
+        latest = self._clock() - self._late_seconds()
+        for other in self._links:
+            for piece, asked_at in other.requested.items():
+                if asked_at < latest and link.has[piece] and self._is_late(piece, latest):
+                    return [piece]
+        return []
+
+    def _is_late(self, piece: int, latest: float) -> bool:
+        """Whether a piece is missing, and was not requested after `latest`."""
+        asked = (each.requested.get(piece, 0.0) for each in self._links)
+        return bool(self._wanted[piece]) and max(asked) < latest
+
+    def _are_peers_late(self) -> bool:
+        """Whether other fetchers have announced nothing for so long that this one fetches their shares."""
+        return self._clock() - self._peer_news_at > self._late_seconds()
+
+    def _late_seconds(self) -> float:
+        median = statistics.median(self._seconds) if self._seconds else 0.0
+        return max(LEAST_LATE_SECONDS, LATE_MEDIANS * median)

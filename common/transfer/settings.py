@@ -1,0 +1,34 @@
+"""Durations of transfers, in seconds, each with its reason."""
+
+from __future__ import annotations
+
+LEASE_SECONDS = 30.0
+"""Silence after which the other end counts as dead, and its transfer ends. A trainer may hold the interpreter's lock
+for seconds while it saves or compiles; a slot must not stay taken for longer than a publish waits."""
+
+HOP_SECONDS = 5.0
+"""Silence after which a worker that others fetch from counts as dead: the others have more holders, and pings come each second."""
+
+PING_SECONDS = 1.0
+"""How often an end that has nothing to send sends a ping: several times within `HOP_SECONDS`."""
+
+LEAST_LATE_SECONDS = 0.25
+"""A piece is never late before this: the scheduler of a busy machine may delay a holder for as long."""
+
+LATE_LOOK_SECONDS = 0.05
+"""How often the fetcher looks for late pieces: small compared with the time that makes one late."""
+
+ANNOUNCE_SECONDS = 0.01
+"""How long announcements of pieces are gathered: a frame for each would cost as much as the piece."""
+
+ANNOUNCE_SECONDS_EACH = 0.0002
+"""How long they are gathered for each fetcher, if that is more: a frame takes a quarter of it of the loop."""
+
+RETRY_SECONDS = 0.005
+"""After how long to retry a Unix socket whose queue was full: its owner empties it within about a millisecond."""
+
+RETURN_SECONDS = 0.25
+"""How long to wait for the older slot before a fresh one is made: fresh memory for a gigabyte costs more."""
+
+BURST_SECONDS = 0.05
+"""How much a rate limit allows at once after a pause, in seconds of the rate: a few pieces at a gigabyte a second."""

@@ -1,0 +1,189 @@
+"""A holder that is killed, stopped, cut off or damages bytes in the middle of a transfer: nothing of it is ever wrong or late.
+
+The memory of a version that is over is used again at once, as a worker's spare is: whatever the holder still does must not
+show there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollout_common.transfer.dialing import dial_stream
+from rollout_common.transfer.frames import TransferError
+from rollout_common.transfer.held_version import HeldVersion
+from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from tests.support.unit import holder_process
+
+FAULTS = ("killed", "stopped", "cut", "flips")
+LAYOUT = holder_process.make_layout()
+CONTENT = holder_process.make_content(LAYOUT)
+PATTERN = b"\xa5"
+LATE_SECONDS = 0.02
+"""What a holder that goes on gets to do harm."""
+
+
+class Slot:
+    """The memory that every version comes to, one after the other; as `PieceStore`."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(LAYOUT.nbytes))
+
+    def writable(self, begin: int, end: int) -> memoryview:
+        return self.memory[begin:end]
+
+    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
+        if not in_place:
+            self.memory[begin : begin + len(content)] = content
+
+    def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
+        raise NotImplementedError
+
+
+@dataclass
+class Found:
+    """What many faults did."""
+
+    noticed: dict[str, list[float]] = field(default_factory=lambda: {each: [] for each in FAULTS})
+    """Seconds from the fault until the link ended."""
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {each: [] for each in FAULTS})
+    """Seconds until the version was whole."""
+
+
+class Nursery:
+    """Starts holders."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, *, flips: bool = False) -> tuple[int, int]:
+        """Return a new holder's process id and port."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"flips": flips}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return answer["pid"], answer["port"]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    process = subprocess.Popen(
+        [sys.executable, holder_process.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield Nursery(process)
+    process.kill()
+    process.communicate()
+
+
+async def fetch_with(
+    fault: str, sound: int, bad: tuple[int, int], slot: Slot, found: Found, chance: random.Random
+) -> None:
+    """Fetch a version from a sound holder and one that has this fault, then use its memory again."""
+    held = HeldVersion(LAYOUT, lambda begin, end: slot.memory[begin:end])
+    fetcher = PieceFetcher(held, slot)
+    links = [
+        HolderLink(name, await dial_stream("127.0.0.1", port, 5, silence=5.0))
+        for name, port in (("sound", sound), ("bad", bad[1]))
+    ]
+    ended: list[float] = []
+
+    async def fetch(link: HolderLink) -> None:
+        link.stream.start_pinging()
+        with contextlib.suppress(TransferError):
+            await fetcher.fetch_from(link)
+        if link is links[1]:
+            ended.append(time.monotonic())
+
+    began = time.monotonic()
+    tasks = [asyncio.create_task(fetch(link)) for link in links]
+    await asyncio.sleep(chance.uniform(0.0, 0.03))
+    at = time.monotonic()
+    match fault:
+        case "killed":
+            os.kill(bad[0], signal.SIGKILL)
+        case "stopped":
+            os.kill(bad[0], signal.SIGSTOP)
+        case "cut":
+            links[1].stream.interrupt()
+    async with asyncio.timeout(10):
+        await tasks[0]
+    assert fetcher.is_whole, fault
+    assert slot.memory == expected_content(slot), fault
+    found.seconds[fault].append(time.monotonic() - began)
+    await asyncio.wait(tasks)
+    found.noticed[fault].append(ended[0] - at)
+    for link in links:
+        await link.stream.close()
+    await reuse(slot, bad[0] if fault == "stopped" else None)
+
+
+async def reuse(slot: Slot, stopped: int | None) -> None:
+    """Fill the memory with something else, and see that it stays there whatever a stopped holder does then."""
+    slot.memory[:] = PATTERN * LAYOUT.nbytes
+    if stopped is not None:
+        os.kill(stopped, signal.SIGCONT)
+    await asyncio.sleep(LATE_SECONDS)
+    assert slot.memory == PATTERN * LAYOUT.nbytes, "bytes came late"
+
+
+def expected_content(slot: Slot) -> bytes:
+    """Return what the slot should hold: the tensors, and whatever it has in the gaps between them."""
+    expected = bytearray(slot.memory)
+    for placed in LAYOUT.tensors:
+        expected[placed.start : placed.end] = CONTENT[placed.start : placed.end]
+    return bytes(expected)
+
+
+def run_faults(nursery: Nursery, count: int, seed: int) -> Found:
+    found, slot, chance = Found(), Slot(), random.Random(seed)
+    _, sound = nursery.start()
+    bad: dict[str, tuple[int, int]] = {}
+
+    async def run_all() -> None:
+        for number in range(count):
+            fault = FAULTS[number % len(FAULTS)]
+            if fault == "killed" or fault not in bad:
+                bad[fault] = nursery.start(flips=fault == "flips")
+            await fetch_with(fault, sound, bad[fault], slot, found, chance)
+
+    asyncio.run(run_all())
+    for pid, _ in bad.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return found
+
+
+def check(found: Found) -> None:
+    for fault in FAULTS:
+        noticed, seconds = found.noticed[fault], found.seconds[fault]
+        sys.stdout.write(
+            f"{fault}: {len(seconds)} times; whole after {statistics.median(seconds):.3f} s, at most {max(seconds):.3f};"
+            f" noticed after {statistics.median(noticed):.3f} s\n"
+        )
+    assert statistics.median(found.noticed["killed"]) < 0.1
+    assert max(found.seconds["stopped"]) < 5, "others serve what a stopped holder owes"
+
+
+def test_nothing_is_wrong_or_late_whatever_a_holder_does(nursery: Nursery) -> None:
+    check(run_faults(nursery, 40, seed=20261125))
+
+
+@pytest.mark.soak
+def test_nothing_is_wrong_or_late_a_thousand_times(nursery: Nursery) -> None:
+    check(run_faults(nursery, 1000, seed=random.randrange(1 << 32)))

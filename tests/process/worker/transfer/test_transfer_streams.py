@@ -1,0 +1,295 @@
+"""Frames on a loop, over real sockets: as between ranks, and what only a stream does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_common.transfer import frame_stream, frames
+from rollout_common.transfer.dialing import dial_stream, dial_unix_stream
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import (
+    HELLO_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Ended,
+    Kind,
+    Malformed,
+    Refused,
+    Silent,
+)
+from tests.support.waiting import until
+
+SHORT = 0.1
+"""Silence that the impatient ends of these tests bear, in seconds."""
+
+Pair = tuple[FrameStream, FrameStream]
+
+
+@contextlib.contextmanager
+def connected(kind: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection, as sockets."""
+    if kind == "unix":
+        yield socket.socketpair(socket.AF_UNIX)
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        first = socket.create_connection(listening.getsockname())
+        yield first, listening.accept()[0]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """Both ends of a connection."""
+    with connected(request.param) as socks:
+        ends = FrameStream(socks[0], silence=5), FrameStream(socks[1], silence=5)
+    yield ends
+    for end in ends:
+        await end.close()
+
+
+def raw(kind: int, head: bytes, length: int | None = None) -> bytes:
+    """A frame as bytes, whatever it says."""
+    return struct.pack(">BI", kind, len(head) if length is None else length) + head
+
+
+async def test_head_and_payload_arrive_as_they_were_sent(pair: Pair) -> None:
+    ours, theirs = pair
+    payload = os.urandom(MAX_PAYLOAD_BYTES)
+    sending = asyncio.create_task(ours.send(Kind.PIECE, {"piece": 7, "name": "ü"}, payload))
+    frame = await theirs.receive()
+    assert (frame.kind, frame.integer("piece"), frame.text("name")) == (Kind.PIECE, 7, "ü")
+    got = bytearray(frame.payload)
+    assert await theirs.read_into(memoryview(got))
+    await sending
+    assert got == payload
+    assert (ours.bytes_sent, theirs.bytes_received) == (len(payload), len(payload))
+    await theirs.send(Kind.END)
+    assert (await ours.expect(Kind.END)).head == {}
+
+
+async def test_frames_of_several_tasks_never_mix(pair: Pair) -> None:
+    ours, theirs = pair
+    payloads = [bytes([each]) * (300_000 + each) for each in range(8)]
+    sending = asyncio.gather(
+        *(ours.send(Kind.PIECE, {"piece": n}, each) for n, each in enumerate(payloads))
+    )
+    for _ in payloads:
+        frame = await theirs.receive()
+        got = bytearray(frame.payload)
+        await theirs.read_into(memoryview(got))
+        assert got == payloads[frame.integer("piece")]
+    await sending
+
+
+async def test_a_payload_that_is_not_wanted_any_more_is_written_no_further(pair: Pair) -> None:
+    """The rest is read, so that the next frame is found."""
+    ours, theirs = pair
+    wanted, place = [True], bytearray(8)
+    ours._sock.sendall(raw(Kind.PIECE, b'{"payload":8}') + b"1234")
+    await theirs.receive()
+    reading = asyncio.create_task(theirs.read_into(memoryview(place), lambda: wanted[0]))
+    await until(lambda: bytes(place) == b"1234\0\0\0\0", what="the first half")
+    wanted[0] = False
+    ours._sock.sendall(b"5678")
+    assert not await reading
+    assert bytes(place) == b"1234\0\0\0\0"
+    await ours.send(Kind.END)
+    assert (await theirs.receive()).kind is Kind.END
+
+
+async def test_payload_that_nobody_wants_is_skipped(pair: Pair) -> None:
+    ours, theirs = pair
+    await ours.send(Kind.PIECE, {}, b"12345")
+    await ours.send(Kind.END)
+    await theirs.skip(await theirs.receive())
+    assert (await theirs.receive()).kind is Kind.END
+
+
+@contextlib.asynccontextmanager
+async def unix_pair() -> AsyncIterator[Pair]:
+    ours, theirs = map(FrameStream, socket.socketpair(socket.AF_UNIX))
+    try:
+        yield ours, theirs
+    finally:
+        await ours.close()
+        await theirs.close()
+
+
+async def test_a_descriptor_comes_along_with_memory() -> None:
+    async with unix_pair() as (ours, theirs):
+        handle = os.memfd_create("test")
+        os.write(handle, b"weights")
+        await ours.send(Kind.MEMORY, {"size": 7}, handle=handle)
+        os.close(handle)
+        theirs.takes_memory = True
+        frame = await theirs.expect(Kind.MEMORY)
+        assert frame.handle is not None
+        assert os.pread(frame.handle, 7, 0) == b"weights"
+        assert not os.get_inheritable(frame.handle)
+        os.close(frame.handle)
+
+
+@pytest.mark.parametrize("kind", [Kind.PING, Kind.MEMORY])
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, kind: Kind) -> None:
+    async with unix_pair() as (ours, theirs):
+        before = len(os.listdir("/proc/self/fd"))
+        handles = [os.memfd_create("test") for _ in range(count)]
+        socket.send_fds(ours._sock, [raw(kind, b"{}")], handles)
+        for handle in handles:
+            os.close(handle)
+        with pytest.raises(Malformed, match="only MEMORY"):
+            await theirs.receive()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (raw(99, b"{}"), "no frame of kind 99"),
+        (raw(Kind.HELLO, b"", MAX_HEAD_BYTES + 1), "are the most"),
+        (raw(Kind.HELLO, b"{"), "not JSON"),
+        (raw(Kind.LAYOUT, b"[" + b"{}," * 300 + b"0]"), "more parts than any layout"),
+        (raw(Kind.LAYOUT, b"[" + b"0," * 300 + b"0]"), "more parts than any layout"),
+        (raw(Kind.HELLO, b"[" * 200_000), "not JSON"),
+        (raw(Kind.HELLO, b"\xff"), "not JSON"),
+        (raw(Kind.HELLO, b"[]"), "no JSON object"),
+        (raw(Kind.HELLO, b'{"payload": -1}'), "payload must be a number"),
+        (raw(Kind.HELLO, b'{"payload": true}'), "payload must be a number"),
+        (raw(Kind.HELLO, json.dumps({"payload": 1 << 40}).encode()), "payload must be a number"),
+    ],
+)
+async def test_what_is_no_frame_is_refused(
+    pair: Pair, sent: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pair
+    monkeypatch.setattr(frames, "MAX_NESTED", 250_000 if b"[[" in sent else 250)
+    monkeypatch.setattr(frames, "MAX_ITEMS", 250)
+    await asyncio.get_running_loop().sock_sendall(ours._sock, sent)
+    with pytest.raises(Malformed, match=says):
+        await theirs.receive()
+
+
+async def test_a_strangers_first_frame_is_small_and_no_ping(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pair
+    await ours.send(Kind.HELLO, {"ticket": "x" * HELLO_BYTES})
+    with pytest.raises(Malformed, match="1024 are the most"):
+        await theirs.receive_first()
+    monkeypatch.setattr(frame_stream, "PING_SECONDS", SHORT / 8)
+    theirs.start_pinging()
+    ours.silence = SHORT
+    with pytest.raises(Silent, match="nothing but pings"):
+        await ours.receive_first()
+
+
+async def test_a_connection_cut_anywhere_in_a_frame_has_ended() -> None:
+    whole = raw(Kind.PIECE, b'{"payload":4}') + b"1234"
+    for cut in range(len(whole)):
+        async with unix_pair() as (ours, theirs):
+            ours._sock.sendall(whole[:cut])
+            await ours.close()
+            with pytest.raises(Ended):
+                await theirs.read_into(memoryview(bytearray((await theirs.receive()).payload)))
+
+
+async def test_silence_ends_a_connection_in_time(pair: Pair) -> None:
+    ours, theirs = pair
+    theirs.silence = SHORT
+    began = time.monotonic()
+    with pytest.raises(Silent):
+        await theirs.receive()
+    ours._sock.sendall(raw(Kind.HELLO, b"{}")[:3])
+    with pytest.raises(Silent):
+        await theirs.receive()
+    assert time.monotonic() - began < 10
+
+
+async def test_an_end_that_takes_nothing_is_dead(pair: Pair) -> None:
+    ours, _ = pair
+    ours.silence = SHORT
+    payload = bytes(MAX_PAYLOAD_BYTES)
+
+    async def flood() -> None:
+        for _ in range(64):
+            await ours.send(Kind.PIECE, {}, payload)
+
+    with pytest.raises(Silent, match="nobody took PIECE"):
+        await flood()
+
+
+async def test_pings_keep_a_connection_and_are_not_seen(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_stream, "PING_SECONDS", SHORT / 8)
+    ours, theirs = pair
+    theirs.silence = SHORT
+    ours.start_pinging()
+    receiving = asyncio.create_task(theirs.receive())
+    await asyncio.sleep(2 * SHORT)
+    await ours.send(Kind.END)
+    assert (await receiving).kind is Kind.END
+
+
+@pytest.mark.parametrize("how", ["interrupt", "leave"])
+async def test_an_end_that_goes_wakes_what_reads(pair: Pair, how: str) -> None:
+    """`interrupt` ends its own reads; `leave` lets the other end read the last word."""
+    ours, theirs = pair
+    if how == "interrupt":
+        reading = asyncio.create_task(ours.receive())
+        await asyncio.sleep(0)
+        ours.interrupt()
+        with pytest.raises(Ended):
+            await reading
+        return
+    await theirs.send(
+        Kind.HAVE, {"ranges": [[0, 9]] * 100}
+    )  # unread, which would take back the last word
+    await ours.send(Kind.ERROR, {"slug": "x", "detail": "the last word"})
+    leaving = asyncio.create_task(ours.leave(5))
+    with pytest.raises(Refused, match="the last word"):
+        await theirs.expect(Kind.READY)
+    await theirs.close()
+    await asyncio.wait_for(leaving, 1)
+
+
+async def test_an_error_of_the_other_end_is_raised_with_its_reason(pair: Pair) -> None:
+    ours, theirs = pair
+    await ours.send(Kind.ERROR, {"slug": "bad-ticket", "detail": "stage again"})
+    with pytest.raises(Refused, match="stage again") as caught:
+        await theirs.expect(Kind.READY)
+    assert caught.value.slug == "bad-ticket"
+    await ours.send(Kind.END)
+    with pytest.raises(Malformed, match="END came where READY was due"):
+        await theirs.expect(Kind.READY)
+
+
+async def test_an_address_where_nobody_listens_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Ended, match=f"127.0.0.1:{port}"):
+        await dial_stream("127.0.0.1", port, 5)
+    with pytest.raises(Ended, match="nowhere"):
+        await dial_unix_stream(f"{tmp_path}/nowhere", 5)
+    with pytest.raises(Ended, match="no-such-host"):
+        await dial_stream("no-such-host.invalid", port, 5)
+
+
+async def test_unread_words_of_the_other_end_are_seen(pair: Pair) -> None:
+    ours, theirs = pair
+    assert not theirs.has_unread
+    await ours.send(Kind.PING)
+    await asyncio.sleep(0.01)
+    assert theirs.has_unread
+    await theirs.close()
+    assert not theirs.has_unread

@@ -1,0 +1,153 @@
+"""Every fault of a worker that fetches from another one: it is dropped, the holder serves on, others get all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.frames import MAX_HEAD_BYTES, PROTOCOL, Kind, TransferError
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire.root_hash import LEAF_BYTES
+from rollout_worker.schemas import OfferRequest
+from tests.support.unit.arrows import hurry, left, serves
+from tests.support.unit.plain_dialing import dial, keep_alive
+from tests.support.unit.pushing import Version, push, pushed_worker, quiet
+from tests.support.unit.tiny_engine import LAYOUT
+from tests.support.unit.tiny_worker import TinyWorker
+
+PIECES = 24
+"""More than the buffers of a connection hold."""
+TENSORS = {
+    **dict.fromkeys(LAYOUT.required, ("U8", (1,))),
+    "number": ("U8", (PIECES * LEAF_BYTES,)),
+}
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
+    """A worker that keeps a large version, and waits for nobody for long."""
+    hurry(monkeypatch)
+    monkeypatch.setattr(
+        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
+    )
+    async with pushed_worker(tmp_path) as made:
+        staged = await push(made, 1, Version(7, TENSORS), "tcp")
+        assert staged.error is None
+        await made.commit(1)
+        yield made
+
+
+def call(worker: TinyWorker) -> Connection:
+    """Fetch what the worker keeps, as far as its LAYOUT."""
+    offered = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+    connection = dial("127.0.0.1", offered.port, 5, silence=5)
+    connection.send(Kind.FETCH, {"protocol": PROTOCOL, "ticket": offered.ticket})
+    return connection
+
+
+def get(connection: Connection, *ranges: tuple[int, int]) -> None:
+    connection.send(Kind.GET, {"ranges": list(ranges)})
+
+
+def fetch_all(connection: Connection) -> bytes:
+    """Fetch all pieces, as a sound worker does; returns the bytes of `number`."""
+    keep_alive(connection)
+    layout = PushLayout.from_json(connection.expect(Kind.LAYOUT).head["layout"])
+    assert connection.expect(Kind.HAVE).head["ranges"] == [[0, len(layout.pieces)]]
+    connection.expect(Kind.END)
+    memory = bytearray(layout.nbytes)
+    get(connection, (0, len(layout.pieces)))
+    for piece in range(len(layout.pieces)):
+        frame = connection.expect(Kind.PIECE)
+        assert frame.integer("piece") == piece
+        with memoryview(memory)[slice(*layout.pieces.span(piece))] as place:
+            connection.read_into(place)
+            assert frame.text("digests") == layout.pieces.hash_leaves(piece, place).hex()
+    number = layout["number"]
+    return bytes(memory[number.start : number.end])
+
+
+def cut(connection: Connection) -> None:
+    get(connection, (0, PIECES))
+    connection.expect(Kind.PIECE)
+    connection.close()
+
+
+def silence(connection: Connection) -> None:
+    """Ask for nothing, and say nothing."""
+
+
+def reads_nothing(connection: Connection) -> None:
+    """Ask for all, say that it is there, and take nothing."""
+    keep_alive(connection)
+    get(connection, (0, PIECES))
+
+
+def asks_beyond(connection: Connection) -> None:
+    get(connection, (0, PIECES + 9))
+
+
+def asks_out_of_order(connection: Connection) -> None:
+    get(connection, (3, 5), (0, 1))
+
+
+def asks_endlessly(connection: Connection) -> None:
+    for _ in range(10_000):
+        get(connection, (0, PIECES))
+
+
+def gives(connection: Connection) -> None:
+    connection.send(Kind.PIECE, {"piece": 0, "digests": ""}, b"12")
+
+
+def unknown(connection: Connection) -> None:
+    connection._sock.sendall(struct.pack(">BI", 99, 2) + b"{}")
+
+
+def huge(connection: Connection) -> None:
+    connection._sock.sendall(struct.pack(">BI", Kind.GET, MAX_HEAD_BYTES + 1))
+
+
+def nested(connection: Connection) -> None:
+    connection._sock.sendall(struct.pack(">BI", Kind.GET, 100_000) + b"[" * 100_000)
+
+
+FAULTS: tuple[Callable[[Connection], None], ...] = (
+    cut,
+    silence,
+    reads_nothing,
+    asks_beyond,
+    asks_out_of_order,
+    asks_endlessly,
+    gives,
+    unknown,
+    huge,
+    nested,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+async def test_a_fetcher_that_errs_is_dropped_and_others_get_all(
+    worker: TinyWorker, fault: Callable[[Connection], None]
+) -> None:
+    before = await left(worker)
+    sound, bad = call(worker), call(worker)
+
+    def err() -> None:
+        bad.expect(Kind.LAYOUT)
+        with contextlib.suppress(TransferError):  # it was dropped before it was done
+            fault(bad)
+
+    await asyncio.to_thread(err)
+    assert await asyncio.to_thread(fetch_all, sound) == b"\7" * (PIECES * LEAF_BYTES)
+    await serves(worker, 7)
+    sound.close()
+    await quiet()  # the worker has ended the other connection by itself
+    bad.close()
+    assert await left(worker) == before

@@ -1,0 +1,282 @@
+"""A holder's end: what it announces, sends and refuses, in virtual time over connections in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_common.transfer import piece_server
+from rollout_common.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.held_version import HeldVersion, VersionEnd
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.piece_server import PieceServer, ranges_of, read_ranges, split_digests
+from rollout_common.transfer.settings import ANNOUNCE_SECONDS
+from rollout_common.wire.root_hash import hash_leaf
+from tests.support.unit.memory_streams import MemoryStream, as_stream, heads_of, memory_pair, play
+from tests.support.unit.memory_versions import LEAF, small_leaves
+
+COUNT = 8
+END = VersionEnd("root", {"t": "0" * 32})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_of_a_kibibyte() -> Iterator[None]:
+    with small_leaves():
+        yield
+
+
+class Holder:
+    """A version of eight pieces, and a fetcher's end of a connection to what serves it."""
+
+    def __init__(self, near: MemoryStream, held: HeldVersion, content: memoryview) -> None:
+        self.near, self.held, self.content = near, held, content
+
+    def mark(self, *numbers: int) -> None:
+        for piece in numbers:
+            self.held.mark_piece(piece, self.digests_of(piece))
+
+    def digests_of(self, piece: int) -> bytes:
+        return self.held.pieces.hash_leaves(piece, self.bytes_of(piece))
+
+    def bytes_of(self, piece: int) -> memoryview:
+        return self.content[slice(*self.held.pieces.span(piece))]
+
+    async def get(self, *ranges: tuple[int, int]) -> None:
+        await self.near.send(Kind.GET, {"ranges": list(ranges)})
+
+    async def next(self, kind: Kind) -> Frame:
+        """The next frame of a kind, others aside."""
+        while (frame := await self.near.receive()).kind is not kind:
+            pass
+        return frame
+
+    async def piece(self) -> int:
+        """The number of the next piece, whose bytes and hashes are right."""
+        frame = await self.next(Kind.PIECE)
+        got, piece = bytearray(frame.payload), frame.integer("piece")
+        await self.near.read_into(memoryview(got))
+        assert got == self.bytes_of(piece)
+        assert frame.text("digests") == self.digests_of(piece).hex()
+        return piece
+
+
+@contextlib.asynccontextmanager
+async def holder(**given: Any) -> AsyncIterator[tuple[Holder, asyncio.Task[None]]]:
+    """What a test asks, and the task that serves."""
+    layout = PushLayout.plan([("t", "U8", (COUNT * LEAF,))])
+    content = memoryview(random.Random(3).randbytes(layout.nbytes))
+    held = HeldVersion(layout, lambda begin, end: content[begin:end])
+    near, far = memory_pair()
+    serving_task = asyncio.create_task(PieceServer(as_stream(far), held, **given).run())
+    try:
+        yield Holder(near, held, content), serving_task
+    finally:
+        near.interrupt()
+        serving_task.cancel()
+        with contextlib.suppress(TransferError, asyncio.CancelledError):
+            await serving_task
+
+
+Scene = Callable[[Holder, "asyncio.Task[None]"], Awaitable[None]]
+
+
+def played(scene: Scene, **given: Any) -> None:
+    async def run() -> None:
+        async with holder(**given) as (made, task):
+            await scene(made, task)
+
+    play(run)
+
+
+def test_pieces_are_announced_as_they_come_and_sent_as_they_are_asked_for() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(5, 1, 2)
+        assert (await made.next(Kind.HAVE)).head["ranges"] == [[1, 3], [5, 6]]
+        await made.get((1, 2), (5, 6))
+        assert [await made.piece(), await made.piece()] == [1, 5]
+        made.mark(0)
+        assert (await made.next(Kind.HAVE)).head["ranges"] == [[0, 1]]
+
+    played(scene)
+
+
+def test_news_of_a_moment_go_out_in_one_frame() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(0)
+        await made.next(Kind.HAVE)
+        for piece in range(1, COUNT):
+            made.mark(piece)
+            await asyncio.sleep(ANNOUNCE_SECONDS / 20)
+        assert (await made.next(Kind.HAVE)).head["ranges"] == [[1, COUNT]]
+
+    played(scene)
+
+
+def test_the_end_of_what_is_all_there_comes_before_any_piece() -> None:
+    """So that a fetcher that wants another version takes nothing of this one."""
+
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(*range(COUNT))
+        made.held.finish(END)
+        assert (await made.near.receive()).kind is Kind.HAVE
+        await made.get((0, COUNT))
+        assert (await made.near.receive()).kind is Kind.END
+        assert await made.piece() == 0
+
+    played(scene)
+
+
+def test_a_piece_that_is_asked_for_twice_is_sent_twice() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(3)
+        await made.get((3, 4))
+        await made.get((3, 4))
+        assert [await made.piece(), await made.piece()] == [3, 3]
+
+    played(scene)
+
+
+def test_a_piece_that_was_not_announced_is_refused() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(3)
+        await made.get((2, 4))
+        with pytest.raises(Malformed, match="piece 2 was asked for before it was announced"):
+            await task
+
+    played(scene)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranges", "says"),
+    [
+        (Kind.GET, [[0, COUNT + 1]], "GET.end must be a number from 0 to 8"),
+        (Kind.GET, [[2, 1]], "GET.end must be a number from 2 to 8"),
+        (Kind.GET, [[-1, 1]], "GET.begin"),
+        (Kind.GET, [[0, True]], "GET.end"),
+        (Kind.GET, [[0, 3], [2, 4]], "GET.begin must be a number from 3 to 8"),
+        (Kind.GET, [[0]], "GET.begin"),
+        (Kind.GET, "all", "must be a list of runs"),
+        (Kind.GET, [[0, 0]] * (COUNT + 1), "must be a list of runs"),
+        (Kind.HAVE, [[0, 1]], "HAVE came where GET was due"),
+    ],
+)
+def test_requests_that_are_none_end_the_connection(kind: Kind, ranges: object, says: str) -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(*range(COUNT))
+        await made.near.send(kind, {"ranges": ranges})
+        with pytest.raises(Malformed, match=says):
+            await task
+
+    played(scene)
+
+
+def test_one_fetcher_can_ask_for_so_many_pieces_at_once_and_no_more() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(*range(COUNT))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(piece_server, "MAX_REQUESTED", 3 * COUNT)
+            for _ in range(5):
+                await made.get((0, COUNT))
+            with pytest.raises(Malformed, match="more than 24 pieces were asked for at once"):
+                await task
+
+    played(scene)
+
+
+def test_a_version_that_is_given_up_ends_the_connection_with_the_reason() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(0)
+        await made.next(Kind.HAVE)
+        made.held.fail("the trainer is gone")
+        with pytest.raises(TransferError, match="the trainer is gone"):
+            await task
+
+    played(scene)
+
+
+def test_memory_that_was_given_up_ends_the_connection() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        def read_bytes(begin: int, end: int) -> memoryview:
+            raise ValueError("operation forbidden on released memoryview object")
+
+        made.held.read_bytes = read_bytes
+        made.mark(0)
+        await made.get((0, 1))
+        with pytest.raises(TransferError, match="released memoryview"):
+            await task
+
+    played(scene)
+
+
+def test_a_fetcher_with_the_base_gets_what_differs_where_that_is_known() -> None:
+    deltas = {1: b"delta of piece 1"}
+
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(0, 1)
+        await made.get((0, 2))
+        assert await made.piece() == 0
+        frame = await made.next(Kind.DELTA)
+        got = bytearray(frame.payload)
+        await made.near.read_into(memoryview(got))
+        assert got == deltas[1]
+        assert frame.text("hash") == hash_leaf(deltas[1]).hex()
+        assert frame.text("digests") == made.digests_of(1).hex()
+
+    played(scene, delta_of=deltas.get)
+
+
+def test_pieces_go_out_at_the_pace_that_connections_share() -> None:
+    async def scene() -> None:
+        clock = asyncio.get_running_loop().time
+        async with holder(pace=Pace(2.0 * LEAF, clock)) as (made, _):
+            made.near.rate = 1e12
+            made.mark(*range(COUNT))
+            await made.get((0, COUNT))
+            for _ in range(COUNT):
+                await made.piece()
+            assert clock() >= (COUNT - 1) / 2 - 0.1
+
+    play(scene)
+
+
+def test_other_words_of_the_fetcher_are_heard_until_the_last() -> None:
+    heard: list[Kind] = []
+
+    def hear(frame: Frame) -> bool:
+        heard.append(frame.kind)
+        return frame.kind is not Kind.STAGED
+
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        for kind in (Kind.PROGRESS, Kind.STAGED):
+            await made.near.send(kind)
+        await task
+        assert heard == [Kind.PROGRESS, Kind.STAGED]
+        assert not list(heads_of(made.near.other, Kind.PIECE))
+
+    played(scene, on_frame=hear)
+
+
+@settings(max_examples=50)
+@given(st.sets(st.integers(0, 99)))
+def test_ranges_name_the_pieces_again(numbers: set[int]) -> None:
+    runs = ranges_of(list(numbers))
+    assert [piece for begin, end in runs for piece in range(begin, end)] == sorted(numbers)
+    frame = Frame(Kind.HAVE, {"ranges": [list(run) for run in runs]})
+    assert read_ranges(frame, 100) == runs
+    if numbers and max(numbers) > 0:
+        with pytest.raises(Malformed):
+            read_ranges(frame, max(numbers))
+
+
+@pytest.mark.parametrize("given_", ["", "zz" * 32, "0" * 62, "0" * 66, 7])
+def test_hashes_of_leaves_that_are_not_as_many_are_refused(given_: object) -> None:
+    with pytest.raises(Malformed, match=r"PIECE\.digests must"):
+        split_digests(Frame(Kind.PIECE, {"digests": given_}), 2)

@@ -1,0 +1,55 @@
+"""Memory of a version that is given up while pieces of it are still written: nobody gets it before that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire import PushedBytes, WeightsId
+from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.pushed_memory import Memory, TransferFailed
+
+LAYOUT = PushLayout.plan([("a", "U8", (5000,))])
+
+
+def begin_version(room: Callable[[int], tuple[Memory, Callable[[], None]]]) -> Incoming:
+    incoming = Incoming(WeightsId(epoch=1, version=1), PushedBytes(), lambda entries: None, room)
+    incoming.begin(LAYOUT)
+    incoming.take_room()
+    return incoming
+
+
+async def test_a_version_that_is_given_up_keeps_its_memory_until_nothing_writes_it() -> None:
+    recycled: list[object] = []
+    memory = Memory(LAYOUT.nbytes, private=True, recycle=recycled.append)
+    incoming = begin_version(lambda nbytes: (memory, lambda: None))
+    with incoming.hold_memory():
+        incoming.close("a later version takes its place")
+        with incoming.writable(0, 5000) as place:
+            place[:] = b"\1" * 5000
+        assert not memory.freed.is_set()
+        assert not recycled, "a later version would be written to by this one"
+    assert memory.freed.is_set()
+    assert recycled
+    with pytest.raises(TransferFailed), incoming.hold_memory():
+        pass
+
+
+async def test_a_fetch_that_is_cancelled_gives_the_memory_back() -> None:
+    memory = Memory(LAYOUT.nbytes, private=True)
+    incoming = begin_version(lambda nbytes: (memory, lambda: None))
+
+    async def fetch() -> None:
+        with incoming.hold_memory():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(fetch())
+    await asyncio.sleep(0)
+    incoming.close("discarded")
+    assert not memory.freed.is_set()
+    task.cancel()
+    await asyncio.wait([task])
+    assert memory.freed.is_set()
