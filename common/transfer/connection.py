@@ -6,7 +6,6 @@ dead. Workers and trainers talk by `frame_stream`.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import math
 import os
@@ -15,36 +14,31 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
+from .frame_sockets import (
+    DESCRIPTOR_ROOM,
+    descriptor_message,
+    has_unread_bytes,
+    received_descriptor,
+)
 from .frames import (
     FIRST_BYTES,
     HELLO_BYTES,
     MAX_HEAD_BYTES,
-    MAX_PAYLOAD_BYTES,
     Ended,
     Frame,
     Kind,
-    Malformed,
-    Refused,
     Silent,
     TransferError,
+    build_frame,
+    check_descriptor,
+    check_kind,
     decode_first,
-    decode_head,
     encode_frame,
 )
 from .settings import LEASE_SECONDS, PING_SECONDS
-
-
-@dataclass(slots=True)
-class Tally:
-    """When the other end last sent something, and how many bytes of payload came and went."""
-
-    heard: float = field(default_factory=time.monotonic)
-    received: int = 0
-    sent: int = 0
 
 
 class Connection:
@@ -58,13 +52,13 @@ class Connection:
     def __init__(self, sock: socket.socket, *, silence: float = LEASE_SECONDS) -> None:
         self._sock = sock
         self._sending = threading.Lock()
-        self._closed = threading.Event()
         self._until = math.inf
         """The time by which the current read must be complete, in addition to the limit of silence."""
         self.unix = sock.family == socket.AF_UNIX
         self.takes_memory = False
         """Whether `MEMORY` may come now: at any other time its descriptor is refused."""
-        self.tally = Tally()
+        self.heard = time.monotonic()
+        """When the other end last sent something, on the monotonic clock."""
         sock.setblocking(True)
         if not self.unix:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,14 +74,9 @@ class Connection:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pair)
 
     @property
-    def unheard(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether the other end has sent something that this end has not read yet."""
-        waiting = select.poll()
-        try:
-            waiting.register(self._sock, select.POLLIN)
-        except ValueError:  # it was closed just now
-            return False
-        return bool(waiting.poll(0))
+        return has_unread_bytes(self._sock)
 
     # Sending.
 
@@ -105,8 +94,7 @@ class Connection:
             Ended: the other end has closed the connection.
             Silent: the other end does not take it in time.
         """
-        size = len(payload)
-        first = encode_frame(kind, head or {}, size)
+        first = encode_frame(kind, head or {}, len(payload))
         with self._sending:
             try:
                 self._send_all(first, payload, handle)
@@ -114,23 +102,11 @@ class Connection:
                 raise Silent(f"nobody took {kind.name} for {self.silence:g} s") from error
             except OSError as error:
                 raise Ended(f"the connection is closed: {error.strerror}") from error
-        self.tally.sent += size
 
     def _send_all(self, first: bytes, payload: memoryview | bytes, handle: int | None) -> None:
         until = time.monotonic() + self.silence
-        along = []
-        if handle is not None:
-            along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
-        self._put(until, first, payload, along=along)
-
-    def _put(
-        self,
-        until: float,
-        *parts: memoryview | bytes,
-        along: Iterable[tuple[int, int, array.array[int]]] = (),
-    ) -> None:
-        count = self._sock.sendmsg(parts, along)
-        for part in parts:
+        count = self._sock.sendmsg([first, payload], descriptor_message(handle))
+        for part in first, payload:
             with memoryview(part) as view:
                 while count < len(view):
                     if time.monotonic() > until:
@@ -155,7 +131,7 @@ class Connection:
         """
         while True:
             frame = self._receive(MAX_HEAD_BYTES)
-            self.tally.heard = time.monotonic()
+            self.heard = time.monotonic()
             if frame.kind is not Kind.PING:
                 return frame
 
@@ -170,7 +146,7 @@ class Connection:
             while (frame := self._receive(HELLO_BYTES)).kind is Kind.PING:
                 if time.monotonic() > self._until:
                     raise Silent(f"nothing but pings came for {self.silence:g} s")
-            self.tally.heard = time.monotonic()
+            self.heard = time.monotonic()
             return frame
         finally:
             self._until = math.inf
@@ -183,11 +159,11 @@ class Connection:
             TransferError: as `receive`.
         """
         if not self._readable(seconds):
-            if time.monotonic() - self.tally.heard > self.silence:
+            if time.monotonic() - self.heard > self.silence:
                 raise Silent(f"nothing came for {self.silence:g} s")
             return None
         frame = self._receive(MAX_HEAD_BYTES)
-        self.tally.heard = time.monotonic()
+        self.heard = time.monotonic()
         return None if frame.kind is Kind.PING else frame
 
     def expect(self, *kinds: Kind) -> Frame:
@@ -197,34 +173,17 @@ class Connection:
             Refused: it is an `ERROR`.
             TransferError: there is none, or it is another.
         """
-        return self.checked(self.receive(), *kinds)
-
-    def checked(self, frame: Frame, *kinds: Kind) -> Frame:
-        """Return this frame, which must be of one of these kinds. Raises what `expect` raises."""
-        if frame.kind in kinds:
-            return frame
-        if frame.handle is not None:
-            os.close(frame.handle)
-        if frame.kind is Kind.ERROR:
-            raise Refused(frame.head)
-        due = " or ".join(kind.name for kind in kinds)
-        raise Malformed(f"{frame.kind.name} came where {due} was due")
+        return check_kind(self.receive(), *kinds)
 
     def _receive(self, most: int) -> Frame:
         first = bytearray(FIRST_BYTES)
         handle = self._first(first)
         try:
             kind, length = decode_first(first, most)
-            if handle is not None and not (kind is Kind.MEMORY and self.takes_memory):
-                raise Malformed(
-                    f"{kind.name} came with a descriptor: only MEMORY brings one, when it is due"
-                )
+            check_descriptor(kind, handle, takes_memory=self.takes_memory)
             text = bytearray(length)
             self.read_into(memoryview(text))
-            head = decode_head(kind, text)
-            frame = Frame(kind, head, 0, handle)
-            size = frame.integer("payload", 0, MAX_PAYLOAD_BYTES) if "payload" in head else 0
-            return Frame(kind, head, size, handle)
+            return build_frame(kind, text, handle)
         except BaseException:
             if handle is not None:
                 os.close(handle)
@@ -235,19 +194,14 @@ class Connection:
         if not self.unix:
             self.read_into(memoryview(view))
             return None
-        room = socket.CMSG_LEN(struct.calcsize("i"))
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         try:
-            count, along, _, _ = self._sock.recvmsg_into([view], room, flags)
+            count, along, _, _ = self._sock.recvmsg_into([view], DESCRIPTOR_ROOM, flags)
         except BlockingIOError as error:
             raise Silent(f"nothing came for {self.silence:g} s") from error
         except OSError as error:
             raise Ended(f"the connection is closed: {error.strerror}") from error
-        handles = array.array("i")
-        for level, kind, data in along:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
-        handle = handles[0] if handles else None
+        handle = received_descriptor(along)
         try:
             if not count:
                 raise Ended("the other end has closed the connection")
@@ -281,7 +235,6 @@ class Connection:
             count += got
             if count < want and time.monotonic() >= until:
                 raise Silent(f"{want} bytes did not come within {self.silence:g} s")
-        self.tally.received += want
 
     def _readable(self, seconds: float) -> bool:
         """Whether a read returns within these seconds; the end of the connection counts."""
@@ -296,7 +249,6 @@ class Connection:
 
     def interrupt(self) -> None:
         """End every read and write, of all threads; `close` still frees it."""
-        self._closed.set()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -304,8 +256,3 @@ class Connection:
         """Close it; a thread that reads or sends gets `Ended`. Idempotent."""
         self.interrupt()
         self._sock.close()
-
-
-def first_to_go(strangers: Sequence[Connection]) -> Connection:
-    """Return which of these, oldest first, to drop for a new one: the oldest without unread bytes, else the oldest."""
-    return next((each for each in strangers if not each.unheard), strangers[0])

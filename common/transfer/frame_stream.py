@@ -6,33 +6,35 @@ directly into their final place. Standard library only, since the client uses it
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import ssl
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from .frame_sockets import (
+    DESCRIPTOR_ROOM,
+    descriptor_message,
+    has_unread_bytes,
+    received_descriptor,
+)
 from .frames import (
     FIRST_BYTES,
     HELLO_BYTES,
     MAX_HEAD_BYTES,
-    MAX_PAYLOAD_BYTES,
     Ended,
     Frame,
     Kind,
-    Malformed,
-    Refused,
     Silent,
     TransferError,
     Untrusted,
+    build_frame,
+    check_descriptor,
+    check_kind,
     decode_first,
-    decode_head,
     encode_frame,
 )
 from .settings import LEASE_SECONDS, PING_SECONDS
@@ -71,12 +73,7 @@ class FrameStream:
     @property
     def has_unread(self) -> bool:
         """Whether the other end has sent something that this end has not read yet."""
-        waiting = select.poll()
-        try:
-            waiting.register(self._sock, select.POLLIN)
-        except ValueError:  # it was closed just now
-            return False
-        return bool(waiting.poll(0))
+        return has_unread_bytes(self._sock)
 
     # TLS.
 
@@ -158,9 +155,7 @@ class FrameStream:
     async def _send_plain(
         self, first: bytes, payload: memoryview | bytes, handle: int | None
     ) -> None:
-        along = []
-        if handle is not None:
-            along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
+        along = descriptor_message(handle)
         while True:
             try:
                 count = self._sock.sendmsg([first, payload], along)
@@ -228,47 +223,40 @@ class FrameStream:
                 first = bytearray(FIRST_BYTES)
                 handle = await self._read_first(memoryview(first))
                 kind, length = decode_first(first, most)
-                if handle is not None and not (kind is Kind.MEMORY and self.takes_memory):
-                    raise Malformed(
-                        f"{kind.name} came with a descriptor: only MEMORY brings one, when it is due"
-                    )
+                check_descriptor(kind, handle, takes_memory=self.takes_memory)
                 text = bytearray(length)
                 await self._read_exactly(memoryview(text))
-            head = decode_head(kind, text)
-            frame = Frame(kind, head, 0, handle)
-            size = frame.integer("payload", 0, MAX_PAYLOAD_BYTES) if "payload" in head else 0
+            frame = build_frame(kind, text, handle)
         except BaseException:
             if handle is not None:
                 os.close(handle)
             raise
         self.heard = time.monotonic()
-        return Frame(kind, head, size, handle)
+        return frame
 
     async def _read_first(self, view: memoryview) -> int | None:
         """Read the first bytes of a frame; return the descriptor that came with them."""
         if not self.unix:
             await self._read_exactly(view)
             return None
-        handles = array.array("i")
-        room = socket.CMSG_LEN(struct.calcsize("i"))
         while True:
             try:
-                count, along, _, _ = self._sock.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
+                count, along, _, _ = self._sock.recvmsg_into(
+                    [view], DESCRIPTOR_ROOM, socket.MSG_CMSG_CLOEXEC
+                )
                 break
             except BlockingIOError:
                 await self._wait_readable()
-        for level, kind, data in along:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
+        handle = received_descriptor(along)
         try:
             if not count:
                 raise Ended("the other end has closed the connection")
             await self._read_exactly(view[count:])
         except BaseException:
-            for handle in handles:
+            if handle is not None:
                 os.close(handle)
             raise
-        return handles[0] if handles else None
+        return handle
 
     async def read_into(self, view: memoryview, still_wanted: StillWanted | None = None) -> bool:
         """Fill a buffer with the payload, or a part of it.
@@ -389,15 +377,3 @@ class FrameStream:
                 await asyncio.wait([pinging])
         finally:
             self._sock.close()
-
-
-def check_kind(frame: Frame, *kinds: Kind) -> Frame:
-    """Return this frame, which must be of one of these kinds. Raises what `FrameStream.expect` raises."""
-    if frame.kind in kinds:
-        return frame
-    if frame.handle is not None:
-        os.close(frame.handle)
-    if frame.kind is Kind.ERROR:
-        raise Refused(frame.head)
-    due = " or ".join(kind.name for kind in kinds)
-    raise Malformed(f"{frame.kind.name} came where {due} was due")

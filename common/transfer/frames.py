@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -186,3 +187,44 @@ def decode_head(kind: Kind, text: bytes | bytearray) -> Mapping[str, Any]:
     if not isinstance(head, dict):
         raise Malformed(f"the head of {kind.name} is no JSON object")
     return head
+
+
+def check_descriptor(kind: Kind, handle: int | None, *, takes_memory: bool) -> None:
+    """Refuse a descriptor that comes with another frame than `MEMORY`, or when none is due.
+
+    Raises:
+        Malformed: It is one of these.
+    """
+    if handle is not None and not (kind is Kind.MEMORY and takes_memory):
+        raise Malformed(
+            f"{kind.name} came with a descriptor: only MEMORY brings one, when it is due"
+        )
+
+
+def build_frame(kind: Kind, text: bytes | bytearray, handle: int | None) -> Frame:
+    """Return the frame whose head has this text, and whose payload is still to be read.
+
+    Raises:
+        Malformed: The head or the size of the payload is not valid.
+    """
+    head = decode_head(kind, text)
+    frame = Frame(kind, head, 0, handle)
+    size = frame.integer("payload", 0, MAX_PAYLOAD_BYTES) if "payload" in head else 0
+    return Frame(kind, head, size, handle)
+
+
+def check_kind(frame: Frame, *kinds: Kind) -> Frame:
+    """Return this frame, which must be of one of these kinds.
+
+    Raises:
+        Refused: It is an `ERROR`.
+        Malformed: It is another one.
+    """
+    if frame.kind in kinds:
+        return frame
+    if frame.handle is not None:
+        os.close(frame.handle)
+    if frame.kind is Kind.ERROR:
+        raise Refused(frame.head)
+    due = " or ".join(kind.name for kind in kinds)
+    raise Malformed(f"{frame.kind.name} came where {due} was due")

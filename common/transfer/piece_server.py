@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from rollout_common.wire.root_hash import DIGEST_BYTES, hash_leaf
 
-from .frame_stream import FrameStream, check_kind
-from .frames import Frame, Kind, Malformed, TransferError
+from .frame_stream import FrameStream
+from .frames import Frame, Kind, Malformed, TransferError, check_kind
 from .held_version import HeldVersion
 from .pace import Pace
 from .settings import ANNOUNCE_SECONDS, ANNOUNCE_SECONDS_EACH

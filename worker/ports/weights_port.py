@@ -12,10 +12,11 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from rollout_common.transfer.frame_sockets import first_to_go
 from rollout_common.transfer.frame_stream import FrameStream
 from rollout_common.transfer.frames import PROTOCOL, Kind, Malformed, TransferError, Untrusted
 from rollout_common.transfer.node import node_of
@@ -129,7 +130,7 @@ class WeightsPort:
             except OSError as error:
                 logger.warning("a connection for weights could not be taken: %s", error)
                 if self._strangers:  # perhaps no descriptor was left
-                    _first_to_go(list(self._strangers)).interrupt()
+                    first_to_go(list(self._strangers)).interrupt()
                 await asyncio.sleep(WEIGHTS_ACCEPT_RETRY_SECONDS)
                 continue
             try:
@@ -153,8 +154,8 @@ class WeightsPort:
         kin = [each for each in self._strangers if each.unix == stream.unix]
         near = [each for each in kin if self._strangers[each] == place]
         if len(near) >= MAX_STRANGERS_PER_ADDRESS:
-            return _first_to_go(near)
-        return _first_to_go(kin) if len(kin) >= MAX_STRANGERS else None
+            return first_to_go(near)
+        return first_to_go(kin) if len(kin) >= MAX_STRANGERS else None
 
     async def _serve_connection(self, stream: FrameStream) -> None:
         admitted = False
@@ -234,11 +235,6 @@ class WeightsPort:
 async def _send_refusal(stream: FrameStream, slug: str, detail: str) -> None:
     await stream.send(Kind.ERROR, {"slug": slug, "detail": detail})
     await stream.leave(FAREWELL_SECONDS)
-
-
-def _first_to_go(strangers: Sequence[FrameStream]) -> FrameStream:
-    """Return which of them, oldest first, goes for another one: not one that has spoken and was not listened to yet."""
-    return next((each for each in strangers if not each.has_unread), strangers[0])
 
 
 def _caller_address(connected: socket.socket, address: object) -> str:

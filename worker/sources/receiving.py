@@ -13,8 +13,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.frame_stream import FrameStream, check_kind
-from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import (
+    PROTOCOL,
+    Frame,
+    Kind,
+    Malformed,
+    TransferError,
+    check_kind,
+)
 from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.maps import Maps

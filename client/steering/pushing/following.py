@@ -55,7 +55,7 @@ class Following:
         limit = seconds + GRACE_SECONDS
         self._ended = None
         self._connection.patience(limit)
-        self._began = self._connection.tally.heard = time.monotonic()
+        self._began = self._connection.heard = time.monotonic()
         beat = Beat(self._connection)
         try:
             return self._follow(version, tensors, self._began + limit, beat)
@@ -132,7 +132,7 @@ class Following:
 
     def _mind(self) -> None:
         """Limit the silence of rank 0 from now on, since it pings during a publish."""
-        if self._connection.tally.heard > self._began:
+        if self._connection.heard > self._began:
             self._connection.patience(LEASE_SECONDS)
 
     def _map(self, frame: Frame) -> None:

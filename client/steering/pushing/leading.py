@@ -84,7 +84,7 @@ class Leading:
         until = time.monotonic() + seconds
         for connection in self._connections.values():
             connection.patience(seconds + GRACE_SECONDS)
-            connection.tally.heard = time.monotonic()
+            connection.heard = time.monotonic()
         found: dict[int, list[Part]] = {}
         while late := [rank for rank in self._connections if rank not in found]:
             if time.monotonic() > until:

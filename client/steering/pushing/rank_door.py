@@ -17,8 +17,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollout_common.transfer.connection import Connection, first_to_go
+from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.dialing import connect_unix
+from rollout_common.transfer.frame_sockets import first_to_go
 from rollout_common.transfer.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.settings import LEASE_SECONDS
 

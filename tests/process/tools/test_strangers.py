@@ -238,7 +238,7 @@ async def test_peers_that_fetch_at_once_wait_for_their_turn_and_too_many_come_ag
 
 
 async def heard(peer: Connection) -> None:
-    await until(lambda: peer.unheard, what="a ping, or an answer")
+    await until(lambda: peer.has_unread, what="a ping, or an answer")
 
 
 def _told(peer: Connection) -> bool:

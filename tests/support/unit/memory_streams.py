@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, cast
 
-from rollout_common.transfer.frame_stream import FrameStream, StillWanted, check_kind
+from rollout_common.transfer.frame_stream import FrameStream, StillWanted
 from rollout_common.transfer.frames import (
     FIRST_BYTES,
     Ended,
     Frame,
     Kind,
     TransferError,
+    check_kind,
     decode_head,
     encode_frame,
 )

@@ -22,5 +22,5 @@ def dial_unix(path: str, seconds: float, *, silence: float = LEASE_SECONDS) -> C
 
 def keep_alive(connection: Connection) -> None:
     """Ping from a thread until the connection is closed."""
-    over = connection._closed
+    over = threading.Event()  # a send fails once the connection is closed, which ends the thread
     threading.Thread(target=connection.ping_until, args=[over], name="pings", daemon=True).start()

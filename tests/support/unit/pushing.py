@@ -14,7 +14,7 @@ from typing import Any
 from rollout_common.transfer.arena import Slot
 from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.delta import encode_delta
-from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, fetch_ticket
+from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, check_kind, fetch_ticket
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.piece_server import ranges_of, read_ranges
@@ -144,7 +144,7 @@ class Trainer:
         """Return the pieces that the worker asks for next, progress aside."""
         while (frame := self.connection.receive()).kind is Kind.PROGRESS:
             pass
-        return self._pieces_of(self.connection.checked(frame, Kind.GET))
+        return self._pieces_of(check_kind(frame, Kind.GET))
 
     def _pieces_of(self, request: Frame) -> list[int]:
         runs = read_ranges(request, len(self.version.pieces))

@@ -1,0 +1,58 @@
+"""What both kinds of connections do with their sockets: descriptors that come with frames, and callers that wait."""
+
+from __future__ import annotations
+
+import array
+import select
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+DESCRIPTOR_ROOM = socket.CMSG_LEN(struct.calcsize("i"))
+"""Room for the one descriptor that a frame may bring."""
+
+Ancillary = list[tuple[int, int, "array.array[int]"]]
+
+
+class Caller(Protocol):
+    """A connection whose other end has not shown yet what it is."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the other end has sent something that this end has not read yet."""
+        ...
+
+
+_C = TypeVar("_C", bound=Caller)
+
+
+def descriptor_message(handle: int | None) -> Ancillary:
+    """Return what `sendmsg` takes to send a descriptor; empty without one."""
+    if handle is None:
+        return []
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
+
+
+def received_descriptor(along: Iterable[tuple[int, int, bytes]]) -> int | None:
+    """Return the descriptor that `recvmsg_into` got within `DESCRIPTOR_ROOM`; None: there is none."""
+    handles = array.array("i")
+    for level, kind, data in along:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
+    return handles[0] if handles else None
+
+
+def has_unread_bytes(sock: socket.socket) -> bool:
+    """Whether bytes of the other end wait to be read; False once the socket is closed."""
+    waiting = select.poll()
+    try:
+        waiting.register(sock, select.POLLIN)
+    except ValueError:  # it was closed just now
+        return False
+    return bool(waiting.poll(0))
+
+
+def first_to_go(callers: Sequence[_C]) -> _C:
+    """Return which of these, oldest first, to drop for a new one: the oldest without unread bytes, else the oldest."""
+    return next((each for each in callers if not each.has_unread), callers[0])
