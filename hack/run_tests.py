@@ -54,6 +54,7 @@ the second, then in the third: the tests next to them mostly wait, for deadlines
 """
 MAX_RETRIED = 2
 SLOWEST = 25
+SHOWN_FAILURES, FAILURE_LINES = 3, 12
 
 
 def is_path(word: str) -> bool:
@@ -240,9 +241,18 @@ class Tests:
             yield result.text.rstrip()
         for title, lines in (("failed", self.failed), ("the run fails", self.problems)):
             yield from [f"{f' {title} ':=^80}", *lines] if lines else ()
+        yield from self._failure_ends()
         seconds = time.monotonic() - self.began
         clock = f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
         yield f"{self.totals} in {seconds:.2f}s ({clock})"
+
+    def _failure_ends(self) -> Iterator[str]:
+        """Yield the end of what the last failures said, since of a long output only the end may be kept."""
+        for lane in (*self.lanes, *self.retry):
+            for result in lane.failed[:SHOWN_FAILURES]:
+                title = f" {result.test.rpartition('::')[2]} ({lane.name}) "
+                yield f"{title:-^80}"
+                yield from result.text.rstrip().split("\n")[-FAILURE_LINES:]
 
     def remove_clusters(self) -> None:
         for name in [] if self.env.get("ROLLOUT_KEEP_CLUSTER") else Cluster.names():

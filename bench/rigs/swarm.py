@@ -20,13 +20,13 @@ from bench import ROOT
 from rollout_common.transfer.dialing import dial_stream
 from rollout_common.transfer.frame_stream import FrameStream
 from rollout_common.transfer.frames import TransferError
-from rollout_common.transfer.held_version import HeldVersion, VersionEnd
+from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.pace import Pace
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
-from rollout_common.transfer.transfer_loop import waking
-from rollout_common.wire.root_hash import HashedTensor, hash_leaf, leaf_spans, root_hash_of
+from rollout_common.transfer.transfer_loop import TaskSet, waking
+from tests.support.unit.memory_versions import PlainMemory, fill_version
 
 TENSOR_BYTES = 8 << 20
 DEADLINE_SECONDS = 300.0
@@ -39,40 +39,18 @@ def layout_of(tensors: int) -> PushLayout:
     )
 
 
-class _Store:
-    """Memory of a worker; as `PieceStore`."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = memoryview(bytearray(nbytes))
-
-    def writable(self, begin: int, end: int) -> memoryview:
-        return self.memory[begin:end]
-
-    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
-        if not in_place:
-            self.memory[begin : begin + len(content)] = content
-
-    def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
-        raise NotImplementedError
-
-
 class _Node:
     """One process: it serves what it holds to all that connect."""
 
     def __init__(self, held: HeldVersion, rate: float) -> None:
         self.held, self._pace = held, Pace(rate)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = TaskSet()
 
     async def listen(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         while True:
             connected, _ = await asyncio.get_running_loop().sock_accept(sock)
-            self.start(self._serve(FrameStream(connected)))
-
-    def start(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self.tasks.start_task(self._serve(FrameStream(connected)))
 
     async def _serve(self, stream: FrameStream) -> None:
         stream.start_pinging()
@@ -90,7 +68,7 @@ async def _run_worker(node: _Node, fetcher: PieceFetcher, ports: list[int], numb
 
     for index, port in enumerate(ports):
         if index != number + 1:  # the first one is the trainer's
-            node.start(fetch(port, is_origin=index == 0))
+            node.tasks.start_task(fetch(port, is_origin=index == 0))
     news = asyncio.Event()
     node.held.subscribe(waking(news))
     while not fetcher.is_whole:
@@ -101,32 +79,20 @@ async def _run_worker(node: _Node, fetcher: PieceFetcher, ports: list[int], numb
 async def _main(order: dict[str, Any]) -> None:
     """Be the trainer (number -1) or a worker; says when it began to listen, and when it has everything."""
     number, count, layout = order["number"], order["count"], layout_of(order["tensors"])
-    store = _Store(layout.nbytes)
-    held = HeldVersion(layout, lambda begin, end: store.memory[begin:end])
+    store = PlainMemory(layout.nbytes)
+    held = HeldVersion(layout, store.read_bytes)
     node = _Node(held, order["rate"])
     with socket.create_server(("127.0.0.1", 0), backlog=count + 1) as sock:
         print(json.dumps({"port": sock.getsockname()[1]}), flush=True)
-        node.start(node.listen(sock))
+        node.tasks.start_task(node.listen(sock))
         begin = json.loads(await asyncio.to_thread(sys.stdin.readline))
         if number < 0:
-            _fill(held)
+            fill_version(held)
         else:
             fetcher = PieceFetcher(held, store, (number, count), expected_peers=count - 1)
             await _run_worker(node, fetcher, begin["ports"], number)
         print(json.dumps({"whole_at": time.time()}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-
-
-def _fill(held: HeldVersion) -> None:
-    for placed in held.layout.tensors:
-        first = held.pieces.first_leaf[placed.name]
-        for leaf, (begin, end) in enumerate(leaf_spans(placed.nbytes), first):
-            with held.read_bytes(placed.start + begin, placed.start + end) as content:
-                held.mark_leaf(leaf, hash_leaf(content))
-    digests = held.tensor_digests()
-    tensors = held.layout.tensors
-    root = root_hash_of({t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in tensors})
-    held.finish(VersionEnd(root, digests))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollout_common.wire.root_hash import DIGEST_BYTES, combine_leaves
 
@@ -25,6 +26,10 @@ class VersionEnd:
 
     root_hash: str
     digests: Mapping[str, str]
+
+    def to_head(self) -> dict[str, Any]:
+        """Return it as the head of an `END` frame."""
+        return {"root_hash": self.root_hash, "digests": dict(self.digests)}
 
 
 class HeldVersion:

@@ -17,7 +17,7 @@ from .frames import Frame, Kind, Malformed, TransferError, check_kind
 from .held_version import HeldVersion
 from .pace import Pace
 from .settings import ANNOUNCE_SECONDS, ANNOUNCE_SECONDS_EACH
-from .transfer_loop import waking
+from .transfer_loop import running_tasks, wait_for_first, waking
 
 MAX_REQUESTED = 65536
 """Most pieces that one fetcher may have requested and not received yet."""
@@ -90,8 +90,6 @@ class PieceServer:
         self._delta_of, self._on_frame = delta_of, on_frame
         self._requested: deque[int] = deque()
         self._has_requests, self._has_news = asyncio.Event(), asyncio.Event()
-        self.sent_deltas = False
-        """Whether a piece went out as a delta."""
 
     async def run(self) -> None:
         """Serve until the fetcher closes the connection, or `on_frame` expects nothing more.
@@ -100,21 +98,14 @@ class PieceServer:
             TransferError: The connection broke, or the version has failed.
         """
         end = self._held.subscribe(waking(self._has_news))
-        tasks = [
-            asyncio.create_task(each())
-            for each in (self._listen, self._announce, self._send_pieces)
-        ]
         try:
-            # The first task to end ends all: only `_listen` ends without an error.
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
+            async with running_tasks(
+                self._listen(), self._announce(), self._send_pieces()
+            ) as tasks:
+                # The first task to end ends all: only `_listen` ends without an error.
+                await wait_for_first(tasks)
         finally:
             end()
-            for each in tasks:
-                each.cancel()
-            # If several fail at once, one is raised; the others are read so that asyncio doesn't log them.
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _listen(self) -> None:
         count = len(self._held.pieces)
@@ -144,10 +135,7 @@ class PieceServer:
                 await self._stream.send(Kind.HAVE, {"ranges": ranges_of(news)})
             if held.end is not None and not ended:
                 ended = True
-                end = held.end
-                await self._stream.send(
-                    Kind.END, {"root_hash": end.root_hash, "digests": dict(end.digests)}
-                )
+                await self._stream.send(Kind.END, held.end.to_head())
             if held.failure is not None:
                 raise TransferError(held.failure)
             await self._has_news.wait()
@@ -169,7 +157,6 @@ class PieceServer:
         head: dict[str, Any] = {"piece": piece, "digests": held.leaf_digests(piece).hex()}
         delta = None if self._delta_of is None else self._delta_of(piece)
         if delta is not None:
-            self.sent_deltas = True
             await self._wait_for_pace(len(delta))
             head["hash"] = hash_leaf(delta).hex()
             return await self._stream.send(Kind.DELTA, head, delta)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -34,6 +34,66 @@ def transfer_loop() -> asyncio.AbstractEventLoop:
 def run_on_loop(work: Coroutine[Any, Any, _T]) -> Future[_T]:
     """Run a coroutine on the loop; may be called from any thread but the loop's."""
     return asyncio.run_coroutine_threadsafe(work, transfer_loop())
+
+
+@contextlib.asynccontextmanager
+async def running_tasks(*work: Coroutine[Any, Any, Any]) -> AsyncGenerator[list[asyncio.Task[Any]]]:
+    """Run these as tasks for as long as the block runs; at its end cancel those that still run, and wait for them.
+
+    Errors that the block does not read are dropped.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield tasks
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+        for each in tasks:
+            if not each.cancelled():
+                each.exception()  # read, so that asyncio doesn't log it
+
+
+async def wait_for_first(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until one of the tasks has ended; raise what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for each in done:
+        each.result()
+
+
+class TaskSet:
+    """Tasks of the running loop, forgotten as they end. Each is cancelled once, since it closes its connection then."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cancelled: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run this as a task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._cancelled.discard)
+
+    def cancel_tasks(self) -> None:
+        """Cancel all tasks."""
+        for task in self._tasks - self._cancelled:
+            task.cancel()
+        self._cancelled |= self._tasks
+
+    async def wait_for_end(self) -> None:
+        """Wait until no task is left."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def end_tasks(self) -> None:
+        """Cancel all tasks, and what they start meanwhile; wait for them."""
+        while self._tasks:
+            self.cancel_tasks()
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
 def waking(event: asyncio.Event) -> Callable[[], None]:

@@ -12,9 +12,7 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any
 
 from rollout_common.transfer.frame_sockets import first_to_go
 from rollout_common.transfer.frame_stream import FrameStream
@@ -22,7 +20,7 @@ from rollout_common.transfer.frames import PROTOCOL, Kind, Malformed, TransferEr
 from rollout_common.transfer.node import node_of
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.transfer.tls import HANDSHAKE
-from rollout_common.transfer.transfer_loop import run_on_loop
+from rollout_common.transfer.transfer_loop import TaskSet, run_on_loop
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.incoming import Refusal
 from rollout_worker.sources.outward import Outward
@@ -67,7 +65,7 @@ class WeightsPort:
         self._path = settings.weights_socket
         self._strangers: dict[FrameStream, str] = {}
         """Connections without a ticket and their addresses, oldest first."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._serving: Future[None] | None = None
         port = node = None
         if settings.weights_port is not None:
@@ -99,28 +97,14 @@ class WeightsPort:
         if self._serving is not None:
             self._serving.cancel()
             with contextlib.suppress(TimeoutError):
-                run_on_loop(self._end_tasks()).result(THREAD_STOP_SECONDS)
+                run_on_loop(self._tasks.end_tasks()).result(THREAD_STOP_SECONDS)
         for sock in self._listening:
             sock.close()
 
-    async def _end_tasks(self) -> None:
-        """End all connections, and wait for them."""
-        ended: set[asyncio.Task[None]] = set()
-        while self._tasks:
-            for task in self._tasks - ended:  # each once: at its end it closes its connection
-                task.cancel()
-            ended |= self._tasks
-            await asyncio.wait(self._tasks)
-
     async def _serve(self) -> None:
         for sock in self._listening:
-            self._start_task(self._accept_connections(sock))
+            self._tasks.start_task(self._accept_connections(sock))
         await asyncio.Event().wait()  # until it is cancelled
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _accept_connections(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -147,7 +131,7 @@ class WeightsPort:
             del self._strangers[late]
             late.interrupt()
         self._strangers[stream] = place
-        self._start_task(self._serve_connection(stream))
+        self._tasks.start_task(self._serve_connection(stream))
 
     def _stranger_to_drop(self, stream: FrameStream, place: str) -> FrameStream | None:
         """The stranger that has to go for another one, if one has to."""

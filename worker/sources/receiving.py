@@ -26,7 +26,7 @@ from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.maps import Maps
 from rollout_common.transfer.piece_fetcher import HolderLink
-from rollout_common.transfer.transfer_loop import waking
+from rollout_common.transfer.transfer_loop import running_tasks, wait_for_first, waking
 
 from .incoming import Refusal
 from .pushed_memory import Memory, TransferFailed
@@ -117,17 +117,12 @@ class Receiving:
 
     async def _await_frame(self, kind: Kind) -> Frame:
         """Return the next frame, which must be of this kind; stop waiting for it if the slot ends first."""
-        receiving = asyncio.create_task(self._stream.expect(kind))
-        waiting = asyncio.create_task(self._news.wait())
-        try:
-            await asyncio.wait([receiving, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                return receiving.result()
+        async with running_tasks(self._stream.expect(kind), self._news.wait()) as tasks:
+            await wait_for_first(tasks)
+            if tasks[0].done():
+                frame: Frame = tasks[0].result()
+                return frame
             raise TransferFailed(self._incoming.failure or "it is staged")
-        finally:
-            for each in receiving, waiting:
-                each.cancel()
-            await asyncio.wait([receiving, waiting])
 
     async def _fetch_pieces(self, about: Frame, layout: PushLayout) -> None:
         """Fetch from the trainer, and from other workers that get the same version."""
@@ -147,16 +142,9 @@ class Receiving:
         Raises:
             TransferError: The trainer is gone.
         """
-        tasks = [asyncio.create_task(listening), asyncio.create_task(self._report(lent))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
+        async with running_tasks(listening, self._report(lent)) as tasks:
+            await wait_for_first(tasks)
             await tasks[1]
-        finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.wait(tasks)
 
     async def _report(self, lent: Memory | None = None) -> None:
         """Report progress, then the outcome, and then that nothing reads the trainer's memory any more."""

@@ -12,7 +12,7 @@ from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, Malformed, Tra
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
-from rollout_common.transfer.transfer_loop import transfer_loop
+from rollout_common.transfer.transfer_loop import TaskSet, transfer_loop
 from rollout_common.wire import Peer
 
 from .incoming import Incoming, Refusal
@@ -35,10 +35,6 @@ class HolderAddress:
     port: int
     ticket: str
     name: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as `LAYOUT` names it."""
-        return {"host": self.host, "port": self.port, "ticket": self.ticket, "name": self.name}
 
 
 def read_holders(given: object) -> list[HolderAddress]:
@@ -74,8 +70,7 @@ class VersionFetching:
         self.incoming, self._outward, self._root_hash = incoming, outward, root_hash
         self._fetcher: PieceFetcher | None = None
         self._beginning = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._cancelled: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._reasons: list[str] = []
         incoming.on_over.append(self._stop_soon)
 
@@ -107,32 +102,20 @@ class VersionFetching:
         if not self._tasks:
             self.incoming.peer_count = len(holders)
             for holder in holders:
-                self._start(self._fetch_from_holder(holder))
+                self._tasks.start_task(self._fetch_from_holder(holder))
 
     async def fetch_from_peers(self, peers: Sequence[Peer]) -> None:
         """Fetch from these peers only; the version fails once the last of them has failed."""
         for peer in peers:
             address = HolderAddress(peer.host, peer.port, peer.ticket, f"{peer.host}:{peer.port}")
-            self._start(self._fetch_from_holder(address))
-        while self._tasks:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._tasks.start_task(self._fetch_from_holder(address))
+        await self._tasks.wait_for_end()
         if self._fetcher is None or not self._fetcher.is_whole:
             reasons = "; ".join(self._reasons)
             self.incoming.fail(f"no peer could give the weights ({reasons}): stage again")
 
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _stop_soon(self) -> None:
-        transfer_loop().call_soon_threadsafe(self._stop)
-
-    def _stop(self) -> None:
-        # Each task once, since it closes its connection at its end.
-        for task in self._tasks - self._cancelled:
-            task.cancel()
-        self._cancelled |= self._tasks
+        transfer_loop().call_soon_threadsafe(self._tasks.cancel_tasks)
 
     async def _fetch_from_holder(self, holder: HolderAddress) -> None:
         why = ""

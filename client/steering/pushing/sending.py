@@ -24,7 +24,12 @@ from rollout_common.transfer.pace import Pace
 from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
 from rollout_common.transfer.tls import Trust
-from rollout_common.transfer.transfer_loop import run_on_loop, waking
+from rollout_common.transfer.transfer_loop import (
+    run_on_loop,
+    running_tasks,
+    wait_for_first,
+    waking,
+)
 
 from .board import Board
 from .deltas import Deltas
@@ -122,22 +127,16 @@ class Sender:
         self._stop_soon = waking(stopped)
         if self._stopping.is_set():
             stopped.set()
-        tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(self._carry()),
-            asyncio.create_task(stopped.wait()),
-        ]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            why = tasks[0].result() if tasks[0].done() else "the publish was given up"
-            if not self._board.settled(name):
-                self._board.failed(name, why)
+            async with running_tasks(self._carry(), stopped.wait()) as tasks:
+                await wait_for_first(tasks)
+                why = tasks[0].result() if tasks[0].done() else "the publish was given up"
+                if not self._board.settled(name):
+                    self._board.failed(name, why)
         except Exception as error:
             logger.exception("sending weights to %s failed", name)
             self._board.failed(name, f"internal error: {error}")
         finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.wait(tasks)
             if self._given and not self._given_back:
                 # The replica is silent, gone or refused: it may still serve from these pages.
                 self._filling.slot.doubt(name)
@@ -216,19 +215,9 @@ class Sender:
             await stream.send(Kind.MEMORY, {"size": self._filling.slot.size}, handle=handle)
         finally:
             os.close(handle)
-        tasks = [
-            asyncio.create_task(self._listen(stream)),
-            asyncio.create_task(self._follow(stream)),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[1].done():
-                tasks[1].result()
+        async with running_tasks(self._listen(stream), self._follow(stream)) as tasks:
+            await wait_for_first(tasks)
             await tasks[0]
-        finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.wait(tasks)
 
     async def _listen(self, stream: FrameStream) -> None:
         while self._hear(await stream.receive()):
@@ -260,8 +249,7 @@ class Sender:
                 if announced < (upto := held.prefix_end):
                     announced = upto
                     await stream.send(Kind.FILLED, {"upto": upto})
-            last = {"root_hash": held.end.root_hash, "digests": dict(held.end.digests)}
-            await stream.send(Kind.END, last)
+            await stream.send(Kind.END, held.end.to_head())
         finally:
             end()
 

@@ -16,6 +16,7 @@ from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
+from tests.support.unit.memory_versions import PlainMemory
 
 MEBI = 1 << 20
 PIECES = 4
@@ -23,28 +24,18 @@ LATE_SECONDS = 1.0
 LAYOUT = PushLayout.plan([(str(number), "U8", (MEBI,)) for number in range(PIECES)])
 
 
-class Holder:
+class Holder(PlainMemory):
     """What one process has of the version, in memory of its own."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(LAYOUT.nbytes)
-        self.held = HeldVersion(LAYOUT, self.writable)
-
-    def writable(self, begin: int, end: int) -> memoryview:
-        return memoryview(self.memory)[begin:end]
-
-    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
-        if not in_place:
-            self.memory[begin : begin + len(content)] = content
-
-    def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
-        raise NotImplementedError
+        super().__init__(LAYOUT.nbytes)
+        self.held = HeldVersion(LAYOUT, self.read_bytes)
 
     def fill(self, piece: int) -> None:
         """Have one more piece."""
         begin, end = LAYOUT.pieces.span(piece)
         self.memory[begin:end] = bytes([piece + 1]) * (end - begin)
-        with self.writable(begin, end) as content:
+        with self.read_bytes(begin, end) as content:
             self.held.mark_piece(piece, LAYOUT.pieces.hash_leaves(piece, content))
 
 

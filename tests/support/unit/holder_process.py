@@ -1,6 +1,6 @@
 """Holders of one version, each a process of its own that a test kills, stops and corrupts.
 
-    python holder_process.py
+    python -m tests.support.unit.holder_process
 
 Takes a line of JSON from stdin for each holder, `{"flips": whether it damages pieces}`, forks it, and writes `{"pid": …, "port": …}`. Its
 holders go with it.
@@ -19,11 +19,11 @@ import sys
 
 from rollout_common.transfer.frame_stream import FrameStream
 from rollout_common.transfer.frames import TransferError
-from rollout_common.transfer.held_version import HeldVersion, VersionEnd
+from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.pace import Pace
 from rollout_common.transfer.piece_server import PieceServer
-from rollout_common.wire.root_hash import HashedTensor, hash_leaf, leaf_spans, root_hash_of
+from tests.support.unit.memory_versions import hold_everything
 
 SIZES = (3 << 20, 700, (1 << 20) + 1, 5, 2 << 20, 300_000)
 RATE = 150e6
@@ -38,19 +38,6 @@ def make_layout() -> PushLayout:
 
 def make_content(layout: PushLayout) -> bytes:
     return random.Random(1).randbytes(layout.nbytes)
-
-
-def hold_everything(layout: PushLayout, content: memoryview) -> HeldVersion:
-    """Return a version all of whose pieces are there."""
-    held = HeldVersion(layout, lambda begin, end: content[begin:end])
-    for placed in layout.tensors:
-        first = layout.pieces.first_leaf[placed.name]
-        for leaf, (begin, end) in enumerate(leaf_spans(placed.nbytes), first):
-            held.mark_leaf(leaf, hash_leaf(content[placed.start + begin : placed.start + end]))
-    digests = held.tensor_digests()
-    hashed = {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in layout.tensors}
-    held.finish(VersionEnd(root_hash_of(hashed), digests))
-    return held
 
 
 async def serve(sock: socket.socket, held: HeldVersion) -> None:

@@ -22,10 +22,9 @@ from tests.support.unit.pushing import Version
 HOLDER = {"host": "a", "port": 8002, "ticket": "0" * 32, "name": "b"}
 
 
-def test_holders_are_read_as_they_were_written() -> None:
+def test_holders_are_read() -> None:
     [found] = read_holders([HOLDER])
     assert found == HolderAddress("a", 8002, "0" * 32, "b")
-    assert found.to_json() == HOLDER
     assert read_holders([{**HOLDER, "name": ""}])[0].name == ""
 
 
