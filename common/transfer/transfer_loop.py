@@ -90,7 +90,7 @@ class TaskSet:
             await asyncio.wait(self._tasks)
 
     async def end_tasks(self) -> None:
-        """Cancel all tasks, and what they start meanwhile; wait for them."""
+        """Cancel all tasks, and those that they start until they end; wait for them."""
         while self._tasks:
             self.cancel_tasks()
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
