@@ -36,7 +36,7 @@ def small_leaves() -> Iterator[None]:
 def fill_version(held: HeldVersion) -> None:
     """Note all pieces of a version whose bytes can be read already, and what it hashes to."""
     for placed in held.layout.tensors:
-        first = held.pieces.first_leaf[placed.name]
+        first = held.pieces.first_leaf.get(placed.name, 0)
         for leaf, (begin, end) in enumerate(leaf_spans(placed.nbytes), first):
             with held.read_bytes(placed.start + begin, placed.start + end) as content:
                 held.mark_leaf(leaf, hash_leaf(content))
