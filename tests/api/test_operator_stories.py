@@ -114,7 +114,13 @@ async def test_no_accelerator_is_free(lab: PoolLab) -> None:
         "full", replicas=1, engine={"type": "vllm", "image": "localhost/none"},
         accelerator={"resource": "nvidia.com/gpu"}, podTemplate={"labels": {NO_NODE: "yes"}, "nodeSelector": {"pool": "gpus"}},
     )  # fmt: skip
-    await lab.until("the pod is there", lambda: "full-0-0" in lab.pods("full"))
+
+    def is_tried() -> bool:
+        conditions = lab.pods("full").get("full-0-0", {}).get("status", {}).get("conditions", ())
+        return any(each["type"] == "PodScheduled" for each in conditions)
+
+    # The cluster's own scheduler finds no node either: its words must not come after the test's.
+    await lab.until("the scheduler has tried the pod", is_tried)
     long_ago = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 300))
     scheduled = {
         "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
