@@ -3,7 +3,8 @@
 One rank, on a CPU, loads two versions of a mixture of experts in turn: first by vLLM's `reload_weights`,
 which finds out each time where each tensor goes, then by the copies that were recorded. Both give the same tokens.
 The plan says which of 64 ranks writes which shard of 723 tensors; its baseline only compares all pairs of shards.
-One version goes from a trainer to 8 and to 16 workers, each of which sends at a limited rate; the bound is one copy at that rate.
+One version goes from the nodes of a trainer to many workers, and each process sends at a limited rate; the bound is what
+all of them can send together, or the trainer's nodes one copy, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ COMMIT = Goal(median=0.3)
 RANKS, TENSORS = 64, 723
 """A model of 70B on 8 nodes of 8 devices."""
 PLAN = Goal(median=0.2)
-SWARMS = ((8, 20, 25e6), (16, 20, 13e6))
-"""Workers, tensors of 8 MiB, bytes a second that a process sends."""
+SWARMS = ((1, 8, 20, 25e6), (1, 16, 20, 13e6), (4, 8, 20, 25e6), (8, 8, 20, 25e6))
+"""Nodes of the trainer, workers, tensors of 8 MiB, bytes a second that a process sends."""
 SHARE_OF_BOUND = 0.85
 SECONDS = 900.0
 
@@ -85,16 +86,18 @@ def _commit_figures(found: dict[str, Any], options: Options) -> list[Figure]:
     ]
 
 
-def _measure_swarm(workers: int, tensors: int, rate: float, options: Options) -> Figure:
-    """Return the seconds until all workers have a version, against one copy at the rate of a link."""
+def _measure_swarm(nodes: int, workers: int, tensors: int, rate: float, options: Options) -> Figure:
+    """Return the seconds until all workers have a version, against what the links allow."""
     tensors = 2 if options.quick else tensors
-    bound = tensors * swarm.TENSOR_BYTES / rate
-    took = [swarm.seconds_to_all(workers, tensors, rate) for _ in range(options.count(5, 1))]
+    nbytes = tensors * swarm.TENSOR_BYTES
+    bound = max(nbytes / nodes, nbytes * workers / (nodes + workers)) / rate
+    rounds = options.count(5, 1)
+    took = [swarm.seconds_to_all(nodes, workers, tensors, rate) for _ in range(rounds)]
     return figure(
-        f"{tensors * swarm.TENSOR_BYTES / 1e6:.0f} MB to {workers} workers, {rate / 1e6:.0f} MB/s a link",
+        f"{nbytes / 1e6:.0f} MB from {nodes} to {workers} workers, {rate / 1e6:.0f} MB/s a link",
         took,
         baseline=[bound] * len(took),
-        against="one copy at that rate",
+        against="what all links can send",
         goal=None if options.quick else Goal(median=bound / SHARE_OF_BOUND),
     )
 

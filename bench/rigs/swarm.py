@@ -1,7 +1,8 @@
-"""One version from a trainer to many workers: a process for each, whose links have the same rate.
+"""One version from the nodes of a trainer to many workers: a process for each, whose links have the same rate.
 
-Only the transfer runs: a trainer's piece server, and in each worker a fetcher and servers for all others. No engine,
-no control port. The rate bounds what a process sends, as `--weights-egress` does.
+Only the transfer runs: a piece server in each of the trainer's nodes, which have equal parts of the version, and in
+each worker a fetcher and servers for all others. No engine, no control port. The rate bounds what a process sends, as
+`--weights-egress` does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class _Node:
         await stream.close()
 
 
-async def _run_worker(node: _Node, fetcher: PieceFetcher, ports: list[int], number: int) -> None:
+async def _run_worker(
+    node: _Node, fetcher: PieceFetcher, ports: list[int], origins: int, number: int
+) -> None:
     async def fetch(port: int, *, is_origin: bool) -> None:
         stream = await dial_stream("127.0.0.1", port, 10)
         stream.start_pinging()
@@ -67,8 +70,8 @@ async def _run_worker(node: _Node, fetcher: PieceFetcher, ports: list[int], numb
             await fetcher.fetch_from(HolderLink(str(port), stream, is_origin))
 
     for index, port in enumerate(ports):
-        if index != number + 1:  # the first one is the trainer's
-            node.tasks.start_task(fetch(port, is_origin=index == 0))
+        if index != number + origins:  # the first ones are the trainer's
+            node.tasks.start_task(fetch(port, is_origin=index < origins))
     news = asyncio.Event()
     node.held.subscribe(waking(news))
     while not fetcher.is_whole:
@@ -77,8 +80,9 @@ async def _run_worker(node: _Node, fetcher: PieceFetcher, ports: list[int], numb
 
 
 async def _main(order: dict[str, Any]) -> None:
-    """Be the trainer (number -1) or a worker; says when it began to listen, and when it has everything."""
+    """Be a node of the trainer (numbers below 0) or a worker; says when it began to listen, and when it has everything."""
     number, count, layout = order["number"], order["count"], layout_of(order["tensors"])
+    origins = order["origins"]
     store = PlainMemory(layout.nbytes)
     held = HeldVersion(layout, store.read_bytes)
     node = _Node(held, order["rate"])
@@ -87,23 +91,38 @@ async def _main(order: dict[str, Any]) -> None:
         node.tasks.start_task(node.listen(sock))
         begin = json.loads(await asyncio.to_thread(sys.stdin.readline))
         if number < 0:
-            fill_version(held)
+            _fill_part(held, number + origins, origins)
         else:
             fetcher = PieceFetcher(held, store, (number, count), expected_peers=count - 1)
-            await _run_worker(node, fetcher, begin["ports"], number)
+            await _run_worker(node, fetcher, begin["ports"], origins, number)
         print(json.dumps({"whole_at": time.time()}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
 
 
+def _fill_part(held: HeldVersion, node: int, nodes: int) -> None:
+    """Note the pieces that a node of the trainer has; the first node knows what everything hashes to."""
+    if node == 0:
+        whole = HeldVersion(held.layout, held.read_bytes)
+        fill_version(whole)
+        assert whole.end is not None
+        held.finish(whole.end)
+    count = len(held.pieces)
+    for piece in range(count * node // nodes, count * (node + 1) // nodes):
+        with held.read_bytes(*held.pieces.span(piece)) as content:
+            held.mark_piece(piece, held.pieces.hash_leaves(piece, content))
+
+
 @contextlib.contextmanager
-def _started(count: int, tensors: int, rate: float) -> Iterator[list[subprocess.Popen[str]]]:
+def _started(
+    origins: int, count: int, tensors: int, rate: float
+) -> Iterator[list[subprocess.Popen[str]]]:
+    order = {"origins": origins, "count": count, "tensors": tensors, "rate": rate}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "bench.rigs.swarm", json.dumps(order)],
+            [sys.executable, "-m", "bench.rigs.swarm", json.dumps({**order, "number": number})],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
-        for number in range(-1, count)
-        for order in [{"number": number, "count": count, "tensors": tensors, "rate": rate}]
+        for number in range(-origins, count)
     ]  # fmt: skip
     try:
         yield processes
@@ -113,9 +132,16 @@ def _started(count: int, tensors: int, rate: float) -> Iterator[list[subprocess.
             process.communicate()
 
 
-def seconds_to_all(count: int, tensors: int, rate: float) -> float:
-    """Return the seconds until all of so many workers have a version, each process sending so many bytes a second."""
-    with _started(count, tensors, rate) as processes:
+def seconds_to_all(origins: int, count: int, tensors: int, rate: float) -> float:
+    """Return the seconds until all workers have a version.
+
+    Args:
+        origins: The nodes of the trainer.
+        count: The workers.
+        tensors: Of the version, of 8 MiB each.
+        rate: Most bytes a second that a process sends.
+    """
+    with _started(origins, count, tensors, rate) as processes:
 
         def told(process: subprocess.Popen[str]) -> dict[str, Any]:
             assert process.stdout is not None
@@ -128,7 +154,7 @@ def seconds_to_all(count: int, tensors: int, rate: float) -> float:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"ports": ports}) + "\n")
             process.stdin.flush()
-        return max(float(told(process)["whole_at"]) for process in processes[1:]) - began
+        return max(float(told(process)["whole_at"]) for process in processes[origins:]) - began
 
 
 if __name__ == "__main__":

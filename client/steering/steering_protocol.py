@@ -73,7 +73,7 @@ class PublishReport:
             wait), `copy` (all tensors are in shared memory, hashed), `transfer` (every replica has
             every byte), `stage` (every replica has verified them), `commit`.
         replicas: By name.
-        bytes_sent: What this process sent over TCP, to the first replica of each chain.
+        bytes_sent: What this process sent over TCP; with several ranks, what rank 0 sent.
     """
 
     bytes: int

@@ -258,8 +258,13 @@ class Arena:
         self._slots: list[Slot] = []
         self._condemned: list[Slot] = []
 
-    def take(self, nbytes: int) -> tuple[Slot, Release]:
+    def take(self, nbytes: int, expected: int | None = None) -> tuple[Slot, Release]:
         """Return a slot that nothing reads, and what to call once it is written and lent to its readers.
+
+        Args:
+            nbytes: Its size.
+            expected: How many of its bytes will be written, if it is for this machine's processes alone: only their
+                pages are allocated. None: all.
 
         Raises:
             ArenaError: There is no room.
@@ -284,7 +289,13 @@ class Arena:
                 else:
                     gone.close()
                 self._slots.remove(gone)
-            slot = Slot(nbytes, self._page_lock, self._share)
+            slot = Slot(
+                nbytes,
+                self._page_lock,
+                self._share,
+                hollow=expected is not None,
+                expected=expected,
+            )
             self._slots.append(slot)
             return slot, slot.lend()
 

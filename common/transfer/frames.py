@@ -18,6 +18,9 @@ END. Over TCP the trainer is a holder from then on, as is every worker that got 
     holder -> fetcher   HAVE {ranges} of pieces as they come; END {root_hash, digests} once they are known;
                         PIECE {piece, digests, payload}, or DELTA {piece, digests, hash, payload}
     fetcher -> holder   GET {ranges}
+
+A rank of a trainer that holds a part of the version on another node than rank 0 is one more holder of this kind: it
+sends HELLO {protocol, ticket, name}, gets READY, and serves, without LAYOUT and END.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ class Kind(IntEnum):
     DELTA = 16
     HAVE = 17
     PIECE = 18
+    SERVE = 19
 
 
 class TransferError(Exception):
@@ -134,7 +138,16 @@ class Frame:
 
 def fetch_ticket(ticket: str) -> str:
     """Return the ticket with which other workers fetch what this ticket brings; it doesn't admit a sender."""
-    return hmac.new(ticket.encode(), b"fetch", hashlib.sha256).hexdigest()[:32]
+    return _derived_ticket(ticket, b"fetch")
+
+
+def origin_ticket(ticket: str) -> str:
+    """Return the ticket with which ranks of other nodes serve their parts of what this ticket brings."""
+    return _derived_ticket(ticket, b"origin")
+
+
+def _derived_ticket(ticket: str, use: bytes) -> str:
+    return hmac.new(ticket.encode(), use, hashlib.sha256).hexdigest()[:32]
 
 
 FIRST_BYTES = 5

@@ -45,6 +45,10 @@ class HeldVersion:
         self._news = threading.Condition()
         self._have = bytearray(len(self.pieces))
         self._leaves = bytearray(self.pieces.leaf_count)
+        """By leaf: 1 if it is here."""
+        self._hashed = bytearray(self.pieces.leaf_count)
+        """By leaf: 1 if its hash is known, since it is here or another holder has reported it."""
+        self._unhashed = self.pieces.leaf_count
         self._digests = bytearray(self.pieces.leaf_count * DIGEST_BYTES)
         self._listeners: list[Callable[[], None]] = []
         self._prefix = 0
@@ -63,7 +67,7 @@ class HeldVersion:
     def mark_leaf(self, leaf: int, digest: bytes) -> None:
         """Note a leaf that has come, and its hash; a piece is there once all of its leaves are."""
         with self._news:
-            self._digests[leaf * DIGEST_BYTES : (leaf + 1) * DIGEST_BYTES] = digest
+            self._note_digests(leaf, digest)
             self._leaves[leaf] = 1
             piece = self.pieces.piece_of_leaf[leaf]
             leaves = self.pieces.leaves_of(piece)
@@ -78,10 +82,27 @@ class HeldVersion:
             if self._have[piece]:
                 return
             leaves = self.pieces.leaves_of(piece)
-            self._digests[leaves.start * DIGEST_BYTES : leaves.stop * DIGEST_BYTES] = digests
+            self._note_digests(leaves.start, digests)
             self._leaves[leaves.start : leaves.stop] = b"\1" * len(leaves)
             self._note(piece)
         self._call_listeners()
+
+    def note_digests(self, first: int, digests: bytes) -> None:
+        """Note the hashes of leaves that another holder has.
+
+        Args:
+            first: The number of the first of these leaves.
+            digests: Their concatenated hashes.
+        """
+        with self._news:
+            self._note_digests(first, digests)
+            self._news.notify_all()
+
+    def _note_digests(self, first: int, digests: bytes) -> None:
+        last = first + len(digests) // DIGEST_BYTES
+        self._digests[first * DIGEST_BYTES : last * DIGEST_BYTES] = digests
+        self._unhashed -= self._hashed.count(0, first, last)
+        self._hashed[first:last] = b"\1" * (last - first)
 
     def _note(self, piece: int) -> None:
         self._have[piece] = 1
@@ -144,6 +165,11 @@ class HeldVersion:
         return len(self._marked) == len(self._have)
 
     @property
+    def is_hashed(self) -> bool:
+        """Whether the hash of every leaf is known."""
+        return not self._unhashed
+
+    @property
     def prefix_end(self) -> int:
         """The offset up to which all bytes are there."""
         if self._prefix == len(self._have):
@@ -157,7 +183,10 @@ class HeldVersion:
 
     def leaf_digests(self, piece: int) -> bytes:
         """Return the concatenated hashes of the leaves of a piece, which must be there."""
-        leaves = self.pieces.leaves_of(piece)
+        return self.leaf_digests_of(self.pieces.leaves_of(piece))
+
+    def leaf_digests_of(self, leaves: range) -> bytes:
+        """Return the concatenated hashes of a run of leaves, which must be hashed."""
         return bytes(self._digests[leaves.start * DIGEST_BYTES : leaves.stop * DIGEST_BYTES])
 
     def leaf_digest(self, leaf: int) -> bytes | None:
@@ -167,7 +196,7 @@ class HeldVersion:
         return bytes(self._digests[leaf * DIGEST_BYTES : (leaf + 1) * DIGEST_BYTES])
 
     def tensor_digests(self) -> dict[str, str]:
-        """Return each tensor's digest, once all leaves are there."""
+        """Return each tensor's digest, once all leaves are hashed."""
         return {
             placed.name: combine_leaves(self._digests[self.pieces.tensor_leaves(placed)])
             for placed in self.layout.tensors

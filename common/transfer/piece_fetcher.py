@@ -73,11 +73,13 @@ class HolderLink:
         name: For errors.
         stream: The connection to it.
         is_origin: Whether other fetchers fetch from it, too, each a share.
+        says_end: Whether it may say what everything hashes to.
     """
 
     name: str
     stream: FrameStream
     is_origin: bool = False
+    says_end: bool = True
     has: bytearray = field(default_factory=bytearray)
     """By piece: 1 if the holder has announced it."""
     announced: deque[range] = field(default_factory=deque)
@@ -186,7 +188,7 @@ class PieceFetcher:
                 await self._take_piece(link, frame)
             case Kind.DELTA:
                 await self._take_delta(link, frame)
-            case Kind.END:
+            case Kind.END if link.says_end:
                 self._take_end(link, frame)
             case _ if on_frame is not None:
                 on_frame(frame)

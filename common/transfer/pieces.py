@@ -101,6 +101,17 @@ class PieceMap:
                 last = first + -(-placed.nbytes // LEAF_BYTES) - 1
                 yield from range(self.piece_of_leaf[first], self.piece_of_leaf[last] + 1)
 
+    def whole_leaves(self, placed: Placed, begin: int, end: int) -> range:
+        """Return the leaves of a tensor that a run of its bytes has all of."""
+        first = self.first_leaf.get(placed.name, 0)
+        last = -(-end // LEAF_BYTES) if end == placed.nbytes else end // LEAF_BYTES
+        return range(first + -(-begin // LEAF_BYTES), first + last)
+
+    def leaves_in(self, placed: Placed, begin: int, end: int) -> range:
+        """Return the leaves of a tensor that have bytes of a run of it."""
+        first = self.first_leaf.get(placed.name, 0)
+        return range(first + begin // LEAF_BYTES, first + -(-end // LEAF_BYTES))
+
     def tensor_leaves(self, placed: Placed) -> slice:
         """Return the slice of a tensor's leaves among all leaves."""
         first = self.first_leaf.get(placed.name, 0)

@@ -55,6 +55,18 @@ class Trust:
     fix: str = ""
 
 
+def issuers_of(trust: Trust) -> str:
+    """Return the certificates that a context trusts, as PEM, for another process that calls the same ports."""
+    return "".join(map(ssl.DER_cert_to_PEM_cert, trust.context.get_ca_certs(binary_form=True)))
+
+
+def trust_in(issuers: str, fix: str = "") -> Trust:
+    """Return the trust in these certificates; `fix`: as in `Trust`."""
+    context = ssl.create_default_context(cadata=issuers)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return Trust(context, fix)
+
+
 Mark = tuple[int, int] | None
 """Identity of a file: its inode and when it was written; None: the file doesn't exist."""
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import Frame, Kind, Malformed, fetch_ticket
+from rollout_common.transfer.frames import Frame, Kind, Malformed, fetch_ticket, origin_ticket
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.maps import Maps
 from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
@@ -167,6 +167,9 @@ class Desk:
                 fetching = self._expected.get(ticket)
                 if fetching is not None and not fetching.incoming.over:
                     return partial(self._receive, first, fetching)
+                for known, fetching in self._expected.items():
+                    if hmac.compare_digest(origin_ticket(known), ticket):
+                        return partial(fetching.fetch_from_origin, first)
             elif self._fetching >= MAX_FETCHING:
                 why = f"{self._fetching} others fetch from this worker: stage again in a moment"
                 raise Refusal("busy", why)

@@ -15,7 +15,6 @@ from typing import Any
 from rollout_common.transfer.arena import ArenaError
 from rollout_common.transfer.frame_stream import FrameStream
 from rollout_common.transfer.frames import (
-    PROTOCOL,
     Frame,
     Kind,
     Malformed,
@@ -31,7 +30,7 @@ from rollout_common.transfer.transfer_loop import running_tasks, wait_for_first,
 from .incoming import Refusal
 from .pushed_memory import Memory, TransferFailed
 from .settings import LEAVE_SECONDS, PROGRESS_SECONDS
-from .version_fetching import VersionFetching, read_holders
+from .version_fetching import VersionFetching, check_protocol, read_holders
 
 
 class Receiving:
@@ -94,11 +93,7 @@ class Receiving:
 
     async def _receive(self) -> None:
         """Receive everything, and report the outcome."""
-        if (spoken := self._hello.integer("protocol")) != PROTOCOL:
-            raise Malformed(
-                f"the sender speaks protocol {spoken}, this worker {PROTOCOL}: use the same release at"
-                " both ends"
-            )
+        check_protocol(self._hello)
         about = await self._await_frame(Kind.LAYOUT)
         self._name = about.text("name", "")
         try:

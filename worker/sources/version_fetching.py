@@ -8,11 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.frames import (
+    PROTOCOL,
+    Frame,
+    Kind,
+    Malformed,
+    TransferError,
+)
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
-from rollout_common.transfer.transfer_loop import TaskSet, transfer_loop
+from rollout_common.transfer.transfer_loop import (
+    TaskSet,
+    running_tasks,
+    transfer_loop,
+    wait_for_first,
+)
 from rollout_common.wire import Peer
 
 from .incoming import Incoming, Refusal
@@ -57,6 +69,19 @@ def read_holders(given: object) -> list[HolderAddress]:
     return found
 
 
+def check_protocol(hello: Frame) -> None:
+    """Refuse a trainer of another release.
+
+    Raises:
+        Malformed: It speaks another protocol.
+    """
+    if (spoken := hello.integer("protocol")) != PROTOCOL:
+        raise Malformed(
+            f"the sender speaks protocol {spoken}, this worker {PROTOCOL}: use the same release at"
+            " both ends"
+        )
+
+
 class VersionFetching:
     """Fetches one version from all of its holders, on the transfer loop.
 
@@ -69,6 +94,9 @@ class VersionFetching:
     def __init__(self, incoming: Incoming, outward: Outward, root_hash: str | None = None) -> None:
         self.incoming, self._outward, self._root_hash = incoming, outward, root_hash
         self._fetcher: PieceFetcher | None = None
+        self._has_news = asyncio.Event()
+        """Set once there is a fetcher, and at the end."""
+        self._over = asyncio.Event()
         self._beginning = asyncio.Lock()
         self._tasks = TaskSet()
         self._reasons: list[str] = []
@@ -95,6 +123,7 @@ class VersionFetching:
                 self._fetcher = PieceFetcher(
                     held, self.incoming, share, self.incoming.unneeded, peers, self._root_hash
                 )
+                self._has_news.set()
             return self._fetcher
 
     def start_holders(self, holders: Sequence[HolderAddress]) -> None:
@@ -103,6 +132,27 @@ class VersionFetching:
             self.incoming.peer_count = len(holders)
             for holder in holders:
                 self._tasks.start_task(self._fetch_from_holder(holder))
+
+    async def fetch_from_origin(self, hello: Frame, stream: FrameStream) -> None:
+        """Fetch from a rank of the trainer that holds a part of the version, until either end has done with it.
+
+        Args:
+            hello: The first frame of the rank.
+            stream: The connection to it.
+
+        Raises:
+            TransferError: It is gone, or sends something wrong.
+        """
+        check_protocol(hello)
+        stream.start_pinging()
+        await self._has_news.wait()
+        if self._fetcher is None or self.incoming.over:
+            return
+        await stream.send(Kind.READY)
+        link = HolderLink(hello.text("name", "a node"), stream, is_origin=True, says_end=False)
+        with self.incoming.hold_memory():
+            async with running_tasks(self._fetcher.fetch_from(link), self._over.wait()) as tasks:
+                await wait_for_first(tasks)
 
     async def fetch_from_peers(self, peers: Sequence[Peer]) -> None:
         """Fetch from these peers only; the version fails once the last of them has failed."""
@@ -115,7 +165,12 @@ class VersionFetching:
             self.incoming.fail(f"no peer could give the weights ({reasons}): stage again")
 
     def _stop_soon(self) -> None:
-        transfer_loop().call_soon_threadsafe(self._tasks.cancel_tasks)
+        transfer_loop().call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._tasks.cancel_tasks()
+        self._over.set()
+        self._has_news.set()
 
     async def _fetch_from_holder(self, holder: HolderAddress) -> None:
         why = ""

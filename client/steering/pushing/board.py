@@ -49,6 +49,10 @@ class Board:
         """Whether a replica has staged the version, or failed."""
         return self._standings[name].settled_at is not None
 
+    def failures(self) -> dict[str, str]:
+        """Return by name why replicas have failed so far."""
+        return {name: each.why for name, each in self._standings.items() if each.why is not None}
+
     @property
     def bytes_done(self) -> int:
         """How many bytes all replicas have together."""

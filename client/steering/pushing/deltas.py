@@ -32,10 +32,9 @@ class Before:
     give_back: Callable[[], None]
 
     @classmethod
-    def of(cls, filling: Filling, identity: WeightsId) -> Before | None:
-        """Keep the published version; None: its memory is gone already."""
-        root_hash, layout = filling.root_hash, filling.layout
-        assert root_hash is not None, "it was published"
+    def of(cls, filling: Filling, identity: WeightsId, root_hash: str) -> Before | None:
+        """Keep what this process has of a published version; None: its memory is gone already."""
+        layout = filling.layout
         give_back = filling.slot.lend()
         try:
             memory = filling.slot.bytes(0, layout.nbytes)

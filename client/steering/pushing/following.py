@@ -1,4 +1,4 @@
-"""A rank above 0 of a trainer: it writes its shards into rank 0's memory, or sends them, and gets the outcome."""
+"""A rank that another rank of its node leads: it writes its shards into that rank's memory, and gets the outcome."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .beating import Beat
 from .boxes import box_of
 from .copying import Copier
 from .outcome import of_json
+from .rank_options import RankOptions
 from .settings import GRACE_SECONDS, MEMBER_LOOK_SECONDS
-from .streaming import Streaming
 from .writing import InMemory, Writing, state_of
 
 if TYPE_CHECKING:
@@ -31,28 +31,38 @@ class Following:
     """The part of a rank above 0 in the publishes of a group.
 
     Args:
-        connection: The connection to rank 0.
+        connection: The connection to the rank that leads it.
         rank: The number of this rank in the group.
+        leader: The number of the rank that leads it.
     """
 
-    def __init__(self, connection: Connection, rank: int) -> None:
+    def __init__(self, connection: Connection, rank: int, leader: int = 0) -> None:
         self._closed = False
         self._began = 0.0
-        self._connection, self._rank = connection, rank
-        connection.takes_memory = True  # rank 0 sends memory whenever it makes new memory
+        self._connection, self._rank, self._leader = connection, rank, leader
+        connection.takes_memory = (
+            connection.unix
+        )  # `MEMORY` comes whenever the leader makes new memory
         self._copier = Copier()
+        self._options = RankOptions(0.0)
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None
         """The frame with the outcome, if it came while this rank was writing."""
 
-    def take_part(self, version: int, tensors: Tensors, seconds: float) -> Published:
+    def take_part(self, version: int, tensors: Tensors, options: RankOptions) -> Published:
         """Write this rank's shards, and return what rank 0 has published.
+
+        Args:
+            version: The version to publish.
+            tensors: The part of it that this rank has.
+            options: Of this publish.
 
         Raises:
             RolloutError: The publish failed: either all ranks raise, or none.
             LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
         """
-        limit = seconds + GRACE_SECONDS
+        limit = options.seconds + GRACE_SECONDS
+        self._options = options
         self._ended = None
         self._connection.patience(limit)
         self._began = self._connection.heard = time.monotonic()
@@ -61,7 +71,7 @@ class Following:
             return self._follow(version, tensors, self._began + limit, beat)
         except TransferError as error:
             self.close()
-            raise PublishFailed(f"rank 0 of the group is gone: {error}") from error
+            raise PublishFailed(f"rank {self._leader} of the group is gone: {error}") from error
         except (RolloutError, LayoutError):
             raise
         except BaseException:
@@ -81,7 +91,7 @@ class Following:
         return self._closed
 
     def close(self) -> None:
-        """Close the connection, which rank 0 notices."""
+        """Close the connection, which the leader notices."""
         self._closed = True
         self._connection.close()
         self._keep(())
@@ -96,8 +106,7 @@ class Following:
             wrong = error
             connection.send(Kind.FAILED, {"detail": str(error)})
         else:
-            rows = [part.to_json() for part in writing.parts.values()]
-            connection.send(Kind.HELLO, {"version": version, "tensors": rows})
+            self._offer_parts(version, writing)
         while (frame := self._ended or self._next(until)).kind not in (Kind.STAGED, Kind.FAILED):
             match frame.kind:
                 case Kind.MEMORY:
@@ -111,7 +120,8 @@ class Following:
                 case Kind.RELEASED:
                     raise TransferError("it lost another rank and must reconnect to all of them")
                 case _:
-                    raise Malformed(f"{frame.kind.name} came in the middle of a publish")
+                    self._take_frame(frame)
+        self._end_publish(frame)
         beat.stop()
         connection.send(Kind.RELEASED)
         if wrong is not None and not isinstance(wrong, RuntimeError):
@@ -121,8 +131,20 @@ class Following:
             raise wrong
         return done
 
+    def _offer_parts(self, version: int, writing: Writing) -> None:
+        """Describe the parts of this rank to its leader."""
+        rows = [part.to_json() for part in writing.parts.values()]
+        self._connection.send(Kind.HELLO, {"version": version, "offers": {str(self._rank): rows}})
+
+    def _take_frame(self, frame: Frame) -> None:
+        """Handle another frame of the leader; there is none."""
+        raise Malformed(f"{frame.kind.name} came in the middle of a publish")
+
+    def _end_publish(self, outcome: Frame) -> None:
+        """Do what has to be done before this rank reports that it has stopped."""
+
     def _next(self, until: float) -> Frame:
-        """Return the next frame from rank 0, before the deadline of the publish."""
+        """Return the next frame from the leader, before the deadline of the publish."""
         while (frame := self._connection.poll(MEMBER_LOOK_SECONDS)) is None:
             if time.monotonic() > until:
                 raise TransferError("it does not say how the publish went")
@@ -131,12 +153,12 @@ class Following:
         return frame
 
     def _mind(self) -> None:
-        """Limit the silence of rank 0 from now on, since it pings during a publish."""
+        """Limit the silence of the leader from now on, since it pings during a publish."""
         if self._connection.heard > self._began:
             self._connection.patience(LEASE_SECONDS)
 
     def _map(self, frame: Frame) -> None:
-        """Map new memory of rank 0, before rank 0 seals it against further writable mappings."""
+        """Map new memory of the leader, before that seals it against further writable mappings."""
         if frame.handle is None:
             raise Malformed("MEMORY came without a descriptor")
         try:
@@ -150,9 +172,6 @@ class Following:
     def _write(self, frame: Frame, writing: Writing) -> None:
         boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
         layout = PushLayout.from_json(frame.head["layout"])
-        if not self._connection.unix:
-            place = Streaming(self._connection, self._copier, self._stopped)
-            return writing.write(boxes, place, self._stopped, layout)
         self._keep(frame.head["slots"])
         connection = self._connection
 
@@ -169,16 +188,15 @@ class Following:
         with memoryview(self._maps[frame.integer("slot")]) as memory:
             shared = InMemory(view, arrived, block, self._copier)
             writing.write(boxes, shared, self._stopped, layout)
-        return None
 
     def _stopped(self) -> bool:
-        """Whether rank 0 has ended the publish, so that this rank stops writing."""
+        """Whether the leader has ended the publish, so that this rank stops writing."""
         if self._ended is None:
             self._ended = self._connection.poll(0)
         return self._ended is not None
 
     def _keep(self, slots: object) -> None:
-        """Unmap the memory that rank 0 has freed."""
+        """Unmap the memory that the leader has freed."""
         kept = set(slots) if isinstance(slots, list | tuple) else set()
         for slot in self._maps.keys() - kept:
             with contextlib.suppress(BufferError):  # the frames of an error have a view of it

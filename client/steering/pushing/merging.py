@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import queue
 import threading
+from array import array
+from collections.abc import Collection, Mapping
 
 from typing_extensions import override
 
 from rollout_common.transfer.arena import Arena, ArenaError
-from rollout_common.transfer.layout import LayoutError, Placed
+from rollout_common.transfer.layout import LayoutError
+from rollout_common.wire.root_hash import hash_leaf
 
+from .boxes import Run
 from .copying import Copier
 from .push_tensors import Dtypes
 from .settings import MERGING_LOOK_SECONDS
-from .stream_filling import Filling, LeafMarker
-
-HASHED_BYTES = 4 << 20
-"""How many bytes are hashed between two checks whether the version is still wanted."""
+from .stream_filling import Filling
 
 
 class Merging(Filling):
-    """A `Filling` whose bytes come from several ranks at once; a thread hashes them, tensor by tensor.
+    """A `Filling` whose bytes come from several ranks at once; a thread hashes each leaf once it is written.
 
     Args:
         arena: As `Filling` takes it.
@@ -30,68 +31,120 @@ class Merging(Filling):
 
     def __init__(self, arena: Arena, copier: Copier, dtypes: Dtypes | None = None) -> None:
         super().__init__(arena, None, copier, dtypes)
-        self._jobs: queue.SimpleQueue[tuple[Placed, int, int] | None] = queue.SimpleQueue()
-        self._runs: dict[str, dict[int, int]] = {}
-        """By tensor: runs that came beyond a gap, end by begin."""
-        self._there: dict[str, int] = {}
-        """By tensor: how many of its first bytes are there."""
-        self._blocks: dict[str, int] = {}
-        """By tensor: how many bytes came in blocks that are not runs."""
+        self._jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Leaves to hash."""
+        self._leaf_left = array("I")
+        """By leaf: how many of its bytes are not written yet."""
+        self._blocks: Mapping[str, Run] = {}
+        self._block_left: dict[str, int] = {}
+        self._scattered: frozenset[str] = frozenset()
+        self._due = 0
+        self._unhashed = 0
+        """How many leaves are written and not hashed yet."""
 
-    def begin(self) -> None:
-        """Expect all tensors of the layout; those without bytes are there."""
-        names = [each.name for each in self.layout.tensors]
+    def begin(self, due: int, blocks: Mapping[str, Run], scattered: Collection[str] = ()) -> None:
+        """Expect bytes; tensors without bytes are there.
+
+        Args:
+            due: How many bytes the ranks of this node write.
+            blocks: By name of the tensor: the run that is there once as many bytes of it are written, in any order.
+            scattered: Other tensors that come in blocks, which another node hashes.
+        """
+        pieces = self.layout.pieces
         with self._news:
-            self._begun = set(names)
-            self._runs = {name: {} for name in names}
-            self._there, self._blocks = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-        threading.Thread(target=self._hash_runs, name="weights-hash", daemon=True).start()
+            self._begun = {each.name for each in self.layout.tensors}
+            spans = map(pieces.leaf_span, range(pieces.leaf_count))
+            self._leaf_left = array("I", (end - begin for begin, end in spans))
+            self._blocks, self._scattered, self._due = blocks, frozenset(scattered), due
+            self._block_left = {name: end - begin for name, (begin, end) in blocks.items()}
+        threading.Thread(target=self._hash_leaves, name="weights-hash", daemon=True).start()
 
     def arrived(self, name: str, begin: int, end: int) -> None:
-        """Note that a run of a tensor's bytes is written; call it once for each run, from any thread.
+        """Note that a rank of this node has written a run of a tensor's bytes; call it once for each run, from any thread.
 
         Raises:
-            LayoutError: The tensor does not have this run.
+            LayoutError: The tensor does not have this run, or it was written before.
         """
+        if name in self._blocks or name in self._scattered:
+            return self.block(name, end - begin)
         with self._news:
-            runs, there = self._runs.get(name), self._there.get(name, 0)
-            if runs is None or not there <= begin < end <= self.layout[name].nbytes:
-                raise LayoutError(f"tensor {name!r} has no bytes {begin} to {end}", tensor=name)
-            runs[begin] = end
-            first = there
-            while there in runs:
-                there = runs.pop(there)
-            if there > first:
-                self._there[name] = there
-                self._jobs.put((self.layout[name], first, there))
+            self._note_run(name, begin, end)
+            self._count_due(end - begin)
+        return None
 
     def block(self, name: str, nbytes: int) -> None:
-        """Note bytes of a tensor that are not one run: the tensor is there once all of its bytes are.
+        """Note bytes of a tensor that are not one run, wherever they come from.
 
         Raises:
-            LayoutError: The layout has no such tensor, or the tensor has fewer bytes.
+            LayoutError: No such tensor comes in blocks, or more bytes came than it has.
         """
         with self._news:
+            if name in self._scattered:
+                return self._count_due(nbytes)
             if name not in self._blocks:
-                raise LayoutError(f"the layout has no tensor {name!r}", tensor=name)
-            self._blocks[name] += nbytes
-            whole = self._blocks[name] >= self.layout[name].nbytes
-        if whole:
-            self.arrived(name, 0, self._blocks[name])
+                raise LayoutError(f"no tensor {name!r} comes in blocks", tensor=name)
+            self._count_due(nbytes)
+            left = self._block_left[name] = self._block_left[name] - nbytes
+            if left < 0:
+                raise LayoutError(f"more bytes of tensor {name!r} came than it has", tensor=name)
+            if not left:
+                self._note_run(name, *self._blocks[name])
+        return None
+
+    def received(self, name: str, begin: int, end: int) -> None:
+        """Note that a run of a tensor's bytes has come from another node. Raises what `arrived` raises."""
+        with self._news:
+            self._note_run(name, begin, end)
+
+    def _count_due(self, nbytes: int) -> None:
+        self._due -= nbytes
+        if self._due <= 0:
+            self._news.notify_all()
+
+    def _note_run(self, name: str, begin: int, end: int) -> None:
+        placed = self.layout[name] if name in self._begun else None
+        if placed is None or not 0 <= begin < end <= placed.nbytes:
+            raise LayoutError(f"tensor {name!r} has no bytes {begin} to {end}", tensor=name)
+        for leaf in self.layout.pieces.leaves_in(placed, begin, end):
+            first, last = self.layout.pieces.leaf_span(leaf)
+            nbytes = min(placed.start + end, last) - max(placed.start + begin, first)
+            if nbytes > self._leaf_left[leaf]:
+                raise LayoutError(f"bytes {begin} to {end} of {name!r} came twice", tensor=name)
+            self._leaf_left[leaf] -= nbytes
+            if not self._leaf_left[leaf]:
+                self._unhashed += 1
+                self._jobs.put(leaf)
 
     def all_written(self) -> bool:
-        """Return once every byte is there and hashed; False: a rank has ended, so they won't come.
+        """Return once the hash of every byte is known; False: a rank has ended, so they won't come.
 
         Raises:
             BaseException: The reason why another rank stopped.
         """
         held = self.held
-        while not held.wait_for(lambda: held.is_complete, MERGING_LOOK_SECONDS):
-            if self._given_up:
-                if self._why is not None:
-                    raise self._why
+        while not held.wait_for(lambda: held.is_hashed, MERGING_LOOK_SECONDS):
+            if self._has_stopped():
                 return False
         return True
+
+    def wait_node(self, seconds: float) -> bool:
+        """Wait until all bytes of this node's ranks are written and hashed; return whether they are.
+
+        Raises:
+            BaseException: The reason why a rank of this node stopped.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._given_up or self._is_node_there(), seconds)
+        return not self._has_stopped() and self._is_node_there()
+
+    def _is_node_there(self) -> bool:
+        return self._due <= 0 and not self._unhashed
+
+    def _has_stopped(self) -> bool:
+        """Whether it has failed without a reason; raises the reason, if there is one."""
+        if self._given_up and self._why is not None:
+            raise self._why
+        return self._given_up
 
     def why(self, seconds: float) -> BaseException | None:
         """Return why it failed, if that happens within these seconds."""
@@ -104,23 +157,18 @@ class Merging(Filling):
         super().fail(why)
         self._jobs.put(None)
 
-    def _hash_runs(self) -> None:
+    def _hash_leaves(self) -> None:
         """Hash what was written, in a separate thread, so that no rank waits for it."""
-        markers: dict[str, LeafMarker] = {}
         slot, held = self.slot, self.held
         try:
-            while (job := self._jobs.get()) is not None and not held.is_complete:
-                placed, begin, end = job
-                marker = markers.setdefault(placed.name, LeafMarker(held, placed))
-                for at in range(begin, end, HASHED_BYTES):
-                    if self._given_up:
-                        return
-                    last = min(at + HASHED_BYTES, end)
-                    with slot.bytes(placed.start + at, placed.start + last) as run:
-                        marker.update(run)
-                if end == placed.nbytes:
-                    markers.pop(placed.name).finish()
-                    if held.is_complete:
-                        return
+            while (
+                not (self._given_up or held.is_complete) and (leaf := self._jobs.get()) is not None
+            ):
+                with slot.bytes(*held.pieces.leaf_span(leaf)) as content:
+                    held.mark_leaf(leaf, hash_leaf(content))
+                with self._news:
+                    self._unhashed -= 1
+                    if not self._unhashed:
+                        self._news.notify_all()
         except ArenaError as error:  # the pool was closed before all was hashed
             self.fail(error)

@@ -37,8 +37,8 @@ class PushOptions(TypedDict, total=False):
         keep: How many committed versions stay in the folder, at least the one that serves.
         ranks: The torch.distributed process group whose ranks have parts of the tensors: all of them call
             this with the same arguments, and all get the same answer. Each passes its model or state
-            dict. Rank 0 of the group publishes; each rank writes its own shards into rank 0's memory, or sends
-            them there from another node.
+            dict. Rank 0 of the group publishes; each rank writes its own shards into memory of its node, and the
+            replicas fetch from all nodes.
         ranks_host: Name or address by which ranks of other nodes reach rank 0; None: all addresses of its
             node are tried.
         ranks_ports: First and last port of the range from which rank 0 takes one for them; None: any port.

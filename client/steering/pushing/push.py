@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.spool import iterate_tensors, run_to_end, spool_blocking
@@ -24,8 +24,18 @@ from .sending import Link, Sender, senders_for
 from .settings import FILLING_LOOK_SECONDS
 from .stream_filling import Filling, GivenUp
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a trainer that fill a push together.
+
+    Attributes:
+        fill: Fills it; returns once all of it is hashed.
+        serve: As `Leading.serve`.
+    """
+
+    fill: Callable[[], None]
+    serve: Callable[..., None]
 
 
 class Push:
@@ -37,7 +47,7 @@ class Push:
         transport: The allowed transports.
         settled: Takes over the memory and the senders at the end.
         rate: Most bytes a second over TCP.
-        fill: Fills the memory instead of `found`, where several ranks do that.
+        ranks: They fill the memory instead of `found`, where several ranks do that.
         before: The previous version, if this one may be sent as deltas from it.
         delta: Whether the next version may be sent as deltas from this one.
     """
@@ -49,12 +59,12 @@ class Push:
         transport: Transport,
         settled: Callable[[Push], None],
         rate: float | None = None,
-        fill: Callable[[], None] | None = None,
+        ranks: Ranks | None = None,
         *,
         before: Before | None = None,
         delta: bool = False,
     ) -> None:
-        self._fill_together = fill
+        self._ranks = ranks
         self.filling = filling
         self._delta = delta
         self.published: WeightsId | None = None
@@ -87,8 +97,8 @@ class Push:
     def _fill(self, items: Iterable[tuple[str, Any]]) -> None:
         rest = iter(items)
         try:
-            if self._fill_together is not None:
-                return self._fill_together()
+            if self._ranks is not None:
+                return self._ranks.fill()
             self.filling.plan(self._given.specs)
             for name, tensor in rest:
                 self.filling.take(name, tensor)
@@ -185,6 +195,10 @@ class Push:
         self.senders = senders_for(self._routes, self.filling, self._board, link, self._deltas)
         for sender in self.senders:
             sender.start()
+        if self._ranks is not None:
+            base = None if self._deltas is None else self._deltas.base
+            needs_all = self.spool is not None or any(each.kind == "shm" for each in self._routes)
+            self._ranks.serve(self._routes, base, trust, self._board.failed, everything=needs_all)
 
     @property
     def board(self) -> Board:
@@ -217,6 +231,14 @@ class Push:
             OSError: The folder can't be written.
         """
         if self.spool is not None:
+            held = self.filling.held
+            while not await asyncio.to_thread(
+                held.wait_for, lambda: held.is_complete, FILLING_LOOK_SECONDS
+            ):
+                if held.failure is not None:
+                    raise PublishFailed(
+                        "the tensors did not all come to the rank that writes the folder"
+                    )
             await run_to_end(spool_blocking, self._in_memory(), self.spool)
 
     def _in_memory(self) -> Mapping[str, Any]:

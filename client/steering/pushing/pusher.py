@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from rollout_common.transfer.arena import Arena
@@ -18,7 +17,7 @@ from .stream_filling import Filling
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
-from .push import Push
+from .push import Push, Ranks
 
 
 class Begin(Protocol):
@@ -85,17 +84,17 @@ class Pusher:
     def begin_filled(
         self,
         filling: Filling,
-        fill: Callable[[], None],
+        ranks: Ranks,
         transport: Transport,
         rate: float | None = None,
         *,
         delta: bool = False,
     ) -> Push:
-        """Return a push whose memory `fill` fills, as several ranks do."""
+        """Return a push whose memory several ranks fill."""
         found = Given((), None, at_rest=True)
         before = self._base(delta)
         return Push(
-            found, filling, transport, self._settled, rate, fill, before=before, delta=delta
+            found, filling, transport, self._settled, rate, ranks, before=before, delta=delta
         )
 
     def _settled(self, push: Push) -> None:
@@ -106,7 +105,9 @@ class Pusher:
                 self._known = push.filling.layout
                 self._forget()
                 if push.keeps:
-                    self._before = Before.of(push.filling, push.published)
+                    root_hash = push.filling.root_hash
+                    assert root_hash is not None, "it was published"
+                    self._before = Before.of(push.filling, push.published, root_hash)
             alive = [sender for sender in self._senders if not sender.join(0)]
             self._senders = [*alive, *push.senders]
 

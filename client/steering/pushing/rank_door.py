@@ -1,4 +1,4 @@
-"""Accepts the connections of other ranks at rank 0, by a Unix socket of its node or over TCP, and connects to it.
+"""Accepts the connections of other ranks at the rank that leads them, by a Unix socket or over TCP, and connects to it.
 
 A caller that shows the token of this meeting is accepted, each rank once. All other callers are refused, for
 any number of them and for anything that they send. One module, since all of it decides which callers it accepts.
@@ -54,13 +54,13 @@ ANYHOW = Reach()
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """How the others reach rank 0, which it sends them through their group.
+    """How other ranks reach the one that leads them, as it says through their group.
 
     Attributes:
         local: The socket for ranks of its node.
         addresses: The addresses for ranks of other nodes to try, in that order.
         token: The caller shows it; valid for this meeting.
-        answer: Rank 0 answers with it, since in another network the same address may be another host.
+        answer: It answers with this, since in another network the same address may be another host.
     """
 
     local: bytes | str
@@ -70,17 +70,19 @@ class Places:
 
 
 class Door:
-    """The listening sockets of rank 0, which accept each other rank once.
+    """The listening sockets of a rank that leads others, which accept each of those once.
 
     Args:
         listening: The listening sockets.
         places: How the others reach them.
-        count: The number of all ranks.
+        due: The ranks that are to call.
     """
 
-    def __init__(self, listening: Sequence[socket.socket], places: Places, count: int) -> None:
+    def __init__(
+        self, listening: Sequence[socket.socket], places: Places, due: Collection[int]
+    ) -> None:
         self.places = places
-        self._listening, self._count = listening, count
+        self._listening, self._due = listening, frozenset(due)
         self._found: dict[int, Connection] = {}
         self._strangers: dict[Connection, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -93,11 +95,11 @@ class Door:
             thread.start()
 
     @classmethod
-    def open(cls, count: int, reach: Reach, *, afar: bool) -> Self:
+    def open(cls, due: Collection[int], reach: Reach, *, afar: bool) -> Self:
         """Listen for other ranks.
 
         Args:
-            count: The number of all ranks.
+            due: The ranks that are to call.
             reach: How other nodes reach this one.
             afar: Whether the group has ranks of other nodes.
 
@@ -108,15 +110,15 @@ class Door:
         listening = [local]
         try:
             local.bind(f"\0{_NAME}{secrets.token_hex(_TOKEN_BYTES)}")
-            local.listen(count)
+            local.listen(max(1, len(due)))
             addresses: tuple[tuple[str, int], ...] = ()
             if afar:
-                listening.append(_listen(reach, count))
+                listening.append(_listen(reach, len(due)))
                 port = listening[-1].getsockname()[1]
                 hosts = offered() if reach.host is None else [reach.host]
                 addresses = tuple((host, port) for host in hosts)
             token, answer = (secrets.token_hex(_TOKEN_BYTES) for _ in range(2))
-            return cls(listening, Places(local.getsockname(), addresses, token, answer), count)
+            return cls(listening, Places(local.getsockname(), addresses, token, answer), due)
         except BaseException:
             for each in listening:
                 each.close()
@@ -130,7 +132,7 @@ class Door:
         """
         self._shut(self._found.values())
         found, self._found = self._found, {}
-        missing = set(range(1, self._count)) - found.keys()
+        missing = self._due - found.keys()
         if missing:
             for connection in found.values():
                 connection.close()
@@ -218,7 +220,9 @@ class Door:
         token = frame.text("token").encode(errors="replace")  # JSON may contain lone surrogates
         if not hmac.compare_digest(token, self.places.token.encode()):
             return "this is not the token of this meeting"
-        rank = frame.integer("rank", 1, self._count - 1)
+        rank = frame.integer("rank", 1)
+        if rank not in self._due:
+            raise Malformed(f"rank {rank} is not led from here")
         with self._lock:
             if self._closed.is_set():
                 return "the ranks have met already"
@@ -229,15 +233,15 @@ class Door:
 
 
 def call(places: Places, rank: int, *, here: bool) -> Connection:
-    """Return a connection to rank 0.
+    """Return a connection to the rank that leads the calling one.
 
     Args:
-        places: How rank 0 is reached, as it sent them.
+        places: How it is reached.
         rank: The number of the calling rank.
-        here: Whether the caller is on rank 0's node.
+        here: Whether it is on the caller's node.
 
     Raises:
-        TransferError: No address reaches rank 0; the text gives the error of each.
+        TransferError: No address reaches it; the text gives the error of each.
     """
     addresses: Sequence[Address] = [places.local] if here else places.addresses
     if not addresses:

@@ -44,12 +44,15 @@ class Route:
         receiver: The replica.
         share: Over TCP: the number of its share of the trainer's pieces, and how many shares there are.
         holders: Over TCP: the other replicas that it fetches from, as `LAYOUT` names them.
+        is_lead: Whether the sender has everything, or knows who has, and says how the publish goes; else it only serves
+            the part of the version that its node has.
     """
 
     kind: Literal["shm", "tcp"]
     receiver: Receiver
     share: tuple[int, int] = (0, 1)
     holders: tuple[Mapping[str, object], ...] = ()
+    is_lead: bool = True
 
     @property
     def based(self) -> bool:

@@ -187,6 +187,12 @@ class Sender:
     async def _serve(self, stream: FrameStream) -> None:
         receiver, filling = self._route.receiver, self._filling
         stream.start_pinging()
+        find = None if self._deltas is None else self._deltas.find
+        hello = {"protocol": PROTOCOL, "ticket": receiver.transfer.ticket}
+        if not self._route.is_lead:
+            await stream.send(Kind.HELLO, {**hello, "name": "another node of the trainer"})
+            await stream.expect(Kind.READY)
+            return await PieceServer(stream, filling.held, self._link.pace, find).run()
         about: dict[str, Any] = {
             "name": receiver.name,
             "share": self._route.share,
@@ -195,13 +201,11 @@ class Sender:
         if self._deltas is not None:
             about["base"] = self._deltas.base
         about["layout"] = filling.layout.to_json()
-        ticket = receiver.transfer.ticket
-        await stream.send(Kind.HELLO, {"protocol": PROTOCOL, "ticket": ticket})
+        await stream.send(Kind.HELLO, hello)
         await stream.send(Kind.LAYOUT, about)
         await stream.expect(Kind.READY)
         if self._route.kind == "shm":
             return await self._share_memory(stream)
-        find = None if self._deltas is None else self._deltas.find
         return await PieceServer(stream, filling.held, self._link.pace, find, self._hear).run()
 
     async def _share_memory(self, stream: FrameStream) -> None:

@@ -76,7 +76,19 @@ class Filling:
             return
         if not layout.tensors:
             raise LayoutError("no tensors were given")
-        slot, release = self._arena.take(layout.nbytes)
+        self.take_memory(layout)
+
+    def take_memory(self, layout: PushLayout, expected: int | None = None) -> None:
+        """Take memory for this layout.
+
+        Args:
+            layout: Of the version.
+            expected: How many of its bytes come here, if not all.
+
+        Raises:
+            ArenaError: There is no room.
+        """
+        slot, release = self._arena.take(layout.nbytes, expected)
         with self._news:
             self._held = HeldVersion(layout, slot.bytes)
             self._slot, self._release = slot, release
@@ -154,7 +166,7 @@ class Filling:
     def _finish(self) -> None:
         """Note the hashes of the complete version."""
         held = self._held
-        if held is None or self._given_up or not held.is_complete:
+        if held is None or self._given_up or not held.is_hashed:
             return
         digests = held.tensor_digests()
         root = root_hash_of(

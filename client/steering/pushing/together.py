@@ -14,10 +14,11 @@ from .following import Following
 from .leading import Leading
 from .meeting import meet
 from .merging import Merging
-from .push import Push
+from .push import Push, Ranks
 from .push_tensors import Dtypes
 from .pusher import Begin, Pusher
 from .rank_door import ANYHOW, Reach
+from .rank_options import RankOptions
 from .routes import Transport
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class Together:
         """
         ranks = await run_to_end(self.ranks, work.group, work.reach)
         if isinstance(ranks, Following):
-            return await run_to_end(ranks.take_part, work.version, work.tensors, work.seconds)
+            options = RankOptions(work.seconds, work.rate, work.delta)
+            return await run_to_end(ranks.take_part, work.version, work.tensors, options)
         try:
             done = await push(partial(self._begin, ranks, work))
         except BaseException as error:
@@ -101,12 +103,12 @@ class Together:
     def _begin(self, ranks: Leading, work: RankPublish, *, dtypes: Dtypes | None = None) -> Push:
         """Return a push that all ranks fill."""
         copier = self._pusher.copier
-        filling = Merging(ranks.arena, copier, dtypes)
-
-        def fill() -> None:
-            ranks.fill(filling, copier, work.tensors, work.version, work.seconds)
-
-        return self._pusher.begin_filled(filling, fill, work.transport, work.rate, delta=work.delta)
+        filling = Merging(ranks.group.arena, copier, dtypes)
+        fill = partial(ranks.fill, filling, copier, work.tensors, work.version, work.seconds)
+        together = Ranks(fill, ranks.serve)
+        return self._pusher.begin_filled(
+            filling, together, work.transport, work.rate, delta=work.delta
+        )
 
     def close(self) -> None:
         """Close the connections to all ranks."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
+from rollout_common.transfer.layout import LayoutError
 
-from .boxes import Box, Run, rows_of
+from .boxes import Box, Run, rows_of, shape_of
 from .copying import Copier
+from .merging import Merging
 from .push_tensors import cast, check_there
 from .shards import Part, part_of
 
@@ -49,7 +51,7 @@ class Place(Protocol):
         """Write a box of a tensor; `mine` has its values.
 
         Raises:
-            LayoutError: It has no plain values, or its memory was freed.
+            LayoutError: It has no plain values, they don't match its placements, or its memory was freed.
         """
         ...
 
@@ -70,9 +72,25 @@ class InMemory:
     block: Block
     copier: Copier
 
+    @classmethod
+    def of(cls, filling: Merging, copier: Copier) -> Self:
+        """Return the memory of a version that this process has made."""
+
+        def view(name: str, begin: int, end: int) -> memoryview:
+            start = filling.layout[name].start
+            return filling.slot.bytes(start + begin, start + end)
+
+        return cls(view, filling.arrived, filling.block, copier)
+
     def put(self, part: Part, mine: Any, box: Box) -> None:
         """Copy a box of a tensor to its place in the shared memory."""
         name = part.spec[0]
+        if tuple(mine.shape) != shape_of(box):
+            raise LayoutError(
+                f"tensor {name!r}: this rank's shard is {list(mine.shape)}, and by its placements it"
+                f" would be {list(shape_of(box))}",
+                tensor=name,
+            )
         run = rows_of(part.spec, box)
         if run is not None:
             self._copy(name, mine, run)

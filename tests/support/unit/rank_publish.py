@@ -27,7 +27,7 @@ from torch.distributed.tensor import (
 
 from rollout_client import RolloutError, RolloutPool
 from rollout_client.steering import checkpoint_form
-from rollout_client.steering.pushing import leading, meeting, streaming, writing
+from rollout_client.steering.pushing import meeting, rank_group, writing
 from rollout_client.steering.pushing.copying import Copier
 from rollout_common.transfer.layout import LayoutError
 
@@ -56,6 +56,23 @@ def state(step: int, ranks: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def served_state(step: int) -> dict[str, torch.Tensor]:
+    """Return what all ranks have together of a version that the tiny engine serves.
+
+    `bulk` is cut by rows, `tiles` so that each node has rows, `columns` so that no node has whole rows.
+    """
+    numbers = torch.arange(5 * (1 << 20), dtype=torch.int32)
+    numbers[:: 1 << 18] += step
+    return {
+        "bulk": numbers.view(-1, 1024),
+        "bulk short": torch.arange(6, dtype=torch.int32).reshape(3, 2) + step,
+        "columns": numbers[: 1 << 19].view(-1, 512),
+        "number": torch.tensor([step], dtype=torch.uint8),
+        "rest": torch.tensor([0], dtype=torch.uint8),
+        "tiles": numbers[: 3 << 20].view(-1, 1024),
+    }
+
+
 class Rank:
     """One rank, with a way to break it."""
 
@@ -77,14 +94,6 @@ class Rank:
         def noted(tensor: Any) -> Any:
             self.gathered.append(names[id(tensor)])
             return whole(tensor)
-
-        put = streaming.Streaming.put
-
-        def sent(place: Any, part: Any, *rest: Any) -> None:
-            self.before_copy(part.spec[0])
-            put(place, part, *rest)
-
-        setattr(streaming.Streaming, "put", sent)  # noqa: B010
 
         def copied(copier: Copier, name: str, *rest: Any, **more: Any) -> None:
             self.before_copy(name)
@@ -127,6 +136,21 @@ class Rank:
         self.names.update({id(tensor): name for name, tensor in found.items()})
         return found
 
+    def served(self, step: int) -> dict[str, Any]:
+        """Return this rank's part of `served_state`."""
+        found: dict[str, Any] = {}
+        assert self.grid is not None
+        for name, tensor in served_state(step).items():
+            if name == "tiles":
+                found[name] = distribute_tensor(tensor, self.grid, (Shard(0), Shard(1)))
+            elif name == "columns":
+                found[name] = distribute_tensor(tensor, self.mesh, [Shard(1)])
+            elif name.startswith("bulk"):
+                found[name] = distribute_tensor(tensor, self.mesh, [Shard(0)])
+            else:
+                found[name] = tensor
+        return found
+
     def publish(
         self,
         version: int,
@@ -149,6 +173,7 @@ class Rank:
                 **options,
             )
             told |= {"root": done.root_hash, "bytes": done.report and done.report.bytes}
+            told |= {"sent": done.report and done.report.bytes_sent}
         except (RolloutError, LayoutError) as error:
             told["error"] = f"{type(error).__name__}: {error}"
         told |= {"seconds": time.monotonic() - begin, "gathered": self.gathered}
@@ -211,7 +236,7 @@ def die_at(last: str) -> Callable[[str], None]:
 
 def frozen(rank: Rank) -> None:
     """Rank 1 stands still in the middle, goes on too late, and is met anew; then rank 0 is killed."""
-    setattr(leading, "ACK_SECONDS", 1.0)  # noqa: B010
+    setattr(rank_group, "ACK_SECONDS", 1.0)  # noqa: B010
     rank.publish(1)
 
     def stop(name: str) -> None:
@@ -228,6 +253,20 @@ def frozen(rank: Rank) -> None:
     rank.publish(4)
 
 
+def afar(rank: Rank) -> None:
+    """Two nodes of two ranks publish to a worker: over TCP, as deltas, by shared memory, and to a folder, too."""
+    node = meeting._node
+    meeting._node = lambda: f"{node()}/{rank.rank // 2}"
+    rank.publish(1, rank.served(1), transport="tcp", base="auto")
+    rank.publish(2, rank.served(2), transport="tcp", base="auto")
+    rank.publish(3, rank.served(3))
+    spool = str(rank.folder / "spool")
+    rank.publish(4, rank.served(4), transport="tcp", spool=spool, mounted_at=spool)
+    if rank.rank == 3:
+        rank.before_copy = die_at("bulk")
+    rank.publish(5, rank.served(5), transport="tcp")
+
+
 def untold(rank: Rank) -> None:
     """No worker tells what is to be cast: nobody waits for a rank that gathers alone."""
     rank.publish(1, cast=True, seconds=5)
@@ -238,6 +277,6 @@ def main(
 ) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    stories = {"together": together, "frozen": frozen, "untold": untold}
+    stories = {"together": together, "frozen": frozen, "untold": untold, "afar": afar}
     stories[story](Rank(rank, ranks, folder, nodes, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it

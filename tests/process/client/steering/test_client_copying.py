@@ -5,8 +5,6 @@ The device is a fake one: it writes nothing before it is waited for, and writes 
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -27,10 +25,8 @@ from rollout_client.steering.pushing.push_devices import accelerator_of
 from rollout_client.steering.pushing.push_tensors import check_there, given
 from rollout_client.steering.pushing.shards import Part, part_of
 from rollout_client.steering.pushing.stream_filling import Filling
-from rollout_client.steering.pushing.streaming import Streaming
 from rollout_client.steering.pushing.writing import InMemory
 from rollout_common.transfer.arena import Arena, Slot
-from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.transfer.locked import lock_pages
 from tests.support.unit.cuda_driver import Driver
@@ -237,15 +233,17 @@ def test_a_stream_of_a_freed_tensor_is_refused_by_name() -> None:
     arena.close()
 
 
-def test_a_freed_tensor_of_a_rank_of_another_node_is_refused_by_name() -> None:
-    """Before a byte of what lies there now is sent."""
-    near, far = socket.socketpair()
-    with contextlib.closing(Connection(near)) as here, contextlib.closing(Connection(far)) as there:
-        tensor = torch.ones(200, 200)
-        part = part_of("a", tensor)
-        with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
-            Streaming(there, Copier(), lambda: False).put(part, freed(tensor), ((0, 200), (0, 200)))
-        assert here.poll(0) is None
+def test_a_shard_that_is_not_the_one_of_its_placements_is_refused_by_name() -> None:
+    """Before memory behind it is read."""
+
+    def told(*_: object) -> None:
+        raise AssertionError("nothing is there")
+
+    place = InMemory(lambda *_: memoryview(bytearray(4 * 200 * 200)), told, told, Copier())
+    tensor = torch.ones(200, 200)
+    why = r"tensor 'a': this rank's shard is \[100, 200\], and by its placements it would be \[200"
+    with pytest.raises(LayoutError, match=why):
+        place.put(part_of("a", tensor), tensor[:100], ((0, 200), (0, 200)))
 
 
 def test_a_freed_shard_of_columns_is_refused_by_name() -> None:

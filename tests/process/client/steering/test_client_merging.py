@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client import PublishFailed
-from rollout_client.steering.pushing import merging
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.merging import Merging
 from rollout_common.transfer.arena import Arena, ArenaError
@@ -32,11 +31,17 @@ def hashing() -> bool:
 class Ranks:
     """All ranks of a trainer at once: they write bytes, and say so."""
 
-    def __init__(self, specs: Specs = SHORT) -> None:
+    def __init__(
+        self,
+        specs: Specs = SHORT,
+        blocks: Mapping[str, tuple[int, int]] | None = None,
+        due: int | None = None,
+    ) -> None:
         self.arena = Arena()
         self.filling = Merging(self.arena, Copier())
         self.filling.plan(specs)
-        self.filling.begin()
+        whole = sum(placed.nbytes for placed in self.filling.layout.tensors)
+        self.filling.begin(whole if due is None else due, blocks or {})
 
     def write(self, name: str, begin: int, end: int, value: int = 1) -> None:
         """Write a run without a word on it."""
@@ -111,10 +116,10 @@ def test_a_leaf_is_there_as_soon_as_it_is_hashed() -> None:
     ranks.bring("a", 2 * MEBI, 3 * MEBI + 5)
     ranks.bring("b", 0, 10)
     until_sync(lambda: ranks.leaves("b") == [True], what="the short one to be hashed")
-    assert ranks.leaves("a") == [False] * 4, "what lies beyond a gap waits for its end"
+    assert ranks.leaves("a") == [False, False, True, True], "each of them once it is whole"
     ranks.bring("a", 0, MEBI + 1)
     until_sync(lambda: ranks.leaves("a")[0], what="its first leaf")
-    assert ranks.leaves("a") == [True, False, False, False]
+    assert ranks.leaves("a") == [True, False, True, True]
     assert ranks.filling.held.has(0)
     assert not ranks.filling.held.has(1)
     ranks.bring("a", MEBI + 1, 2 * MEBI)
@@ -125,7 +130,7 @@ def test_a_leaf_is_there_as_soon_as_it_is_hashed() -> None:
 
 
 def test_a_tensor_that_comes_in_blocks_is_hashed_once_all_of_them_are_there() -> None:
-    ranks = Ranks((("a", "U8", (2, 100)), ("b", "U8", (50,))))
+    ranks = Ranks((("a", "U8", (2, 100)), ("b", "U8", (50,))), {"a": (0, 200)})
     ranks.write("a", 0, 200, 7)
     ranks.filling.block("a", 120)
     ranks.bring("b", 0, 50)
@@ -149,13 +154,34 @@ def test_a_version_without_a_byte_is_there_at_once() -> None:
 
 def test_bytes_that_no_tensor_has_are_refused(short: Ranks) -> None:
     short.bring("a", 0, 100)
-    for name, begin, end in (("b", 0, 1), ("a", 50, 60), ("a", 200, 301), ("a", 200, 200)):
+    for name, begin, end in (("b", 0, 1), ("a", 200, 301), ("a", 200, 200)):
         with pytest.raises(LayoutError, match="has no bytes"):
             short.filling.arrived(name, begin, end)
-    with pytest.raises(LayoutError, match="no tensor 'b'"):
-        short.filling.block("b", 1)
-    with pytest.raises(LayoutError, match="has no bytes"):
-        short.filling.block("a", 301)
+    with pytest.raises(LayoutError, match="bytes 0 to 300 of 'a' came twice"):
+        short.filling.arrived("a", 0, 300)
+    for name in ("a", "b"):
+        with pytest.raises(LayoutError, match="comes in blocks"):
+            short.filling.block(name, 1)
+
+
+def test_more_blocks_than_a_tensor_has_are_refused() -> None:
+    ranks = Ranks(SHORT, {"a": (0, 300)})
+    with pytest.raises(LayoutError, match="more bytes of tensor 'a' came than it has"):
+        ranks.filling.block("a", 301)
+    ranks.close()
+
+
+def test_bytes_of_other_nodes_are_no_bytes_that_this_node_waits_for() -> None:
+    ranks = Ranks((("a", "U8", (3 * MEBI,)),), due=MEBI)
+    ranks.write("a", 0, 3 * MEBI)
+    ranks.filling.received("a", MEBI, 2 * MEBI)
+    assert not ranks.filling.wait_node(0.05)
+    ranks.filling.arrived("a", 0, MEBI)
+    assert ranks.filling.wait_node(10)
+    ranks.filling.held.note_digests(2, bytes(16))
+    assert ranks.filling.all_written(), "the hash of the last leaf is known"
+    assert not ranks.filling.held.is_complete
+    ranks.close()
 
 
 # How it ends without all of it.
@@ -167,22 +193,21 @@ def test_what_was_given_up_before_it_was_planned_hashes_nothing() -> None:
     filling = Merging(arena, Copier())
     filling.fail()
     filling.plan(SHORT)
-    filling.begin()
+    filling.begin(300, {})
     until_sync(lambda: not hashing(), what="the end of the thread that hashes")
     assert not filling.all_written()
     filling.close()
     arena.close()
 
 
-def test_what_is_given_up_midway_is_hashed_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "HASHED_BYTES", 2 * MEBI)
+def test_what_is_given_up_midway_is_hashed_no_further() -> None:
     ranks = Ranks((("a", "U8", (9 * MEBI,)),))
     filling = ranks.filling
     # Once the first leaf is noted.
     filling.held.subscribe(lambda: None if filling.given_up else filling.fail())
     ranks.bring("a", 0, 9 * MEBI)
     until_sync(lambda: not hashing(), what="the end of the thread that hashes")
-    assert ranks.leaves("a") == [True] * 2 + [False] * 7, "it looks after each run of them"
+    assert ranks.leaves("a") == [True] + [False] * 8, "it looks after each of them"
     assert ranks.filling.held.failure == "the publish was given up"
     assert not ranks.filling.all_written()
     assert ranks.filling.root_hash is None

@@ -16,8 +16,6 @@ import pytest
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing import addresses, meeting
 from rollout_client.steering.pushing import rank_door as door_module
-from rollout_client.steering.pushing.following import Following
-from rollout_client.steering.pushing.leading import Leading
 from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.rank_door import ANYHOW, Door, Reach, call
 from rollout_common.transfer.connection import Connection
@@ -34,7 +32,7 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
 ) -> None:
     monkeypatch.setattr(door_module, "CALL_SECONDS", 20.0)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = Door.open(4, Reach(LOOPBACK), afar=True)
+        door = Door.open(range(1, 4), Reach(LOOPBACK), afar=True)
         stack.callback(door.close)
         there, places = door.places.addresses[0], door.places
         for _ in range(silent):
@@ -71,7 +69,7 @@ def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Connection, "send", late)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = Door.open(2, ANYHOW, afar=False)
+        door = Door.open(range(1, 2), ANYHOW, afar=False)
         stack.callback(door.close)
         rank = stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
         (taken,) = door.take().values()
@@ -93,7 +91,7 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 
     monkeypatch.setattr(Connection, "send", cut)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = Door.open(2, ANYHOW, afar=False)
+        door = Door.open(range(1, 2), ANYHOW, afar=False)
         stack.callback(door.close)
         with pytest.raises(TransferError):
             call(door.places, 1, here=True)
@@ -120,7 +118,7 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 )
 def test_who_says_something_else_is_turned_away_at_once(said: bytes) -> None:
     with nothing_left():
-        door = Door.open(2, Reach(LOOPBACK), afar=True)
+        door = Door.open(range(1, 2), Reach(LOOPBACK), afar=True)
         with socket.create_connection(door.places.addresses[0], 2) as stranger:
             with contextlib.suppress(OSError):  # it may be turned away already
                 stranger.sendall(said)
@@ -133,13 +131,20 @@ def test_who_says_something_else_is_turned_away_at_once(said: bytes) -> None:
 
 def test_who_is_called_shows_that_it_is_rank_0() -> None:
     with nothing_left():
-        door = Door.open(2, Reach(LOOPBACK), afar=True)
+        door = Door.open(range(1, 2), Reach(LOOPBACK), afar=True)
         with pytest.raises(TransferError, match="somebody else answers there"):
             call(replace(door.places, answer="0" * 32), 1, here=False)
         door.close()
 
 
 # What goes wrong while they meet.
+
+
+def test_the_lowest_rank_of_a_node_leads_it_and_rank_0_leads_these() -> None:
+    facts = [meeting._Fact(node, node) for node in "abacbb"]
+    teams = [meeting._Team.of(rank, facts) for rank in range(6)]
+    assert [team.leader for team in teams] == [0, 0, 0, 0, 1, 1]
+    assert [list(team.below) for team in teams] == [[2, 1, 3], [4, 5], [], [], [], []]
 
 
 class Seat:
@@ -159,7 +164,6 @@ class Seat:
 def met(monkeypatch: pytest.MonkeyPatch, reach: Reach = ANYHOW) -> list[BaseException | None]:
     """Let two ranks of different nodes meet; returns what each of them raised."""
     monkeypatch.setattr(meeting, "_gathered", Seat.gathered)
-    monkeypatch.setattr(meeting, "_broadcast", lambda seat, mine: seat.gathered(mine)[0])
     words, all_here = [None, None], threading.Barrier(2)
     seats: list[Any] = [Seat(rank, words, all_here) for rank in range(2)]
     facts = [meeting._Fact("a", "node-a"), meeting._Fact("b", "node-b")]
@@ -167,12 +171,8 @@ def met(monkeypatch: pytest.MonkeyPatch, reach: Reach = ANYHOW) -> list[BaseExce
 
     def run(rank: int) -> None:
         try:
-            part: Leading | Following
-            if rank == 0:
-                part = meeting._lead(seats[0], facts, {1}, reach)
-            else:
-                part = meeting._follow(seats[1], 1, facts, {1}, reach)
-            part.close()
+            team = meeting._Team.of(rank, facts)
+            meeting._join_team(seats[rank], team, facts, reach).close()
         except BaseException as error:  # noqa: BLE001 (what it was is looked at)
             raised[rank] = error
 

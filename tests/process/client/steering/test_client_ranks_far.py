@@ -18,14 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.pushing import leading, streaming
-from rollout_client.steering.pushing.boxes import Box, nbytes_of, pieces_of, run_of, shape_of
+from rollout_client.steering.pushing import rank_group
+from rollout_client.steering.pushing.boxes import Box, pieces_of
 from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.leading import Leading
 from rollout_client.steering.pushing.merging import Merging
+from rollout_client.steering.pushing.node_lead import NodeLead
+from rollout_client.steering.pushing.rank_group import RankGroup
+from rollout_client.steering.pushing.rank_options import RankOptions
 from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import CHUNK_BYTES, Kind, TransferError
-from rollout_common.transfer.layout import ITEM_BYTES, LayoutError, PushLayout
+from rollout_common.transfer.frames import Frame, Kind, TransferError
+from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.transfer_loop import transfer_loop
+from rollout_common.wire.root_hash import hash_leaf
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 
 # A rank that lies.
@@ -46,26 +51,33 @@ WRONG = b"\xff"
 
 
 class Far:
-    """A rank of another node that says what a test wants."""
+    """The only rank of another node, which says what a test wants. Nothing that it has is a whole leaf."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self.connection = rank, connection
 
     def hello(self, **other: Any) -> None:
         rows = [[*spec, BOXES[self.rank].get(spec[0]), False] for spec in SPECS[1:3]]
-        self.connection.send(Kind.HELLO, {"version": 1, "tensors": rows, **other})
+        offers = {str(self.rank): rows}
+        self.connection.send(Kind.HELLO, {"version": 1, "offers": offers, **other})
 
     def chunk(
         self, name: str, box: Box | None = None, content: bytes | None = None, **other: Any
     ) -> None:
         box = box or BOXES[self.rank][name]
         true = STATE[name][tuple(slice(*cut) for cut in box)].contiguous().numpy().tobytes()
-        head = {"name": name, "box": box, "hash": xxhash.xxh3_128_hexdigest(true), **other}
+        run = list(box[0]) if len(box) == 1 else None  # of bytes
+        where = {"run": run, "box": None if run else box}
+        head = {"name": name, **where, "hash": xxhash.xxh3_128_hexdigest(true), **other}
         self.connection.send(Kind.DATA, head, true if content is None else content)
 
     def chunks(self) -> None:
-        for name in BOXES[self.rank]:
+        for name in ("rows", "m"):
             self.chunk(name)
+        self.end()
+
+    def end(self, *digests: str) -> None:
+        self.connection.send(Kind.END, {"digests": list(digests)})
 
     def run(self, *says: Callable[[Far], None], pings: bool = True) -> None:
         """Offer, say so once it is told what to send, and leave once it is told how it went."""
@@ -82,7 +94,9 @@ class Far:
 
 
 def ordered(far: Far) -> None:
-    assert far.connection.expect(Kind.LAYOUT).head["boxes"].keys() == BOXES[far.rank].keys()
+    order = far.connection.expect(Kind.LAYOUT).head
+    assert order["boxes"][str(far.rank)].keys() == BOXES[far.rank].keys()
+    assert order["scattered"] == ["m"]
 
 
 def wired() -> tuple[Connection, Connection]:
@@ -98,8 +112,9 @@ def published(
     """Have rank 0 fill a version with what the others say; yields why it failed."""
     with nothing_left():
         ends = {rank: wired() for rank in says}
-        leader = Leading({rank: near for rank, (near, _) in ends.items()}, ends.keys())
-        filling = Merging(leader.arena, Copier())
+        near = {rank: connection for rank, (connection, _) in ends.items()}
+        leader = Leading(RankGroup(0, near, {rank: [rank] for rank in ends}))
+        filling = Merging(leader.group.arena, Copier())
         threads = []
         for rank, (_, far) in ends.items():
             run = Far(rank, far).run
@@ -138,14 +153,15 @@ def test_what_far_ranks_send_makes_the_version() -> None:
 
 
 def truncated(far: Far) -> None:
-    head = json.dumps({"name": "m", "box": BOXES[1]["m"], "hash": "", "payload": 32}).encode()
-    far.connection._sock.sendall(first(head, kind=Kind.DATA) + WRONG * 10)
+    about = {"name": "rows", "run": [3, 7], "box": None, "hash": "", "payload": 4}
+    head = json.dumps(about).encode()
+    far.connection._sock.sendall(first(head, kind=Kind.DATA) + WRONG * 2)
     far.connection.interrupt()
 
 
-def damaged_run(far: Far) -> None:
-    far.chunk("m")
-    far.chunk("rows", content=WRONG * 4)
+def damaged_box(far: Far) -> None:
+    far.chunk("rows")
+    far.chunk("m", content=WRONG * 32)
 
 
 def twice(say: Callable[[Far], None]) -> Callable[[Far], None]:
@@ -157,25 +173,33 @@ def twice(say: Callable[[Far], None]) -> Callable[[Far], None]:
 
 
 LIES: dict[str, tuple[Callable[[Far], None], str]] = {
-    "a bit": (lambda far: far.chunk("m", content=WRONG * 32), "1: a chunk of 'm' arrived damaged"),
-    "a bit of a run": (damaged_run, "1: a chunk of 'rows' arrived damaged"),
-    "twice": (twice(lambda far: far.chunk("m")), "'m' came that was not due"),
-    "all twice": (twice(Far.chunks), "'m' came that was not due"),
-    "order": (lambda far: far.chunk("rows"), "'rows' came that was not due"),
-    "box": (lambda far: far.chunk("m", BOXES[2]["m"], WRONG * 48), "'m' came that was not due"),
+    "a bit": (damaged_box, "1: a chunk of 'm' arrived damaged"),
+    "a bit of a run": (
+        lambda far: far.chunk("rows", content=WRONG * 4),
+        "1: a chunk of 'rows' arrived damaged",
+    ),
+    "twice": (twice(lambda far: far.chunk("rows")), "'rows' came that was not due"),
+    "all twice": (twice(Far.chunks), "'rows' came that was not due"),
+    "order": (lambda far: far.chunk("m"), "'m' came that was not due"),
+    "box": (
+        lambda far: far.chunk("rows", BOXES[2]["rows"], WRONG * 3),
+        "'rows' came that was not due",
+    ),
     "tensor": (lambda far: far.chunk("a", ((0, 4),), WRONG * 16), "'a' came that was not due"),
     "no name": (
         lambda far: far.connection.send(Kind.DATA, {"name": [{}]}),
         "came that was not due",
     ),
-    "more": (lambda far: far.chunk("m", content=WRONG * 96), "came with 96 bytes, not 32"),
-    "no hash": (lambda far: far.chunk("m", hash=None), "DATA.hash must be a text"),
+    "more": (lambda far: far.chunk("rows", content=WRONG * 96), "came with 96 bytes, not 4"),
+    "no hash": (lambda far: far.chunk("rows", hash=None), "DATA.hash must be a text"),
     "an end": (truncated, "the other end has closed the connection"),
     "leaves": (lambda far: far.connection.send(Kind.RELEASED), "left in the middle of a publish"),
     "not sent": (
         lambda far: far.connection.send(Kind.FILLED, {"name": "m", "block": 96}),
         "FILLED came",
     ),
+    "a hash too many": (lambda far: far.end("00" * 16), "must have the hash of each leaf"),
+    "no hex": (lambda far: far.end("x"), "END.digests must be a list of hexadecimal digits"),
 }
 
 
@@ -202,11 +226,12 @@ def test_a_rank_that_sends_something_else_fails_the_publish_and_writes_nowhere_e
     [
         (lambda far: far.hello(version=2), "rank 1 publishes version 2, rank 0 1"),
         (lambda far: far.chunk("m"), "rank 1 sent DATA out of its turn"),
-        (lambda far: far.hello(tensors=None), "rank 1 describes its tensors in a format"),
-        (lambda far: far.hello(tensors=[["m"]]), "rank 1 describes its tensors in a format"),
+        (lambda far: far.hello(offers=None), "rank 1 describes its tensors in a format"),
+        (lambda far: far.hello(offers={"1": [["m"]]}), "rank 1 describes its tensors in a format"),
+        (lambda far: far.hello(offers={"2": []}), "it offers for ranks ['2'], not [1]"),
         *(
             (
-                lambda far, box=box: far.hello(tensors=[["rows", "U8", [9], box, False]]),
+                lambda far, box=box: far.hello(offers={"1": [["rows", "U8", [9], box, False]]}),
                 "rank 1 says its shard is",
             )
             for box in ([[7, 11]], [[-4, 0]], [[5, 5]], [[3, 7], [0, 1]])
@@ -222,10 +247,99 @@ def test_a_rank_that_offers_something_else_fails_the_publish(
 
 
 def test_a_rank_that_says_nothing_more_fails_the_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "LEASE_SECONDS", 1.5)
+    monkeypatch.setattr(rank_group, "LEASE_SECONDS", 1.5)
     says = dict.fromkeys(BOXES, (Far.hello, ordered))
     with published(says, pings=False) as (_, why):
         assert "rank 1 is gone: nothing came for 1.5 s" in str(why)
+
+
+# The lead of another node, and a rank 0 that says what a test wants.
+
+
+class Origin:
+    """Rank 0's end of the connection to a lead, whose node has all of one tensor."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.layout = PushLayout.plan([("a", "F32", (4,))])
+        self.said: list[Frame] = []
+
+    def order(self, **other: Any) -> None:
+        frame = self.connection.expect(Kind.HELLO)
+        assert frame.head == {"version": 1, "offers": {"1": [["a", "F32", [4], [[0, 4]], False]]}}
+        about = {"layout": self.layout.to_json(), "boxes": {"1": {"a": [[0, 4]]}}}
+        self.connection.send(Kind.LAYOUT, {**about, "scattered": [], **other})
+
+    def ask(self, port: int = 1, *, everything: bool = False) -> None:
+        whom = {"name": "w", "host": LOOPBACK, "port": port, "tls": False, "ticket": "0" * 32}
+        receivers = [{**whom, "based": False}]
+        request = {"receivers": receivers, "base": None, "everything": everything}
+        self.connection.send(Kind.SERVE, request)
+
+    def hear(self, kind: Kind) -> Frame:
+        """Read until a frame of this kind comes, which may have come before."""
+        while not any(frame.kind is kind for frame in self.said):
+            self.said.append(frame := self.connection.receive())
+            self.connection.skip(frame)
+        return next(frame for frame in self.said if frame.kind is kind)
+
+    def end(self) -> None:
+        self.connection.send(Kind.FAILED, {"error": "PublishFailed", "detail": "it was looked at"})
+        self.hear(Kind.RELEASED)
+
+
+@contextlib.contextmanager
+def leading_node() -> Iterator[Origin]:
+    transfer_loop()  # has a thread and a pair of sockets, for ever
+    with nothing_left():
+        near, far = wired()
+        lead = NodeLead(far, 1, RankGroup(1, {}))
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                lead.take_part(1, {"a": STATE["a"]}, RankOptions(10))
+            except PublishFailed as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield Origin(near)
+        finally:
+            near.close()
+            thread.join(10)
+            lead.close()
+        assert raised
+
+
+def test_a_lead_says_what_its_node_hashes_to_and_whom_it_can_not_reach() -> None:
+    with leading_node() as origin:
+        origin.ask()  # before there is anything to serve
+        origin.order()
+        digest = hash_leaf(STATE["a"].numpy().tobytes()).hex()
+        assert origin.hear(Kind.END).head == {"digests": [digest]}
+        told = origin.hear(Kind.ERROR).head
+        assert told["name"] == "w"
+        assert "can't be reached" in told["detail"]
+        assert all(frame.kind is not Kind.DATA for frame in origin.said)
+        origin.end()
+
+
+def test_a_lead_sends_all_it_has_if_it_is_asked_to() -> None:
+    with leading_node() as origin:
+        origin.order()
+        origin.hear(Kind.END)
+        origin.ask(everything=True)
+        chunk = origin.hear(Kind.DATA)
+        assert (chunk.head["name"], chunk.head["run"], chunk.payload) == ("a", [0, 16], 16)
+        origin.end()
+
+
+def test_a_lead_whose_rank_0_is_gone_ends() -> None:
+    with leading_node() as origin:
+        origin.order()
+        origin.hear(Kind.END)
 
 
 # How boxes are cut.
@@ -253,26 +367,3 @@ def test_pieces_have_each_element_of_a_box_once_and_in_order(
     pieces = [elements(piece) for piece in pieces_of(cut[1], most)]
     assert list(itertools.chain(*pieces)) == elements(cut[1])
     assert all(1 <= len(piece) <= most for piece in pieces)
-
-
-@given(
-    boxes(st.sampled_from([1, 2, 3, 1000, 4097, 300_000, 1 << 20, (1 << 22) + 1])),
-    st.sampled_from(sorted(ITEM_BYTES)),
-)
-def test_both_ends_cut_a_box_into_the_same_chunks(
-    cut: tuple[tuple[int, ...], Box], dtype: str
-) -> None:
-    shape, box = cut
-    spec = ("x", dtype, shape)
-    sent = list(streaming._chunks(spec, box))
-    due = list(streaming._due(PushLayout.plan([spec]), {"x": box}))
-    assert [piece for _, piece, _ in due] == sent
-    at, of_box = 0, ("x", dtype, shape_of(box))
-    for piece in sent:
-        assert nbytes_of(spec, piece) <= CHUNK_BYTES
-        within = tuple((a - o, b - o) for (a, b), (o, _) in zip(piece, box, strict=True))
-        run = run_of(of_box, within)
-        assert run is not None
-        assert run[0] == at
-        at = run[1]
-    assert at == nbytes_of(spec, box)

@@ -13,17 +13,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from rollout_client.steering.pushing.boxes import rows_of, run_of
 from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.shards import Part, share_out
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
+from rollout_worker.updates import pushed_weights
 from tests.support.unit import rank_publish
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.ranks import Rank, ranks
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import scripted_controls
+from tests.support.unit.served import served
 from tests.support.waiting import until
 
 Told = dict[int, dict[str, Any]]
@@ -121,6 +124,38 @@ async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path
         assert told["error"].startswith("PublishFailed: rank 0 of the group is gone")
         assert told["seconds"] < 20
         assert trainer.ranks[0].status(10) == -signal.SIGKILL
+
+
+async def test_each_node_serves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushed_weights, "check_layout", lambda *_, where: None)
+    ways = ("--weights-port", "0", "--weights-socket", str(tmp_path / "weights.sock"))
+    async with served(tmp_path / "worker", *ways, "--weights-roots", str(tmp_path)) as worker:
+        places = f"http://127.0.0.1:{worker.data}", f"http://127.0.0.1:{worker.control}"
+        with ranks(rank_publish.main, 4, tmp_path, "afar", "two", *places) as started:
+            trainer = Story(tmp_path, started)
+            sent: dict[int, int] = {}
+            for version in (1, 2, 3, 4):
+                expected = root_of(rank_publish.served_state(version))
+                for rank in range(4):
+                    told = await trainer.tells(rank, version)
+                    assert told.get("root") == expected, told
+                sent[version] = told["sent"]
+                assert worker.tiny.engine.active.number == version
+            whole = told["bytes"]
+            # Rank 0 sends the pieces of its node, and those that neither node has all of.
+            assert whole * 0.4 < sent[1] < whole * 0.65, (sent, whole)
+            assert sent[2] < whole * 0.1, "deltas"
+            assert sent[3] == 0, "shared memory"
+            written: dict[str, torch.Tensor] = {}
+            for file in (tmp_path / "spool").rglob("*.safetensors"):
+                written |= load_file(file)
+            assert root_of(written) == root_of(rank_publish.served_state(4))
+            for rank in range(3):
+                told = await trainer.tells(rank, 5)
+                assert "rank 3 is gone" in told["error"], told
+                assert told["seconds"] < 20
 
 
 async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def versions() -> Iterator[Versions]:
     values["a"][17] += 1
     values["a"][MEBI : 2 * MEBI] += 1
     fill(second, values)
-    before = Before.of(first, WeightsId(epoch=3, version=4))
+    before = Before.of(first, WeightsId(epoch=3, version=4), str(first.root_hash))
     assert before is not None
     yield Versions(arena, first, second, before, Deltas(before, second.held))
     before.close()
@@ -120,5 +120,5 @@ def test_a_version_whose_pool_was_closed_is_no_base(versions: Versions) -> None:
     versions.before.close()
     slot = versions.first.slot
     versions.arena.close()
-    assert Before.of(versions.first, WeightsId(epoch=3, version=5)) is None
+    assert Before.of(versions.first, WeightsId(epoch=3, version=5), "r") is None
     assert not slot.lent
