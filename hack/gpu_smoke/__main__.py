@@ -11,6 +11,7 @@ and are made on the spot. Logs, process tables and the results are kept in the f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(plan: Plan, engines: Sequence[str], checks: Sequence[str]) -> Iterator[Row]:
     """Yield the result of each check of each engine as soon as it is known."""
-    models = Models(plan.size)
+    models = Models(plan.size, device=plan.device)
     for engine in engines:
         if plan.python(engine) is None:
             why = f"{engine} is not installed: give --python {engine}=PATH"
@@ -93,6 +94,10 @@ def _run_engine(
         for name in checks:
             row = _check(scene, name)
             yield _told(replace(row, check=prefix + row.check))
+            if row.outcome == "failed":
+                # Else each later check would fail of the same.
+                with contextlib.suppress(Exception):
+                    scene.settle()
     finally:
         scene.close()
 

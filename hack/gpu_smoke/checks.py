@@ -305,7 +305,8 @@ def _nearly_greedy(scene: Scene, tokens: list[int]) -> bool:
     """Whether each token is at most a rounding less likely than the likeliest."""
     logits = scene.models.judge(scene.version).logits(PROMPT, tokens)
     chosen = logits.gather(1, logits.new_tensor(tokens).long().unsqueeze(1)).squeeze(1)
-    return bool((chosen >= logits.max(-1).values - scene.tolerance).all())
+    # Engine and judge both round: on an H100 they were up to 0.44 apart, and another version is 4 and more.
+    return bool((chosen >= logits.max(-1).values - 2.5 * scene.tolerance).all())
 
 
 def _has_raw(scene: Scene) -> bool:

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from rollout_worker.observe.processes import ProcessHandle, find_descendants, kill_processes
 from rollout_worker.observe.worker_telemetry import resident_bytes
 from rollout_worker.sources.checkpoint_files import open_source
@@ -77,8 +79,8 @@ class Plan:
 class Models:
     """A model and two later versions of it; each is made once and kept in the cache."""
 
-    def __init__(self, size: str, dtype: str = "bfloat16") -> None:
-        self._size, self._dtype = size, dtype
+    def __init__(self, size: str, dtype: str = "bfloat16", device: Device = "cpu") -> None:
+        self._size, self._dtype, self._device = size, dtype, device
         self._tiny = TinyModels(CACHE / "models")
         self._judges: dict[int, Reference] = {}
 
@@ -99,8 +101,18 @@ class Models:
         seed = version_seed(version)
         if seed not in self._judges:
             folder = self._tiny.model(seed) if self._size == "tiny" else self.folder(seed)
-            self._judges[seed] = Reference(folder)
+            self._judges[seed] = Reference(folder, device=self._device)
         return self._judges[seed]
+
+    def warm_judges(self) -> None:
+        """Have both judges take what they need of a GPU, before its memory is measured.
+
+        On 16 cores they would need minutes for tokens that a GPU makes in seconds.
+        """
+        if self._device == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length
+            for version in (0, 1):
+                self.judge(version).raw_logprobs([1], [1] * 1000)
 
 
 def version_seed(version: int) -> int:
@@ -119,6 +131,7 @@ class Scene:
         self.folder = plan.out / engine
         self.folder.mkdir(parents=True, exist_ok=True)
         self.version = 0
+        models.warm_judges()
         self.memory_before = self.memory()
         flags = self.kind.flags if plan.device == "cpu" else ()
         device = ("--device", plan.device) if engine == "hf" else ()
@@ -128,7 +141,7 @@ class Scene:
             models.folder(1),
             self.folder / "worker.log",
             ("--engine", engine, "--shutdown-grace", "0", *device, *roots, *flags, *plan.extra),
-            {"PYTHONPATH": str(ROOT / "src"), **self.kind.env},
+            {"PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH")), **self.kind.env},
             python=python,
         )
         for client in (self.worker.data, self.worker.control):
@@ -167,6 +180,16 @@ class Scene:
             return bool(state["lifecycle"] == "Active")
 
         until_sync(up, seconds, what="the engine")
+
+    def settle(self) -> None:
+        """After a check that failed, wait until the engine serves again, awake."""
+
+        def over() -> bool:
+            return bool(self.worker.state()["lifecycle"] in ("Active", "Asleep"))
+
+        until_sync(over, CALL_SECONDS, what="the engine to settle")
+        if self.worker.state()["lifecycle"] == "Asleep":
+            self.verb("wake")
 
     def update(self, **fields: Any) -> dict[str, Any]:
         """Publish the next version."""
@@ -252,8 +275,15 @@ class Scene:
             self.worker.close()
 
 
+def _with_ours(path: str | None) -> str:
+    """Return a search path that begins with our code."""
+    return os.pathsep.join(filter(None, [str(ROOT / "src"), path]))
+
+
 def gpu_mib() -> float:
-    """Return the MiB in use on the first GPU that CUDA sees."""
+    """Return the MiB in use on the first GPU that CUDA sees, without what judges only keep for later."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
     words = ["nvidia-smi", f"--id={visible}", "--query-gpu=memory.used"]
     words.append("--format=csv,noheader,nounits")

@@ -35,7 +35,7 @@ class Variant:
         own = replace(plan, out=plan.out / name.replace(" ", "-"), size=self.size or plan.size)
         dtype = "float32" if plan.device == "cpu" else "bfloat16"
         own = replace(own, extra=(*plan.extra, *self.flags[engine]))
-        return own, Models(own.size, dtype)
+        return own, Models(own.size, dtype, plan.device)
 
 
 def gpus() -> int:

@@ -50,6 +50,12 @@ async def test_bad_requests_name_the_field(tiny_models: TinyModels, field: str, 
     assert (refused.value.field, refused.value.status) == (field, 422)
 
 
+async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyModels) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    async with serving(tiny_models.model(1)):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("reason", list(AbortReason))
 async def test_abort_all_ends_running_and_queued_while_paused(
     tiny_models: TinyModels, reason: AbortReason

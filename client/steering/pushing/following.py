@@ -40,9 +40,8 @@ class Following:
         self._closed = False
         self._began = 0.0
         self._connection, self._rank, self._leader = connection, rank, leader
-        connection.takes_memory = (
-            connection.unix
-        )  # `MEMORY` comes whenever the leader makes new memory
+        # `MEMORY` comes whenever the leader of this node makes new memory.
+        connection.takes_memory = connection.unix
         self._copier = Copier()
         self._options = RankOptions(0.0)
         self._maps: dict[int, mmap.mmap] = {}

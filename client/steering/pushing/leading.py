@@ -48,9 +48,24 @@ class Leading:
         return self.group.broken
 
     def fill(
-        self, filling: Merging, copier: Copier, tensors: Tensors, version: int, seconds: float
+        self,
+        filling: Merging,
+        copier: Copier,
+        tensors: Tensors,
+        version: int,
+        seconds: float,
+        *,
+        spread: bool = False,
     ) -> None:
         """Make all ranks write their parts; return once everything is there and hashed.
+
+        Args:
+            filling: The version.
+            copier: Copies this rank's tensors.
+            tensors: What this rank has.
+            version: Its number.
+            seconds: How long the others may take to join.
+            spread: Whether other nodes write a share of what this node has, too, and not only what it lacks.
 
         Raises:
             PublishFailed: Another rank is gone, failed, or did not join in time.
@@ -59,7 +74,7 @@ class Leading:
         """
         writing = Writing(state_of(tensors))
         offers = {0: list(writing.parts.values()), **self.group.collect_offers(version, seconds)}
-        far = {rank for node in self.group.leads.values() for rank in node}
+        far = {rank for node in self.group.leads.values() for rank in node if not spread}
         shares = share_out([offers[rank] for rank in sorted(offers)], far)
         filling.plan(shares.specs)
         own, parts = self._node_parts(filling, shares)

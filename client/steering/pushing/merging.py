@@ -39,6 +39,8 @@ class Merging(Filling):
         self._block_left: dict[str, int] = {}
         self._scattered: frozenset[str] = frozenset()
         self._due = 0
+        self._is_node_done = False
+        """Whether a node that has its part has got all of it: from then on no rank of it can spoil it."""
         self._unhashed = 0
         """How many leaves are written and not hashed yet."""
 
@@ -135,7 +137,11 @@ class Merging(Filling):
         """
         with self._news:
             self._news.wait_for(lambda: self._given_up or self._is_node_there(), seconds)
-        return not self._has_stopped() and self._is_node_there()
+            if not self._given_up:
+                self._is_node_done = self._is_node_there()
+                return self._is_node_done
+        self._has_stopped()  # raises the reason
+        return False
 
     def _is_node_there(self) -> bool:
         return self._due <= 0 and not self._unhashed
@@ -154,7 +160,8 @@ class Merging(Filling):
 
     @override
     def fail(self, why: BaseException | None = None) -> None:
-        super().fail(why)
+        if not self._is_node_done:
+            super().fail(why)
         self._jobs.put(None)
 
     def _hash_leaves(self) -> None:

@@ -71,8 +71,6 @@ class NodeLead(Following):
 
     @override
     def _offer_parts(self, version: int, writing: Writing) -> None:
-        self._filling = self._part = self._request = self._board = None
-        self._is_sent, self._reported = False, set()
         try:
             offers = self._group.collect_offers(version, self._options.seconds, self._stopped)
         except PublishFailed as error:
@@ -201,7 +199,9 @@ class NodeLead(Following):
     @override
     def _end_publish(self, outcome: Frame) -> None:
         self._stop_senders()
-        filling, self._filling = self._filling, None
+        filling = self._filling
+        self._filling = self._part = self._request = self._board = None
+        self._is_sent, self._reported = False, set()
         if filling is not None:
             filling.fail()
         self._group.tell_outcome(outcome.kind, outcome.head)
@@ -216,9 +216,7 @@ class NodeLead(Following):
 
     def _keep_base(self, outcome: Frame, filling: Merging | None) -> None:
         """Keep the bytes of a published version, if deltas from it may be sent; release those of the one before."""
-        before, self._before = self._before, None
-        if before is not None:
-            before.close()
+        self._forget_base()
         if outcome.kind is not Kind.STAGED or filling is None or not self._options.delta:
             return
         epoch, version = outcome.head["identity"]

@@ -294,8 +294,11 @@ class _Hearing:
                 for leaves, found in zip(arriving.part.whole_leaves(), digests, strict=True):
                     filling.held.note_digests(leaves.start, found)
             case Kind.ERROR if self._unreached is not None:
-                name = frame.text("name")
-                self._unreached(name, f"rank {self._rank} can't serve it: {frame.text('detail')}")
+                name, why = frame.text("name"), frame.text("detail")
+                try:
+                    self._unreached(name, f"rank {self._rank} can't serve it: {why}")
+                except KeyError as error:
+                    raise Malformed(f"{name!r} is not a replica of this push") from error
             case _:
                 raise Malformed(f"{frame.kind.name} came from rank {self._rank}")
 

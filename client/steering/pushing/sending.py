@@ -93,6 +93,8 @@ class Sender:
         self._stop_soon: Callable[[], None] = self._stopping.set
         self._ended = threading.Event()
         self._release: Callable[[], None] | None = None
+        self._has_served = False
+        """Whether the replica has let this end serve its node's part: rank 0 hears what becomes of the replica then."""
         self._given = False
         """Whether the memory of this process was sent to the replica."""
         self._given_back = False
@@ -131,7 +133,7 @@ class Sender:
             async with running_tasks(self._carry(), stopped.wait()) as tasks:
                 await wait_for_first(tasks)
                 why = tasks[0].result() if tasks[0].done() else "the publish was given up"
-                if not self._board.settled(name):
+                if not self._board.settled(name) and not self._has_served:
                     self._board.failed(name, why)
         except Exception as error:
             logger.exception("sending weights to %s failed", name)
@@ -192,6 +194,7 @@ class Sender:
         if not self._route.is_lead:
             await stream.send(Kind.HELLO, {**hello, "name": "another node of the trainer"})
             await stream.expect(Kind.READY)
+            self._has_served = True
             return await PieceServer(stream, filling.held, self._link.pace, find).run()
         about: dict[str, Any] = {
             "name": receiver.name,

@@ -104,7 +104,16 @@ class Together:
         """Return a push that all ranks fill."""
         copier = self._pusher.copier
         filling = Merging(ranks.group.arena, copier, dtypes)
-        fill = partial(ranks.fill, filling, copier, work.tensors, work.version, work.seconds)
+        fill = partial(
+            ranks.fill,
+            filling,
+            copier,
+            work.tensors,
+            work.version,
+            work.seconds,
+            # By shared memory, replicas of this node need all of it here.
+            spread=work.transport == "tcp",
+        )
         together = Ranks(fill, ranks.serve)
         return self._pusher.begin_filled(
             filling, together, work.transport, work.rate, delta=work.delta

@@ -42,7 +42,7 @@ class EngineKind:
     impatient: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     in_process: bool = False
-    start_seconds: float = 240.0
+    start_seconds: float = 480.0
     serve: tuple[str, ...] = ("-m", "rollout_worker", "serve")
 
     def __str__(self) -> str:

@@ -16,17 +16,18 @@ from rollout_worker.schemas import SamplingParams
 class Reference:
     """A model folder as transformers itself runs it."""
 
-    def __init__(self, folder: Path, attention: str = "sdpa") -> None:
+    def __init__(self, folder: Path, attention: str = "sdpa", device: str = "cpu") -> None:
         transformers.utils.logging.disable_progress_bar()
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), attn_implementation=attention
-        ).eval()
+        )
+        self.model = model.eval().to(device)
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
         """Return the logits [T, V] that each token of an output was drawn from."""
-        ids = torch.tensor([[*prompt, *output]])
+        ids = torch.tensor([[*prompt, *output]], device=self.model.device)
         logits: torch.Tensor = self.model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         return logits.float()
 
@@ -43,7 +44,8 @@ class Reference:
         found: list[int] = []
         feed, cache = list(prompt), None
         for _ in range(count):
-            step = self.model(torch.tensor([feed]), past_key_values=cache, use_cache=True)
+            ids = torch.tensor([feed], device=self.model.device)
+            step = self.model(ids, past_key_values=cache, use_cache=True)
             cache = step.past_key_values
             feed = [int(step.logits[0, -1].argmax())]
             found += feed
@@ -52,13 +54,14 @@ class Reference:
     def raw_logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
         """Return the model's own log-probability of each token of an output."""
         logprobs = self.logits(prompt, output).log_softmax(-1)
-        return logprobs.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1).tolist()
+        chosen = torch.tensor(output, device=logprobs.device).unsqueeze(1)
+        return logprobs.gather(1, chosen).squeeze(1).tolist()
 
     def sampling_logprobs(
         self, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams
     ) -> list[float]:
         """Return the log-probability of each token under the distribution it is drawn from."""
-        logits = self.logits(prompt, output)
+        logits = self.logits(prompt, output).cpu()
         found = []
         for index, token in enumerate(output):
             row = distribution(logits[index], prompt, output[:index], sampling)

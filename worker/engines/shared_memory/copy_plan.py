@@ -261,6 +261,13 @@ def repeat_copies(
     copies: Sequence[RecordedCopy], parameters: Mapping[str, Tensor], memory: TensorMemory
 ) -> None:
     """Repeat recorded copies with another version's bytes; a device may still be copying when this returns."""
+    make_copies(resolve_copies(copies, parameters, memory), memory)
+
+
+def resolve_copies(
+    copies: Sequence[RecordedCopy], parameters: Mapping[str, Tensor], memory: TensorMemory
+) -> list[TensorCopy]:
+    """Return the copies that repeat recorded ones; what is filled with one value is filled at once."""
     plain = {name: tensor.data for name, tensor in parameters.items()}
     made = []
     for copy in copies:
@@ -270,6 +277,11 @@ def repeat_copies(
             made.append(TensorCopy(copy.tensor, target, source))
         else:
             target.fill_(copy.value)
+    return made
+
+
+def make_copies(made: Sequence[TensorCopy], memory: TensorMemory) -> None:
+    """Make copies; many at once keep all threads of a ring busy. A device may still be copying when this returns."""
     if not made:
         return
     ring = open_ring(made[0].target.device, memory.nbytes)

@@ -1,7 +1,7 @@
 """Copies from a version's memory to a GPU through two page-locked buffers, which a rank has for as long as it lives.
 
-A GPU reads memory at the speed of the bus only where its pages are locked, and locking takes as long as the copy of
-several versions, holds up other processes of the node, and is needed of all that a version has, however little a rank
+A GPU reads memory at the speed of the bus only where its pages are locked, and locking takes as long as three
+copies, holds up other processes of the node, and is needed of all that a version has, however little a rank
 reads of it. So each rank locks two buffers once. Threads gather the parts that are to be copied into one of them,
 strided parts too, while the GPU reads the other one. This runs in the processes of vLLM and SGLang.
 """
@@ -9,6 +9,7 @@ strided parts too, while the GPU reads the other one. This runs in the processes
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -18,7 +19,12 @@ import torch
 from torch import Tensor
 
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.settings import GATHER_THREADS, RING_BUFFER_BYTES, RING_PIECE_BYTES
+from rollout_worker.engines.settings import (
+    MAX_GATHER_THREADS,
+    MIN_GATHER_THREADS,
+    RING_BUFFER_BYTES,
+    RING_PIECE_BYTES,
+)
 
 from .staging_budget import check_memory_left
 
@@ -65,6 +71,7 @@ class CopyRing:
         buffers: Page-locked memory, each [n] uint8 of one size.
         events: One for each buffer.
         begin_copies: Begins to copy sources to targets, in the order of calls.
+        threads: How many threads gather.
     """
 
     def __init__(
@@ -72,11 +79,13 @@ class CopyRing:
         buffers: Sequence[Tensor],
         events: Sequence[CopyEvent],
         begin_copies: Callable[[list[Tensor], list[Tensor]], object],
+        threads: int = MIN_GATHER_THREADS,
     ) -> None:
         self._buffers, self._events, self._begin_copies = buffers, events, begin_copies
         self._size = buffers[0].numel()
         self._current = self._used = 0
-        self._threads = ThreadPoolExecutor(GATHER_THREADS, thread_name_prefix="rollout-gather")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollout-gather")
+        self._thread_count = threads
 
     def copy_tensors(self, copies: Iterable[TensorCopy]) -> None:
         """Begin copies; all sources are read when this returns or raises, and no thread writes any more.
@@ -118,7 +127,8 @@ class CopyRing:
             jobs: list[Future[None]] = []
             try:
                 jobs.extend(
-                    self._threads.submit(_gather_parts, shared) for _ in range(GATHER_THREADS)
+                    self._threads.submit(_gather_parts, shared)
+                    for _ in range(min(self._thread_count, len(batch)))
                 )
             finally:
                 # Without a deadline: a thread that copies can't be stopped, and must not write after this.
@@ -197,4 +207,10 @@ def _make_ring(size: int) -> CopyRing | None:
             error,
         )
         return None
-    return CopyRing(buffers, events, partial(torch._foreach_copy_, non_blocking=True))
+    threads = gather_thread_count(len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    return CopyRing(buffers, events, partial(torch._foreach_copy_, non_blocking=True), threads)
+
+
+def gather_thread_count(processors: int, gpus: int) -> int:
+    """Return how many threads gather for one GPU: its share of the processors, within bounds."""
+    return max(MIN_GATHER_THREADS, min(MAX_GATHER_THREADS, processors // max(1, gpus)))

@@ -25,9 +25,12 @@ from rollout_worker.engines.shared_memory.copy_plan import (
     TensorRows,
     check_method,
     have_same_bytes,
+    make_copies,
     repeat_copies,
+    resolve_copies,
     source_names,
 )
+from rollout_worker.engines.shared_memory.copy_ring import TensorCopy
 
 IN_PLACE_METHODS = COPYING_METHODS - {"UnquantizedFusedMoEMethod"}
 """Those of them that may leave parameters as they were copied."""
@@ -161,8 +164,14 @@ def replay_load(plan: LoadPlan, runner: Any, memory: TensorMemory) -> None:
     model = runner.get_model()
 
     def load_weights(_: object) -> None:
+        # Most layers have one or two small tensors: one call for many of them keeps the ring's threads busy.
+        waiting: list[TensorCopy] = []
         for layer in plan.layers:
-            _replay_layer(layer, memory)
+            if layer.in_place:
+                waiting += _resolve_layer(layer, memory)
+            else:
+                _replay_layer(layer, memory)
+        make_copies(waiting, memory)
 
     # Through vLLM's own method, which also drops whatever is made of the old weights.
     with (
@@ -177,13 +186,17 @@ def replay_load(plan: LoadPlan, runner: Any, memory: TensorMemory) -> None:
         runner.reload_weights(weights_iterator=iter(()))
 
 
+def _resolve_layer(plan: LayerPlan, memory: TensorMemory) -> list[TensorCopy]:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return resolve_copies(plan.copies, layerwise.get_layer_tensors(plan.layer), memory)
+
+
 def _replay_layer(plan: LayerPlan, memory: TensorMemory) -> None:
+    """Load a layer that vLLM processes after its copies."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     layer = plan.layer
-    if plan.in_place:
-        repeat_copies(plan.copies, layerwise.get_layer_tensors(layer), memory)
-        return
     # As `initialize_layerwise_reload` begins a layer, without the wrappers of its loaders.
     info = layerwise.get_layerwise_info(layer)
     info.kernel_tensors = layerwise.get_layer_params_buffers(layer)

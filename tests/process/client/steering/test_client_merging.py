@@ -181,6 +181,8 @@ def test_bytes_of_other_nodes_are_no_bytes_that_this_node_waits_for() -> None:
     ranks.filling.held.note_digests(2, bytes(16))
     assert ranks.filling.all_written(), "the hash of the last leaf is known"
     assert not ranks.filling.held.is_complete
+    ranks.filling.fail(PublishFailed("rank 3 is gone"))
+    assert ranks.filling.held.failure is None, "this node's part is whole, and is served on"
     ranks.close()
 
 

@@ -239,6 +239,15 @@ def test_copies_to_a_device_that_has_a_ring_go_through_it(monkeypatch: pytest.Mo
     assert asked == [("cpu", 4096)]
 
 
+@pytest.mark.parametrize(
+    ("processors", "gpus", "threads"), [(2, 1, 4), (16, 1, 12), (64, 8, 8), (224, 8, 12), (8, 0, 8)]
+)
+def test_threads_are_the_gpus_share_of_the_processors(
+    processors: int, gpus: int, threads: int
+) -> None:
+    assert copy_ring.gather_thread_count(processors, gpus) == threads
+
+
 def test_main_memory_needs_no_ring() -> None:
     assert open_ring(torch.device("cpu"), 1 << 30) is None
 

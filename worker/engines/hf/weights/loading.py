@@ -102,8 +102,11 @@ def load_model(
 
     tensors, root = _read_checkpoint(source, dtype, config, report, cancelled)
     report(Progress(message="building the model"))
-    if not options.guest:  # the progress bar of the whole process is its owner's choice
+    if not options.guest:  # what holds for the whole process is its owner's choice
         transformers.utils.logging.disable_progress_bar()
+        # On Hopper and Blackwell torch prefers cuDNN's attention, which builds a plan for each new length of
+        # a row, that is for each step: 0.1 s.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model = _build_model(config, tensors, dtype, settings).to(device)
     layout, targets, parts = _find_layout(model, source)
     return LoadedModel(
