@@ -282,7 +282,7 @@ def _with_ours(path: str | None) -> str:
 
 def gpu_mib() -> float:
     """Return the MiB in use on the first GPU that CUDA sees, without what judges only keep for later."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
     words = ["nvidia-smi", f"--id={visible}", "--query-gpu=memory.used"]

@@ -53,7 +53,7 @@ async def test_bad_requests_name_the_field(tiny_models: TinyModels, field: str, 
 async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyModels) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     async with serving(tiny_models.model(1)):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("reason", list(AbortReason))

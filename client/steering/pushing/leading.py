@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from .copying import Copier
 from .merging import Merging
 from .node_parts import NodePart, scattered_tensors
 from .outcome import to_json
-from .rank_group import OnUnreached, RankGroup
+from .rank_group import RankGroup
 from .routes import Route
 from .settings import DEATH_SECONDS
 from .shards import Shares, share_out
@@ -25,6 +26,9 @@ from .writing import InMemory, Writing, state_of
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
+
+
+logger = logging.getLogger(__name__)
 
 
 class Leading:
@@ -40,7 +44,8 @@ class Leading:
         self._is_ordered = False
         self._request: dict[str, Any] | None = None
         """What the leads of other nodes are to serve; None: unknown so far."""
-        self._unreached: OnUnreached = lambda name, why: None
+        self._failing: set[int] = set()
+        """Leads that can't serve all replicas."""
 
     @property
     def broken(self) -> bool:
@@ -81,7 +86,7 @@ class Leading:
         scattered = {name: (0, filling.layout[name].nbytes) for name in own.scattered}
         filling.begin(own.nbytes, {**own.blocks, **scattered})
         boxes = {rank: work.boxes for rank, work in enumerate(shares.work)}
-        self.group.order_work(filling, boxes, parts, lambda *why: self._unreached(*why))
+        self.group.order_work(filling, boxes, parts, self._serve_instead)
         with self._lock:
             self._is_ordered = True
         self._ask_to_serve()
@@ -113,7 +118,6 @@ class Leading:
         routes: Sequence[Route],
         base: Mapping[str, Any] | None,
         trust: Trust | None,
-        unreached: OnUnreached,
         *,
         everything: bool,
     ) -> None:
@@ -123,10 +127,8 @@ class Leading:
             routes: To the replicas.
             base: The version from which deltas are sent; None: no deltas are.
             trust: What TLS trusts.
-            unreached: As `OnUnreached`.
             everything: Whether this rank needs all bytes itself, for shared memory or a folder.
         """
-        self._unreached = unreached
         receivers = [
             {
                 "name": route.receiver.name,
@@ -153,7 +155,21 @@ class Leading:
             if not self._is_ordered or self._request is None:
                 return
             request, self._request = self._request, None
-        self.group.ask_leads(Kind.SERVE, request)
+        self.group.ask_leads(request)
+
+    def _serve_instead(self, lead: int, replica: str, why: str) -> None:
+        """Get the part of a node that can't serve all replicas, and serve it from here."""
+        if lead in self._failing:
+            return
+        self._failing.add(lead)
+        logger.warning(
+            "rank %d can't serve its node's weights to %s, so rank 0 does: %s; let all nodes of the trainer reach"
+            " the replicas' weights port",
+            lead,
+            replica,
+            why,
+        )
+        self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
 
     def tell(self, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks; once this returns, no rank writes any more."""
@@ -161,6 +177,7 @@ class Leading:
         self.group.tell_outcome(Kind.FAILED if "error" in news else Kind.STAGED, news)
         with self._lock:
             self._is_ordered, self._request = False, None
+        self._failing = set()
 
     def close(self) -> None:
         """Close all connections and free the memory; replicas keep what they have mapped."""

@@ -198,7 +198,7 @@ class Push:
         if self._ranks is not None:
             base = None if self._deltas is None else self._deltas.base
             needs_all = self.spool is not None or any(each.kind == "shm" for each in self._routes)
-            self._ranks.serve(self._routes, base, trust, self._board.failed, everything=needs_all)
+            self._ranks.serve(self._routes, base, trust, everything=needs_all)
 
     @property
     def board(self) -> Board:

@@ -27,8 +27,8 @@ from .streaming import Arriving, Damaged
 Boxes = Mapping[str, Box]
 """By name of the tensor: the part of it that a rank writes."""
 
-OnUnreached = Callable[[str, str], None]
-"""Takes the name of a replica that a node can't serve, and why."""
+OnUnreached = Callable[[int, str, str], None]
+"""Takes the lead of a node, the name of a replica that it can't serve, and why."""
 
 
 class RankGroup:
@@ -170,11 +170,16 @@ class RankGroup:
             except TransferError as error:
                 raise PublishFailed(f"rank {rank} is gone: {error}") from error
 
-    def ask_leads(self, kind: Kind, head: Mapping[str, Any]) -> None:
-        """Send a frame to the leads of all other nodes; the threads that read from them notice if one is gone."""
-        for rank in self.leads:
+    def ask_leads(self, head: Mapping[str, Any], ranks: Collection[int] | None = None) -> None:
+        """Ask leads of other nodes to serve; the threads that read from them notice if one is gone.
+
+        Args:
+            head: Of the `SERVE` frame.
+            ranks: The leads; None: all of them.
+        """
+        for rank in self.leads if ranks is None else ranks:
             with contextlib.suppress(TransferError):
-                self._connections[rank].send(kind, head)
+                self._connections[rank].send(Kind.SERVE, head)
 
     def tell_outcome(self, kind: Kind, head: Mapping[str, Any]) -> None:
         """Send the outcome to all ranks; once this returns, no rank writes any more."""
@@ -294,11 +299,7 @@ class _Hearing:
                 for leaves, found in zip(arriving.part.whole_leaves(), digests, strict=True):
                     filling.held.note_digests(leaves.start, found)
             case Kind.ERROR if self._unreached is not None:
-                name, why = frame.text("name"), frame.text("detail")
-                try:
-                    self._unreached(name, f"rank {self._rank} can't serve it: {why}")
-                except KeyError as error:
-                    raise Malformed(f"{name!r} is not a replica of this push") from error
+                self._unreached(self._rank, frame.text("name"), frame.text("detail"))
             case _:
                 raise Malformed(f"{frame.kind.name} came from rank {self._rank}")
 

@@ -152,6 +152,22 @@ def test_what_far_ranks_send_makes_the_version() -> None:
             assert torch.equal(bytes_of(filling, name), tensor.reshape(-1).view(torch.uint8))
 
 
+def unreached(far: Far) -> None:
+    """Say twice that a replica is out of reach, and wait until rank 0 asks for all that is here."""
+    for _ in range(2):
+        far.connection.send(Kind.ERROR, {"name": "w", "detail": "no route"})
+    frame = far.connection.expect(Kind.SERVE)
+    assert (frame.head["receivers"], frame.head["everything"]) == ([], True)
+    far.chunks()
+
+
+def test_rank_0_serves_what_another_node_can_not() -> None:
+    says = dict.fromkeys(BOXES, (Far.hello, ordered, unreached))
+    with published(says) as (filling, why):
+        assert why is None
+        assert filling.root_hash
+
+
 def truncated(far: Far) -> None:
     about = {"name": "rows", "run": [3, 7], "box": None, "hash": "", "payload": 4}
     head = json.dumps(about).encode()
@@ -323,6 +339,8 @@ def test_a_lead_says_what_its_node_hashes_to_and_whom_it_can_not_reach() -> None
         assert told["name"] == "w"
         assert "can't be reached" in told["detail"]
         assert all(frame.kind is not Kind.DATA for frame in origin.said)
+        origin.ask(everything=True)  # rank 0 serves it instead
+        assert origin.hear(Kind.DATA).head["run"] == [0, 16]
         origin.end()
 
 
