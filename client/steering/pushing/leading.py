@@ -151,11 +151,12 @@ class Leading:
             threading.Thread(target=self._ask_to_serve, name="weights-serve", daemon=True).start()
 
     def _ask_to_serve(self) -> None:
-        with self._lock:
-            if not self._is_ordered or self._request is None:
-                return
-            request, self._request = self._request, None
-        self.group.ask_leads(request)
+        with (
+            self._lock
+        ):  # nothing may follow the outcome, which a lead would take for the next publish's
+            if self._is_ordered and self._request is not None:
+                request, self._request = self._request, None
+                self.group.ask_leads(request)
 
     def _serve_instead(self, lead: int, replica: str, why: str) -> None:
         """Get the part of a node that can't serve all replicas, and serve it from here."""
@@ -169,15 +170,17 @@ class Leading:
             replica,
             why,
         )
-        self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
+        with self._lock:
+            if self._is_ordered:
+                self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
 
     def tell(self, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks; once this returns, no rank writes any more."""
         news = to_json(outcome)
-        self.group.tell_outcome(Kind.FAILED if "error" in news else Kind.STAGED, news)
         with self._lock:
             self._is_ordered, self._request = False, None
-        self._failing = set()
+            self._failing = set()
+        self.group.tell_outcome(Kind.FAILED if "error" in news else Kind.STAGED, news)
 
     def close(self) -> None:
         """Close all connections and free the memory; replicas keep what they have mapped."""
