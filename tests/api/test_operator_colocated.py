@@ -216,8 +216,15 @@ async def test_a_claim_that_is_replaced_replaces_the_pod_and_counts_no_failure(
     job.remove_pod(0)
     job.remove_claim(0)
     await lab.until("the pod follows", lambda: list(lab.pods("follows")) == ["follows-1-0"])
-    writes = [w for w in lab.writes() if w.name == "follows-0-0"]
-    kinds = [(w.verb, w.resource) for w in writes if w.resource in ("pods", "pods/status")]
+    kinds: list[tuple[str, str]] = []
+
+    def is_deleted() -> bool:
+        """Whether the audit log has it: the API server writes the line after the pod is gone."""
+        writes = [w for w in lab.writes() if w.name == "follows-0-0"]
+        kinds.extend((w.verb, w.resource) for w in writes if w.resource in ("pods", "pods/status"))
+        return ("delete", "pods") in kinds
+
+    await lab.until("the delete is in the audit log", is_deleted)
     # Who has not seen its end yet may write the gate once more.
     assert kinds[:2] == [("patch", "pods/status"), ("delete", "pods")], "its gate went off first"
     assert ("delete", "pods") not in kinds[2:]
