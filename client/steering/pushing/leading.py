@@ -41,7 +41,8 @@ class Leading:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self._lock = threading.Lock()
-        self._is_ordered = False
+        self._takes_requests = False
+        """Whether leads may be asked to serve: all have joined, and none has got the outcome."""
         self._request: dict[str, Any] | None = None
         """What the leads of other nodes are to serve; None: unknown so far."""
         self._failing: set[int] = set()
@@ -86,9 +87,9 @@ class Leading:
         scattered = {name: (0, filling.layout[name].nbytes) for name in own.scattered}
         filling.begin(own.nbytes, {**own.blocks, **scattered})
         boxes = {rank: work.boxes for rank, work in enumerate(shares.work)}
-        self.group.order_work(filling, boxes, parts, self._serve_instead)
         with self._lock:
-            self._is_ordered = True
+            self._takes_requests = True
+        self.group.order_work(filling, boxes, parts, self._serve_instead)
         self._ask_to_serve()
         try:
             place = InMemory.of(filling, copier)
@@ -154,7 +155,7 @@ class Leading:
         with (
             self._lock
         ):  # nothing may follow the outcome, which a lead would take for the next publish's
-            if self._is_ordered and self._request is not None:
+            if self._takes_requests and self._request is not None:
                 request, self._request = self._request, None
                 self.group.ask_leads(request)
 
@@ -171,14 +172,14 @@ class Leading:
             why,
         )
         with self._lock:
-            if self._is_ordered:
+            if self._takes_requests:
                 self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
 
     def tell(self, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks; once this returns, no rank writes any more."""
         news = to_json(outcome)
         with self._lock:
-            self._is_ordered, self._request = False, None
+            self._takes_requests, self._request = False, None
             self._failing = set()
         self.group.tell_outcome(Kind.FAILED if "error" in news else Kind.STAGED, news)
 

@@ -38,7 +38,7 @@ def run_job(command: Sequence[str | Path], folder: Path, seconds: float, **env: 
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
     own = {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     # On a busy machine its processes take minutes to meet.
-    own["RAY_raylet_start_wait_time_s"] = "200"
+    own["RAY_raylet_start_wait_time_s"] = "400"
     done = subprocess.run(
         command, env={**kept, **own, **env}, cwd=folder, capture_output=True, text=True,
         timeout=seconds, check=False,
