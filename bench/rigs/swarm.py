@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench import ROOT
+from rollout_client.steering.pushing.routes import count_shares
 from rollout_common.transfer.dialing import dial_stream
 from rollout_common.transfer.frame_stream import FrameStream
 from rollout_common.transfer.frames import TransferError
@@ -93,7 +94,9 @@ async def _main(order: dict[str, Any]) -> None:
         if number < 0:
             _fill_part(held, number + origins, origins)
         else:
-            fetcher = PieceFetcher(held, store, (number, count), expected_peers=count - 1)
+            shares = count_shares(count, origins)
+            share = number % shares, shares
+            fetcher = PieceFetcher(held, store, share, expected_peers=count - 1)
             await _run_worker(node, fetcher, begin["ports"], origins, number)
         print(json.dumps({"whole_at": time.time()}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)

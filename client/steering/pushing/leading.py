@@ -41,6 +41,8 @@ class Leading:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self._lock = threading.Lock()
+        self.source_count = 1.0
+        """How many nodes serve, by their parts: half of all bytes on one is two."""
         self._takes_requests = False
         """Whether leads may be asked to serve: all have joined, and none has got the outcome."""
         self._request: dict[str, Any] | None = None
@@ -82,6 +84,7 @@ class Leading:
         offers = {0: list(writing.parts.values()), **self.group.collect_offers(version, seconds)}
         far = {rank for node in self.group.leads.values() for rank in node if not spread}
         shares = share_out([offers[rank] for rank in sorted(offers)], far)
+        self.source_count = self._count_sources(shares)
         filling.plan(shares.specs)
         own, parts = self._node_parts(filling, shares)
         scattered = {name: (0, filling.layout[name].nbytes) for name in own.scattered}
@@ -98,6 +101,11 @@ class Leading:
             raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
         if filling.all_written():
             filling.end()
+
+    def _count_sources(self, shares: Shares) -> float:
+        nbytes = [work.nbytes for work in shares.work]
+        far = [sum(nbytes[rank] for rank in ranks) for ranks in self.group.leads.values()]
+        return sum(nbytes) / max(1, sum(nbytes) - sum(far), *far)
 
     def _node_parts(
         self, filling: Merging, shares: Shares

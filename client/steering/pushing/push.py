@@ -32,10 +32,12 @@ class Ranks:
     Attributes:
         fill: Fills it; returns once all of it is hashed.
         serve: As `Leading.serve`.
+        count_sources: Returns how many of their nodes serve, once the layout is known.
     """
 
     fill: Callable[[], None]
     serve: Callable[..., None]
+    count_sources: Callable[[], float]
 
 
 class Push:
@@ -186,7 +188,8 @@ class Push:
         Raises:
             PublishFailed: A replica can't be reached by the requested transport.
         """
-        self._routes = routes_for(receivers, self._transport)
+        sources = 1.0 if self._ranks is None else self._ranks.count_sources()
+        self._routes = routes_for(receivers, self._transport, sources)
         names = [receiver.name for receiver in receivers]
         self._board = Board(names, self.filling.layout.nbytes, news)
         link = Link(trust, None if self._rate is None else Pace(self._rate))

@@ -63,6 +63,7 @@ class Route:
 def routes_for(
     receivers: Sequence[Receiver],
     transport: Transport,
+    sources: float = 1.0,
     *,
     node: Callable[[str], str | None] = node_of,
 ) -> tuple[Route, ...]:
@@ -71,6 +72,7 @@ def routes_for(
     Args:
         receivers: All replicas that wait for the bytes.
         transport: `auto`: shared memory where the replica's socket is on this machine, TCP to all others.
+        sources: How many nodes of the trainer serve, by their parts: half of it on one is two.
         node: Returns the id of a socket's path here, to compare with the replica's `Transfer.node`.
 
     Raises:
@@ -94,16 +96,27 @@ def routes_for(
     based, whole = ([each for each in remote if each.based is of] for of in (True, False))
     return (
         *(Route("shm", each) for each in local),
-        *_share_among(based),
-        *_share_among(whole),
+        *_share_among(based, sources),
+        *_share_among(whole, sources),
     )
 
 
-def _share_among(group: Sequence[Receiver]) -> Iterator[Route]:
+def count_shares(replicas: int, sources: float) -> int:
+    """Return into how many shares the pieces are cut: a replica fetches one from the trainer, the rest from the others.
+
+    So many that all links, the trainer's and the replicas', take about as long; from one node each piece leaves once. As
+    many replicas have each share: where they can't, `bench weights` found it slower than a share for each.
+    """
+    wanted = min(replicas, max(1, round(1 + replicas / sources)))
+    return next(count for count in range(wanted, replicas + 1) if not replicas % count)
+
+
+def _share_among(group: Sequence[Receiver], sources: float) -> Iterator[Route]:
     """Yield routes by which each of a group fetches a share from the trainer, and the rest from the others."""
+    count = count_shares(len(group), sources) if group else 0
     for index, each in enumerate(group):
         holders = tuple(_holder(group[other]) for other in _neighbours(index, len(group)))
-        yield Route("tcp", each, (index, len(group)), holders)
+        yield Route("tcp", each, (index % count, count), holders)
 
 
 def _neighbours(index: int, count: int) -> list[int]:

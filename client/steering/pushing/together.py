@@ -114,7 +114,7 @@ class Together:
             # By shared memory, replicas of this node need all of it here.
             spread=work.transport == "tcp",
         )
-        together = Ranks(fill, ranks.serve)
+        together = Ranks(fill, ranks.serve, lambda: ranks.source_count)
         return self._pusher.begin_filled(
             filling, together, work.transport, work.rate, delta=work.delta
         )

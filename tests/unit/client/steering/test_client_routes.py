@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rollout_client import PublishFailed
-from rollout_client.steering.pushing.routes import MAX_HOLDERS, Receiver, Route, routes_for
+from rollout_client.steering.pushing.routes import (
+    MAX_HOLDERS,
+    Receiver,
+    Route,
+    count_shares,
+    routes_for,
+)
 from rollout_client.steering.pushing.routes import _neighbours as neighbours
 from rollout_common.transfer.frames import fetch_ticket
 from rollout_worker.schemas import Transfer
@@ -111,3 +117,14 @@ def test_of_many_each_reaches_every_other_one_in_few_steps(count: int) -> None:
         # Who fetches from me is who I fetch from: bytes go both ways.
         assert all(index in neighbours(other, count) for other in there)
     assert reached_in(STEPS, count) == count
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sources", "shares"),
+    [(1, 1.0, 1), (8, 1.0, 8), (8, 8.0, 2), (8, 4.0, 4), (32, 8.0, 8), (2, 16.0, 1), (7, 7.0, 7)],
+)
+def test_shares_let_all_links_take_as_long(replicas: int, sources: float, shares: int) -> None:
+    assert count_shares(replicas, sources) == shares
+    receivers = [receiver(number) for number in range(replicas)]
+    routes = routes_for(receivers, "tcp", sources)
+    assert [route.share for route in routes] == [(i % shares, shares) for i in range(replicas)]
