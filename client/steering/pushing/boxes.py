@@ -77,9 +77,6 @@ def pieces_of(box: Box, most: int) -> Iterator[Box]:
         yield from pieces_of(piece, most)
 
 
-def inside(box: Box, piece: Box) -> tuple[slice, ...]:
-    """Return the slices of a piece within a tensor that holds exactly this box."""
-    return tuple(
-        slice(begin - start, end - start)
-        for (begin, end), (start, _) in zip(piece, box, strict=True)
-    )
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Return what selects it in its whole tensor."""
+    return tuple(slice(begin, end) for begin, end in box)

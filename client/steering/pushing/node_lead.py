@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -27,9 +27,6 @@ from .sending import Link, Sender, senders_for
 from .settings import RANK_LOOK_SECONDS
 from .streaming import send_chunks
 from .writing import InMemory, Writing
-
-if TYPE_CHECKING:
-    pass
 
 
 class NodeLead(Following):
@@ -234,8 +231,6 @@ def _route_of(receiver: Mapping[str, Any]) -> Route:
         ticket=receiver["ticket"],
         port=receiver["port"],
         tls=receiver["tls"],
-        socket=None,
-        node=None,
     )
     whom = Receiver(receiver["name"], receiver["host"], transfer, receiver["based"])
     return Route("tcp", whom, is_lead=False)

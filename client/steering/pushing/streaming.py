@@ -11,18 +11,17 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.buckets import flat_bytes
 from rollout_common.transfer.connection import Connection
 from rollout_common.transfer.frames import CHUNK_BYTES, Frame, Kind, Malformed, TransferError
 
-from .boxes import Box, shape_of
+from .boxes import Box, shape_of, slices_of
 from .merging import Merging
 from .node_parts import Chunk, NodePart
 from .push_tensors import torch_dtype
 from .writing import scatter
 
 if TYPE_CHECKING:
-    import torch
-
     from rollout_common.transfer.layout import Placed
 
 
@@ -51,31 +50,17 @@ def send_chunks(
 
 
 def _chunk_content(slot: Slot, chunk: Chunk) -> memoryview:
-    """Return the bytes of a chunk; those of a box are copied."""
+    """Return the bytes of a chunk; those of a box are copied where they don't lie in order."""
+    import torch
+
     placed = chunk.placed
     if chunk.run is not None:
         return slot.bytes(placed.start + chunk.run[0], placed.start + chunk.run[1])
     assert chunk.box is not None
     with slot.view(placed) as whole:
-        values = _tensor_view(whole, placed)[_slices(chunk.box)].contiguous()
-    own: Any = values.flatten().view(_bytes_dtype()).numpy()
+        flat = torch.frombuffer(whole, dtype=torch_dtype(placed.dtype))
+        own: Any = flat_bytes(placed.name, flat.view(placed.shape)[slices_of(chunk.box)]).numpy()
     return memoryview(own)
-
-
-def _bytes_dtype() -> torch.dtype:
-    import torch
-
-    return torch.uint8
-
-
-def _tensor_view(whole: memoryview, placed: Placed) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(whole, dtype=torch_dtype(placed.dtype)).view(placed.shape)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(begin, end) for begin, end in box)
 
 
 class Arriving:

@@ -11,7 +11,7 @@ from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
 from rollout_common.transfer.layout import LayoutError
 
-from .boxes import Box, Run, rows_of, shape_of
+from .boxes import Box, Run, rows_of, shape_of, slices_of
 from .copying import Copier
 from .merging import Merging
 from .push_tensors import cast, check_there
@@ -179,4 +179,4 @@ def scatter(memory: memoryview, shape: Sequence[int], box: Box, values: torch.Te
     import torch
 
     there = torch.frombuffer(memory, dtype=values.dtype).view(tuple(shape))
-    there[tuple(slice(begin, end) for begin, end in box)].copy_(values)
+    there[slices_of(box)].copy_(values)
