@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import DiscardRequest, Transfer
 from tests.support.unit.plain_dialing import dial
 from tests.support.unit.pushing import Trainer, Version, pushed_worker, quiet, stage, trainer
+from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until
 
 PIECES = 7
@@ -62,15 +63,22 @@ def node(transfer: Transfer, version: Version) -> Iterator[Node]:
         yield made
 
 
-async def test_each_node_gives_its_part(tmp_path: Path) -> None:
-    given = large()
-    async with pushed_worker(tmp_path) as worker:
+@contextlib.asynccontextmanager
+async def staging_worker(home: Path) -> AsyncIterator[tuple[TinyWorker, Transfer]]:
+    """Run a worker that stages version (1, 1); yields how it is brought, too."""
+    async with pushed_worker(home) as worker:
         begun = await stage(worker, 1)
         assert begun.transfer is not None
-        with trainer(begun.transfer, given, "tcp") as lead, node(begun.transfer, given) as other:
-            other.hello_node(begun.transfer)  # before the trainer's own connection
+        yield worker, begun.transfer
+
+
+async def test_each_node_gives_its_part(tmp_path: Path) -> None:
+    given = large()
+    async with staging_worker(tmp_path) as (_, transfer):
+        with trainer(transfer, given, "tcp") as lead, node(transfer, given) as other:
+            other.hello_node(transfer)  # before the trainer's own connection
             serving = asyncio.create_task(asyncio.to_thread(other.serve_all, range(2, PIECES)))
-            lead.hello(begun.transfer)
+            lead.hello(transfer)
             await asyncio.to_thread(lead.ready)
             lead.announce((0, 1))
             lead.end()
@@ -84,22 +92,20 @@ async def test_each_node_gives_its_part(tmp_path: Path) -> None:
 
 async def test_a_node_that_breaks_off_comes_back(tmp_path: Path) -> None:
     given = large()
-    async with pushed_worker(tmp_path) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        with trainer(begun.transfer, given, "tcp") as lead:
+    async with staging_worker(tmp_path) as (_, transfer):
+        with trainer(transfer, given, "tcp") as lead:
             lead.keep_alive()
-            lead.hello(begun.transfer)
+            lead.hello(transfer)
             await asyncio.to_thread(lead.ready)
             lead.end()
-            with node(begun.transfer, given) as first:
-                first.hello_node(begun.transfer)
+            with node(transfer, given) as first:
+                first.hello_node(transfer)
                 await asyncio.to_thread(first.ready)
                 first.announce()
                 [piece, *_] = await asyncio.to_thread(first.asked)
                 first.piece(piece)
-            with node(begun.transfer, given) as second:
-                second.hello_node(begun.transfer)
+            with node(transfer, given) as second:
+                second.hello_node(transfer)
                 await asyncio.to_thread(second.serve_all, range(PIECES))
                 outcome = await asyncio.to_thread(lead.answer)
             assert outcome.kind is Kind.STAGED
@@ -110,13 +116,11 @@ async def test_a_node_that_breaks_off_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.END, Kind.LAYOUT, Kind.STAGED, Kind.FAILED])
 async def test_a_node_says_nothing_but_what_it_has(tmp_path: Path, kind: Kind) -> None:
     given = large()
-    async with pushed_worker(tmp_path) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        with trainer(begun.transfer, given, "tcp") as lead, node(begun.transfer, given) as other:
-            lead.hello(begun.transfer)
+    async with staging_worker(tmp_path) as (_, transfer):
+        with trainer(transfer, given, "tcp") as lead, node(transfer, given) as other:
+            lead.hello(transfer)
             await asyncio.to_thread(lead.ready)
-            other.hello_node(begun.transfer)
+            other.hello_node(transfer)
             await asyncio.to_thread(other.ready)
             other.connection.send(kind, {"root_hash": "x", "digests": given.digests})
             with pytest.raises(TransferError):
@@ -129,11 +133,9 @@ async def test_a_node_says_nothing_but_what_it_has(tmp_path: Path, kind: Kind) -
 
 async def test_a_node_of_another_release_is_turned_away(tmp_path: Path) -> None:
     given = large()
-    async with pushed_worker(tmp_path) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        with node(begun.transfer, given) as other:
-            other.hello_node(begun.transfer, protocol=PROTOCOL + 1)
+    async with staging_worker(tmp_path) as (worker, transfer):
+        with node(transfer, given) as other:
+            other.hello_node(transfer, protocol=PROTOCOL + 1)
             with pytest.raises(TransferError):
                 await asyncio.to_thread(other.ready)
         slot = worker.updates.slot
@@ -144,16 +146,14 @@ async def test_a_node_of_another_release_is_turned_away(tmp_path: Path) -> None:
 async def test_a_ticket_is_for_one_use(tmp_path: Path) -> None:
     """Who may serve a part may not send as the trainer, nor fetch; who may fetch may not serve."""
     given = large()
-    async with pushed_worker(tmp_path) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        ticket = begun.transfer.ticket
+    async with staging_worker(tmp_path) as (_, transfer):
+        ticket = transfer.ticket
         for kind, wrong in (
             (Kind.FETCH, origin_ticket(ticket)),
             (Kind.HELLO, fetch_ticket(ticket)),
             (Kind.HELLO, origin_ticket(origin_ticket(ticket))),
         ):
-            with node(begun.transfer, given) as other:
+            with node(transfer, given) as other:
                 other.connection.send(kind, {"protocol": PROTOCOL, "ticket": wrong})
                 with pytest.raises(Refused, match="the ticket is unknown"):
                     await asyncio.to_thread(other.ready)
@@ -161,11 +161,9 @@ async def test_a_ticket_is_for_one_use(tmp_path: Path) -> None:
 
 async def test_a_node_that_waits_for_a_slot_that_ends_is_let_go(tmp_path: Path) -> None:
     given = large()
-    async with pushed_worker(tmp_path) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        with node(begun.transfer, given) as other:
-            other.hello_node(begun.transfer)
+    async with staging_worker(tmp_path) as (worker, transfer):
+        with node(transfer, given) as other:
+            other.hello_node(transfer)
             await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
             with pytest.raises(TransferError):
                 await asyncio.to_thread(other.ready)
