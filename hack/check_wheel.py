@@ -26,7 +26,8 @@ print("imports:", rollout_operator.operator_process.__file__)
 
 # Only processes that send or receive weights need numpy: neither the operator nor its image has it.
 DELTAS = """
-from rollout_common.transfer import native, vectors
+from rollout_common.transfer import delta_native as native
+from rollout_common.transfer import delta_words as vectors
 from rollout_common.transfer.delta import WAY, apply_delta, encode_delta
 assert native.LIBRARY is not None, "the wheel lacks libdelta.so, or it can't be loaded here"
 base, new = bytes(300_001), b"n" * 3 + bytes(299_998)

@@ -37,7 +37,7 @@ from .requests.admission_checks import (
 from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
-from .sources.hub import local_model_folder
+from .sources.model_hub import local_model_folder
 from .threads import SharedCall
 from .updates.weight_commits import WeightCommits
 from .updates.weight_updates import WeightUpdates

@@ -22,8 +22,8 @@ from bench import ROOT
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs import swarm
-from rollout_client.steering.pushing.boxes import Box, overlap
-from rollout_client.steering.pushing.shards import Part, share_out
+from rollout_client.steering.pushing.shards.shard_plan import TensorPart, share_out
+from rollout_client.steering.pushing.shards.tensor_boxes import Box, overlap
 from tests.support.engine import vllm_loads
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.tinymodels import script
@@ -107,7 +107,7 @@ def _measure_plan(rounds: int) -> tuple[list[float], list[float]]:
     rows = 8192 // RANKS
     boxes: list[Box] = [((rank * rows, rank * rows + rows), (0, 8192)) for rank in range(RANKS)]
     specs = [(f"tensor {number}", "BF16", (8192, 8192)) for number in range(TENSORS)]
-    offers = [[Part(spec, box) for spec in specs] for box in boxes]
+    offers = [[TensorPart(spec, box) for spec in specs] for box in boxes]
     plan, pairs = [], []
     for _ in range(rounds):
         began = time.perf_counter()

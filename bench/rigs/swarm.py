@@ -19,15 +19,15 @@ from typing import Any
 
 from bench import ROOT
 from rollout_client.steering.pushing.routes import count_shares
-from rollout_common.transfer.dialing import dial_stream
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import TransferError
+from rollout_common.transfer.connections.dialing import dial_stream
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import TransferError
+from rollout_common.transfer.connections.rate_limit import RateLimit
+from rollout_common.transfer.connections.transfer_loop import TaskSet, waking
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.pace import Pace
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
-from rollout_common.transfer.transfer_loop import TaskSet, waking
 from tests.support.unit.memory_versions import PlainMemory, fill_version
 
 TENSOR_BYTES = 8 << 20
@@ -45,7 +45,7 @@ class _Node:
     """One process: it serves what it holds to all that connect."""
 
     def __init__(self, held: HeldVersion, rate: float) -> None:
-        self.held, self._pace = held, Pace(rate)
+        self.held, self._pace = held, RateLimit(rate)
         self.tasks = TaskSet()
 
     async def listen(self, sock: socket.socket) -> None:

@@ -45,7 +45,7 @@ from rollout_client.steering.direct_steering import DirectSteering
 from rollout_client.steering.steering_protocol import Steering
 from rollout_client.turn.session import TurnVerbs
 from rollout_client.turn.turn_devices import query_pod_devices
-from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.transfer.connections.tls_session import TLS_NAME
 from rollout_common.wire import WeightsId
 
 from .background import PoolBackground

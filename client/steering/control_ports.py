@@ -22,7 +22,7 @@ from rollout_client.worker_control import (
     WorkerControl,
     send_over_httpx,
 )
-from rollout_common.transfer.tls import Trust
+from rollout_common.transfer.connections.tls_session import Trust
 from rollout_common.wire import (
     CommitRequest,
     InFlightPolicy,

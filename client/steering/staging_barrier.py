@@ -230,7 +230,7 @@ class Barrier:
         message = f"staging weights {self.version.identity}: {done} of {total} replicas have"
         if self._push is None or not self._pushed_to:
             return PublishProgress("Staging", done, total, message)
-        has, all_of_it = self._push.board.bytes_done, self._push.nbytes * len(self._pushed_to)
+        has, all_of_it = self._push.progress.bytes_done, self._push.nbytes * len(self._pushed_to)
         message += f", {has} of {all_of_it} bytes are there"
         return PublishProgress("Staging", done, total, message, has, all_of_it)
 
@@ -270,7 +270,7 @@ class Barrier:
         """Whether the replica reported over the connection of its bytes that it has staged them."""
         if self._push is None or name not in self._pushed_to:
             return False
-        root_hash = self._push.board.of(name).root_hash
+        root_hash = self._push.progress.of(name).root_hash
         if root_hash is None:
             return False
         self.staged[name] = root_hash
@@ -281,7 +281,7 @@ class Barrier:
         """Return why the bytes can't reach a replica; None: they can."""
         if self._push is None or name not in self._pushed_to:
             return None
-        return self._push.board.of(name).why
+        return self._push.progress.of(name).why
 
     def _judge(self, name: str, state: WorkerState) -> None:
         identity = self.version.identity

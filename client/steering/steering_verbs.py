@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollout_client.blocking_portal import calling_thread
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
+from rollout_client.steering.pushing.ranks.rank_publish import RankConnections, RankPublish
 from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
 
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
-from .pushing.together import RankPublish, Together
 from .settings import DEFAULT_ACQUIRE_SECONDS, DEFAULT_PUBLISH_SECONDS, DEFAULT_STATE_SECONDS
 from .spool import SHARD_BYTES, drain_tensors, run_to_end, spool_tensors
 from .steering_protocol import (
@@ -62,7 +62,7 @@ class SteeringVerbs:
         self._dtypes: Mapping[str, str] | None = None
         self._last: WeightsId | None = None  # published here
         self._pusher = Pusher()
-        self._together = Together(self._pusher)
+        self._together = RankConnections(self._pusher)
 
     async def _get_steering(self) -> Steering:
         if self._steering is None:

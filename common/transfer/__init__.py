@@ -1,7 +1,8 @@
-"""How weights travel: their layout, the memory that they lie in, the frames that carry them.
+"""How weights travel: their layout, the memory that they lie in, the connections that carry them.
 
-`layout` says where each tensor lies in a version's memory. `arena` is that memory where both ends share a machine.
-`frames` defines what goes over a `connection`. `delta` finds and applies what differs between two versions, by `native`
-code or by numpy (`vectors`). `buckets` packs tensors for a channel that takes pieces of a fixed size. The client imports
-this package, so it needs the standard library and xxhash only; torch and numpy are imported inside functions.
+`layout` says where each tensor lies in a version's memory, and `pieces` how that is cut. `held_version` knows which
+pieces are here; `piece_server` sends them, `piece_fetcher` gets them. `connections` carry frames, `memory` is what one
+machine shares. `delta` finds and applies what differs between two versions, by `delta_native` code or by numpy
+(`delta_words`). `tensor_buckets` packs tensors for a channel that takes pieces of a fixed size. The client imports this
+package, so it needs the standard library and xxhash only; torch and numpy are imported inside functions.
 """

@@ -1,14 +1,14 @@
 """What differs between two versions of the same bytes: finds it, encodes it, and applies it to memory.
 
-`vectors` describes the format and implements both directions with numpy, which a plain checkout uses. Wheels and
-images contain `native`, C code that makes the same deltas, raises the same errors and takes a half to a third of the
+`delta_words` describes the format and implements both directions with numpy, which a plain checkout uses. Wheels and
+images contain `delta_native`, C code that makes the same deltas, raises the same errors and takes a half to a third of the
 time. `WAY` says which one this process uses; every worker logs it at its start.
 """
 
 from __future__ import annotations
 
-from . import native, vectors
-from .vectors import BLOCK_BYTES, BLOCK_WORDS, DeltaError
+from . import delta_native, delta_words
+from .delta_words import BLOCK_BYTES, BLOCK_WORDS, DeltaError
 
 __all__ = [
     "BLOCK_BYTES",
@@ -25,7 +25,7 @@ WORTH = 0.08
 apply them than loopback takes to send all bytes. Native code would gain up to three times as many, but neither end
 knows what the other one has, and a training step changes 1 %."""
 
-WAY = "native code" if native.LIBRARY is not None else "numpy"
+WAY = "native code" if delta_native.LIBRARY is not None else "numpy"
 """What finds and applies deltas in this process."""
 
 
@@ -45,9 +45,9 @@ def encode_delta(
     Raises:
         ValueError: They have different sizes.
     """
-    if native.LIBRARY is None:
-        return vectors.encode_words(base, new, most)
-    return native.encode_natively(native.LIBRARY, base, new, most)
+    if delta_native.LIBRARY is None:
+        return delta_words.encode_words(base, new, most)
+    return delta_native.encode_natively(delta_native.LIBRARY, base, new, most)
 
 
 def apply_delta(delta: memoryview | bytes, memory: memoryview) -> None:
@@ -60,7 +60,7 @@ def apply_delta(delta: memoryview | bytes, memory: memoryview) -> None:
     Raises:
         DeltaError: It is not a delta, or was made for other bytes.
     """
-    if native.LIBRARY is None:
-        vectors.apply_words(delta, memory)
+    if delta_native.LIBRARY is None:
+        delta_words.apply_words(delta, memory)
     else:
-        native.apply_natively(native.LIBRARY, delta, memory)
+        delta_native.apply_natively(delta_native.LIBRARY, delta, memory)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout_common.wire.root_hash import DIGEST_BYTES, combine_leaves
 
-from .frames import Frame, Malformed
+from .connections.frames import Frame, Malformed
 from .layout import PushLayout
 
 

@@ -18,9 +18,9 @@ from typing import Protocol
 
 from rollout_common.wire.root_hash import hash_leaf
 
+from .connections.frame_stream import FrameStream
+from .connections.frames import Frame, Kind, Malformed, TransferError
 from .delta import DeltaError
-from .frame_stream import FrameStream
-from .frames import Frame, Kind, Malformed, TransferError
 from .held_version import HeldVersion, read_end
 from .piece_server import ranges_of, read_ranges, split_digests
 from .settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS

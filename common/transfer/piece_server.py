@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from rollout_common.wire.root_hash import DIGEST_BYTES, hash_leaf
 
-from .frame_stream import FrameStream
-from .frames import Frame, Kind, Malformed, TransferError, check_kind
+from .connections.frame_stream import FrameStream
+from .connections.frames import Frame, Kind, Malformed, TransferError, check_kind
+from .connections.rate_limit import RateLimit
+from .connections.transfer_loop import running_tasks, wait_for_first, waking
 from .held_version import HeldVersion
-from .pace import Pace
 from .settings import ANNOUNCE_SECONDS, ANNOUNCE_SECONDS_EACH
-from .transfer_loop import running_tasks, wait_for_first, waking
 
 MAX_REQUESTED = 65536
 """Most pieces that one fetcher may have requested and not received yet."""
@@ -82,7 +82,7 @@ class PieceServer:
         self,
         stream: FrameStream,
         held: HeldVersion,
-        pace: Pace | None = None,
+        pace: RateLimit | None = None,
         delta_of: DeltaOf | None = None,
         on_frame: OnFrame | None = None,
     ) -> None:

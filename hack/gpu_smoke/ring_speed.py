@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.memory.arena import Slot
 from rollout_worker.engines.shared_memory.copy_ring import CopyRing, TensorCopy, open_ring
 
 ROWS, COLUMNS = 4096, 8192

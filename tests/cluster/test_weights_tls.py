@@ -13,7 +13,7 @@ import rollout_local
 from localkube import Cluster
 from localkube.pki import Authority
 from rollout_client import RolloutPool, SteeringFailed
-from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.transfer.connections.tls_session import TLS_NAME
 from tests.support.cluster.pools import START_SECONDS, Pool
 from tests.support.cluster.versions import steering_token
 from tests.support.clusters import nodes_cluster

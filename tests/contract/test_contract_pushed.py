@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer.frames import Kind
+from rollout_common.transfer.connections.frames import Kind
 from rollout_worker.schemas import StagedWeights
 from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.contracts import Served

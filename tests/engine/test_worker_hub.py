@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_worker.engine import EngineError
-from rollout_worker.sources.hub import local_model_folder
+from rollout_worker.sources.model_hub import local_model_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

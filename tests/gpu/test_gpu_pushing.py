@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rollout_client.steering.pushing.copying import Copier
-from rollout_common.transfer.arena import Slot
-from rollout_common.transfer.locked import lock_pages
+from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.page_locking import lock_pages
 
 NBYTES = 256 << 20
 Record = Callable[[str, object], None]

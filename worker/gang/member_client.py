@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common.transfer.tls import TLS_NAME, marks_of, trusting_context
+from rollout_common.transfer.connections.tls_session import TLS_NAME, marks_of, trusting_context
 from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import SharedCall

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from rollout_common.transfer.transfer_loop import run_on_loop
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.wire import CHECKPOINT, PushedBytes
 from rollout_common.wire.gang_models import GangSlot, SlotRequest
 from rollout_common.wire.problems import ProblemError
@@ -22,11 +22,12 @@ from rollout_worker.engine import (
     TensorEntry,
 )
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.sources.arrived import content_bytes
-from rollout_worker.sources.incoming import Incoming
-from rollout_worker.sources.outward import Outward
-from rollout_worker.sources.pushed import receive
-from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.pushed.arrived_version import content_bytes
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.peer_route import PeerRoute
+from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_source import receive
+from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import (
     Located,
     OpenSlot,
@@ -34,7 +35,6 @@ from rollout_worker.sources.tensor_filling import (
     locate_source,
     resolve_within,
 )
-from rollout_worker.sources.version_fetching import VersionFetching
 from rollout_worker.weights import check_layout
 
 from .settings import SOURCE_LOOKUP_SECONDS
@@ -114,7 +114,7 @@ class MemberSlots:
     def __init__(self, settings: WorkerSettings, claim: Claim) -> None:
         self._settings = settings
         self._claim = claim
-        self._outward = Outward.of(settings)
+        self._outward = PeerRoute.of(settings)
         self._held: dict[str, MemberSlot] = {}
 
     def __iter__(self) -> Iterator[GangSlot]:
@@ -207,7 +207,7 @@ class MemberSlots:
             return self._allocate_memory(nbytes, nbytes - incoming.nbytes_left_out)
 
         # The head knows the identity; a member needs none.
-        incoming = Incoming(CHECKPOINT, pushed, check, room, unread=unread)
+        incoming = IncomingVersion(CHECKPOINT, pushed, check, room, unread=unread)
         fetching = VersionFetching(incoming, self._outward)
         run_on_loop(fetching.fetch_from_peers(pushed.peers))
         try:
@@ -251,7 +251,7 @@ class MemberSlots:
         return locate_source(resolved, self._settings, Path(info.model))
 
 
-def _log_arrival(held: MemberSlot, incoming: Incoming) -> None:
+def _log_arrival(held: MemberSlot, incoming: IncomingVersion) -> None:
     assert incoming.layout is not None, "it was received"
     logger.info(
         "fetched %d of %d pieces from the head",

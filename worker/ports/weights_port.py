@@ -14,17 +14,23 @@ import socket
 import struct
 from concurrent.futures import Future
 
-from rollout_common.transfer.frame_sockets import first_to_go
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import PROTOCOL, Kind, Malformed, TransferError, Untrusted
-from rollout_common.transfer.node import node_of
+from rollout_common.transfer.connections.frame_sockets import first_to_go
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import (
+    PROTOCOL,
+    Kind,
+    Malformed,
+    TransferError,
+    Untrusted,
+)
+from rollout_common.transfer.connections.node_identity import node_of
+from rollout_common.transfer.connections.tls_session import HANDSHAKE
+from rollout_common.transfer.connections.transfer_loop import TaskSet, run_on_loop
 from rollout_common.transfer.settings import LEASE_SECONDS
-from rollout_common.transfer.tls import HANDSHAKE
-from rollout_common.transfer.transfer_loop import TaskSet, run_on_loop
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.sources.incoming import Refusal
-from rollout_worker.sources.outward import Outward
-from rollout_worker.sources.pushed import Address, Desk, Work, no_ticket
+from rollout_worker.sources.pushed.incoming_version import Refusal
+from rollout_worker.sources.pushed.peer_route import PeerRoute
+from rollout_worker.sources.pushed.pushed_source import Address, PushedSource, RankWork, no_ticket
 
 from .port_connections import BACKLOG, bind_port
 from .serving_certificate import ServingCertificate
@@ -57,7 +63,10 @@ class WeightsPort:
     """
 
     def __init__(
-        self, settings: WorkerSettings, desk: Desk, certificate: ServingCertificate | None = None
+        self,
+        settings: WorkerSettings,
+        desk: PushedSource,
+        certificate: ServingCertificate | None = None,
     ) -> None:
         self._desk, self._certificate = desk, certificate
         self._required = settings.weights_tls == "required"
@@ -78,7 +87,7 @@ class WeightsPort:
             node = node_of(str(self._path))
         path = None if self._path is None else str(self._path)
         desk.address = Address(port, path, node, self._required)
-        desk.outward = Outward.of(settings)
+        desk.outward = PeerRoute.of(settings)
 
     def _listen_on(self, sock: socket.socket) -> int:
         sock.setblocking(False)
@@ -158,7 +167,7 @@ class WeightsPort:
             self._strangers.pop(stream, None)
             await stream.close()
 
-    async def _read_greeting(self, stream: FrameStream) -> Work | None:
+    async def _read_greeting(self, stream: FrameStream) -> RankWork | None:
         """Return the work that a stranger's ticket admits it to; None: it was refused.
 
         Raises:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rollout_common.transfer.spare import Used
-from rollout_common.transfer.transfer_loop import run_on_loop
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
+from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire import (
     ActiveWeights,
     Base,
@@ -26,13 +26,13 @@ from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.gang_head import GangHead
-from rollout_worker.sources.basis import Basis
-from rollout_worker.sources.giving import Kept, kept_of
-from rollout_worker.sources.incoming import Incoming
-from rollout_worker.sources.pushed import Desk
-from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.pushed.delta_base import DeltaBase
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of
+from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_source import PushedSource
+from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import Elsewhere
-from rollout_worker.sources.version_fetching import VersionFetching
 from rollout_worker.weights import check_layout
 
 from .staging_slot import StagingSlot
@@ -52,8 +52,8 @@ class PushedWeights:
         self._runtime = runtime
         self._claim, self._freeing = staging.claim_memory, staging.freeing
         self.spare = staging.spare
-        self.desk = Desk()
-        self.kept: Kept | None = None
+        self.desk = PushedSource()
+        self.kept: KeptVersion | None = None
         """The pushed bytes of the active weights, for joiners and for our own refills."""
 
     def to_view(self) -> KeptWeights | None:
@@ -75,7 +75,7 @@ class PushedWeights:
         errors = [{"field": "source.pushed", "message": fix}]
         raise ProblemError("unsupported", fix, errors=errors)
 
-    def begin_incoming(self, identity: WeightsId, request: StageRequest) -> Incoming | None:
+    def begin_incoming(self, identity: WeightsId, request: StageRequest) -> IncomingVersion | None:
         """Return what is going to arrive, if bytes are pushed; peers are asked at once."""
         pushed = request.source.pushed
         if pushed is None:
@@ -87,7 +87,7 @@ class PushedWeights:
         # Nor does any process map what a gang receives: all nodes copy it.
         private = not info.by_path or self._runtime.gang is not None
         room = partial(self._allocate_memory, hollow=basis is None, private=private)
-        incoming = Incoming(identity, pushed, check, room, basis)
+        incoming = IncomingVersion(identity, pushed, check, room, basis)
         if pushed.peers:
             fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
             run_on_loop(fetching.fetch_from_peers(pushed.peers))
@@ -102,7 +102,7 @@ class PushedWeights:
 
     def fill_other_nodes(
         self,
-        source: Kept | Incoming,
+        source: KeptVersion | IncomingVersion,
         root_hash: str | None,
         seconds: float,
         *,
@@ -148,7 +148,7 @@ class PushedWeights:
             except EngineError as error:
                 raise self._wrong_base_problem(base, str(error)) from error
 
-    def _hold_delta_base(self, base: Base) -> Basis:
+    def _hold_delta_base(self, base: Base) -> DeltaBase:
         """Hold what is kept of the base.
 
         Raises:
@@ -159,7 +159,7 @@ class PushedWeights:
         if kept is None or kept.identity != identity or kept.end.root_hash != base.root_hash:
             raise self._wrong_base_problem(base, "this worker does not keep its bytes")
         memory = kept.memory
-        return Basis(base, kept.layout.layout_id, memory, memory.hold(), kept.patch)
+        return DeltaBase(base, kept.layout.layout_id, memory, memory.hold(), kept.patch)
 
     def _wrong_base_problem(self, base: Base, why: str) -> ProblemError:
         named = WeightsId(epoch=base.epoch, version=base.version)
@@ -229,7 +229,7 @@ class PushedWeights:
         former, self.kept = self.kept, None
         self._free_former(former)
 
-    def _free_former(self, former: Kept | None) -> None:
+    def _free_former(self, former: KeptVersion | None) -> None:
         """Offer what was kept no more, and free it."""
         if former is not None:
             self.desk.withdraw()

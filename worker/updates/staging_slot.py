@@ -22,8 +22,8 @@ from rollout_worker.engine import (
     WeightsRejected,
 )
 from rollout_worker.sources import tensor_bytes
-from rollout_worker.sources.incoming import Incoming
-from rollout_worker.sources.pushed import receive
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.pushed_source import receive
 from rollout_worker.sources.tensor_filling import Elsewhere, Located, fill_sink
 
 from .settings import DISCARD_TIMEOUT_SECONDS
@@ -43,7 +43,7 @@ class StagingSlot:
         given: TrainerTensors | None = None,
         *,
         caller: str = "",
-        incoming: Incoming | None = None,
+        incoming: IncomingVersion | None = None,
     ) -> None:
         self.caller = caller
         self.incoming = incoming

@@ -36,7 +36,7 @@ from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineInfo, Sink, TrainerTensors, WeightsRejected
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.sources import tensor_bytes
-from rollout_worker.sources.pushed import refill
+from rollout_worker.sources.pushed.pushed_source import refill
 from rollout_worker.sources.tensor_filling import Located, fill_sink, locate_source, resolve_within
 
 from .pushed_weights import PushedWeights, fill_elsewhere

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from rollout_client.option_names import check_option_names
 from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
 
-from .rank_door import ANYHOW, Reach
+from .ranks.rank_listener import ANYHOW, ListenAddress
 from .routes import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class PushPlan:
     ranks: ProcessGroup | None = None
     rate: float | None = None
     delta: bool = True
-    reach: Reach = ANYHOW
+    reach: ListenAddress = ANYHOW
     cast: bool = False
 
     @classmethod
@@ -125,7 +125,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
     check_option_names("publish_weights", options, known)
 
 
-def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:
+def _reach_of(options: Mapping[str, Any], ranks: object) -> ListenAddress:
     host, ports = options.get("ranks_host"), options.get("ranks_ports")
     if ranks is None and (host, ports) != (None, None):
         raise TypeError("ranks_host and ranks_ports are about several ranks: give ranks, too")
@@ -141,7 +141,7 @@ def _reach_of(options: Mapping[str, Any], ranks: object) -> Reach:
                 f" (29600, 29615), not {ports!r}"
             )
         ports = tuple(ports)
-    return Reach(host, ports)
+    return ListenAddress(host, ports)
 
 
 def _is_host(host: object) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.spool import iterate_tensors, run_to_end, spool_blocking
 from rollout_client.steering.steering_protocol import Published, PublishReport, PushedTo
-from rollout_common.transfer.pace import Pace
-from rollout_common.transfer.tls import Trust
+from rollout_common.transfer.connections.rate_limit import RateLimit
+from rollout_common.transfer.connections.tls_session import Trust
 from rollout_common.wire import PushedBytes, StageSource, WeightsId
 
-from .board import Board
-from .deltas import Before, Deltas
+from .push_deltas import Deltas, PreviousVersion
+from .push_progress import PushProgress
 from .push_tensors import Given, torch_dtype
 from .routes import Receiver, Route, Transport, routes_for
 from .sending import Link, Sender, senders_for
@@ -31,7 +31,7 @@ class Ranks:
 
     Attributes:
         fill: Fills it; returns once all of it is hashed.
-        serve: As `Leading.serve`.
+        serve: As `RankZero.serve`.
         count_sources: Returns how many of their nodes serve, once the layout is known.
     """
 
@@ -63,7 +63,7 @@ class Push:
         rate: float | None = None,
         ranks: Ranks | None = None,
         *,
-        before: Before | None = None,
+        before: PreviousVersion | None = None,
         delta: bool = False,
     ) -> None:
         self._ranks = ranks
@@ -78,7 +78,7 @@ class Push:
         """Folder to write before the version is committed; None: no folder."""
         self._given, self._transport, self._settled = found, transport, settled
         self._rate = rate
-        self._board: Board | None = None
+        self._progress: PushProgress | None = None
         self._routes: tuple[Route, ...] = ()
         self._opened_at = time.monotonic()
 
@@ -182,7 +182,7 @@ class Push:
 
         Args:
             receivers: The replicas that wait for them.
-            news: Called, from any thread, when `board` has changed.
+            news: Called, from any thread, when `progress` has changed.
             trust: What TLS trusts.
 
         Raises:
@@ -191,11 +191,11 @@ class Push:
         sources = 1.0 if self._ranks is None else self._ranks.count_sources()
         self._routes = routes_for(receivers, self._transport, sources)
         names = [receiver.name for receiver in receivers]
-        self._board = Board(names, self.filling.layout.nbytes, news)
-        link = Link(trust, None if self._rate is None else Pace(self._rate))
+        self._progress = PushProgress(names, self.filling.layout.nbytes, news)
+        link = Link(trust, None if self._rate is None else RateLimit(self._rate))
         if self._before is not None:
             self._deltas = Deltas(self._before, self.filling.held)
-        self.senders = senders_for(self._routes, self.filling, self._board, link, self._deltas)
+        self.senders = senders_for(self._routes, self.filling, self._progress, link, self._deltas)
         for sender in self.senders:
             sender.start()
         if self._ranks is not None:
@@ -204,10 +204,10 @@ class Push:
             self._ranks.serve(self._routes, base, trust, everything=needs_all)
 
     @property
-    def board(self) -> Board:
+    def progress(self) -> PushProgress:
         """The progress of all replicas; it exists once `start` was called."""
-        assert self._board is not None
-        return self._board
+        assert self._progress is not None
+        return self._progress
 
     def stands(self, name: str) -> bool:
         """Whether a replica's connection reports its progress, so that no status request is needed."""
@@ -282,11 +282,11 @@ class Push:
         return replace(done, report=self._report(time.monotonic()))
 
     def _report(self, committed_at: float) -> PublishReport:
-        filling, board = self.filling, self.board
+        filling, progress = self.filling, self.progress
         names = {route.receiver.name: route.kind for route in self._routes}
         any_delta = self._deltas is not None and self._deltas.any
         by_delta = {route.receiver.name for route in self._routes if route.based and any_delta}
-        of = {name: board.of(name) for name in names}
+        of = {name: progress.of(name) for name in names}
         whole = max((each.whole_at or 0.0 for each in of.values()), default=0.0)
         staged = max((each.settled_at or 0.0 for each in of.values()), default=0.0)
         times = [filling.began, self._opened_at, filling.filled_at, whole, staged, committed_at]

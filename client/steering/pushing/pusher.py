@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from rollout_common.transfer.arena import Arena
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.arena import Arena
 
-from .copying import Copier
-from .deltas import Before
+from .push_deltas import PreviousVersion
 from .push_tensors import Dtypes, Given, given
 from .routes import Transport
 from .sending import Sender
 from .stream_filling import Filling
+from .tensor_copying import Copier
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
@@ -35,7 +35,7 @@ class Pusher:
         self._lock = threading.Lock()
         self._known: PushLayout | None = None
         """The layout of the version that was published last."""
-        self._before: Before | None = None
+        self._before: PreviousVersion | None = None
         self._senders: list[Sender] = []
 
     def begin(
@@ -65,7 +65,7 @@ class Pusher:
         before = self._base(delta)
         return Push(found, filling, transport, self._settled, rate, before=before, delta=delta)
 
-    def _base(self, delta: bool) -> Before | None:
+    def _base(self, delta: bool) -> PreviousVersion | None:
         """Return the base of a push's deltas; without `delta`, release it and return None."""
         if not delta:
             self.forget()
@@ -107,7 +107,7 @@ class Pusher:
                 if push.keeps:
                     root_hash = push.filling.root_hash
                     assert root_hash is not None, "it was published"
-                    self._before = Before.of(push.filling, push.published, root_hash)
+                    self._before = PreviousVersion.of(push.filling, push.published, root_hash)
             alive = [sender for sender in self._senders if not sender.join(0)]
             self._senders = [*alive, *push.senders]
 

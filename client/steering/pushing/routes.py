@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_client.errors import PublishFailed
-from rollout_common.transfer.frames import fetch_ticket
-from rollout_common.transfer.node import node_of
+from rollout_common.transfer.connections.frames import fetch_ticket
+from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.wire import Transfer
 
 Transport = Literal["auto", "shm", "tcp"]

@@ -16,23 +16,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.dialing import dial_stream, dial_unix_stream
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import PROTOCOL, Ended, Frame, Kind, Malformed, TransferError
-from rollout_common.transfer.pace import Pace
-from rollout_common.transfer.piece_server import PieceServer
-from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
-from rollout_common.transfer.tls import Trust
-from rollout_common.transfer.transfer_loop import (
+from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import (
+    PROTOCOL,
+    Ended,
+    Frame,
+    Kind,
+    Malformed,
+    TransferError,
+)
+from rollout_common.transfer.connections.rate_limit import RateLimit
+from rollout_common.transfer.connections.tls_session import Trust
+from rollout_common.transfer.connections.transfer_loop import (
     run_on_loop,
     running_tasks,
     wait_for_first,
     waking,
 )
+from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.piece_server import PieceServer
+from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
 
-from .board import Board
-from .deltas import Deltas
+from .push_deltas import Deltas
+from .push_progress import PushProgress
 from .routes import Route
 from .settings import DIAL_SECONDS, RECONNECT_SECONDS
 from .stream_filling import Filling
@@ -61,7 +68,7 @@ class Link:
     """
 
     trust: Trust | None = None
-    pace: Pace | None = None
+    pace: RateLimit | None = None
     dials: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_DIALS))
 
 
@@ -71,7 +78,7 @@ class Sender:
     Args:
         route: The replica, and the other replicas that it may fetch from.
         filling: The version.
-        board: Notes the progress of the replica.
+        progress: Notes the progress of the replica.
         link: The trust and the rate limit of TCP.
         deltas: The deltas from the version that it serves; None: all bytes are sent.
     """
@@ -80,11 +87,11 @@ class Sender:
         self,
         route: Route,
         filling: Filling,
-        board: Board,
+        progress: PushProgress,
         link: Link,
         deltas: Deltas | None = None,
     ) -> None:
-        self._route, self._filling, self._board = route, filling, board
+        self._route, self._filling, self._progress = route, filling, progress
         self._link, self._deltas = link, deltas
         self._streams: list[FrameStream] = []
         """Its connections, the last one last."""
@@ -133,11 +140,11 @@ class Sender:
             async with running_tasks(self._carry(), stopped.wait()) as tasks:
                 await wait_for_first(tasks)
                 why = tasks[0].result() if tasks[0].done() else "the publish was given up"
-                if not self._board.settled(name) and not self._has_served:
-                    self._board.failed(name, why)
+                if not self._progress.settled(name) and not self._has_served:
+                    self._progress.failed(name, why)
         except Exception as error:
             logger.exception("sending weights to %s failed", name)
-            self._board.failed(name, f"internal error: {error}")
+            self._progress.failed(name, f"internal error: {error}")
         finally:
             if self._given and not self._given_back:
                 # The replica is silent, gone or refused: it may still serve from these pages.
@@ -169,7 +176,7 @@ class Sender:
             if (
                 not met
                 or self._route.kind == "shm"
-                or self._board.settled(self._route.receiver.name)
+                or self._progress.settled(self._route.receiver.name)
             ):
                 return why
             await asyncio.sleep(RECONNECT_SECONDS)
@@ -265,11 +272,11 @@ class Sender:
         name = self._route.receiver.name
         match frame.kind:
             case Kind.PROGRESS:
-                self._board.progress(name, frame.integer("bytes_done"))
+                self._progress.note_bytes(name, frame.integer("bytes_done"))
             case Kind.STAGED:
-                self._board.staged(name, frame.text("root_hash"))
+                self._progress.staged(name, frame.text("root_hash"))
             case Kind.FAILED:
-                self._board.failed(name, frame.text("detail", "it gave no reason"))
+                self._progress.failed(name, frame.text("detail", "it gave no reason"))
             case Kind.ERROR:
                 raise TransferError(frame.text("detail", "it gave no reason"))
             case Kind.RELEASED:
@@ -277,7 +284,7 @@ class Sender:
                 return False
             case _:
                 raise Malformed(f"{frame.kind.name} came, which only senders send")
-        return self._route.kind == "shm" or not self._board.settled(name)
+        return self._route.kind == "shm" or not self._progress.settled(name)
 
 
 def allow_descriptors(count: int) -> None:
@@ -289,10 +296,14 @@ def allow_descriptors(count: int) -> None:
 
 
 def senders_for(
-    routes: Sequence[Route], filling: Filling, board: Board, link: Link, deltas: Deltas | None
+    routes: Sequence[Route],
+    filling: Filling,
+    progress: PushProgress,
+    link: Link,
+    deltas: Deltas | None,
 ) -> list[Sender]:
     """Return a sender for each of these routes."""
     allow_descriptors(len(routes) + SPARE_DESCRIPTORS)
     return [
-        Sender(route, filling, board, link, deltas if route.based else None) for route in routes
+        Sender(route, filling, progress, link, deltas if route.based else None) for route in routes
     ]

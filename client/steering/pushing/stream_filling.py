@@ -10,13 +10,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from rollout_common.transfer.arena import Arena, Release, Slot
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
+from rollout_common.transfer.memory.arena import Arena, Release, Slot
 from rollout_common.wire.root_hash import DIGEST_BYTES, HashedTensor, TensorHasher, root_hash_of
 
-from .copying import Copier
 from .push_tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
+from .tensor_copying import Copier
 
 if TYPE_CHECKING:
     import torch

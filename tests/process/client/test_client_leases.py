@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rollout_client import AsyncRolloutPool, PublishFailed
-from rollout_common.transfer import holders
-from rollout_common.transfer.arena import MOST_CONDEMNED, SLOTS, Arena, ArenaError, Slot
-from rollout_common.transfer.holders import nobody_has
+from rollout_common.transfer.memory import memory_users as holders
+from rollout_common.transfer.memory.arena import MOST_CONDEMNED, SLOTS, Arena, ArenaError, Slot
+from rollout_common.transfer.memory.memory_users import nobody_has
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import scripted_controls
 from tests.support.waiting import until_sync

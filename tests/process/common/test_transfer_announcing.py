@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import Kind
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.piece_server import PieceServer, read_ranges

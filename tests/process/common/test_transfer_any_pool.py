@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_common.transfer.frames import Ended, Frame, Kind, Malformed
+from rollout_common.transfer.connections.frames import Ended, Frame, Kind, Malformed
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer

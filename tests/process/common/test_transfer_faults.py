@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.dialing import dial_stream
-from rollout_common.transfer.frames import TransferError
+from rollout_common.transfer.connections.dialing import dial_stream
+from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from tests.support.unit import holder_process

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout_common.transfer import piece_fetcher
-from rollout_common.transfer.frame_stream import FrameStream
+from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher

@@ -14,14 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_client.steering.pushing.rank_door import Door, Reach, call
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import PROTOCOL, Kind, Refused, fetch_ticket
+from rollout_client.steering.pushing.ranks.rank_listener import ListenAddress, RankListener, call
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import PROTOCOL, Kind, Refused, fetch_ticket
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import OfferRequest
-from rollout_worker.sources import pushed
+from rollout_worker.sources.pushed import pushed_source as pushed
 from tests.support.unit.far_ranks import LOOPBACK
 from tests.support.unit.plain_dialing import dial
 from tests.support.unit.pushing import (
@@ -59,7 +59,7 @@ async def places() -> AsyncIterator[dict[str, Place]]:
         async with tiny_worker(Path(home), *FLAGS, "--weights-socket", path) as tiny:
             servers = HttpServers(tiny.worker, AllowAnyone(), PLACES)
             running = asyncio.create_task(servers.serve_both_ports())
-            door = Door.open(range(1, 2), Reach(LOOPBACK), afar=True)
+            door = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
             try:
                 yield _places(tiny, servers, door, path)
             finally:
@@ -68,7 +68,9 @@ async def places() -> AsyncIterator[dict[str, Place]]:
                 await asyncio.wait_for(running, 20)
 
 
-def _places(tiny: TinyWorker, servers: HttpServers, door: Door, path: str) -> dict[str, Place]:
+def _places(
+    tiny: TinyWorker, servers: HttpServers, door: RankListener, path: str
+) -> dict[str, Place]:
     weights = tiny.updates.pushes.desk.address.port
     assert weights is not None
     data, control = servers.bound_ports

@@ -18,15 +18,16 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer import arena, maps
 from rollout_common.transfer.held_version import HeldVersion
-from rollout_common.transfer.room import LIMIT
+from rollout_common.transfer.memory import arena
+from rollout_common.transfer.memory import mapping_cache as maps
+from rollout_common.transfer.memory.memory_limits import LIMIT
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import DiscardRequest, StageRequest, Transfer
-from rollout_worker.sources import incoming
-from rollout_worker.sources.incoming import Incoming
+from rollout_worker.sources.pushed import incoming_version as incoming
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from tests.support.unit.arrows import (
     KINDS,
     ROOM,
@@ -292,7 +293,7 @@ async def frozen_at_ready(scene: Scene) -> str:
 
 async def gone_at_staged(scene: Scene) -> str:
     """Gone before the worker has read all that it sent: nobody takes its progress any more."""
-    for owner, name in ((HeldVersion, "mark_piece"), (Incoming, "advance")):
+    for owner, name in ((HeldVersion, "mark_piece"), (IncomingVersion, "advance")):
         scene.patch.setattr(owner, name, _late(getattr(owner, name)))
     await scene.play()
     scene.end.connection.close()

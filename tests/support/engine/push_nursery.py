@@ -28,7 +28,8 @@ import rollout_worker.engines.hf
 import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
 from rollout_client.steering.pushing import sending
-from rollout_common.transfer import connection, frame_stream
+from rollout_common.transfer.connections import blocking_connection as connection
+from rollout_common.transfer.connections import frame_stream
 from rollout_worker.__main__ import main as serve
 from rollout_worker.ports import weights_port
 from tests.support.engine import push_trainer

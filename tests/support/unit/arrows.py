@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer import connection, frame_stream
+from rollout_common.transfer.connections import blocking_connection as connection
+from rollout_common.transfer.connections import frame_stream
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import Lifecycle, Transfer
-from rollout_worker.sources import incoming, outward, pushed, receiving, version_fetching
+from rollout_worker.sources.pushed import incoming_version as incoming
+from rollout_worker.sources.pushed import peer_route as outward
+from rollout_worker.sources.pushed import pushed_source as pushed
+from rollout_worker.sources.pushed import trainer_connection as receiving
+from rollout_worker.sources.pushed import version_fetching
 from tests.support.unit.pushing import Trainer, Version, held, push, quiet
 from tests.support.unit.tiny_worker import TinyWorker, made_by
 from tests.support.waiting import until

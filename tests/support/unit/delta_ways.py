@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollout_common.transfer import native, vectors
+from rollout_common.transfer import delta_native as native
+from rollout_common.transfer import delta_words as vectors
 from rollout_common.transfer.delta import BLOCK_BYTES, BLOCK_WORDS
 
 SIZES = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 130, 4097]

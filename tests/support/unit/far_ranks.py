@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from rollout_common.transfer.frames import Kind
+from rollout_common.transfer.connections.frames import Kind
 from tests.support.waiting import eventually
 
 LOOPBACK = "127.0.0.1"

@@ -17,11 +17,11 @@ import signal
 import socket
 import sys
 
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import TransferError
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import TransferError
+from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.pace import Pace
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import hold_everything
 
@@ -48,7 +48,7 @@ async def serve(sock: socket.socket, held: HeldVersion) -> None:
         stream = FrameStream(connected)
         stream.start_pinging()
         try:
-            await PieceServer(stream, held, Pace(RATE)).run()
+            await PieceServer(stream, held, RateLimit(RATE)).run()
         except TransferError:
             pass
         finally:

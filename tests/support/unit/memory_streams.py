@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, cast
 
-from rollout_common.transfer.frame_stream import FrameStream, StillWanted
-from rollout_common.transfer.frames import (
+from rollout_common.transfer.connections.frame_stream import FrameStream, StillWanted
+from rollout_common.transfer.connections.frames import (
     FIRST_BYTES,
     Ended,
     Frame,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.dialing import connect_unix
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.dialing import connect_unix
 from rollout_common.transfer.settings import LEASE_SECONDS
 
 

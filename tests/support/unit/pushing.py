@@ -11,20 +11,26 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from pathlib import Path
 from typing import Any
 
-from rollout_common.transfer.arena import Slot
-from rollout_common.transfer.connection import Connection
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import (
+    PROTOCOL,
+    Frame,
+    Kind,
+    check_kind,
+    fetch_ticket,
+)
+from rollout_common.transfer.connections.transfer_loop import run_on_loop, transfer_loop
 from rollout_common.transfer.delta import encode_delta
-from rollout_common.transfer.frames import PROTOCOL, Frame, Kind, check_kind, fetch_ticket
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.arena import Slot
 from rollout_common.transfer.piece_server import ranges_of, read_ranges
-from rollout_common.transfer.transfer_loop import run_on_loop, transfer_loop
 from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
 from rollout_worker.ports.serving_certificate import serving_certificate
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT, StagedWeights, Transfer
-from rollout_worker.sources.giving import Kept
-from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.pushed.kept_version import KeptVersion
+from rollout_worker.sources.pushed.pushed_memory import Memory
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.plain_dialing import dial, dial_unix, keep_alive
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
@@ -78,7 +84,7 @@ class Version:
         return self.pieces.hash_leaves(number, memoryview(self.piece(number))).hex()
 
 
-def kept_of(version: Version, said: VersionEnd | None = None) -> Kept:
+def kept_of(version: Version, said: VersionEnd | None = None) -> KeptVersion:
     """What a worker has of a version; `said`: what it says that everything hashes to."""
     size = version.layout.nbytes
     memory = Memory(max(size, 1), private=True)
@@ -89,7 +95,7 @@ def kept_of(version: Version, said: VersionEnd | None = None) -> Kept:
         held.mark_piece(piece, bytes.fromhex(version.leaf_digests(piece)))
     end = said or VersionEnd(version.root_hash, version.digests)
     held.finish(end)
-    return Kept(CHECKPOINT, held, memory, end, memory.hold())
+    return KeptVersion(CHECKPOINT, held, memory, end, memory.hold())
 
 
 class Trainer:

@@ -27,8 +27,10 @@ from torch.distributed.tensor import (
 
 from rollout_client import RolloutError, RolloutPool
 from rollout_client.steering import checkpoint_form
-from rollout_client.steering.pushing import meeting, rank_group, writing
-from rollout_client.steering.pushing.copying import Copier
+from rollout_client.steering.pushing.ranks import rank_group
+from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
+from rollout_client.steering.pushing.shards import shard_writing as writing
+from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)

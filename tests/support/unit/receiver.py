@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_common.transfer import delta
-from rollout_common.transfer.arena import map_readonly
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import (
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import (
     PROTOCOL,
     Frame,
     Kind,
@@ -26,8 +25,9 @@ from rollout_common.transfer.frames import (
     TransferError,
     fetch_ticket,
 )
+from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.node import node_of
+from rollout_common.transfer.memory.arena import map_readonly
 from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.plain_dialing import dial

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rollout_common.transfer.frames import Kind
+from rollout_common.transfer.connections.frames import Kind
 from tests.support.unit.far_ranks import first
 
 Connect = Callable[[], socket.socket]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_common.transfer.arena import to_be_read
+from rollout_common.transfer.memory.arena import to_be_read
 
 from .sinks import read_index, slot_path
 from .tensor_views import AbsentTensor, view_tensors

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_common.transfer.room import LIMIT, MACHINE, MARGIN_BYTES, memory_left
-from rollout_common.transfer.spare import Spare
+from rollout_common.transfer.memory.memory_limits import LIMIT, MACHINE, MARGIN_BYTES, memory_left
+from rollout_common.transfer.memory.spare_memory import SpareMemory
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.settings import FREEING_WAIT_SECONDS
 from rollout_worker.threads import BackgroundFreeing
@@ -33,7 +33,7 @@ class StagingBudget:
         self._limit = limit
         self._root = root
         self._taken = 0
-        self.spare = Spare()
+        self.spare = SpareMemory()
         """Counts as taken, and is dropped when its memory is needed."""
         self._lock = threading.Lock()
         self.freeing = BackgroundFreeing()

@@ -13,7 +13,12 @@ import pytest
 import torch
 import xxhash
 
-from rollout_client.steering.pushing.copying import (
+from rollout_client.steering.pushing.push_devices import accelerator_of
+from rollout_client.steering.pushing.push_tensors import check_there, given
+from rollout_client.steering.pushing.shards.shard_plan import TensorPart, part_of
+from rollout_client.steering.pushing.shards.shard_writing import InMemory
+from rollout_client.steering.pushing.stream_filling import Filling
+from rollout_client.steering.pushing.tensor_copying import (
     AHEAD,
     DEVICE_PIECE_BYTES,
     PIECE_BYTES,
@@ -21,14 +26,9 @@ from rollout_client.steering.pushing.copying import (
     TOLD_BYTES,
     Copier,
 )
-from rollout_client.steering.pushing.push_devices import accelerator_of
-from rollout_client.steering.pushing.push_tensors import check_there, given
-from rollout_client.steering.pushing.shards import Part, part_of
-from rollout_client.steering.pushing.stream_filling import Filling
-from rollout_client.steering.pushing.writing import InMemory
-from rollout_common.transfer.arena import Arena, Slot
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.locked import lock_pages
+from rollout_common.transfer.memory.arena import Arena, Slot
+from rollout_common.transfer.memory.page_locking import lock_pages
 from tests.support.unit.cuda_driver import Driver
 
 SIZES = {
@@ -253,7 +253,7 @@ def test_a_freed_shard_of_columns_is_refused_by_name() -> None:
         raise AssertionError("nothing is there")
 
     place = InMemory(lambda *_: memoryview(written), told, told, Copier())
-    part = Part(("a", "F32", (300, 600)), ((0, 300), (0, 300)))
+    part = TensorPart(("a", "F32", (300, 600)), ((0, 300), (0, 300)))
     with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
         place.put(part, freed(torch.ones(300, 300)), ((0, 300), (0, 300)))
     assert not any(written)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client import PublishFailed
-from rollout_client.steering.pushing.copying import Copier
-from rollout_client.steering.pushing.merging import Merging
-from rollout_common.transfer.arena import Arena, ArenaError
+from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.memory.arena import Arena, ArenaError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit.digests import tensor_digest
 from tests.support.waiting import until_sync
@@ -38,7 +38,7 @@ class Ranks:
         due: int | None = None,
     ) -> None:
         self.arena = Arena()
-        self.filling = Merging(self.arena, Copier())
+        self.filling = MergedVersion(self.arena, Copier())
         self.filling.plan(specs)
         whole = sum(placed.nbytes for placed in self.filling.layout.tensors)
         self.filling.begin(whole if due is None else due, blocks or {})
@@ -192,7 +192,7 @@ def test_bytes_of_other_nodes_are_no_bytes_that_this_node_waits_for() -> None:
 def test_what_was_given_up_before_it_was_planned_hashes_nothing() -> None:
     """Whoever gives up is in another thread than who plans."""
     arena = Arena()
-    filling = Merging(arena, Copier())
+    filling = MergedVersion(arena, Copier())
     filling.fail()
     filling.plan(SHORT)
     filling.begin(300, {})

@@ -19,14 +19,14 @@ from rollout_client import (
     RolloutPool,
 )
 from rollout_client.steering import staging_barrier
-from rollout_client.steering.pushing.copying import Copier
 from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
-from rollout_common.transfer.arena import Arena
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Ended, Frame, Kind
+from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Ended, Frame, Kind
 from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.memory.arena import Arena
 from rollout_common.transfer.settings import BURST_SECONDS
 from tests.support.unit.pushing import no_file_above
 from tests.support.unit.receiver import Receiver

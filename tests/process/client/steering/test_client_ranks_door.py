@@ -14,12 +14,18 @@ from typing import Any
 import pytest
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.pushing import addresses, meeting
-from rollout_client.steering.pushing import rank_door as door_module
 from rollout_client.steering.pushing.options import PushPlan
-from rollout_client.steering.pushing.rank_door import ANYHOW, Door, Reach, call
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Kind, TransferError
+from rollout_client.steering.pushing.ranks import node_addresses as addresses
+from rollout_client.steering.pushing.ranks import rank_listener as door_module
+from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
+from rollout_client.steering.pushing.ranks.rank_listener import (
+    ANYHOW,
+    ListenAddress,
+    RankListener,
+    call,
+)
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Kind, TransferError
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 from tests.support.waiting import until_sync
 
@@ -32,7 +38,7 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
 ) -> None:
     monkeypatch.setattr(door_module, "CALL_SECONDS", 20.0)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = Door.open(range(1, 4), Reach(LOOPBACK), afar=True)
+        door = RankListener.open(range(1, 4), ListenAddress(LOOPBACK), afar=True)
         stack.callback(door.close)
         there, places = door.places.addresses[0], door.places
         for _ in range(silent):
@@ -69,7 +75,7 @@ def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Connection, "send", late)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = Door.open(range(1, 2), ANYHOW, afar=False)
+        door = RankListener.open(range(1, 2), ANYHOW, afar=False)
         stack.callback(door.close)
         rank = stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
         (taken,) = door.take().values()
@@ -91,7 +97,7 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 
     monkeypatch.setattr(Connection, "send", cut)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = Door.open(range(1, 2), ANYHOW, afar=False)
+        door = RankListener.open(range(1, 2), ANYHOW, afar=False)
         stack.callback(door.close)
         with pytest.raises(TransferError):
             call(door.places, 1, here=True)
@@ -118,7 +124,7 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 )
 def test_who_says_something_else_is_turned_away_at_once(said: bytes) -> None:
     with nothing_left():
-        door = Door.open(range(1, 2), Reach(LOOPBACK), afar=True)
+        door = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
         with socket.create_connection(door.places.addresses[0], 2) as stranger:
             with contextlib.suppress(OSError):  # it may be turned away already
                 stranger.sendall(said)
@@ -131,7 +137,7 @@ def test_who_says_something_else_is_turned_away_at_once(said: bytes) -> None:
 
 def test_who_is_called_shows_that_it_is_rank_0() -> None:
     with nothing_left():
-        door = Door.open(range(1, 2), Reach(LOOPBACK), afar=True)
+        door = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
         with pytest.raises(TransferError, match="somebody else answers there"):
             call(replace(door.places, answer="0" * 32), 1, here=False)
         door.close()
@@ -161,7 +167,9 @@ class Seat:
         return found
 
 
-def met(monkeypatch: pytest.MonkeyPatch, reach: Reach = ANYHOW) -> list[BaseException | None]:
+def met(
+    monkeypatch: pytest.MonkeyPatch, reach: ListenAddress = ANYHOW
+) -> list[BaseException | None]:
     """Let two ranks of different nodes meet; returns what each of them raised."""
     monkeypatch.setattr(meeting, "_gathered", Seat.gathered)
     words, all_here = [None, None], threading.Barrier(2)
@@ -193,7 +201,7 @@ def fails(error: Exception) -> Callable[..., Any]:
 
 def test_ranks_of_two_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_left():
-        assert met(monkeypatch, Reach(LOOPBACK)) == [None, None]
+        assert met(monkeypatch, ListenAddress(LOOPBACK)) == [None, None]
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), ValueError("five columns")])
@@ -217,7 +225,7 @@ def test_a_rank_that_cannot_call_leaves_nobody_waiting(
     if host is None:
         monkeypatch.setattr(meeting, "call", fails(RuntimeError("can't start new thread")))
     with nothing_left():
-        raised = met(monkeypatch, Reach(host or LOOPBACK))
+        raised = met(monkeypatch, ListenAddress(host or LOOPBACK))
     for each in raised:
         assert isinstance(each, PublishFailed), each
         assert "rank 1 on node-b can't reach rank 0 on node-a" in str(each)
@@ -241,7 +249,7 @@ def test_what_can_be_no_ports_is_refused(ports: Any) -> None:
 def test_how_rank_0_is_reached_is_kept_and_needs_ranks() -> None:
     for host in (None, "trainer-0.trainer", "10.0.0.7", "2001:db8::7"):
         plan = PushPlan.of(..., {"ranks": object(), "ranks_host": host, "ranks_ports": [7, 7]})
-        assert plan.reach == Reach(host, (7, 7))
+        assert plan.reach == ListenAddress(host, (7, 7))
     for given_alone in ({"ranks_host": "node"}, {"ranks_ports": (1, 2)}):
         with pytest.raises(TypeError, match="give ranks, too"):
             PushPlan.of(..., given_alone)

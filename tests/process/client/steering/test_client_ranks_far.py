@@ -18,18 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.pushing import rank_group
-from rollout_client.steering.pushing.boxes import Box, pieces_of
-from rollout_client.steering.pushing.copying import Copier
-from rollout_client.steering.pushing.leading import Leading
-from rollout_client.steering.pushing.merging import Merging
-from rollout_client.steering.pushing.node_lead import NodeLead
-from rollout_client.steering.pushing.rank_group import RankGroup
-from rollout_client.steering.pushing.rank_options import RankOptions
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Frame, Kind, TransferError
+from rollout_client.steering.pushing.ranks import rank_group
+from rollout_client.steering.pushing.ranks.node_lead import NodeLead
+from rollout_client.steering.pushing.ranks.rank_group import RankGroup
+from rollout_client.steering.pushing.ranks.rank_options import RankOptions
+from rollout_client.steering.pushing.ranks.rank_zero import RankZero
+from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.pushing.shards.tensor_boxes import Box, pieces_of
+from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Frame, Kind, TransferError
+from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.layout import LayoutError, PushLayout
-from rollout_common.transfer.transfer_loop import transfer_loop
 from rollout_common.wire.root_hash import hash_leaf
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 
@@ -108,13 +108,13 @@ def wired() -> tuple[Connection, Connection]:
 @contextlib.contextmanager
 def published(
     says: Mapping[int, tuple[Callable[[Far], None], ...]], *, pings: bool = True
-) -> Iterator[tuple[Merging, BaseException | None]]:
+) -> Iterator[tuple[MergedVersion, BaseException | None]]:
     """Have rank 0 fill a version with what the others say; yields why it failed."""
     with nothing_left():
         ends = {rank: wired() for rank in says}
         near = {rank: connection for rank, (connection, _) in ends.items()}
-        leader = Leading(RankGroup(0, near, {rank: [rank] for rank in ends}))
-        filling = Merging(leader.group.arena, Copier())
+        leader = RankZero(RankGroup(0, near, {rank: [rank] for rank in ends}))
+        filling = MergedVersion(leader.group.arena, Copier())
         threads = []
         for rank, (_, far) in ends.items():
             run = Far(rank, far).run
@@ -138,7 +138,7 @@ def published(
             thread.join(10)
 
 
-def bytes_of(filling: Merging, name: str) -> torch.Tensor:
+def bytes_of(filling: MergedVersion, name: str) -> torch.Tensor:
     with filling.slot.view(filling.layout[name]) as view:
         return torch.tensor(list(view), dtype=torch.uint8)
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rollout_client.steering.pushing.boxes import rows_of, run_of
 from rollout_client.steering.pushing.push_tensors import spec_of
-from rollout_client.steering.pushing.shards import Part, share_out
+from rollout_client.steering.pushing.shards.shard_plan import TensorPart, share_out
+from rollout_client.steering.pushing.shards.tensor_boxes import rows_of, run_of
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.updates import pushed_weights
@@ -169,9 +169,9 @@ async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path
 # Who writes what.
 
 
-def parts(name: str, size: int, *runs: tuple[int, int] | None) -> list[list[Part]]:
+def parts(name: str, size: int, *runs: tuple[int, int] | None) -> list[list[TensorPart]]:
     """By rank: what it has of one tensor of bytes."""
-    return [[Part((name, "U8", (size,)), None if run is None else (run,))] for run in runs]
+    return [[TensorPart((name, "U8", (size,)), None if run is None else (run,))] for run in runs]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 3))
@@ -187,7 +187,7 @@ def test_each_byte_is_written_once_however_it_is_cut_and_replicated(
 
 
 def test_replicated_tensors_are_spread_over_the_ranks() -> None:
-    offers = [[Part((str(i), "U8", (8,)), ((0, 8),)) for i in range(6)] for _ in range(3)]
+    offers = [[TensorPart((str(i), "U8", (8,)), ((0, 8),)) for i in range(6)] for _ in range(3)]
     assert [work.nbytes for work in share_out(offers).work] == [16, 16, 16]
 
 
@@ -200,7 +200,7 @@ def test_shards_that_make_no_whole_are_refused_by_name(runs: list[tuple[int, int
 
 
 def test_ranks_that_mean_different_tensors_are_refused_by_name() -> None:
-    other = [Part(("a", "U8", (9,)), None)]
+    other = [TensorPart(("a", "U8", (9,)), None)]
     with pytest.raises(LayoutError, match=r"tensor 'a' is U8 \[9\] on rank 1 and U8 \[8\]"):
         share_out([*parts("a", 8, (0, 8)), other])
 

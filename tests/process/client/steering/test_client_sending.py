@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from rollout_client.steering.pushing import sending
-from rollout_client.steering.pushing.board import Board
-from rollout_client.steering.pushing.copying import Copier
+from rollout_client.steering.pushing.push_progress import PushProgress
 from rollout_client.steering.pushing.routes import Receiver as Waiting
 from rollout_client.steering.pushing.routes import Route
 from rollout_client.steering.pushing.sending import CONNECTIONS, Link, Sender
 from rollout_client.steering.pushing.stream_filling import Filling
-from rollout_common.transfer import connection as connection_module
-from rollout_common.transfer.arena import Arena
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Ended, Frame, Kind
-from rollout_common.transfer.transfer_loop import transfer_loop
+from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_common.transfer.connections import blocking_connection as connection_module
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Ended, Frame, Kind
+from rollout_common.transfer.connections.transfer_loop import transfer_loop
+from rollout_common.transfer.memory.arena import Arena
 from rollout_worker.schemas import Transfer
 from tests.support.unit.receiver import Receiver
 from tests.support.waiting import until_sync
@@ -41,7 +41,7 @@ class Carried:
         self.arena = Arena()
         self.filling = Filling(self.arena, None, Copier())
         self.filling.plan((("a", "U8", (3 * MEBI,)), ("b", "F32", (9,))))
-        self.board = Board([NAME], self.filling.layout.nbytes, lambda: None)
+        self.progress = PushProgress([NAME], self.filling.layout.nbytes, lambda: None)
         self.transfer = Transfer.model_validate(receiver.transfer())
 
     def fill(self) -> None:
@@ -51,7 +51,7 @@ class Carried:
 
     def sender(self, kind: str = "tcp") -> Sender:
         to = Waiting(NAME, "127.0.0.1", self.transfer)
-        return Sender(Route(kind, to), self.filling, self.board, Link())  # type: ignore[arg-type]
+        return Sender(Route(kind, to), self.filling, self.progress, Link())  # type: ignore[arg-type]
 
     def carry(self, kind: str = "tcp") -> Sender:
         """Fill it, carry it, and wait for the end."""
@@ -64,15 +64,15 @@ class Carried:
     @property
     def why(self) -> str:
         """Why it failed."""
-        why = self.board.of(NAME).why
+        why = self.progress.of(NAME).why
         assert why is not None
-        assert self.board.settled(NAME)
+        assert self.progress.settled(NAME)
         return why
 
     def is_there(self) -> bool:
-        """Whether the replica has staged it, and the board knows."""
+        """Whether the replica has staged it, and the progress knows."""
         root_hash = self.filling.root_hash
-        return root_hash is not None and self.board.of(NAME).root_hash == root_hash
+        return root_hash is not None and self.progress.of(NAME).root_hash == root_hash
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_one_that_pings_and_asks_for_nothing_is_waited_for(carried: Carried) -> 
     assert not sender.join(1.5)
     assert sender.stands(NAME)
     assert not sender.stands("w1:8000")
-    assert not carried.board.settled(NAME)
+    assert not carried.progress.settled(NAME)
     sender.stop()
     assert sender.join(JOIN_SECONDS)
     assert carried.why == "the publish was given up"
@@ -303,7 +303,7 @@ def test_one_that_is_stopped_after_the_outcome_changes_nothing_of_it(carried: Ca
     sender = carried.carry()
     sender.stop()
     assert carried.is_there()
-    assert carried.board.of(NAME).why is None
+    assert carried.progress.of(NAME).why is None
 
 
 def test_what_is_given_up_where_it_is_filled_ends_it(carried: Carried) -> None:

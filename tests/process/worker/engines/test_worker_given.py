@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_common.transfer.arena import Slot
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.arena import Slot
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.hf.weights.borrowed import MappedTensorSink
 from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_common.transfer.arena import Slot
+from rollout_common.transfer.memory.arena import Slot
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory import rank_mappings, ranks
 from rollout_worker.engines.shared_memory.rank_mappings import RankMapping

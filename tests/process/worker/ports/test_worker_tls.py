@@ -15,7 +15,7 @@ from localkube.pki import Authority
 from rollout_client.discovery.pool_members import static_members
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.worker_control import ControlUnreachable, WorkerControl
-from rollout_common.transfer.tls import TLS_NAME
+from rollout_common.transfer.connections.tls_session import TLS_NAME
 from rollout_common.wire.gang_models import GangState
 from rollout_worker.gang.member_client import MemberClient
 from rollout_worker.ports import port_connections

@@ -13,9 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.transfer.held_version import VersionEnd
 from rollout_common.transfer.piece_server import PieceServer
-from rollout_common.transfer.transfer_loop import run_on_loop
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import (
     EngineError,
@@ -28,14 +28,14 @@ from rollout_worker.engine import (
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink, read_index
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
-from rollout_worker.sources.giving import Kept
-from rollout_worker.sources.incoming import Incoming
-from rollout_worker.sources.outward import Outward
-from rollout_worker.sources.pushed import Desk, receive
-from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.kept_version import KeptVersion
+from rollout_worker.sources.pushed.peer_route import PeerRoute
+from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_source import PushedSource, receive
+from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.source_reading import read_source
 from rollout_worker.sources.tensor_bytes import TensorSource
-from rollout_worker.sources.version_fetching import VersionFetching
 from tests.support.unit.digests import whole_digests, whole_root_hash
 from tests.support.unit.pushing import Version, kept_of
 from tests.support.unit.tiny_worker import settings as worker_settings
@@ -48,14 +48,14 @@ ANY = WeightsLayout({}, {}, {})
 class Giver:
     """A head's port, and which pieces went out of it."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: PushedSource) -> None:
         self.desk = desk
         self.sent: list[int] = []
 
 
 @pytest.fixture(scope="module")
 def giver() -> Iterator[Giver]:
-    giver = Giver(Desk())
+    giver = Giver(PushedSource())
     port = WeightsPort(
         worker_settings("--weights-port", "0", "--data-host", "127.0.0.1"), giver.desk
     )
@@ -79,7 +79,7 @@ def version_of(sizes: Sequence[int]) -> Version:
 
 
 async def fetch(
-    giver: Giver, kept: Kept, unread: Collection[str], expected: str | None = None
+    giver: Giver, kept: KeptVersion, unread: Collection[str], expected: str | None = None
 ) -> tuple[dict[str, bytes], str]:
     """Fetch all other tensors; returns what a slot then has, and the root hash that was found."""
     source = giver.desk.for_member(kept, "127.0.0.1").pushed
@@ -96,8 +96,8 @@ async def fetch(
         ) -> MappedSink:
             return await open_mapped_sink(entries, skip=left, slots=Path(folder))
 
-        incoming = Incoming(CHECKPOINT, source, lambda _: None, room, unread=lambda _: left)
-        run_on_loop(VersionFetching(incoming, Outward()).fetch_from_peers(source.peers))
+        incoming = IncomingVersion(CHECKPOINT, source, lambda _: None, room, unread=lambda _: left)
+        run_on_loop(VersionFetching(incoming, PeerRoute()).fetch_from_peers(source.peers))
         try:
             async with asyncio.timeout(SECONDS):
                 sink = await receive(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.frames import Kind
-from rollout_common.transfer.spare import Used
+from rollout_common.transfer.connections.frames import Kind
+from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
-from rollout_worker.sources.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import Memory
 from tests.support.unit.pushing import (
     Version,
     held,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_common.transfer.arena import SLOTS, Arena, ArenaError, Slot, map_readonly
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.room import memory_left
+from rollout_common.transfer.memory.arena import SLOTS, Arena, ArenaError, Slot, map_readonly
+from rollout_common.transfer.memory.memory_limits import memory_left
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20

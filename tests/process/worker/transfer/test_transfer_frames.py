@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_common.transfer import connection, frames
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import (
+from rollout_common.transfer.connections import blocking_connection as connection
+from rollout_common.transfer.connections import frames
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import (
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
     Ended,

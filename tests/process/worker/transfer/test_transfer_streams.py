@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer import frame_stream, frames
-from rollout_common.transfer.dialing import dial_stream, dial_unix_stream
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import (
+from rollout_common.transfer.connections import frame_stream, frames
+from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import (
     HELLO_BYTES,
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer import arena, frame_stream
-from rollout_common.transfer.arena import ArenaError
-from rollout_common.transfer.frames import Kind, encode_frame
+from rollout_common.transfer.connections import frame_stream
+from rollout_common.transfer.connections.frames import Kind, encode_frame
+from rollout_common.transfer.memory import arena
+from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.memory.memory_limits import MARGIN_BYTES
 from rollout_common.transfer.piece_server import PieceServer
-from rollout_common.transfer.room import MARGIN_BYTES
 from rollout_common.wire.problems import ProblemError
 from rollout_common.wire.root_hash import LEAF_BYTES, HashedTensor, root_hash_of
 from rollout_worker.engines.shared_memory.sinks import read_index
@@ -291,7 +292,9 @@ async def test_a_trainer_that_dies_midway_leaves_nothing_on_any_node(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(memory())
-    monkeypatch.setattr("rollout_worker.sources.incoming.RESUME_SECONDS", 0.2)
+    monkeypatch.setattr(
+        "rollout_worker.sources.pushed.pushed_source.incoming_version.RESUME_SECONDS", 0.2
+    )
     async with begun(gang, monkeypatch, 4):
         await until(lambda: done(member) > 0, what="the first bytes")
     assert "the sender is gone" in await failed(gang, member, before)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollout_common.transfer.frames import Frame, Kind
-from rollout_common.transfer.spare import Spare
+from rollout_common.transfer.connections.frames import Frame, Kind
+from rollout_common.transfer.memory.spare_memory import SpareMemory
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.schemas import PushedBytes, StagedWeights
-from rollout_worker.sources.basis import Basis
+from rollout_worker.sources.pushed.delta_base import DeltaBase
 from tests.support.unit.pushing import (
     Version,
     base_of,
@@ -118,13 +118,13 @@ async def test_memory_is_used_again_and_both_deltas_are_applied_to_it(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed: list[bool] = []
-    known = Basis._renewed
+    known = DeltaBase._renewed
 
-    def watched(self: Basis, *given: object) -> bool:
+    def watched(self: DeltaBase, *given: object) -> bool:
         renewed.append(known(self, *given))  # type: ignore[arg-type]
         return renewed[-1]
 
-    monkeypatch.setattr(Basis, "_renewed", watched)
+    monkeypatch.setattr(DeltaBase, "_renewed", watched)
     versions = [Version(number) for number in range(1, 6)]
     await push(worker, 1, versions[0], "tcp")
     await worker.commit(1)
@@ -269,7 +269,7 @@ def test_peers_give_whole_versions() -> None:
         PushedBytes.model_validate({"peers": [peer], "base": base})
 
 
-def _holds(spare: Spare, size: int) -> bool:
+def _holds(spare: SpareMemory, size: int) -> bool:
     return spare.nbytes == size
 
 
@@ -291,8 +291,8 @@ async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: 
 
 
 def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
-    from rollout_common.transfer.arena import Slot
-    from rollout_common.transfer.spare import Used
+    from rollout_common.transfer.memory.arena import Slot
+    from rollout_common.transfer.memory.spare_memory import Used
 
     staging = StagingBudget(1000)
     staging.spare.keep_memory(Used(Slot(600), None))

@@ -19,8 +19,13 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer.arena import Slot
-from rollout_common.transfer.frames import MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES, Kind, TransferError
+from rollout_common.transfer.connections.frames import (
+    MAX_HEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Kind,
+    TransferError,
+)
+from rollout_common.transfer.memory.arena import Slot
 from rollout_worker.schemas import DiscardRequest, Transfer
 from tests.support.unit.arrows import DELTA, KINDS, ROOM, STEPS, do, hurry, left, serves
 from tests.support.unit.pushing import (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import MAX_HEAD_BYTES, PROTOCOL, Kind, TransferError
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import MAX_HEAD_BYTES, PROTOCOL, Kind, TransferError
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.frames import (
+from rollout_common.transfer.connections.frames import (
     PROTOCOL,
     Kind,
     Refused,

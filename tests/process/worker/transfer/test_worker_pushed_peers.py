@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.connection import Connection
-from rollout_common.transfer.frames import Kind, TransferError
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Kind, TransferError
 from tests.support.unit.arrows import ROOM, goes_on, hurry, left, serves
 from tests.support.unit.pushing import Trainer, Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, refused

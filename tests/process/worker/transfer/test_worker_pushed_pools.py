@@ -21,11 +21,14 @@ from rollout_client.steering.pushing import sending
 from rollout_client.steering.pushing.push import Push
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver
-from rollout_common.transfer import frame_stream, piece_fetcher
+from rollout_common.transfer import piece_fetcher
+from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.settings import BURST_SECONDS
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import Transfer
-from rollout_worker.sources import incoming, outward, version_fetching
+from rollout_worker.sources.pushed import incoming_version as incoming
+from rollout_worker.sources.pushed import peer_route as outward
+from rollout_worker.sources.pushed import version_fetching
 from tests.support.unit import replica_process
 from tests.support.unit.links import Link
 from tests.support.unit.pushing import (
@@ -94,9 +97,9 @@ class Pool:
 
     async def has(self, push: Push, *names: str, staged: bool = True) -> None:
         """Wait for what becomes of these."""
-        await until(lambda: all(push.board.settled(name) for name in names), 20, what="the end")
+        await until(lambda: all(push.progress.settled(name) for name in names), 20, what="the end")
         for name in names:
-            of = push.board.of(name)
+            of = push.progress.of(name)
             assert (of.root_hash is not None) == staged, (name, of.why)
 
     async def end(self, push: Push) -> None:
@@ -156,7 +159,7 @@ async def test_nobody_waits_for_a_replica_that_freezes(
         made.links[frozen].frozen.set()
         push = made.push(pusher)
         await made.has(push, *others)
-        assert not push.board.settled(frozen)
+        assert not push.progress.settled(frozen)
         made.links[frozen].frozen.clear()
         await made.has(push, frozen)
         await made.end(push)
@@ -184,7 +187,7 @@ async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
         push = made.push(pusher)
         await made.has(push, "a", "c")
         await made.has(push, "b", staged=False)
-        assert "nothing came for 1 s" in str(push.board.of("b").why)
+        assert "nothing came for 1 s" in str(push.progress.of("b").why)
         await made.end(push)
 
 
@@ -211,11 +214,11 @@ async def test_nobody_waits_for_a_process_that_is_stopped(tmp_path: Path, pusher
         made.receivers.insert(1, Receiver("stopped", "127.0.0.1", transfer))
         push = made.push(pusher)
         await made.has(push, "a", "b")
-        assert not push.board.settled("stopped")
+        assert not push.progress.settled("stopped")
         process.send_signal(signal.SIGCONT)
         await made.has(push, "stopped")
         said, _ = await process.communicate(b"")
-        assert json.loads(said)["root_hash"] == push.board.of("a").root_hash
+        assert json.loads(said)["root_hash"] == push.progress.of("a").root_hash
         await made.end(push)
 
 
@@ -288,7 +291,7 @@ async def test_a_replica_without_room_says_so_and_the_others_have_it(
         push = made.push(pusher)
         await made.has(push, "a", "c")
         await made.has(push, "b", staged=False)
-        assert "stagingMemory" in str(push.board.of("b").why)
+        assert "stagingMemory" in str(push.progress.of("b").why)
         await made.end(push)
 
 
@@ -305,7 +308,7 @@ async def test_memory_that_the_kernel_refuses_is_told_and_given_back(
         assert slot is not None
         await until(lambda: slot.to_view().phase == "Failed", what="the slot to end")
         assert "File too large" in str(slot.to_view().error)
-        assert push.board.of("a").why == slot.to_view().error
+        assert push.progress.of("a").why == slot.to_view().error
         await made.end(push)
 
 

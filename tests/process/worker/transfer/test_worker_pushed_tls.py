@@ -16,15 +16,16 @@ import torch
 from localkube.pki import Authority
 from rollout_client import AsyncRolloutPool, DirectOptions
 from rollout_client.steering.control_ports import ControlPorts
-from rollout_common.transfer.dialing import dial_stream
-from rollout_common.transfer.frame_stream import FrameStream
-from rollout_common.transfer.frames import Kind, Refused, TransferError, Untrusted
-from rollout_common.transfer.tls import TLS_NAME
-from rollout_common.transfer.transfer_loop import run_on_loop
+from rollout_common.transfer.connections.dialing import dial_stream
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import Kind, Refused, TransferError, Untrusted
+from rollout_common.transfer.connections.tls_session import TLS_NAME
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest, Transfer
 from rollout_worker.settings import InvalidSettings
-from rollout_worker.sources import incoming, version_fetching
+from rollout_worker.sources.pushed import incoming_version as incoming
+from rollout_worker.sources.pushed import version_fetching
 from tests.support.unit.plain_dialing import dial
 from tests.support.unit.pushing import (
     Trainer,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rollout_client.steering.pushing.copying import Copier
-from rollout_client.steering.pushing.deltas import Before, Deltas
+from rollout_client.steering.pushing.push_deltas import Deltas, PreviousVersion
 from rollout_client.steering.pushing.stream_filling import Filling
-from rollout_common.transfer.arena import Arena
+from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.delta import apply_delta
+from rollout_common.transfer.memory.arena import Arena
 from rollout_worker.schemas import WeightsId
 
 MEBI = 1 << 20
@@ -27,7 +27,7 @@ class Versions:
     arena: Arena
     first: Filling
     second: Filling
-    before: Before
+    before: PreviousVersion
     deltas: Deltas
 
     def run(self, filling: Filling, piece: int) -> bytes:
@@ -58,7 +58,7 @@ def versions() -> Iterator[Versions]:
     values["a"][17] += 1
     values["a"][MEBI : 2 * MEBI] += 1
     fill(second, values)
-    before = Before.of(first, WeightsId(epoch=3, version=4), str(first.root_hash))
+    before = PreviousVersion.of(first, WeightsId(epoch=3, version=4), str(first.root_hash))
     assert before is not None
     yield Versions(arena, first, second, before, Deltas(before, second.held))
     before.close()
@@ -120,5 +120,5 @@ def test_a_version_whose_pool_was_closed_is_no_base(versions: Versions) -> None:
     versions.before.close()
     slot = versions.first.slot
     versions.arena.close()
-    assert Before.of(versions.first, WeightsId(epoch=3, version=5), "r") is None
+    assert PreviousVersion.of(versions.first, WeightsId(epoch=3, version=5), "r") is None
     assert not slot.lent

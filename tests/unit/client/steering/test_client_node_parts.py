@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-from rollout_client.steering.pushing.boxes import Box, rows_of
-from rollout_client.steering.pushing.node_parts import (
+from rollout_client.steering.pushing.shards.node_parts import (
     Chunk,
     NodePart,
     node_runs,
     scattered_tensors,
     spec_of_placed,
 )
+from rollout_client.steering.pushing.shards.tensor_boxes import Box, rows_of
 from rollout_common.transfer.layout import PushLayout
 from tests.support.unit.memory_versions import LEAF, small_leaves
 

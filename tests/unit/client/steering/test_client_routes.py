@@ -15,7 +15,7 @@ from rollout_client.steering.pushing.routes import (
     routes_for,
 )
 from rollout_client.steering.pushing.routes import _neighbours as neighbours
-from rollout_common.transfer.frames import fetch_ticket
+from rollout_common.transfer.connections.frames import fetch_ticket
 from rollout_worker.schemas import Transfer
 
 STEPS = 6

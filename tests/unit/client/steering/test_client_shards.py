@@ -8,8 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from rollout_client.steering.pushing.boxes import Box, overlap, volume
-from rollout_client.steering.pushing.shards import Part, _are_disjoint, share_out
+from rollout_client.steering.pushing.shards.shard_plan import TensorPart, _are_disjoint, share_out
+from rollout_client.steering.pushing.shards.tensor_boxes import Box, overlap, volume
 from rollout_common.transfer.layout import LayoutError
 
 SPEC = ("w", "BF16", (8, 6, 4))
@@ -51,11 +51,11 @@ def test_each_byte_is_written_once(seed: int) -> None:
     """A rank gives one box of a tensor, so of each tensor every rank has another one, and some have the same."""
     rng = random.Random(seed)
     whole = tuple((0, size) for size in SPEC[2])
-    offers: list[list[Part]] = [[] for _ in range(8)]
+    offers: list[list[TensorPart]] = [[] for _ in range(8)]
     for number in range(20):
         boxes = cut(rng, whole, 4)
         for rank, box in enumerate(boxes + rng.choices(boxes, k=4)):
-            offers[rank].append(Part((f"w{number}", *SPEC[1:]), box))
+            offers[rank].append(TensorPart((f"w{number}", *SPEC[1:]), box))
     shares = share_out(offers)
     for number in range(20):
         boxes = [w.boxes[f"w{number}"] for w in shares.work if f"w{number}" in w.boxes]
@@ -68,14 +68,15 @@ def test_shards_that_overlap_as_much_as_they_lack_are_refused() -> None:
     spec = ("w", "F32", (4, 4))
     boxes: list[Box] = [((0, 2), (0, 4)), ((1, 3), (0, 4))]
     with pytest.raises(LayoutError, match="don't make it whole"):
-        share_out([[Part(spec, box)] for box in boxes])
+        share_out([[TensorPart(spec, box)] for box in boxes])
 
 
 def test_a_plan_for_64_ranks_takes_no_time_by_pairs() -> None:
     """By pairs of shards it would take seconds."""
     rows = [((64 * rank, 64 * rank + 64), (0, 64)) for rank in range(64)]
     offers = [
-        [Part((f"t{number}", "BF16", (4096, 64)), row) for number in range(100)] for row in rows
+        [TensorPart((f"t{number}", "BF16", (4096, 64)), row) for number in range(100)]
+        for row in rows
     ]
     began = time.process_time()
     shares = share_out(offers)

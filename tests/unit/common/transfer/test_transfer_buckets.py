@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_common.transfer.buckets import Bucket, flat_bytes, pack_buckets, unpack_buckets
 from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.tensor_buckets import Bucket, flat_bytes, pack_buckets, unpack_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
 

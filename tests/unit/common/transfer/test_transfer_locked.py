@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rollout_common.transfer import locked
-from rollout_common.transfer.locked import PORTABLE, lock_pages
+from rollout_common.transfer.memory import page_locking as locked
+from rollout_common.transfer.memory.page_locking import PORTABLE, lock_pages
 from tests.support.unit.cuda_driver import Driver
 
 

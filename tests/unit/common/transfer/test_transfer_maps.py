@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_common.transfer.arena import (
+from rollout_common.transfer.memory.arena import (
     POPULATE_READ,
     ArenaError,
     Slot,
     advise_kernel,
     map_private,
 )
-from rollout_common.transfer.maps import Maps
+from rollout_common.transfer.memory.mapping_cache import MappingCache
 
 PAGE = 4096
 
@@ -37,7 +37,7 @@ def mappings() -> int:
 
 
 def test_a_slot_that_is_filled_again_is_not_mapped_again(slots: list[Slot]) -> None:
-    maps = Maps()
+    maps = MappingCache()
     with maps.keep_mapping():
         first = maps.take_mapping(slots[0].handle, PAGE)
         maps.give_mapping(slots[0].handle, first)
@@ -51,7 +51,7 @@ def test_a_slot_that_is_filled_again_is_not_mapped_again(slots: list[Slot]) -> N
 
 
 def test_one_mapping_is_kept_and_none_without_a_sender(slots: list[Slot]) -> None:
-    maps, before = Maps(), mappings()
+    maps, before = MappingCache(), mappings()
     with maps.keep_mapping():
         taken = [maps.take_mapping(slot.handle, PAGE) for slot in slots]
         assert mappings() == before + 2

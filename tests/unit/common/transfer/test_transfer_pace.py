@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_common.transfer.pace import Pace
+from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.settings import BURST_SECONDS
 
 
@@ -26,7 +26,7 @@ class Clock:
 )
 def test_no_more_goes_out_than_the_rate_allows(rate: float, steps: list[tuple[float, int]]) -> None:
     clock = Clock()
-    pace = Pace(rate, clock)
+    pace = RateLimit(rate, clock)
     sent: list[tuple[float, int]] = []
     for idle, nbytes in steps:
         clock.now += idle
@@ -40,17 +40,17 @@ def test_no_more_goes_out_than_the_rate_allows(rate: float, steps: list[tuple[fl
 
 def test_who_always_has_something_to_send_gets_the_whole_rate() -> None:
     clock = Clock()
-    pace = Pace(100e6, clock)
+    pace = RateLimit(100e6, clock)
     for _ in range(1000):
         clock.now += pace.wait_for(1 << 20)
     assert 1000 * (1 << 20) / (clock.now - 100) == pytest.approx(100e6, rel=0.02)
 
 
 def test_connections_take_turns_in_the_order_of_asking() -> None:
-    pace = Pace(10, Clock())
+    pace = RateLimit(10, Clock())
     assert [pace.wait_for(10) for _ in range(3)] == pytest.approx([0, 1, 2])
 
 
 def test_a_rate_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 0"):
-        Pace(0)
+        RateLimit(0)

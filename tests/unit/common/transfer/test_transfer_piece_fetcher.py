@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer.frames import Ended, Kind, Silent, TransferError
+from rollout_common.transfer.connections.frames import Ended, Kind, Silent, TransferError
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import ranges_of, read_ranges

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_common.transfer import piece_server
-from rollout_common.transfer.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.pace import Pace
 from rollout_common.transfer.piece_server import PieceServer, ranges_of, read_ranges, split_digests
 from rollout_common.transfer.settings import ANNOUNCE_SECONDS
 from rollout_common.wire.root_hash import hash_leaf
@@ -236,7 +236,7 @@ def test_a_fetcher_with_the_base_gets_what_differs_where_that_is_known() -> None
 def test_pieces_go_out_at_the_pace_that_connections_share() -> None:
     async def scene() -> None:
         clock = asyncio.get_running_loop().time
-        async with holder(pace=Pace(2.0 * LEAF, clock)) as (made, _):
+        async with holder(pace=RateLimit(2.0 * LEAF, clock)) as (made, _):
             made.near.rate = 1e12
             made.mark(*range(COUNT))
             await made.get((0, COUNT))

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_common.transfer import native
+from rollout_common.transfer import delta_native as native
 from rollout_common.transfer.delta import BLOCK_BYTES, BLOCK_WORDS, DeltaError
 from tests.support.unit.delta_ways import (
     EDGES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.room import MARGIN_BYTES
+from rollout_common.transfer.memory.memory_limits import MARGIN_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, check_memory_left
 from rollout_worker.threads import BackgroundFreeing

@@ -9,14 +9,16 @@ import pytest
 
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.wire import PushedBytes, WeightsId
-from rollout_worker.sources.incoming import Incoming
-from rollout_worker.sources.pushed_memory import Memory, TransferFailed
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.pushed_memory import Memory, TransferFailed
 
 LAYOUT = PushLayout.plan([("a", "U8", (5000,))])
 
 
-def begin_version(room: Callable[[int], tuple[Memory, Callable[[], None]]]) -> Incoming:
-    incoming = Incoming(WeightsId(epoch=1, version=1), PushedBytes(), lambda entries: None, room)
+def begin_version(room: Callable[[int], tuple[Memory, Callable[[], None]]]) -> IncomingVersion:
+    incoming = IncomingVersion(
+        WeightsId(epoch=1, version=1), PushedBytes(), lambda entries: None, room
+    )
     incoming.begin(LAYOUT)
     incoming.take_room()
     return incoming

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
+from rollout_common.transfer.connections.frames import Frame, Kind, Malformed
 from rollout_common.transfer.delta import DeltaError, encode_delta
-from rollout_common.transfer.frames import Frame, Kind, Malformed
 from rollout_common.transfer.held_version import VersionEnd
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import CHECKPOINT, Base, Peer, PushedBytes
-from rollout_worker.sources.basis import Basis
-from rollout_worker.sources.incoming import Incoming
-from rollout_worker.sources.pushed_memory import Memory
-from rollout_worker.sources.receiving import _share_of
-from rollout_worker.sources.version_fetching import MAX_HOLDERS, HolderAddress, read_holders
+from rollout_worker.sources.pushed.delta_base import DeltaBase
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.trainer_connection import _share_of
+from rollout_worker.sources.pushed.version_fetching import MAX_HOLDERS, HolderAddress, read_holders
 from tests.support.unit.pushing import Version
 
 HOLDER = {"host": "a", "port": 8002, "ticket": "0" * 32, "name": "b"}
@@ -61,21 +61,21 @@ def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
     return Memory(nbytes, private=True), lambda: None
 
 
-def arriving(version: Version, basis: Basis | None = None, *peers: Peer) -> Incoming:
+def arriving(version: Version, basis: DeltaBase | None = None, *peers: Peer) -> IncomingVersion:
     """A version that has memory, and no bytes yet."""
-    made = Incoming(CHECKPOINT, PushedBytes(peers=peers), lambda _: None, room, basis)
+    made = IncomingVersion(CHECKPOINT, PushedBytes(peers=peers), lambda _: None, room, basis)
     made.begin(version.layout)
     made.take_room()
     return made
 
 
-def basis_of(version: Version, layout_id: str | None = None) -> Basis:
+def basis_of(version: Version, layout_id: str | None = None) -> DeltaBase:
     """A version that serves."""
     memory = Memory(version.layout.nbytes, private=True)
     with memory.bytes(0, memory.size) as place:
         place[:] = version.slot.bytes(0, memory.size)
     base = Base(epoch=1, version=1, root_hash=version.root_hash)
-    return Basis(base, layout_id or version.layout.layout_id, memory, memory.hold(), None)
+    return DeltaBase(base, layout_id or version.layout.layout_id, memory, memory.hold(), None)
 
 
 async def test_a_delta_makes_the_new_bytes_and_goes_to_others_with_the_base() -> None:

@@ -22,8 +22,8 @@ import xxhash
 from torch import Tensor
 from typing_extensions import override
 
-from rollout_common.transfer.arena import POPULATE_WRITE, advise_kernel
-from rollout_common.transfer.locked import lock_pages
+from rollout_common.transfer.memory.arena import POPULATE_WRITE, advise_kernel
+from rollout_common.transfer.memory.page_locking import lock_pages
 from rollout_worker.engine import EngineError, Sink, TensorEntry, WeightsRejected
 from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT, open_unnamed_file
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget

@@ -1,0 +1,236 @@
+"""The rank that leads a node other than rank 0's: it serves what its node has to the replicas, and sends rank 0 the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.push_deltas import Deltas, PreviousVersion
+from rollout_client.steering.pushing.push_progress import PushProgress
+from rollout_client.steering.pushing.routes import Receiver, Route
+from rollout_client.steering.pushing.sending import Link, Sender, senders_for
+from rollout_client.steering.pushing.settings import RANK_LOOK_SECONDS
+from rollout_client.steering.pushing.shards.chunk_stream import send_chunks
+from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.pushing.shards.node_parts import NodePart
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting
+from rollout_client.steering.pushing.shards.tensor_boxes import box_of
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Frame, Kind
+from rollout_common.transfer.connections.rate_limit import RateLimit
+from rollout_common.transfer.connections.tls_session import trust_in
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire import Transfer, WeightsId
+
+from .rank_follower import RankFollower
+from .rank_group import RankGroup
+
+
+class NodeLead(RankFollower):
+    """The part of such a rank in the publishes of a group.
+
+    Args:
+        connection: The connection to rank 0.
+        rank: The number of this rank in the group.
+        group: The other ranks of its node.
+    """
+
+    def __init__(self, connection: Connection, rank: int, group: RankGroup) -> None:
+        super().__init__(connection, rank)
+        self._group = group
+        self._filling: MergedVersion | None = None
+        self._part: NodePart | None = None
+        self._request: Frame | None = None
+        """What rank 0 asks this node to serve, until that has begun."""
+        self._is_sent = False
+        """Whether rank 0 has got the rest, and the hashes of what is here."""
+        self._senders: list[Sender] = []
+        self._reported: set[str] = set()
+        self._progress: PushProgress | None = None
+        self._before: PreviousVersion | None = None
+
+    @property
+    @override
+    def broken(self) -> bool:
+        return self._group.broken or super().broken
+
+    @override
+    def close(self) -> None:
+        self._stop_senders()
+        self._forget_base()
+        super().close()
+        self._group.close()
+
+    # A publish.
+
+    @override
+    def _offer_parts(self, version: int, writing: ShardWriting) -> None:
+        try:
+            offers = self._group.collect_offers(version, self._options.seconds, self._stopped)
+        except PublishFailed as error:
+            return self._fail(error)
+        offers[self._rank] = list(writing.parts.values())
+        rows = {str(rank): [part.to_json() for part in parts] for rank, parts in offers.items()}
+        return self._connection.send(Kind.HELLO, {"version": version, "offers": rows})
+
+    def _fail(self, error: Exception) -> None:
+        """Report a failure of this node to rank 0, which ends the publish for all."""
+        if isinstance(error, PublishFailed):
+            head = {"detail": str(error), "is_named": True}
+        else:
+            head = {"detail": f"{type(error).__name__}: {error}"}
+        self._connection.send(Kind.FAILED, head)
+
+    @override
+    def _write(self, frame: Frame, writing: ShardWriting) -> None:
+        """Have the ranks of this node write their parts, and send rank 0 what others can't get from here."""
+        boxes = {
+            int(rank): {name: box_of(rows) for name, rows in each.items()}
+            for rank, each in frame.head["boxes"].items()
+        }
+        layout = PushLayout.from_json(frame.head["layout"])
+        by_name: dict[str, list[Any]] = {}
+        for each in boxes.values():
+            for name, box in each.items():
+                by_name.setdefault(name, []).append(box)
+        part = NodePart(layout, by_name, frozenset(frame.head["scattered"]))
+        filling = MergedVersion(self._group.arena, self._copier)
+        try:
+            filling.take_memory(layout, part.nbytes)
+            filling.begin(part.nbytes, part.blocks, part.scattered)
+            self._group.order_work(filling, boxes)
+            self._filling, self._part = filling, part
+            self._serve_if_asked()
+            place = InMemory.of(filling, self._copier)
+            writing.write(boxes[self._rank], place, self._has_ended, layout)
+            while not filling.wait_node(RANK_LOOK_SECONDS):
+                if self._has_ended():
+                    return
+            self._send_part(filling, part)
+        except PublishFailed as error:
+            self._fail(error)
+        finally:
+            if self._filling is not filling:
+                filling.close()
+
+    def _has_ended(self) -> bool:
+        """Whether nobody needs what this rank writes: rank 0 has ended the publish, or a rank of this node has failed."""
+        return self._stopped() or (self._filling is not None and self._filling.given_up)
+
+    def _send_part(self, filling: MergedVersion, part: NodePart) -> None:
+        send_chunks(self._connection, filling.slot, part.rest(), self._stopped)
+        held = filling.held
+        digests = [held.leaf_digests_of(leaves).hex() for leaves in part.whole_leaves()]
+        self._connection.send(Kind.END, {"digests": digests})
+        self._is_sent = True
+        self._send_everything_if_asked()
+
+    @override
+    def _stopped(self) -> bool:
+        """Whether rank 0 has ended the publish; it also takes a request to serve."""
+        if self._ended is None and (frame := self._connection.poll(0)) is not None:
+            if frame.kind is Kind.SERVE:
+                self._take_frame(frame)
+            else:
+                self._ended = frame
+        self._report_unreached()
+        return self._ended is not None
+
+    @override
+    def _take_frame(self, frame: Frame) -> None:
+        if frame.kind is not Kind.SERVE:
+            return super()._take_frame(frame)
+        self._request = frame
+        self._serve_if_asked()
+        return self._send_everything_if_asked()
+
+    @override
+    def _mind(self) -> None:
+        super()._mind()
+        self._report_unreached()
+
+    # What it serves.
+
+    def _serve_if_asked(self) -> None:
+        if self._request is None or self._filling is None or self._senders or self._progress:
+            return
+        head = self._request.head
+        routes = [_route_of(each) for each in head["receivers"]]
+        issuers = head.get("issuers")
+        trust = trust_in(issuers, "rank 0's control_ca does not have its CA") if issuers else None
+        pace = None if self._options.rate is None else RateLimit(self._options.rate)
+        filling, base, before = self._filling, head.get("base"), self._before
+        deltas = None
+        if before is not None and base == before.named.model_dump():
+            deltas = Deltas(before, filling.held)
+        names = [route.receiver.name for route in routes]
+        self._progress = PushProgress(names, filling.layout.nbytes, lambda: None)
+        self._senders = senders_for(routes, filling, self._progress, Link(trust, pace), deltas)
+        for sender in self._senders:
+            sender.start()
+
+    def _send_everything_if_asked(self) -> None:
+        """Send rank 0 what this node serves as well, if rank 0 needs it: for shared memory, or a folder."""
+        filling, part, request = self._filling, self._part, self._request
+        if not self._is_sent or filling is None or part is None or request is None:
+            return
+        self._request = None
+        if request.head.get("everything"):
+            send_chunks(self._connection, filling.slot, part.held(), self._stopped)
+
+    def _report_unreached(self) -> None:
+        """Report the replicas that this node can't serve, each once."""
+        progress = self._progress
+        if progress is None:
+            return
+        for name, why in progress.failures().items():
+            if name not in self._reported:
+                self._reported.add(name)
+                self._connection.send(Kind.ERROR, {"name": name, "detail": why})
+
+    # The end of a publish.
+
+    @override
+    def _end_publish(self, outcome: Frame) -> None:
+        self._stop_senders()
+        filling = self._filling
+        self._filling = self._part = self._request = self._progress = None
+        self._is_sent, self._reported = False, set()
+        if filling is not None:
+            filling.fail()
+        self._group.tell_outcome(outcome.kind, outcome.head)
+        self._keep_base(outcome, filling)
+        if filling is not None:
+            filling.close()
+
+    def _stop_senders(self) -> None:
+        senders, self._senders = self._senders, []
+        for sender in senders:
+            sender.stop()
+
+    def _keep_base(self, outcome: Frame, filling: MergedVersion | None) -> None:
+        """Keep the bytes of a published version, if deltas from it may be sent; release those of the one before."""
+        self._forget_base()
+        if outcome.kind is not Kind.STAGED or filling is None or not self._options.delta:
+            return
+        epoch, version = outcome.head["identity"]
+        identity = WeightsId(epoch=epoch, version=version)
+        self._before = PreviousVersion.of(filling, identity, str(outcome.head["root_hash"]))
+
+    def _forget_base(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.close()
+
+
+def _route_of(receiver: Mapping[str, Any]) -> Route:
+    transfer = Transfer(
+        ticket=receiver["ticket"],
+        port=receiver["port"],
+        tls=receiver["tls"],
+    )
+    whom = Receiver(receiver["name"], receiver["host"], transfer, receiver["based"])
+    return Route("tcp", whom, is_lead=False)

@@ -1,0 +1,204 @@
+"""A rank that another rank of its node leads: it writes its shards into that rank's memory, and gets the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from typing import TYPE_CHECKING
+
+from rollout_client.errors import PublishFailed, RolloutError
+from rollout_client.steering.pushing.settings import GRACE_SECONDS, MEMBER_LOOK_SECONDS
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
+from rollout_client.steering.pushing.shards.tensor_boxes import box_of
+from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_client.steering.steering_protocol import Published
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.settings import LEASE_SECONDS
+
+from .rank_heartbeat import RankHeartbeat
+from .rank_options import RankOptions
+from .rank_outcome import of_json
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
+
+
+class RankFollower:
+    """The part of a rank above 0 in the publishes of a group.
+
+    Args:
+        connection: The connection to the rank that leads it.
+        rank: The number of this rank in the group.
+        leader: The number of the rank that leads it.
+    """
+
+    def __init__(self, connection: Connection, rank: int, leader: int = 0) -> None:
+        self._closed = False
+        self._began = 0.0
+        self._connection, self._rank, self._leader = connection, rank, leader
+        # `MEMORY` comes whenever the leader of this node makes new memory.
+        connection.takes_memory = connection.unix
+        self._copier = Copier()
+        self._options = RankOptions(0.0)
+        self._maps: dict[int, mmap.mmap] = {}
+        self._ended: Frame | None = None
+        """The frame with the outcome, if it came while this rank was writing."""
+
+    def take_part(self, version: int, tensors: Tensors, options: RankOptions) -> Published:
+        """Write this rank's shards, and return what rank 0 has published.
+
+        Args:
+            version: The version to publish.
+            tensors: The part of it that this rank has.
+            options: Of this publish.
+
+        Raises:
+            RolloutError: The publish failed: either all ranks raise, or none.
+            LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
+        """
+        limit = options.seconds + GRACE_SECONDS
+        self._options = options
+        self._ended = None
+        self._connection.patience(limit)
+        self._began = self._connection.heard = time.monotonic()
+        beat = RankHeartbeat(self._connection)
+        try:
+            return self._follow(version, tensors, self._began + limit, beat)
+        except TransferError as error:
+            self.close()
+            raise PublishFailed(f"rank {self._leader} of the group is gone: {error}") from error
+        except (RolloutError, LayoutError):
+            raise
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            beat.stop()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks have to meet again: anything from rank 0 between two publishes means that it has left."""
+        if not self._closed:
+            try:
+                self._closed = self._connection.poll(0) is not None
+            except TransferError:
+                self._closed = True
+        return self._closed
+
+    def close(self) -> None:
+        """Close the connection, which the leader notices."""
+        self._closed = True
+        self._connection.close()
+        self._keep(())
+
+    def _follow(
+        self, version: int, tensors: Tensors, until: float, beat: RankHeartbeat
+    ) -> Published:
+        connection = self._connection
+        wrong: Exception | None = None
+        writing: ShardWriting | None = None
+        try:
+            writing = ShardWriting(state_of(tensors))
+        except (TypeError, ValueError) as error:
+            wrong = error
+            connection.send(Kind.FAILED, {"detail": str(error)})
+        else:
+            self._offer_parts(version, writing)
+        while (frame := self._ended or self._next(until)).kind not in (Kind.STAGED, Kind.FAILED):
+            match frame.kind:
+                case Kind.MEMORY:
+                    self._map(frame)
+                case Kind.LAYOUT if writing is not None:
+                    try:
+                        self._write(frame, writing)
+                    except (ValueError, RuntimeError) as error:
+                        wrong = error
+                        connection.send(Kind.FAILED, {"detail": f"{type(error).__name__}: {error}"})
+                case Kind.RELEASED:
+                    raise TransferError("it lost another rank and must reconnect to all of them")
+                case _:
+                    self._take_frame(frame)
+        self._end_publish(frame)
+        beat.stop()
+        connection.send(Kind.RELEASED)
+        if wrong is not None and not isinstance(wrong, RuntimeError):
+            raise wrong
+        done = of_json(frame.head)  # rank 0 may know the cause of a failed collective operation
+        if wrong is not None:
+            raise wrong
+        return done
+
+    def _offer_parts(self, version: int, writing: ShardWriting) -> None:
+        """Describe the parts of this rank to its leader."""
+        rows = [part.to_json() for part in writing.parts.values()]
+        self._connection.send(Kind.HELLO, {"version": version, "offers": {str(self._rank): rows}})
+
+    def _take_frame(self, frame: Frame) -> None:
+        """Handle another frame of the leader; there is none."""
+        raise Malformed(f"{frame.kind.name} came in the middle of a publish")
+
+    def _end_publish(self, outcome: Frame) -> None:
+        """Do what has to be done before this rank reports that it has stopped."""
+
+    def _next(self, until: float) -> Frame:
+        """Return the next frame from the leader, before the deadline of the publish."""
+        while (frame := self._connection.poll(MEMBER_LOOK_SECONDS)) is None:
+            if time.monotonic() > until:
+                raise TransferError("it does not say how the publish went")
+            self._mind()
+        self._mind()
+        return frame
+
+    def _mind(self) -> None:
+        """Limit the silence of the leader from now on, since it pings during a publish."""
+        if self._connection.heard > self._began:
+            self._connection.patience(LEASE_SECONDS)
+
+    def _map(self, frame: Frame) -> None:
+        """Map new memory of the leader, before that seals it against further writable mappings."""
+        if frame.handle is None:
+            raise Malformed("MEMORY came without a descriptor")
+        try:
+            self._maps[frame.integer("slot")] = mmap.mmap(frame.handle, frame.integer("size", 1))
+        except (OSError, ValueError) as error:
+            raise TransferError(f"its memory can't be mapped: {error}") from error
+        finally:
+            os.close(frame.handle)
+        self._connection.send(Kind.READY)
+
+    def _write(self, frame: Frame, writing: ShardWriting) -> None:
+        boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
+        layout = PushLayout.from_json(frame.head["layout"])
+        self._keep(frame.head["slots"])
+        connection = self._connection
+
+        def view(name: str, begin: int, end: int) -> memoryview:
+            start = layout[name].start
+            return memory[start + begin : start + end]
+
+        def arrived(name: str, begin: int, end: int) -> None:
+            connection.send(Kind.FILLED, {"name": name, "begin": begin, "end": end})
+
+        def block(name: str, nbytes: int) -> None:
+            connection.send(Kind.FILLED, {"name": name, "block": nbytes})
+
+        with memoryview(self._maps[frame.integer("slot")]) as memory:
+            shared = InMemory(view, arrived, block, self._copier)
+            writing.write(boxes, shared, self._stopped, layout)
+
+    def _stopped(self) -> bool:
+        """Whether the leader has ended the publish, so that this rank stops writing."""
+        if self._ended is None:
+            self._ended = self._connection.poll(0)
+        return self._ended is not None
+
+    def _keep(self, slots: object) -> None:
+        """Unmap the memory that the leader has freed."""
+        kept = set(slots) if isinstance(slots, list | tuple) else set()
+        for slot in self._maps.keys() - kept:
+            with contextlib.suppress(BufferError):  # the frames of an error have a view of it
+                self._maps.pop(slot).close()

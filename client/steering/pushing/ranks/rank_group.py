@@ -1,0 +1,325 @@
+"""The ranks that one rank of a trainer leads: those of its node, and for rank 0 the leads of other nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.settings import ACK_SECONDS, GRACE_SECONDS, RANK_LOOK_SECONDS
+from rollout_client.steering.pushing.shards.chunk_stream import ArrivingChunks, Damaged
+from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.pushing.shards.node_parts import NodePart
+from rollout_client.steering.pushing.shards.shard_plan import TensorPart
+from rollout_client.steering.pushing.shards.tensor_boxes import Box
+from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.memory.arena import Arena, ArenaError
+from rollout_common.transfer.settings import LEASE_SECONDS
+from rollout_common.wire.root_hash import DIGEST_BYTES
+
+from .rank_heartbeat import RankHeartbeat
+
+Boxes = Mapping[str, Box]
+"""By name of the tensor: the part of it that a rank writes."""
+
+OnUnreached = Callable[[int, str, str], None]
+"""Takes the lead of a node, the name of a replica that it can't serve, and why."""
+
+
+class RankGroup:
+    """The connections to the ranks that this rank leads, and the memory of its node.
+
+    Args:
+        rank: The number of this rank.
+        connections: By rank.
+        leads: Those of them that lead another node: by rank, the ranks of that node, itself included.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, Connection],
+        leads: Mapping[int, Collection[int]] | None = None,
+    ) -> None:
+        self.broken = False
+        """Whether the ranks have to meet again."""
+        self.leads = leads or {}
+        self.arena = Arena(share=self._share_memory)
+        self._rank, self._connections = rank, connections
+        self._beats: list[RankHeartbeat] = []
+        self._slots: dict[int, int] = {}
+        """By descriptor of the memory: the number by which the other ranks know it."""
+        self._made = 0
+        self._hearing: dict[int, _Hearing] = {}
+
+    def collect_offers(
+        self, version: int, seconds: float, has_stopped: Callable[[], bool] = lambda: False
+    ) -> dict[int, list[TensorPart]]:
+        """Return the parts of each rank below this one, once all of them have joined.
+
+        Args:
+            version: That all publish.
+            seconds: How long they may take.
+            has_stopped: Whether nobody waits for it any more.
+
+        Raises:
+            PublishFailed: One is gone, failed, or did not join in time; it names the rank.
+        """
+        until = time.monotonic() + seconds
+        self._beats = [RankHeartbeat(connection) for connection in self._connections.values()]
+        for connection in self._connections.values():
+            connection.patience(seconds + GRACE_SECONDS)
+            connection.heard = time.monotonic()
+        found: dict[int, list[TensorPart]] = {}
+        while late := [rank for rank in self._connections if rank not in found]:
+            if time.monotonic() > until:
+                raise PublishFailed(
+                    f"rank {late[0]} did not publish within {seconds:g} s: all ranks of the group call"
+                    " publish_weights"
+                )
+            if has_stopped():
+                raise PublishFailed("another rank has ended the publish")
+            for rank, connection in self._connections.items():
+                frame = self._poll_rank(rank, RANK_LOOK_SECONDS if rank == late[0] else 0)
+                if frame is None:
+                    continue
+                if rank in found or frame.kind is not Kind.HELLO:
+                    raise PublishFailed(f"rank {rank} sent {frame.kind.name} out of its turn")
+                if (theirs := frame.integer("version")) != version:
+                    raise PublishFailed(
+                        f"rank {rank} publishes version {theirs}, rank {self._rank} {version}"
+                    )
+                found |= self._read_offers(rank, frame)
+                connection.patience(LEASE_SECONDS)  # from now on it sends pings
+        return found
+
+    def _poll_rank(self, rank: int, seconds: float) -> Frame | None:
+        try:
+            frame = self._connections[rank].poll(seconds)
+        except TransferError as error:
+            raise PublishFailed(f"rank {rank} is gone: {error}") from error
+        if frame is not None and frame.kind is Kind.FAILED:
+            raise PublishFailed(_failure_text(rank, frame))
+        return frame
+
+    def _read_offers(self, rank: int, frame: Frame) -> dict[int, list[TensorPart]]:
+        """Return the parts that a rank describes: its own, or those of all ranks of its node."""
+        try:
+            offers = frame.head["offers"]
+            due = sorted(self.leads.get(rank, (rank,)))
+            if sorted(map(int, offers)) != due:
+                raise ValueError(f"it offers for ranks {sorted(offers)}, not {due}")
+            return {
+                int(each): [TensorPart.from_json(row) for row in offers[each]] for each in offers
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PublishFailed(
+                f"rank {rank} describes its tensors in a format this release doesn't know"
+                f" ({type(error).__name__}: {error}): all ranks need the same release of the client"
+            ) from error
+
+    def _share_memory(self, handle: int, size: int) -> None:
+        """Let the other ranks of this node map new memory before it is sealed against writing."""
+        self._made += 1
+        self._slots[handle] = self._made
+        for rank, connection in self._connections.items():
+            if rank in self.leads:
+                continue
+            try:
+                connection.send(Kind.MEMORY, {"slot": self._made, "size": size}, handle=handle)
+                connection.expect(Kind.READY)
+            except TransferError as error:
+                raise PublishFailed(f"rank {rank} is gone: {error}") from error
+
+    def order_work(
+        self,
+        filling: MergedVersion,
+        boxes: Mapping[int, Boxes],
+        parts: Mapping[int, NodePart] | None = None,
+        unreached: OnUnreached | None = None,
+    ) -> None:
+        """Send each rank its work, and start to read what it has written.
+
+        Args:
+            filling: The version, for which memory was taken.
+            boxes: By rank, of all below this one: what it writes.
+            parts: By lead of another node: what its node writes.
+            unreached: As `OnUnreached`.
+
+        Raises:
+            PublishFailed: A rank is gone.
+        """
+        parts = parts or {}
+        alive = {handle: self._slots[handle] for handle in self.arena.handles}
+        self._slots = alive
+        memory = {"slot": alive[filling.slot.handle], "slots": list(alive.values())}
+        layout = filling.layout.to_json()
+        for rank, connection in self._connections.items():
+            part = parts.get(rank)
+            arriving = None if part is None else ArrivingChunks(filling, part)
+            self._hearing[rank] = _Hearing(rank, connection, filling, arriving, unreached)
+            order: dict[str, Any] = {"layout": layout, "boxes": boxes[rank]} | memory
+            if part is not None:
+                below = {each: boxes[each] for each in self.leads[rank]}
+                order = {"layout": layout, "boxes": below, "scattered": sorted(part.scattered)}
+            try:
+                connection.send(Kind.LAYOUT, order)
+            except TransferError as error:
+                raise PublishFailed(f"rank {rank} is gone: {error}") from error
+
+    def ask_leads(self, head: Mapping[str, Any], ranks: Collection[int] | None = None) -> None:
+        """Ask leads of other nodes to serve; the threads that read from them notice if one is gone.
+
+        Args:
+            head: Of the `SERVE` frame.
+            ranks: The leads; None: all of them.
+        """
+        for rank in self.leads if ranks is None else ranks:
+            with contextlib.suppress(TransferError):
+                self._connections[rank].send(Kind.SERVE, head)
+
+    def tell_outcome(self, kind: Kind, head: Mapping[str, Any]) -> None:
+        """Send the outcome to all ranks; once this returns, no rank writes any more."""
+        self._stop_pings()
+        hearing, self._hearing = self._hearing, {}
+        # The lead of another node waits as long for its own ranks.
+        until = time.monotonic() + (2 * ACK_SECONDS if self.leads else ACK_SECONDS)
+        for rank, connection in self._connections.items():
+            heard = hearing.get(rank) or _Hearing(rank, connection)
+            hearing[rank] = heard
+            heard.told = True
+            try:
+                connection.send(kind, head)
+            except TransferError:
+                heard.gone = True
+        over = [heard.wait_for_end(until) for heard in hearing.values()]
+        if not all(over):
+            self.close()  # a rank that hangs may write later, so the memory is freed, too
+
+    def _stop_pings(self) -> None:
+        """Stop the pings, since no rank reads them between two publishes."""
+        beats, self._beats = self._beats, []
+        for beat in beats:
+            beat.stop()
+
+    def close(self) -> None:
+        """Close all connections and free the memory; replicas keep what they have mapped."""
+        self.broken = True
+        self._stop_pings()
+        for connection in self._connections.values():
+            with contextlib.suppress(TransferError):
+                connection.send(Kind.RELEASED)
+            connection.close()
+        self.arena.close()
+
+
+def _failure_text(rank: int, frame: Frame) -> str:
+    """Return what a rank says of a failure; the lead of a node names the rank itself."""
+    text = frame.text("detail", "", most=1 << 16)
+    return text if frame.head.get("is_named") else f"rank {rank}: {text}"
+
+
+class _Hearing:
+    """Reads from one rank until it has stopped, in a thread.
+
+    Args:
+        rank: The number of the rank.
+        connection: The connection to it.
+        filling: Notes what it has written; None: nothing more is expected.
+        arriving: Writes what it sends, if it leads another node.
+        unreached: Takes the replicas that it can't serve then.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connection: Connection,
+        filling: MergedVersion | None = None,
+        arriving: ArrivingChunks | None = None,
+        unreached: OnUnreached | None = None,
+    ) -> None:
+        self.gone = False
+        self.told = filling is None
+        """Whether the rank has got the outcome: before that it must not leave."""
+        self._rank, self._connection, self._filling = rank, connection, filling
+        self._arriving, self._unreached = arriving, unreached
+        self._thread = threading.Thread(target=self._run, name=f"weights-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def wait_for_end(self, until: float) -> bool:
+        """Whether the rank reports, by that time, that it has stopped writing."""
+        if not self.gone:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        return not self.gone and not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (frame := self._connection.receive()).kind is not Kind.RELEASED:
+                self._take_frame(frame)
+            if not self.told:
+                raise Malformed("it left in the middle of a publish")
+        except (TransferError, LayoutError, ArenaError) as error:
+            self.gone = True
+            self._fail(f"rank {self._rank} is gone: {error}")
+
+    def _fail(self, why: str) -> None:
+        if self._filling is not None:
+            self._filling.fail(PublishFailed(why))
+
+    def _take_frame(self, frame: Frame) -> None:
+        filling = self._filling
+        if filling is None or filling.given_up:
+            return self._connection.skip(frame)
+        match frame.kind:
+            case Kind.FAILED:
+                self._fail(_failure_text(self._rank, frame))
+            case _ if self._arriving is not None:
+                self._take_lead_frame(frame, filling, self._arriving)
+            case Kind.FILLED if "block" in frame.head:
+                filling.block(frame.text("name"), frame.integer("block", 1))
+            case Kind.FILLED:
+                begin, end = frame.integer("begin"), frame.integer("end")
+                filling.arrived(frame.text("name"), begin, end)
+            case _:
+                raise Malformed(f"{frame.kind.name} came from rank {self._rank}")
+        return None
+
+    def _take_lead_frame(
+        self, frame: Frame, filling: MergedVersion, arriving: ArrivingChunks
+    ) -> None:
+        match frame.kind:
+            case Kind.DATA:
+                try:
+                    arriving.take(self._connection, frame)
+                except Damaged as error:  # the connection itself works
+                    self._fail(f"rank {self._rank}: {error}")
+            case Kind.END:
+                digests = _read_digests(frame, arriving.part)
+                for leaves, found in zip(arriving.part.whole_leaves(), digests, strict=True):
+                    filling.held.note_digests(leaves.start, found)
+            case Kind.ERROR if self._unreached is not None:
+                self._unreached(self._rank, frame.text("name"), frame.text("detail"))
+            case _:
+                raise Malformed(f"{frame.kind.name} came from rank {self._rank}")
+
+
+def _read_digests(frame: Frame, part: NodePart) -> list[bytes]:
+    """Return the hashes of the leaves that a node serves, by run of them.
+
+    Raises:
+        Malformed: They are not those.
+    """
+    try:
+        found = [bytes.fromhex(each) for each in frame.head["digests"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Malformed("END.digests must be a list of hexadecimal digits") from error
+    if [len(each) for each in found] != [
+        DIGEST_BYTES * len(leaves) for leaves in part.whole_leaves()
+    ]:
+        raise Malformed("END.digests must have the hash of each leaf that the node has")
+    return found

@@ -1,0 +1,125 @@
+"""Keeps the connections between the ranks of a trainer, from one publish to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rollout_client.steering.pushing.push import Push, Ranks
+from rollout_client.steering.pushing.push_tensors import Dtypes
+from rollout_client.steering.pushing.pusher import Begin, Pusher
+from rollout_client.steering.pushing.routes import Transport
+from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.spool import run_to_end
+from rollout_client.steering.steering_protocol import Published
+
+from .rank_follower import RankFollower
+from .rank_listener import ANYHOW, ListenAddress
+from .rank_options import RankOptions
+from .rank_rendezvous import meet
+from .rank_zero import RankZero
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rollout_client.steering.spool import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class RankPublish:
+    """What one of several ranks publishes; only the tensors differ between the ranks."""
+
+    group: ProcessGroup
+    version: int
+    tensors: Tensors
+    seconds: float
+    transport: Transport
+    rate: float | None = None
+    delta: bool = False
+    reach: ListenAddress = ANYHOW
+
+
+class RankConnections:
+    """This process's part in all groups of ranks that publish to a pool.
+
+    Args:
+        pusher: Makes the pushes of rank 0.
+    """
+
+    def __init__(self, pusher: Pusher) -> None:
+        self._pusher = pusher
+        self._met: tuple[ProcessGroup, RankZero | RankFollower] | None = None
+
+    def ranks(self, group: ProcessGroup, reach: ListenAddress = ANYHOW) -> RankZero | RankFollower:
+        """Return this rank's part in a group; the first call is a collective operation of all ranks.
+
+        Raises:
+            ValueError: This process is not in the group.
+            PublishFailed: A rank can't reach rank 0; all ranks raise the same.
+        """
+        if self._met is not None:
+            known, ranks = self._met
+            if known is group and not ranks.broken:
+                return ranks
+            ranks.close()
+            self._met = None
+        met = meet(group, reach)
+        self._met = group, met
+        return met
+
+    async def publish(
+        self, work: RankPublish, push: Callable[[Begin], Awaitable[Published]]
+    ) -> Published:
+        """Publish with all other ranks of a group; blocking work runs in the trainer's thread, or off the loop.
+
+        Args:
+            work: What this rank publishes.
+            push: Publishes the push that its argument begins, if this rank is rank 0.
+
+        Raises:
+            RolloutError: The publish failed: either all ranks raise, or none.
+        """
+        ranks = await run_to_end(self.ranks, work.group, work.reach)
+        if isinstance(ranks, RankFollower):
+            options = RankOptions(work.seconds, work.rate, work.delta)
+            return await run_to_end(ranks.take_part, work.version, work.tensors, options)
+        try:
+            done = await push(partial(self._begin, ranks, work))
+        except BaseException as error:
+            await run_to_end(self._tell, ranks, error)
+            raise
+        await run_to_end(self._tell, ranks, done)
+        return done
+
+    def _tell(self, ranks: RankZero, outcome: Published | BaseException) -> None:
+        """Send the outcome to all ranks."""
+        ranks.tell(outcome)
+        # A rank that hangs may write later, also into the memory of the base.
+        if ranks.broken:
+            self._pusher.forget()
+
+    def _begin(self, ranks: RankZero, work: RankPublish, *, dtypes: Dtypes | None = None) -> Push:
+        """Return a push that all ranks fill."""
+        copier = self._pusher.copier
+        filling = MergedVersion(ranks.group.arena, copier, dtypes)
+        fill = partial(
+            ranks.fill,
+            filling,
+            copier,
+            work.tensors,
+            work.version,
+            work.seconds,
+            # By shared memory, replicas of this node need all of it here.
+            spread=work.transport == "tcp",
+        )
+        together = Ranks(fill, ranks.serve, lambda: ranks.source_count)
+        return self._pusher.begin_filled(
+            filling, together, work.transport, work.rate, delta=work.delta
+        )
+
+    def close(self) -> None:
+        """Close the connections to all ranks."""
+        if self._met is not None:
+            self._met[1].close()

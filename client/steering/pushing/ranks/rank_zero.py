@@ -1,0 +1,196 @@
+"""Rank 0 of a trainer: it plans who writes and serves what, and publishes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.routes import Route
+from rollout_client.steering.pushing.settings import DEATH_SECONDS
+from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.pushing.shards.node_parts import NodePart, scattered_tensors
+from rollout_client.steering.pushing.shards.shard_plan import ShardPlan, share_out
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
+from rollout_client.steering.pushing.shards.tensor_boxes import Box
+from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_client.steering.steering_protocol import Published
+from rollout_common.transfer.connections.frames import Kind, origin_ticket
+from rollout_common.transfer.connections.tls_session import Trust, issuers_of
+
+from .rank_group import RankGroup
+from .rank_outcome import to_json
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
+
+
+logger = logging.getLogger(__name__)
+
+
+class RankZero:
+    """The part of rank 0 in the publishes of a group.
+
+    Args:
+        group: All other ranks of its node, and the leads of other nodes.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._lock = threading.Lock()
+        self.source_count = 1.0
+        """How many nodes serve, by their parts: half of all bytes on one is two."""
+        self._takes_requests = False
+        """Whether leads may be asked to serve: all have joined, and none has got the outcome."""
+        self._request: dict[str, Any] | None = None
+        """What the leads of other nodes are to serve; None: unknown so far."""
+        self._failing: set[int] = set()
+        """Leads that can't serve all replicas."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks have to meet again."""
+        return self.group.broken
+
+    def fill(
+        self,
+        filling: MergedVersion,
+        copier: Copier,
+        tensors: Tensors,
+        version: int,
+        seconds: float,
+        *,
+        spread: bool = False,
+    ) -> None:
+        """Make all ranks write their parts; return once everything is there and hashed.
+
+        Args:
+            filling: The version.
+            copier: Copies this rank's tensors.
+            tensors: What this rank has.
+            version: Its number.
+            seconds: How long the others may take to join.
+            spread: Whether other nodes write a share of what this node has, too, and not only what it lacks.
+
+        Raises:
+            PublishFailed: Another rank is gone, failed, or did not join in time.
+            LayoutError: The ranks' tensors don't make a complete model.
+            ArenaError: There is no room.
+        """
+        writing = ShardWriting(state_of(tensors))
+        offers = {0: list(writing.parts.values()), **self.group.collect_offers(version, seconds)}
+        far = {rank for node in self.group.leads.values() for rank in node if not spread}
+        shares = share_out([offers[rank] for rank in sorted(offers)], far)
+        self.source_count = self._count_sources(shares)
+        filling.plan(shares.specs)
+        own, parts = self._node_parts(filling, shares)
+        scattered = {name: (0, filling.layout[name].nbytes) for name in own.scattered}
+        filling.begin(own.nbytes, {**own.blocks, **scattered})
+        boxes = {rank: work.boxes for rank, work in enumerate(shares.work)}
+        with self._lock:
+            self._takes_requests = True
+        self.group.order_work(filling, boxes, parts, self._serve_instead)
+        self._ask_to_serve()
+        try:
+            place = InMemory.of(filling, copier)
+            writing.write(boxes[0], place, lambda: filling.given_up, filling.layout)
+        except RuntimeError as error:  # from torch, as when another rank of a gather is gone
+            raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
+        if filling.all_written():
+            filling.end()
+
+    def _count_sources(self, shares: ShardPlan) -> float:
+        nbytes = [work.nbytes for work in shares.work]
+        far = [sum(nbytes[rank] for rank in ranks) for ranks in self.group.leads.values()]
+        return sum(nbytes) / max(1, sum(nbytes) - sum(far), *far)
+
+    def _node_parts(
+        self, filling: MergedVersion, shares: ShardPlan
+    ) -> tuple[NodePart, Mapping[int, NodePart]]:
+        """Return the part of this node, and by lead those of the other nodes."""
+        leads = self.group.leads
+        lead_of = {rank: lead for lead, node in leads.items() for rank in node}
+        boxes: dict[int, dict[str, list[Box]]] = {lead: defaultdict(list) for lead in (0, *leads)}
+        for rank, work in enumerate(shares.work):
+            for name, box in work.boxes.items():
+                boxes[lead_of.get(rank, 0)][name].append(box)
+        specs = [(each.name, each.dtype, each.shape) for each in filling.layout.tensors]
+        scattered = scattered_tensors(specs, list(boxes.values())) if leads else frozenset()
+        parts = {lead: NodePart(filling.layout, boxes[lead], scattered) for lead in boxes}
+        return parts.pop(0), parts
+
+    def serve(
+        self,
+        routes: Sequence[Route],
+        base: Mapping[str, Any] | None,
+        trust: Trust | None,
+        *,
+        everything: bool,
+    ) -> None:
+        """Let the other nodes serve their parts to the replicas; may be called from any thread.
+
+        Args:
+            routes: To the replicas.
+            base: The version from which deltas are sent; None: no deltas are.
+            trust: What TLS trusts.
+            everything: Whether this rank needs all bytes itself, for shared memory or a folder.
+        """
+        receivers = [
+            {
+                "name": route.receiver.name,
+                "host": route.receiver.host,
+                "port": route.receiver.transfer.port,
+                "tls": route.receiver.transfer.tls,
+                "ticket": origin_ticket(route.receiver.transfer.ticket),
+                "based": route.based,
+            }
+            for route in routes
+            if route.kind == "tcp"
+        ]
+        request: dict[str, Any] = {"receivers": receivers, "everything": everything, "base": base}
+        if trust is not None and any(receiver["tls"] for receiver in receivers):
+            request["issuers"] = issuers_of(trust)
+        with self._lock:
+            self._request = request
+        if self.group.leads:
+            # In a thread, since the caller's loop must not wait for a rank that reads slowly.
+            threading.Thread(target=self._ask_to_serve, name="weights-serve", daemon=True).start()
+
+    def _ask_to_serve(self) -> None:
+        with (
+            self._lock
+        ):  # nothing may follow the outcome, which a lead would take for the next publish's
+            if self._takes_requests and self._request is not None:
+                request, self._request = self._request, None
+                self.group.ask_leads(request)
+
+    def _serve_instead(self, lead: int, replica: str, why: str) -> None:
+        """Get the part of a node that can't serve all replicas, and serve it from here."""
+        if lead in self._failing:
+            return
+        self._failing.add(lead)
+        logger.warning(
+            "rank %d can't serve its node's weights to %s, so rank 0 does: %s; let all nodes of the trainer reach"
+            " the replicas' weights port",
+            lead,
+            replica,
+            why,
+        )
+        with self._lock:
+            if self._takes_requests:
+                self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
+
+    def tell(self, outcome: Published | BaseException) -> None:
+        """Send the outcome to all ranks; once this returns, no rank writes any more."""
+        news = to_json(outcome)
+        with self._lock:
+            self._takes_requests, self._request = False, None
+            self._failing = set()
+        self.group.tell_outcome(Kind.FAILED if "error" in news else Kind.STAGED, news)
+
+    def close(self) -> None:
+        """Close all connections and free the memory; replicas keep what they have mapped."""
+        self.group.close()

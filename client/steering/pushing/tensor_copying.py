@@ -1,0 +1,205 @@
+"""Copies a tensor to shared memory: one copy, in pieces, from main memory or a device.
+
+A device writes page-locked shared memory by itself. Where the memory can't be locked, the bytes pass
+through two pinned buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rollout_common.transfer.tensor_buckets import flat_bytes
+
+from .push_devices import Device, accelerator_of
+from .push_tensors import check_there
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_BYTES = 512 << 10
+"""How many bytes a processor copies at once: half of the smallest second-level cache of today's servers, so that they
+are still in the cache when they are hashed."""
+
+TOLD_BYTES = 4 << 20
+"""Fewest bytes that one report covers, except the last report of a tensor."""
+
+DEVICE_PIECE_BYTES = 4 << 20
+"""How many bytes a device copies at once."""
+
+PINNED_BYTES = 32 << 20
+"""Size of each of the two buffers that a device's bytes pass through."""
+
+AHEAD = 4
+"""How many copies of pieces are queued on a device before this process waits for the oldest."""
+
+Done = Callable[[int], None]
+"""Takes how many bytes of the tensor are there."""
+
+Hashed = Callable[[memoryview], None]
+"""Takes the bytes of the tensor, run by run, in order."""
+
+
+class Copier:
+    """Copies tensors; keeps pinned buffers and devices from one tensor to the next.
+
+    Args:
+        device_of: Returns the device of a tensor, None if that is main memory.
+    """
+
+    def __init__(self, device_of: Callable[[torch.Tensor], Device | None] = accelerator_of) -> None:
+        self._device_of = device_of
+        self._devices: dict[torch.device, Device | None] = {}
+        self._pinned: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def copy(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        view: memoryview,
+        done: Done,
+        page_locked: Callable[[], bool] = lambda: False,
+        hashed: Hashed | None = None,
+    ) -> None:
+        """Copy a tensor's bytes in the order of its elements; nothing writes once it has returned or raised.
+
+        Args:
+            name: For errors.
+            tensor: The tensor, on any device, with any strides.
+            view: The place for it, writable, of exactly its size.
+            done: Takes the progress: so many bytes are there.
+            page_locked: Locks the pages of `view`, if it can; called for tensors of a device only.
+            hashed: Hashes the copied bytes, in this thread.
+
+        Raises:
+            LayoutError: It has no plain values, or its memory was freed.
+        """
+        import torch
+
+        if not len(view):
+            return
+        check_there(name, tensor)
+        done = _told(view, done, hashed)
+        if (device := self._device(tensor)) is not None:
+            with self._lock:
+                device.settle()
+                there, flat = torch.frombuffer(view, dtype=torch.uint8), flat_bytes(name, tensor)
+                if device.lockable and page_locked():
+                    _straight(device, flat, there, done)
+                else:
+                    self._through_pinned(device, flat, there, done)
+            return
+        if tensor.device.type == "cpu" and not tensor.is_contiguous():
+            return _copy_strided(name, tensor, view, done)
+        flat = flat_bytes(name, tensor)
+        if type(flat) is not torch.Tensor:  # it may have no memory of its own
+            torch.frombuffer(view, dtype=torch.uint8).copy_(flat)
+            return done(len(view))
+        # The C library's copy doesn't read the memory that it overwrites; torch's does.
+        source, target = flat.data_ptr(), ctypes.addressof(ctypes.c_char.from_buffer(view))
+        for begin, end in _pieces(len(view), PIECE_BYTES):
+            ctypes.memmove(target + begin, source + begin, end - begin)
+            done(end)
+
+    def _device(self, tensor: torch.Tensor) -> Device | None:
+        with self._lock:
+            if tensor.device not in self._devices:
+                self._devices[tensor.device] = self._device_of(tensor)
+            return self._devices[tensor.device]
+
+    def _through_pinned(
+        self, device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done
+    ) -> None:
+        """Let the device fill one pinned buffer while this thread copies the other one."""
+        if not self._pinned:
+            self._pinned = [device.pinned(PINNED_BYTES) for _ in range(2)]
+
+        def came(begin: int, end: int) -> None:
+            there[begin:end].copy_(self._pinned[begin // PINNED_BYTES % 2][: end - begin])
+            done(end)
+
+        with _Ahead(1, came) as ahead:
+            for begin, end in _pieces(flat.numel(), PINNED_BYTES):
+                buffer = self._pinned[begin // PINNED_BYTES % 2][: end - begin]
+                ahead.began(begin, end, device.begin(flat[begin:end], buffer))
+
+
+def _straight(device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
+    """Let the device write the bytes to their place, some pieces ahead of the reported progress."""
+    with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
+        for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES):
+            ahead.began(begin, end, device.begin(flat[begin:end], there[begin:end]))
+
+
+class _Ahead:
+    """Copies of pieces that a device has begun: it calls `came` for each once it is there, in order.
+
+    At its end it waits for all copies, also after an error, since other code may use the memory
+    afterwards.
+    """
+
+    def __init__(self, most: int, came: Callable[[int, int], None]) -> None:
+        self._most, self._came = most, came
+        self._begun: deque[tuple[int, int, Callable[[], None]]] = deque()
+
+    def began(self, begin: int, end: int, wait: Callable[[], None]) -> None:
+        """Add a copy; wait for the oldest if there are too many."""
+        self._begun.append((begin, end, wait))
+        if len(self._begun) > self._most:
+            self._take()
+
+    def _take(self) -> None:
+        begin, end, wait = self._begun.popleft()
+        wait()
+        self._came(begin, end)
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._begun and kind is None:
+                self._take()
+        finally:
+            for piece in self._begun:
+                piece[2]()
+
+
+def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
+    """Return what hashes bytes, and reports them once they are some megabytes, or the last ones."""
+    there = told = 0
+
+    def came(end: int) -> None:
+        nonlocal there, told
+        if hashed is not None:
+            hashed(view[there:end])
+        there = end
+        if end - told >= TOLD_BYTES or end == len(view):
+            told = end
+            done(end)
+
+    return came
+
+
+def _copy_strided(name: str, tensor: torch.Tensor, view: memoryview, done: Done) -> None:
+    """Copy a tensor whose elements don't lie in order, some rows at a time, without a temporary copy of all."""
+    import torch
+
+    there = torch.frombuffer(view, dtype=torch.uint8)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        there.copy_(flat_bytes(name, tensor))  # raises with the reason
+        return
+    source, target = tensor.detach(), there.view(tensor.dtype).view(tensor.shape)
+    row = tensor.nbytes // len(tensor)
+    for begin, end in _pieces(len(tensor), max(1, PIECE_BYTES // row)):
+        target[begin:end].copy_(source[begin:end])
+        done(end * row)
+
+
+def _pieces(size: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, size, step):
+        yield begin, min(begin + step, size)

@@ -1,0 +1,259 @@
+"""A socket that carries frames between the ranks of a trainer, for threads that block.
+
+Each end has a thread of its own, and every wait has a deadline: an end that is silent for longer, `PING` included, is
+dead. Workers and trainers talk by `frame_stream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_common.transfer.settings import LEASE_SECONDS, PING_SECONDS
+
+from .frame_sockets import (
+    DESCRIPTOR_ROOM,
+    descriptor_message,
+    has_unread_bytes,
+    received_descriptor,
+)
+from .frames import (
+    FIRST_BYTES,
+    HELLO_BYTES,
+    MAX_HEAD_BYTES,
+    Ended,
+    Frame,
+    Kind,
+    Silent,
+    TransferError,
+    build_frame,
+    check_descriptor,
+    check_kind,
+    decode_first,
+    encode_frame,
+)
+
+
+class Connection:
+    """One end of a connection. One thread reads; any may send. It owns the socket.
+
+    Args:
+        sock: Connected; its timeouts are set here.
+        silence: Seconds after which the other end counts as dead.
+    """
+
+    def __init__(self, sock: socket.socket, *, silence: float = LEASE_SECONDS) -> None:
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._until = math.inf
+        """The time by which the current read must be complete, in addition to the limit of silence."""
+        self.unix = sock.family == socket.AF_UNIX
+        self.takes_memory = False
+        """Whether `MEMORY` may come now: at any other time its descriptor is refused."""
+        self.heard = time.monotonic()
+        """When the other end last sent something, on the monotonic clock."""
+        sock.setblocking(True)
+        if not self.unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.patience(silence)
+
+    def patience(self, silence: float) -> None:
+        """Set the seconds after which the other end counts as dead, for reads and writes alike."""
+        self.silence = silence
+        whole = int(silence)
+        pair = struct.pack("ll", whole, int((silence - whole) * 1e6))
+        # By socket options: a timeout of Python's polls before each call.
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pair)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the other end has sent something that this end has not read yet."""
+        return has_unread_bytes(self._sock)
+
+    # Sending.
+
+    def send(
+        self,
+        kind: Kind,
+        head: Mapping[str, Any] | None = None,
+        payload: memoryview | bytes = b"",
+        *,
+        handle: int | None = None,
+    ) -> None:
+        """Send one whole frame; `handle`: a descriptor to send with it, over a Unix socket.
+
+        Raises:
+            Ended: the other end has closed the connection.
+            Silent: the other end does not take it in time.
+        """
+        first = encode_frame(kind, head or {}, len(payload))
+        with self._sending:
+            try:
+                self._send_all(first, payload, handle)
+            except BlockingIOError as error:
+                raise Silent(f"nobody took {kind.name} for {self.silence:g} s") from error
+            except OSError as error:
+                raise Ended(f"the connection is closed: {error.strerror}") from error
+
+    def _send_all(self, first: bytes, payload: memoryview | bytes, handle: int | None) -> None:
+        until = time.monotonic() + self.silence
+        count = self._sock.sendmsg([first, payload], descriptor_message(handle))
+        for part in first, payload:
+            with memoryview(part) as view:
+                while count < len(view):
+                    if time.monotonic() > until:
+                        raise BlockingIOError
+                    with view[count:] as rest:
+                        count += self._sock.send(rest)
+                count -= len(view)
+
+    def ping_until(self, over: threading.Event) -> None:
+        """Send a `PING` every `PING_SECONDS` until `over` is set or the other end is gone."""
+        with contextlib.suppress(TransferError):  # the thread that reads finds out why
+            while not over.wait(PING_SECONDS):
+                self.send(Kind.PING)
+
+    # Receiving.
+
+    def receive(self) -> Frame:
+        """Return the next frame other than `PING`; the caller reads its payload.
+
+        Raises:
+            TransferError: there is none.
+        """
+        while True:
+            frame = self._receive(MAX_HEAD_BYTES)
+            self.heard = time.monotonic()
+            if frame.kind is not Kind.PING:
+                return frame
+
+    def receive_first(self) -> Frame:
+        """Return the first frame of a caller without a ticket so far: it must be small, and pings don't extend its time.
+
+        Raises:
+            TransferError: there is none.
+        """
+        self._until = time.monotonic() + self.silence
+        try:
+            while (frame := self._receive(HELLO_BYTES)).kind is Kind.PING:
+                if time.monotonic() > self._until:
+                    raise Silent(f"nothing but pings came for {self.silence:g} s")
+            self.heard = time.monotonic()
+            return frame
+        finally:
+            self._until = math.inf
+
+    def poll(self, seconds: float) -> Frame | None:
+        """Return the next frame other than `PING`; None: none came within these seconds.
+
+        Raises:
+            Silent: nothing came within the limit of silence, not even a ping.
+            TransferError: as `receive`.
+        """
+        if not self._readable(seconds):
+            if time.monotonic() - self.heard > self.silence:
+                raise Silent(f"nothing came for {self.silence:g} s")
+            return None
+        frame = self._receive(MAX_HEAD_BYTES)
+        self.heard = time.monotonic()
+        return None if frame.kind is Kind.PING else frame
+
+    def expect(self, *kinds: Kind) -> Frame:
+        """Return the next frame, which must be of one of these kinds.
+
+        Raises:
+            Refused: it is an `ERROR`.
+            TransferError: there is none, or it is another.
+        """
+        return check_kind(self.receive(), *kinds)
+
+    def _receive(self, most: int) -> Frame:
+        first = bytearray(FIRST_BYTES)
+        handle = self._first(first)
+        try:
+            kind, length = decode_first(first, most)
+            check_descriptor(kind, handle, takes_memory=self.takes_memory)
+            text = bytearray(length)
+            self.read_into(memoryview(text))
+            return build_frame(kind, text, handle)
+        except BaseException:
+            if handle is not None:
+                os.close(handle)
+            raise
+
+    def _first(self, view: bytearray) -> int | None:
+        """Read the first bytes of a frame; return the descriptor that came with them."""
+        if not self.unix:
+            self.read_into(memoryview(view))
+            return None
+        flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+        try:
+            count, along, _, _ = self._sock.recvmsg_into([view], DESCRIPTOR_ROOM, flags)
+        except BlockingIOError as error:
+            raise Silent(f"nothing came for {self.silence:g} s") from error
+        except OSError as error:
+            raise Ended(f"the connection is closed: {error.strerror}") from error
+        handle = received_descriptor(along)
+        try:
+            if not count:
+                raise Ended("the other end has closed the connection")
+            if count < len(view):
+                self.read_into(memoryview(view)[count:])
+        except BaseException:
+            if handle is not None:
+                os.close(handle)
+            raise
+        return handle
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill a buffer with the payload, or a part of it.
+
+        Raises:
+            Ended: it ends early.
+            Silent: it does not come in time.
+        """
+        want, count = len(view), 0
+        until = min(time.monotonic() + self.silence, self._until)
+        while count < want:
+            try:
+                with view[count:] as rest:
+                    got = self._sock.recv_into(rest, 0, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise Silent(f"nothing came for {self.silence:g} s") from error
+            except OSError as error:
+                raise Ended(f"the connection is closed: {error.strerror}") from error
+            if not got:
+                raise Ended("the other end has closed the connection")
+            count += got
+            if count < want and time.monotonic() >= until:
+                raise Silent(f"{want} bytes did not come within {self.silence:g} s")
+
+    def _readable(self, seconds: float) -> bool:
+        """Whether a read returns within these seconds; the end of the connection counts."""
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        return bool(waiting.poll(seconds * 1000))
+
+    def skip(self, frame: Frame) -> None:
+        """Read the payload of a frame and forget it."""
+        if frame.payload:
+            self.read_into(memoryview(bytearray(frame.payload)))
+
+    def interrupt(self) -> None:
+        """End every read and write, of all threads; `close` still frees it."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it; a thread that reads or sends gets `Ended`. Idempotent."""
+        self.interrupt()
+        self._sock.close()

@@ -1,0 +1,478 @@
+"""One pushed version that arrives at this worker: which bytes are there, and how it ends.
+
+Connections bring layout, memory and bytes, on the transfer loop; the threads that fill the slot follow and hash. It
+ends once: staged, or failed with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.transfer_loop import transfer_loop
+from rollout_common.transfer.delta import DeltaError
+from rollout_common.transfer.held_version import HeldVersion
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.settings import LEASE_SECONDS
+from rollout_common.wire import PushedBytes, WeightsId
+from rollout_worker.engine import EngineError, TensorEntry, WeightsRejected
+from rollout_worker.sources.settings import (
+    FOLLOW_LOOK_SECONDS,
+    FORMER_STREAM_SECONDS,
+    RESUME_SECONDS,
+    TAKEOVER_SECONDS,
+)
+
+from .arrived_version import ArrivedVersion, entries_of
+from .delta_base import PATCH_SHARE, Delta, DeltaBase, DeltaPatch
+from .pushed_memory import Memory, TransferFailed
+
+Room = Callable[[int], tuple[Memory, Callable[[], None]]]
+"""Takes a size; returns memory of this process, and what removes it from the budget of staged weights."""
+
+
+class Refusal(Exception):
+    """What this end answers in `ERROR`: slug, detail, and the tensor at fault."""
+
+    def __init__(self, slug: str, detail: str, tensor: str | None = None) -> None:
+        super().__init__(detail)
+        self.slug = slug
+        self.tensor = tensor
+
+
+class IncomingVersion:
+    """One version that arrives; any thread may read its state, the transfer loop writes it.
+
+    Args:
+        identity: Of the version.
+        wanted: What the stage announced.
+        check: Refuses tensors that aren't the model's (`WeightsRejected`).
+        room: Takes memory of this process.
+        basis: The version that deltas are applied to; None: all bytes have to come.
+        unread: Returns which tensors this worker does not need; it doesn't wait for their bytes.
+    """
+
+    def __init__(
+        self,
+        identity: WeightsId,
+        wanted: PushedBytes,
+        check: Callable[[Sequence[TensorEntry]], None],
+        room: Room,
+        basis: DeltaBase | None = None,
+        unread: Callable[[Sequence[TensorEntry]], frozenset[str]] = lambda entries: frozenset(),
+    ) -> None:
+        self.identity = identity
+        self._wanted, self._check, self._room, self._unread = wanted, check, room, unread
+        self.basis = basis
+        self.deltas: dict[int, Delta] = {}
+        """By the offset where the piece begins: the delta that came instead of its bytes."""
+        self._begun: set[int] = set()
+        """Offsets of the pieces that were written to, even if the write failed."""
+        self._state = threading.Condition()
+        self.held: HeldVersion | None = None
+        """The pieces that are here; None: the layout is unknown so far."""
+        self.memory: Memory | None = None
+        self.left_out: frozenset[str] = frozenset()
+        """The names of the tensors that this worker does not need, once the layout is there."""
+        self.unneeded = bytearray()
+        """By piece: 1 if it has only bytes of `left_out` tensors."""
+        self.root_hash: str | None = None
+        """Set once it is staged."""
+        self.staged_at = math.inf
+        """When it was staged, on the monotonic clock."""
+        self.failure: str | None = None
+        self.tensor: str | None = None
+        self._shared_upto = 0
+        self._streams: list[FrameStream] = []
+        self.peer_count = 0
+        """How many holders other than the sender it is fetched from."""
+        self._lost = time.monotonic()
+        self._lease = LEASE_SECONDS
+        self._why = f"no sender came within {LEASE_SECONDS:g} s"
+        self._tried = ""
+        self._release: Callable[[], None] = _do_nothing
+        self.give_back: Callable[[], None] = _do_nothing
+        """Removes its memory from the budget of staged weights; idempotent."""
+        self._loop = asyncio.get_running_loop()
+        self._opened = asyncio.Event()
+        self._change = asyncio.Event()
+        """Set, for the transfer loop, when connections come or go, memory is there, or the version is over."""
+        self.on_over: list[Callable[[], None]] = []
+        """Called, from any thread, once it is staged or has failed."""
+
+    # For the slot's task.
+
+    async def opened(self) -> ArrivedVersion:
+        """Return the version as a source, once layout and memory are there.
+
+        Raises:
+            TransferFailed: It did not come.
+        """
+        while self.memory is None and self.failure is None:
+            left = self._seconds_left()
+            if left <= 0:
+                self.fail(self._explain_absence())
+                break
+            # Not `wait_for`, which before Python 3.12 loses a cancellation that comes with the result.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._opened.wait()
+        if self.failure is not None or self.held is None or self.memory is None:
+            raise TransferFailed(self.failure or "it was given up")
+        return ArrivedVersion(self, self.held, self.memory)
+
+    def succeed(self, root_hash: str) -> None:
+        """Note that it is staged; the connections report that to the other ends."""
+        with self._state:
+            self.root_hash, self.staged_at = root_hash, time.monotonic()
+            if self.memory is not None:
+                self.memory.verified(root_hash)
+        self._note_over()
+
+    def fail(self, why: str, tensor: str | None = None) -> None:
+        """End it with a failure; only the first reason counts. A staged version ends, too."""
+        with self._state:
+            if self.failure is None:
+                self.failure, self.tensor = why, tensor
+            held = self.held
+        if held is not None:
+            held.fail(why)
+        self._note_over()
+
+    def _note_over(self) -> None:
+        with self._state:
+            self._state.notify_all()
+        self._note_change()
+        with contextlib.suppress(RuntimeError):  # the loop may have ended already
+            self._loop.call_soon_threadsafe(self._opened.set)
+        for listener in self.on_over:
+            listener()
+
+    def close(self, why: str) -> None:
+        """Free the bytes, and end all work on them."""
+        self.fail(why)
+        self.hand_over()()
+
+    def hand_over(self) -> Callable[[], None]:
+        """Remove bytes that serve now from the staged ones; return what ends the hold on them."""
+        with self._state:
+            release, self._release = self._release, _do_nothing
+        if self.basis is not None:
+            self.basis.release()
+        self.give_back()
+        return release
+
+    @property
+    def layout(self) -> PushLayout | None:
+        """The layout of the version; None: unknown so far."""
+        return None if self.held is None else self.held.layout
+
+    @property
+    def patch(self) -> DeltaPatch | None:
+        """The deltas from its base; None: they are too large, or unknown."""
+        size = sum(len(each.content) for each in self.deltas.values())
+        if self.basis is None or self.held is None or size > PATCH_SHARE * self.held.layout.nbytes:
+            return None
+        return DeltaPatch(self.basis.named.root_hash, self.deltas)
+
+    @property
+    def fetched(self) -> bool:
+        """Whether it comes from peers."""
+        return bool(self._wanted.peers)
+
+    @property
+    def chunks(self) -> int:
+        """How many pieces are there and verified."""
+        return 0 if self.held is None else self.held.piece_count
+
+    @property
+    def nbytes_left_out(self) -> int:
+        """Bytes of the pieces that are not fetched."""
+        pieces = self.unneeded
+        assert self.held is not None
+        return sum(self.held.pieces.nbytes_of(each) for each in range(len(pieces)) if pieces[each])
+
+    @property
+    def over(self) -> bool:
+        """Whether it was staged or has failed."""
+        return self.root_hash is not None or self.failure is not None
+
+    # What connections bring, on the transfer loop.
+
+    async def attach(self, stream: FrameStream) -> None:
+        """Take a new connection in the place of one that is gone or silent.
+
+        Raises:
+            Refusal: The ticket is in use, or the version is over.
+        """
+        lent = self.memory is not None and not self.memory.own
+        # The former connection may need a moment to notice that its other end is gone.
+        await self.wait_change(lambda: not self._streams or self.over or lent, TAKEOVER_SECONDS)
+        now, former = time.monotonic(), list(self._streams)
+        if self.over or lent or any(now - each.heard < TAKEOVER_SECONDS for each in former):
+            raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
+        self._streams.append(stream)
+        self._tried = ""
+        for each in former:
+            each.interrupt()
+        if not await self.wait_change(
+            lambda: not any(each in self._streams for each in former), FORMER_STREAM_SECONDS
+        ):
+            self._streams.remove(stream)
+            raise Refusal("bad-ticket", "the previous connection has not ended: stage again")
+
+    async def wait_change(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Wait, on the transfer loop, until `until` is true or the time has passed; return whether it is true."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not until():
+                    self._change.clear()
+                    await self._change.wait()
+        return until()
+
+    def _note_change(self) -> None:
+        transfer_loop().call_soon_threadsafe(self._change.set)
+
+    def detach(self, stream: FrameStream, why: str) -> None:
+        """Note that a connection has ended; unless another one comes in time, the version fails."""
+        with self._state:
+            if stream not in self._streams:
+                return
+            self._streams.remove(stream)
+            self._lost, self._why = time.monotonic(), why
+            self._lease = RESUME_SECONDS if self.memory is None or self.memory.own else 0.0
+            self._state.notify_all()
+        self._note_change()
+
+    def begin(self, layout: PushLayout) -> HeldVersion:
+        """Accept a layout; return the table of its pieces, with those that a former connection brought.
+
+        Raises:
+            Refusal: It is not what the stage announced, or not this model's.
+        """
+        wanted = self._wanted
+        if wanted.layout_id not in (None, layout.layout_id):
+            why = f"the layout is {layout.layout_id}, the stage announced {wanted.layout_id}"
+            raise Refusal("wrong-layout", why)
+        if wanted.bytes not in (None, layout.nbytes):
+            why = f"the sender has {layout.nbytes} bytes, the stage announced {wanted.bytes}: stage again"
+            raise Refusal("wrong-layout", why)
+        if self.held is not None:
+            if self.held.layout.layout_id != layout.layout_id:
+                why = f"layout {self.held.layout.layout_id} is already arriving: stage again"
+                raise Refusal("wrong-layout", why)
+            return self.held
+        entries = entries_of(layout)
+        try:
+            self._check(entries)
+        except WeightsRejected as error:
+            raise Refusal("weights-rejected", str(error), error.tensor) from error
+        self.left_out = self._unread(entries)
+        if self.left_out:
+            self.unneeded = bytearray(b"\1" * len(layout.pieces))
+            needed = [each for each in layout.tensors if each.name not in self.left_out]
+            for piece in layout.pieces.pieces_of(needed):
+                self.unneeded[piece] = 0
+        held = HeldVersion(layout, self._read_bytes)
+        held.subscribe(self.wake_followers)
+        self.held = held
+        return held
+
+    def _read_bytes(self, begin: int, end: int) -> memoryview:
+        assert self.memory is not None, "nothing is there before it"
+        return self.memory.bytes(begin, end)
+
+    def take_room(self) -> Memory:
+        """Return memory of this process for it, which stays from one connection to the next; may block.
+
+        Raises:
+            Refusal: There is no room.
+        """
+        assert self.held is not None
+        if self.memory is not None:
+            return self.memory
+        try:
+            memory, give_back = self._room(self.held.layout.nbytes)
+        except (EngineError, ArenaError) as error:
+            raise Refusal("no-room", str(error)) from error
+        self.lay(memory, give_back)
+        return memory
+
+    def lay(self, memory: Memory, give_back: Callable[[], None] = lambda: None) -> None:
+        """Note the memory where the bytes will be.
+
+        Raises:
+            Refusal: The version is over, or has memory already.
+        """
+        release = memory.hold()
+        with self._state:
+            late = self.failure is not None or self.memory is not None
+            if not late:
+                self.memory, self._release, self.give_back = memory, release, give_back
+        if late:
+            release()
+            give_back()
+            raise Refusal("given-up", self.failure or "the memory is there already")
+        self._note_change()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._opened.set)
+
+    def rest_on(self, base: object) -> None:
+        """Check that a sender's deltas are of the base that the stage named.
+
+        Raises:
+            Refusal: They are of another one.
+        """
+        named = None if self.basis is None else self.basis.named.model_dump()
+        if self.basis is None or base != named:
+            why = f"the sender's deltas are based on {_describe(base)}, the stage names {_describe(named)}"
+            raise Refusal("wrong-base", f"{why}: stage with the sender's base")
+        assert self.held is not None
+        if self.basis.layout_id != self.held.layout.layout_id:
+            why = f"the base has the layout {self.basis.layout_id}: send all bytes"
+            raise Refusal("wrong-base", why)
+
+    def delta_of(self, base: object) -> Callable[[int], bytes | None] | None:
+        """Return what gives another worker with this base the delta of a piece; None: the bases differ."""
+        if self.basis is None or base != self.basis.named.root_hash or self.held is None:
+            return None
+        pieces = self.held.pieces
+
+        def find(piece: int) -> bytes | None:
+            delta = self.deltas.get(pieces.span(piece)[0])
+            return None if delta is None else delta.content
+
+        return find
+
+    @contextlib.contextmanager
+    def hold_memory(self) -> Iterator[None]:
+        """Keep the memory, and the base's, while pieces are written: a slot that ends would free it for reuse.
+
+        Raises:
+            TransferFailed: They are gone.
+        """
+        base = None if self.basis is None else self.basis.memory
+        with contextlib.ExitStack() as held:
+            for memory in (self.memory, base):
+                if memory is not None:
+                    held.callback(memory.hold())
+            yield
+
+    # The methods of `PieceStore`.
+
+    def writable(self, begin: int, end: int) -> memoryview:
+        """Return the place of a run of bytes, or a buffer for it; `commit_run` follows once the run has come."""
+        assert self.memory is not None
+        self._begun.add(begin)
+        return self.memory.writable(begin, end)
+
+    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
+        """Note that a run has come and is verified; write it unless it is `in_place` already."""
+        assert self.memory is not None
+        self.memory.commit_run(begin, content, in_place=in_place)
+        self.deltas.pop(begin, None)  # a delta with a wrong result: no other worker gets it
+
+    def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
+        """Make a run from the base and the delta, and return it.
+
+        Raises:
+            DeltaError: There is nothing to apply it to, or it is not a delta of this run.
+        """
+        if self.basis is None or self.memory is None or self.held is None:
+            raise DeltaError(f"piece {piece} came as a delta, but this worker has no base")
+        if self.basis.layout_id != self.held.layout.layout_id:
+            raise DeltaError(f"the base has the layout {self.basis.layout_id}")
+        untouched, made = begin not in self._begun, Delta(end - begin, delta)
+        self._begun.add(begin)
+        self.basis.renew(self.memory, begin, made, untouched=untouched)
+        self.deltas[begin] = made
+        return self.memory.bytes(begin, end)
+
+    # Shared memory.
+
+    def advance(self, upto: int) -> None:
+        """Note that shared memory is final up to there."""
+        with self._state:
+            self._shared_upto = max(self._shared_upto, upto)
+            self._state.notify_all()
+
+    def is_there(self, piece: int, end: int) -> bool:
+        """Whether a piece with this end may be read."""
+        if self.memory is None or self.held is None:
+            return False
+        return self.held.has(piece) if self.memory.own else self._shared_upto >= end
+
+    @property
+    def nbytes_there(self) -> int:
+        """How many bytes may be read."""
+        if self.memory is None or self.held is None:
+            return 0
+        if not self.memory.own:
+            return self._shared_upto
+        return self.held.layout.nbytes if self.held.is_complete else self.held.nbytes_held
+
+    # For the threads that wait.
+
+    def wait_for(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `until` is true, the version fails, or the time has passed; return whether `until` is true."""
+        with self._state:
+            self._state.wait_for(lambda: until() or self.failure is not None, seconds)
+            return until()
+
+    def follow(self, until: Callable[[], bool], cancelled: Callable[[], bool]) -> bool:
+        """Wait until `until` is true; return False once `cancelled` returns True.
+
+        Raises:
+            TransferFailed: The version failed first.
+        """
+        while not self.wait_for(until, FOLLOW_LOOK_SECONDS):
+            if self.failure is not None:
+                raise TransferFailed(self.failure)
+            if cancelled():
+                return False
+            if self._seconds_left() <= 0:
+                self.fail(self._explain_absence())
+        return True
+
+    def wake_followers(self) -> None:
+        """Make the threads that wait check their conditions again."""
+        with self._state:
+            self._state.notify_all()
+
+    def turned_away(self, why: str) -> None:
+        """Note why a caller was refused before it showed a ticket, perhaps the ticket of this version."""
+        with self._state:
+            self._tried = f"; one that tried was turned away: {why}"
+
+    def _explain_absence(self) -> str:
+        return f"{self._why}{self._tried}: stage again"
+
+    def _seconds_left(self) -> float:
+        """Return the seconds that are left without a sender."""
+        with self._state:
+            # A fetcher ends the version itself when it can't continue.
+            if self._streams or self._wanted.peers:
+                return LEASE_SECONDS
+            since = self._lost
+            if self.peer_count and self.held is not None and self.held.said is not None:
+                # Other replicas may have the rest, so wait for as long as pieces come from them.
+                since = max(since, self.held.marked_at)
+            return since + self._lease - time.monotonic()
+
+
+def _describe(base: object) -> str:
+    """Return a base as a short text, even if the sender named nonsense."""
+    if not isinstance(base, Mapping):
+        return "none" if base is None else "no version"
+    epoch, version, root = (str(base.get(key))[:64] for key in ("epoch", "version", "root_hash"))
+    return f"({epoch}, {version}) with root_hash {root}"
+
+
+def _do_nothing() -> None:
+    """Release nothing."""

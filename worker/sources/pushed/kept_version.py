@@ -1,0 +1,112 @@
+"""Keeps the bytes of a pushed version, and serves them to other workers, also while they still arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import Frame, Kind
+from rollout_common.transfer.held_version import HeldVersion, VersionEnd
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.piece_server import PieceServer
+from rollout_common.transfer.settings import LEASE_SECONDS
+from rollout_common.wire import KeptWeights, WeightsId
+from rollout_worker.engine import TensorEntry
+from rollout_worker.sources.source_reading import ContentHashes, ReadLeaf, WholeVersion
+
+from .arrived_version import content_bytes, entries_of, read_placed
+from .delta_base import DeltaPatch
+from .incoming_version import IncomingVersion
+from .peer_route import PeerRoute
+from .pushed_memory import Memory, TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class KeptVersion(WholeVersion):
+    """A committed version whose bytes are still here; `release` frees them."""
+
+    identity: WeightsId
+    held: HeldVersion
+    memory: Memory
+    end: VersionEnd
+    release: Callable[[], None]
+    patch: DeltaPatch | None = None
+    """The deltas from the version before it; None: unknown."""
+
+    @property
+    def layout(self) -> PushLayout:
+        """Where its tensors lie in its memory."""
+        return self.held.layout
+
+    def to_view(self) -> KeptWeights:
+        """Return it as clients see it in the state of the worker."""
+        return KeptWeights(
+            epoch=self.identity.epoch,
+            version=self.identity.version,
+            root_hash=self.end.root_hash,
+            bytes=self.layout.nbytes,
+        )
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Its tensors, in the order of their names."""
+        return entries_of(self.layout)
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all tensors."""
+        return content_bytes(self.layout)
+
+    def open_tensor(
+        self, entry: TensorEntry, cancelled: Callable[[], bool]
+    ) -> AbstractContextManager[ReadLeaf]:
+        """Return what reads the leaves of a tensor from memory, in any order."""
+        return nullcontext(read_placed(self.layout[entry.name], self.memory))
+
+    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
+        """Accept everything: its caller compares the root hash."""
+
+
+def kept_of(incoming: IncomingVersion) -> KeptVersion | None:
+    """Return the kept bytes of a version that serves now; its own hold on them ends. None: it leaves no bytes."""
+    release = incoming.hand_over()
+    held = incoming.held
+    if held is None or incoming.memory is None or held.end is None:
+        return None
+    return KeptVersion(incoming.identity, held, incoming.memory, held.end, release, incoming.patch)
+
+
+async def give_version(
+    stream: FrameStream, source: KeptVersion | IncomingVersion, outward: PeerRoute, first: Frame
+) -> None:
+    """Serve a version to a worker that fetches it, until that worker closes the connection.
+
+    Args:
+        stream: The connection to that worker.
+        source: The version, which is here or still arrives.
+        outward: Has the rate at which this worker sends.
+        first: The `FETCH` frame of that worker.
+
+    Raises:
+        TransferError: The connection has ended.
+        TransferFailed: The bytes are gone, or did not come.
+    """
+    stream.start_pinging()
+    if isinstance(source, IncomingVersion):
+        incoming = source
+        await incoming.wait_change(
+            lambda: incoming.memory is not None or incoming.failure is not None, LEASE_SECONDS
+        )
+    held, memory = source.held, source.memory
+    if held is None or memory is None:
+        raise TransferFailed("these weights did not arrive")
+    release = memory.hold()
+    try:
+        await stream.send(Kind.LAYOUT, {"layout": held.layout.to_json()})
+        base = first.head.get("base")
+        delta_of = source.delta_of(base) if isinstance(source, IncomingVersion) else None
+        await PieceServer(stream, held, outward.pace, delta_of).run()
+    finally:
+        release()

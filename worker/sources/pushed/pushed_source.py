@@ -1,0 +1,299 @@
+"""Pushed bytes as a source of weights: tickets for senders and fetchers, and how the bytes get into a sink."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rollout_common.transfer.connections.frame_stream import FrameStream
+from rollout_common.transfer.connections.frames import (
+    Frame,
+    Kind,
+    Malformed,
+    fetch_ticket,
+    origin_ticket,
+)
+from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
+from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
+from rollout_worker.sources.settings import LEAVE_SECONDS, OFFER_SECONDS
+from rollout_worker.sources.source_reading import ReadableSource, Report
+from rollout_worker.sources.tensor_filling import Elsewhere, OpenSlot, fill_from_source
+
+from .incoming_version import IncomingVersion, Refusal
+from .kept_version import KeptVersion, give_version
+from .peer_route import PeerRoute
+from .pushed_memory import Memory, TransferFailed
+from .trainer_connection import TrainerConnection
+from .version_fetching import VersionFetching
+
+logger = logging.getLogger(__name__)
+
+MAX_OFFERS = 1024
+GIVEN_AT_ONCE = 64
+"""How many peers fetch kept bytes at the same time; others wait, as when a pool grows by hundreds."""
+MAX_FETCHING = 256
+"""How many peers may fetch or wait; a further one is refused and tries again later."""
+
+
+RankWork = Callable[[FrameStream], Coroutine[Any, Any, None]]
+"""Serves a connection that showed a valid ticket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where this worker receives weights: its TCP port, and path and node of its Unix socket.
+
+    `tls`: whether the port accepts TLS only.
+    """
+
+    port: int | None = None
+    socket: str | None = None
+    node: str | None = None
+    tls: bool = False
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether it has a port or a socket that a sender can reach."""
+        return self.port is not None or self.socket is not None
+
+
+class PushedSource:
+    """The tickets of one worker; the loop and the threads of connections use it."""
+
+    def __init__(self) -> None:
+        self.address = Address()
+        self.outward = PeerRoute()
+        """How this worker reaches other workers."""
+        self._lock = threading.Lock()
+        self._expected: dict[str, VersionFetching] = {}
+        self._offers: dict[str, tuple[float, KeptVersion | IncomingVersion]] = {}
+        self._maps = MappingCache()
+        self._fetching = 0
+        self._turns = asyncio.Semaphore(GIVEN_AT_ONCE)
+
+    def expect(self, incoming: IncomingVersion) -> Transfer:
+        """Return how a sender brings a version; a former ticket for it is no longer valid."""
+        ticket = secrets.token_hex(16)
+        with self._lock:
+            # A worker has one slot, so connections of a former ticket belong to the same fetching.
+            known = next((f for f in self._expected.values() if f.incoming is incoming), None)
+            self._expected = {ticket: known or VersionFetching(incoming, self.outward)}
+        address = self.address
+        return Transfer(
+            ticket=ticket,
+            port=address.port,
+            tls=address.tls,
+            socket=address.socket,
+            node=address.node,
+        )
+
+    def offer(self, kept: KeptVersion) -> OfferResponse:
+        """Return what a peer needs to fetch the kept version: its ticket is valid once, for `OFFER_SECONDS`."""
+        assert self.address.port is not None, "the caller has looked"
+        return OfferResponse(
+            ticket=self._offered(kept),
+            port=self.address.port,
+            layout_id=kept.layout.layout_id,
+            bytes=kept.layout.nbytes,
+            root_hash=kept.end.root_hash,
+        )
+
+    def for_member(self, source: KeptVersion | IncomingVersion, host: str) -> StageSource:
+        """Return the source from which another node of the gang fetches these bytes, also while they arrive.
+
+        Args:
+            source: The bytes.
+            host: The address of this worker for that node.
+        """
+        assert self.address.port is not None, "the settings of a gang say so"
+        peer = Peer(host=host, port=self.address.port, ticket=self._offered(source))
+        return StageSource(pushed=PushedBytes(peers=(peer,)))
+
+    def _offered(self, source: KeptVersion | IncomingVersion) -> str:
+        """Return a new ticket that admits a fetcher of this version."""
+        ticket = secrets.token_hex(16)
+        with self._lock:
+            self._forget()
+            self._offers = dict(list(self._offers.items())[-MAX_OFFERS + 1 :])
+            self._offers[ticket] = (time.monotonic(), source)
+        return ticket
+
+    def withdraw(self) -> None:
+        """Make the tickets of all offers invalid."""
+        with self._lock:
+            self._offers = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no ticket is valid, so that no caller can have one."""
+        with self._lock:
+            self._forget()
+            return not self._expected and not self._offers
+
+    def _forget(self) -> None:
+        """Drop tickets that are no longer valid; peers may fetch a staged version for a while."""
+        since = time.monotonic() - OFFER_SECONDS
+        self._expected = {
+            ticket: each
+            for ticket, each in self._expected.items()
+            if each.incoming.failure is None and each.incoming.staged_at > since
+        }
+        self._offers = {t: (at, each) for t, (at, each) in self._offers.items() if at > since}
+
+    def turned_away(self, why: str) -> None:
+        """Note why a caller could not show a ticket: versions that wait for a sender report it."""
+        with self._lock:
+            expected = list(self._expected.values())
+        for each in expected:
+            each.incoming.turned_away(why)
+
+    def work_for(self, first: Frame) -> RankWork:
+        """Return what serves a connection, chosen by its first frame; it ends with the connection.
+
+        Raises:
+            Refusal: The ticket is not valid, or too many peers fetch from here.
+            Malformed: The frame has no ticket.
+        """
+        ticket = first.text("ticket", "", most=64)
+        if first.kind not in (Kind.HELLO, Kind.FETCH):
+            raise Malformed(f"{first.kind.name} came where HELLO or FETCH was due")
+        with self._lock:
+            self._forget()
+            if first.kind is Kind.HELLO:
+                fetching = self._expected.get(ticket)
+                if fetching is not None and not fetching.incoming.over:
+                    return partial(self._receive, first, fetching)
+                for known, fetching in self._expected.items():
+                    if hmac.compare_digest(origin_ticket(known), ticket):
+                        return partial(fetching.fetch_from_origin, first)
+            elif self._fetching >= MAX_FETCHING:
+                why = f"{self._fetching} others fetch from this worker: stage again in a moment"
+                raise Refusal("busy", why)
+            elif ticket in self._offers:
+                return partial(self._give, first, self._offers.pop(ticket)[1])
+            else:
+                for known, fetching in self._expected.items():
+                    if hmac.compare_digest(fetch_ticket(known), ticket):
+                        return partial(self._give, first, fetching.incoming)
+        raise no_ticket()
+
+    async def _give(
+        self, first: Frame, source: KeptVersion | IncomingVersion, stream: FrameStream
+    ) -> None:
+        """Run `give_version` once it is this peer's turn; send the peer the reason of a failure."""
+        self._fetching += 1
+        try:
+            stream.start_pinging()
+            if isinstance(source, KeptVersion):
+                async with self._turns:
+                    await give_version(stream, source, self.outward, first)
+            else:  # it has few fetchers: the other replicas, or the nodes of a gang
+                await give_version(stream, source, self.outward, first)
+        except TransferFailed as error:
+            await stream.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
+            await stream.leave(LEAVE_SECONDS)
+        finally:
+            self._fetching -= 1
+
+    async def _receive(self, first: Frame, fetching: VersionFetching, stream: FrameStream) -> None:
+        await TrainerConnection(stream, first, fetching, self._maps).run()
+
+
+def no_ticket() -> Refusal:
+    """Return the refusal for a caller without a valid ticket."""
+    detail = "the ticket is unknown, used or void: stage again for another one"
+    return Refusal("bad-ticket", detail)
+
+
+def mapped(layout: PushLayout, memory: Memory) -> MappedWeights:
+    """Return the memory of a version in the form that engines take, held until it is released."""
+    starts = {placed.name: placed.start for placed in layout.tensors}
+    give_back, view = memory.hold(), memory.bytes(0, memory.size)
+
+    def release() -> None:
+        view.release()  # else the frames of an error could keep it
+        give_back()
+
+    return MappedWeights(memory.handle, memory.size, starts, release, view)
+
+
+async def receive(
+    open_slot: OpenSlot,
+    layout: WeightsLayout,
+    incoming: IncomingVersion,
+    verify: Callable[[str], None],
+    report: Report,
+    elsewhere: Elsewhere | None = None,
+    *,
+    expected: str | None = None,
+) -> Sink:
+    """Return a sealed sink with a version that arrives; report the outcome to all that wait for it.
+
+    `elsewhere`, `expected`: as `fill_sink` takes them.
+
+    Raises:
+        WeightsRejected: It is not what was promised.
+        EngineError: It did not arrive, or the engine has no room.
+    """
+    root: list[str] = []
+
+    def verified(root_hash: str) -> None:
+        verify(root_hash)
+        root.append(root_hash)
+
+    arrived = await incoming.opened()
+    given = mapped(arrived.layout, arrived.memory)
+    sink = await _pour(open_slot, layout, arrived, given, verified, report, elsewhere, expected)
+    incoming.succeed(root[0])
+    return sink
+
+
+async def refill(
+    open_slot: OpenSlot,
+    layout: WeightsLayout,
+    kept: KeptVersion,
+    verify: Callable[[str], None],
+    elsewhere: Elsewhere | None = None,
+) -> Sink:
+    """Return a sealed sink with the kept version; its root hash uses the scheme of `kept.end`.
+
+    Raises:
+        EngineError: The engine has no room.
+    """
+    given, expected = mapped(kept.layout, kept.memory), kept.end.root_hash
+    return await _pour(
+        open_slot, layout, kept, given, verify, lambda done, total: None, elsewhere, expected
+    )
+
+
+async def _pour(
+    open_slot: OpenSlot,
+    layout: WeightsLayout,
+    source: ReadableSource,
+    given: MappedWeights,
+    verify: Callable[[str], None],
+    report: Report,
+    elsewhere: Elsewhere | None,
+    expected: str | None,
+) -> Sink:
+    """Run `fill_from_source`; afterwards the sink owns `given`, or it is released."""
+    try:
+        sink = await fill_from_source(
+            open_slot, layout, source, verify, report, elsewhere, given=given, expected=expected
+        )
+    except BaseException:
+        given.release()
+        raise
+    if not sink.took:
+        given.release()
+    return sink
