@@ -52,6 +52,7 @@ def run(options: Options) -> Result:
     label = f"plan of {RANKS} ranks, {TENSORS} tensors"
     figures.append(figure(label, plan, baseline=pairs, against=against, goal=PLAN))
     figures += [_measure_swarm(*each, options) for each in SWARMS]
+    figures.append(_measure_loop(options))
     each = sorted(found["copies"])[len(found["copies"]) // 2] / found["tensors"]
     notes = [
         f"{each * 1e6:.0f} µs a tensor; {found['layers']} layers, {found['in_place']} of them copied in place, the"
@@ -92,13 +93,32 @@ def _measure_swarm(nodes: int, workers: int, tensors: int, rate: float, options:
     nbytes = tensors * swarm.TENSOR_BYTES
     bound = max(nbytes / nodes, nbytes * workers / (nodes + workers)) / rate
     rounds = options.count(5, 1)
-    took = [swarm.seconds_to_all(nodes, workers, tensors, rate) for _ in range(rounds)]
+    took = [swarm.seconds_to_all(nodes, workers, tensors, rate)[0] for _ in range(rounds)]
     return figure(
         f"{nbytes / 1e6:.0f} MB from {nodes} to {workers} workers, {rate / 1e6:.0f} MB/s a link",
         took,
         baseline=[bound] * len(took),
         against="what all links can send",
         goal=None if options.quick else Goal(median=bound / SHARE_OF_BOUND),
+    )
+
+
+def _measure_loop(options: Options) -> Figure:
+    """Return the seconds of its loop's processor in which a worker receives a GB: what threads can't share."""
+    tensors = 16 if options.quick else 128
+    nbytes = tensors * swarm.TENSOR_BYTES
+    large, small = (
+        [
+            swarm.seconds_to_all(1, 1, tensors, None, most)[1] / nbytes * 1e9
+            for _ in range(options.count(5, 1))
+        ]
+        for most in (1, nbytes)
+    )
+    return figure(
+        "the loop of a worker that receives 1 GB in pieces of 4 MiB",
+        large,
+        baseline=small,
+        against="pieces of 1 MiB, which the loop reads and hashes itself",
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from bench import ROOT
 from rollout_client.steering.pushing.routes import count_shares
+from rollout_common.transfer import pieces
 from rollout_common.transfer.connections.dialing import dial_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import TransferError
@@ -44,8 +45,8 @@ def layout_of(tensors: int) -> PushLayout:
 class _Node:
     """One process: it serves what it holds to all that connect."""
 
-    def __init__(self, held: HeldVersion, rate: float) -> None:
-        self.held, self._pace = held, RateLimit(rate)
+    def __init__(self, held: HeldVersion, rate: float | None) -> None:
+        self.held, self._pace = held, None if rate is None else RateLimit(rate)
         self.tasks = TaskSet()
 
     async def listen(self, sock: socket.socket) -> None:
@@ -82,6 +83,7 @@ async def _run_worker(
 
 async def _main(order: dict[str, Any]) -> None:
     """Be a node of the trainer (numbers below 0) or a worker; says when it began to listen, and when it has everything."""
+    pieces.MOST_PIECES = order["pieces"]
     number, count, layout = order["number"], order["count"], layout_of(order["tensors"])
     origins = order["origins"]
     store = PlainMemory(layout.nbytes)
@@ -91,6 +93,7 @@ async def _main(order: dict[str, Any]) -> None:
         print(json.dumps({"port": sock.getsockname()[1]}), flush=True)
         node.tasks.start_task(node.listen(sock))
         begin = json.loads(await asyncio.to_thread(sys.stdin.readline))
+        busy = time.thread_time()
         if number < 0:
             _fill_part(held, number + origins, origins)
         else:
@@ -98,7 +101,8 @@ async def _main(order: dict[str, Any]) -> None:
             share = number % shares, shares
             fetcher = PieceFetcher(held, store, share, expected_peers=count - 1)
             await _run_worker(node, fetcher, begin["ports"], origins, number)
-        print(json.dumps({"whole_at": time.time()}), flush=True)
+        busy = time.thread_time() - busy
+        print(json.dumps({"whole_at": time.time(), "loop_seconds": busy}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
 
 
@@ -117,9 +121,9 @@ def _fill_part(held: HeldVersion, node: int, nodes: int) -> None:
 
 @contextlib.contextmanager
 def _started(
-    origins: int, count: int, tensors: int, rate: float
+    origins: int, count: int, order: dict[str, Any]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    order = {"origins": origins, "count": count, "tensors": tensors, "rate": rate}
+    order = {"origins": origins, "count": count, **order}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "bench.rigs.swarm", json.dumps({**order, "number": number})],
@@ -135,16 +139,24 @@ def _started(
             process.communicate()
 
 
-def seconds_to_all(origins: int, count: int, tensors: int, rate: float) -> float:
-    """Return the seconds until all workers have a version.
+def seconds_to_all(
+    origins: int,
+    count: int,
+    tensors: int,
+    rate: float | None,
+    most_pieces: int = pieces.MOST_PIECES,
+) -> tuple[float, float]:
+    """Return the seconds until all workers have a version, and those of the processor that the busiest loop took.
 
     Args:
         origins: The nodes of the trainer.
         count: The workers.
         tensors: Of the version, of 8 MiB each.
-        rate: Most bytes a second that a process sends.
+        rate: Most bytes a second that a process sends; None: no limit.
+        most_pieces: Pieces are larger, up to 4 MiB, where the version would have more of them.
     """
-    with _started(origins, count, tensors, rate) as processes:
+    order = {"tensors": tensors, "rate": rate, "pieces": most_pieces}
+    with _started(origins, count, order) as processes:
 
         def told(process: subprocess.Popen[str]) -> dict[str, Any]:
             assert process.stdout is not None
@@ -157,7 +169,10 @@ def seconds_to_all(origins: int, count: int, tensors: int, rate: float) -> float
             assert process.stdin is not None
             process.stdin.write(json.dumps({"ports": ports}) + "\n")
             process.stdin.flush()
-        return max(float(told(process)["whole_at"]) for process in processes[origins:]) - began
+        said = [told(process) for process in processes[origins:]]
+        return max(each["whole_at"] for each in said) - began, max(
+            each["loop_seconds"] for each in said
+        )
 
 
 if __name__ == "__main__":

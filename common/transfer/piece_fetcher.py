@@ -20,9 +20,11 @@ from rollout_common.wire.root_hash import hash_leaf
 
 from .connections.frame_stream import FrameStream
 from .connections.frames import Frame, Kind, Malformed, TransferError
+from .connections.payload import Payload
 from .delta import DeltaError
 from .held_version import HeldVersion, read_end
 from .piece_server import ranges_of, read_ranges, split_digests
+from .pieces import LeafHashes
 from .settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
 
 FIRST_WINDOW, LAST_WINDOW = 2, 64
@@ -128,8 +130,8 @@ class PieceFetcher:
         self._in_flight: Counter[int] = Counter()
         self._peer_news_at = self._clock()
         """When another fetcher last announced a piece that is missing here."""
-        self._writers: dict[int, HolderLink] = {}
-        """By piece: the link whose answer is being written to its place."""
+        self._writers: dict[int, Payload] = {}
+        """By piece: the answer that is being written to its place."""
         self._seconds: deque[float] = deque(maxlen=_TIMED_PIECES)
         self._root_hash = root_hash
         self._origin_spoke = root_hash is not None
@@ -171,8 +173,6 @@ class PieceFetcher:
         self._links.remove(link)
         self._in_flight.subtract(link.requested.keys())
         link.requested.clear()
-        for piece in [piece for piece, writer in self._writers.items() if writer is link]:
-            del self._writers[piece]
         for other in self._links:
             other.wakes.set()
 
@@ -239,27 +239,34 @@ class PieceFetcher:
             return self._settle(link, piece)
         # At most one answer is read to the place: a second one at the same time goes through a buffer.
         direct = piece not in self._writers
-        if direct:
-            self._writers[piece] = link
         place = self._store.writable(begin, end) if direct else memoryview(bytearray(end - begin))
         with place:
-            whole = await link.stream.read_into(
-                place, (lambda: self._writers.get(piece) is link) if direct else None
-            )
-            if direct and self._writers.get(piece) is link:
-                del self._writers[piece]
+            found = LeafHashes(self._held.pieces, piece, place)
+            payload = Payload(place, found.hash_upto)
+            if direct:
+                self._writers[piece] = payload
+            try:
+                whole = await link.stream.read_payload(payload)
+            finally:
+                if direct and self._writers.get(piece) is payload:
+                    del self._writers[piece]
             self._settle(link, piece)
             if not self._wanted[piece]:
                 return None
             if not whole:  # another holder's delta was applied here, but was made for other bytes
                 return self._ask_again(link, piece)
-            if self._held.pieces.hash_leaves(piece, place) != digests:
+            if found.digests != digests:
                 return self._note_damage(link, piece)
-            self._writers.pop(piece, None)  # an answer that is still being read is dropped
+            self._end_writing(piece)
             self._store.commit_run(begin, place, in_place=direct)
             self._note_piece(piece, digests)
         await asyncio.sleep(0)  # a socket that is always ready would keep the loop from all others
         return None
+
+    def _end_writing(self, piece: int) -> None:
+        """Drop an answer that is still being read to the place of a piece."""
+        if (writing := self._writers.pop(piece, None)) is not None:
+            writing.revoke()
 
     async def _take_delta(self, link: HolderLink, frame: Frame) -> None:
         piece = self._due(link, frame)
@@ -271,7 +278,7 @@ class PieceFetcher:
             return
         if hash_leaf(content).hex() != frame.text("hash"):
             return self._note_damage(link, piece)
-        self._writers.pop(piece, None)
+        self._end_writing(piece)
         try:
             place = self._store.apply_delta(piece, *self._held.pieces.span(piece), bytes(content))
         except DeltaError as error:
@@ -341,6 +348,8 @@ class PieceFetcher:
 
     def _choose_pieces(self, link: HolderLink) -> list[int]:
         """Return the pieces to request from this holder now."""
+        if len(link.requested) > link.window // 2:  # a request for each piece would cost too much
+            return []
         room = link.window - len(link.requested)
         chosen = self._choose_from(link.announced, room)
         if not chosen and not link.requested:

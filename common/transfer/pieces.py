@@ -1,13 +1,14 @@
 """How a layout is cut into pieces, the unit in which versions are announced, requested, verified and resumed.
 
-A piece is a run of whole leaves (`rollout_common.wire.root_hash`) that spans at most `LEAF_BYTES` of the layout, gaps
-included: each leaf of a large tensor is a separate piece, small tensors share one. Both ends get the same pieces,
-since the pieces depend on the layout only.
+A piece is a run of whole leaves (`rollout_common.wire.root_hash`). It spans at most `piece_span` bytes of the layout,
+gaps included: large tensors have several pieces of their own, small tensors share one. Both ends get the same pieces,
+since these depend on the layout only.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,22 @@ from rollout_common.wire.root_hash import DIGEST_BYTES, LEAF_BYTES, hash_leaf, l
 
 if TYPE_CHECKING:
     from .layout import Placed
+
+
+MOST_PIECES = 4096
+"""Pieces get larger with the version, so that there are about as many at most: each costs both ends some 50 µs of the
+interpreter's lock."""
+
+MOST_LEAVES = 4
+"""Leaves of a large tensor in one piece at most: a shard of a large model still consists of whole pieces, nearly."""
+
+
+def piece_span(nbytes: int) -> int:
+    """Return how many bytes of a layout of this size a piece may span."""
+    leaves = 1
+    while leaves < MOST_LEAVES and nbytes > leaves * LEAF_BYTES * MOST_PIECES:
+        leaves *= 2
+    return leaves * LEAF_BYTES
 
 
 class PieceMap:
@@ -32,15 +49,18 @@ class PieceMap:
         """By piece: the number of its first leaf; one more at the end."""
         self.piece_of_leaf = array("I")
         begin = 0
-        for placed in sorted(
-            (each for each in tensors if each.nbytes), key=lambda each: each.start
-        ):
+        placed_tensors = sorted((t for t in tensors if t.nbytes), key=lambda each: each.start)
+        span = piece_span(sum(each.nbytes for each in placed_tensors))
+        for placed in placed_tensors:
+            if self._leaf_begins and placed.nbytes >= span:  # shards of it consist of whole pieces
+                self._piece_leaves.append(len(self._leaf_begins))
+                begin = placed.start
             self.first_leaf[placed.name] = len(self._leaf_begins)
             for first, last in leaf_spans(placed.nbytes):
                 here, end = placed.start + first, placed.start + last
                 if not self._leaf_begins:
                     begin = here
-                elif end - begin > LEAF_BYTES:
+                elif end - begin > span:
                     self._piece_leaves.append(len(self._leaf_begins))
                     begin = here
                 self.piece_of_leaf.append(len(self._piece_leaves) - 1)
@@ -85,13 +105,9 @@ class PieceMap:
             piece: Its number.
             content: [bytes] all of the piece.
         """
-        start, _ = self.span(piece)
-        found = bytearray()
-        for leaf in self.leaves_of(piece):
-            begin, end = self.leaf_span(leaf)
-            with content[begin - start : end - start] as part:
-                found += hash_leaf(part)
-        return bytes(found)
+        hashes = LeafHashes(self, piece, content)
+        hashes.hash_upto(len(content))
+        return hashes.digests
 
     def pieces_of(self, tensors: Collection[Placed]) -> Iterator[int]:
         """Yield the pieces that contain bytes of these tensors; a piece may come more than once."""
@@ -117,3 +133,27 @@ class PieceMap:
         first = self.first_leaf.get(placed.name, 0)
         count = -(-placed.nbytes // LEAF_BYTES)
         return slice(first * DIGEST_BYTES, (first + count) * DIGEST_BYTES)
+
+
+class LeafHashes:
+    """The digests of a piece's leaves, each hashed as soon as its bytes are there and while they are in the cache.
+
+    Args:
+        pieces: The pieces of the layout.
+        piece: Its number.
+        content: [bytes] its memory, which is filled from its begin to its end.
+    """
+
+    def __init__(self, pieces: PieceMap, piece: int, content: memoryview) -> None:
+        start, _ = pieces.span(piece)
+        self._spans = deque(pieces.leaf_span(leaf) for leaf in pieces.leaves_of(piece))
+        self._start, self._content = start, content
+        self.digests = b""
+        """The concatenated digests of the leaves that are there."""
+
+    def hash_upto(self, count: int) -> None:
+        """Hash the leaves that are there now that so many bytes are."""
+        while self._spans and self._spans[0][1] - self._start <= count:
+            begin, end = self._spans.popleft()
+            with self._content[begin - self._start : end - self._start] as part:
+                self.digests += hash_leaf(part)

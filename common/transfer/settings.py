@@ -32,3 +32,10 @@ RETURN_SECONDS = 0.25
 
 BURST_SECONDS = 0.05
 """How much a rate limit allows at once after a pause, in seconds of the rate: a few pieces at a gigabyte a second."""
+
+LINGER_SECONDS = 0.002
+"""How long a thread waits for more of a payload before it leaves that to the loop: on a fast link more comes within
+microseconds, and slow ones must not occupy the threads."""
+
+TURN_SECONDS = 0.25
+"""How long a thread works on one payload: more payloads than threads may be on their way over slow links."""

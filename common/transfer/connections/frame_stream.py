@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from rollout_common.transfer.settings import LEASE_SECONDS, PING_SECONDS
+from rollout_common.transfer.settings import LEASE_SECONDS, LINGER_SECONDS, PING_SECONDS
 
 from .frame_sockets import (
     DESCRIPTOR_ROOM,
@@ -39,10 +40,8 @@ from .frames import (
     decode_first,
     encode_frame,
 )
-from .tls_session import READ_BYTES, SPEAKS_NO_TLS, TlsEnded, TlsFailed, TlsSession
-
-StillWanted = Callable[[], bool]
-"""Whether the payload is still wanted; called before each part of it is written to its place."""
+from .payload import THREADED_BYTES, Payload, Step, payload_threads
+from .tls_session import READ_BYTES, SPEAKS_NO_TLS, WRITE_BYTES, TlsEnded, TlsFailed, TlsSession
 
 
 class FrameStream:
@@ -60,6 +59,9 @@ class FrameStream:
         self._pinging: asyncio.Task[None] | None = None
         self._tls: TlsSession | None = None
         self._cipher = memoryview(b"")
+        """Where encrypted bytes come to."""
+        self._pending, self._pending_count = b"", 0
+        """Encrypted bytes that are still to be sent, and how many plain ones they are."""
         self.unix = sock.family == socket.AF_UNIX
         self.takes_memory = False
         """Whether `MEMORY` may come now: at any other time its descriptor is refused."""
@@ -90,7 +92,7 @@ class FrameStream:
                     found = self._sock.recv(1, socket.MSG_PEEK)
                     break
                 except BlockingIOError:
-                    await self._wait_readable()
+                    await self._wait_for(select.POLLIN)
         if not found:
             raise Ended("the other end has closed the connection")
         return found[0]
@@ -145,29 +147,58 @@ class FrameStream:
         """
         first = encode_frame(kind, head or {}, len(payload))
         why = f"nobody took {kind.name} for {self.silence:g} s"
-        async with self._sending, self._deadline(why):
-            if self._tls is not None:
-                for cipher in self._tls.encrypt_parts(first, payload):
-                    await self._loop.sock_sendall(self._sock, cipher)
-            else:
-                await self._send_plain(first, payload, handle)
+        async with self._sending:
+            step: Step = self._encrypt_step
+            sent = 0
+            if self._tls is None:
+                step, sent = self._sock.send, await self._send_begin(first, payload, handle, why)
+            for part in first, payload:
+                with memoryview(part)[sent:] as rest:
+                    await self._move(Payload(rest), step, select.POLLOUT, why)
+                sent = max(0, sent - len(part))
         self.bytes_sent += len(payload)
 
-    async def _send_plain(
-        self, first: bytes, payload: memoryview | bytes, handle: int | None
-    ) -> None:
+    async def _send_begin(
+        self, first: bytes, payload: memoryview | bytes, handle: int | None, why: str
+    ) -> int:
+        """Send a descriptor with the begin of a frame, or with all of it; return how many bytes went out."""
+        parts = [first, payload] if len(payload) < THREADED_BYTES else [first]
         along = descriptor_message(handle)
-        while True:
-            try:
-                count = self._sock.sendmsg([first, payload], along)
-                break
-            except BlockingIOError:
-                await self._wait_writable()
-        for part in first, payload:
-            if count < len(part):
-                with memoryview(part)[count:] as rest:
-                    await self._loop.sock_sendall(self._sock, rest)
-            count = max(0, count - len(part))
+        async with self._deadline(why):
+            while True:
+                try:
+                    return self._sock.sendmsg(parts, along)
+                except BlockingIOError:
+                    await self._wait_for(select.POLLOUT)
+
+    def _encrypt_step(self, view: memoryview) -> int:
+        """Encrypt some bytes and send them; return how many have gone out. Raises BlockingIOError if none can now."""
+        assert self._tls is not None
+        if not self._pending:
+            with view[:WRITE_BYTES] as part:
+                self._pending, self._pending_count = self._tls.encrypt(part), len(part)
+        self._pending = self._pending[self._sock.send(self._pending) :]
+        return 0 if self._pending else self._pending_count
+
+    async def _move(self, payload: Payload, step: Step, event: int, why: str) -> None:
+        """Move a payload, in a thread if it is large; when this returns or raises, its memory is left alone.
+
+        The silence begins again whenever some bytes have moved: a slow link may need longer for all.
+        """
+        try:
+            while payload.is_moving:
+                async with self._deadline(why):
+                    if payload.size < THREADED_BYTES:
+                        blocked = payload.move(step, self._sock, event, 0)
+                    else:
+                        blocked = await self._loop.run_in_executor(
+                            payload_threads(), payload.move, step, self._sock, event, LINGER_SECONDS
+                        )
+                    if blocked:
+                        await self._wait_for(event)
+        except BaseException:
+            payload.revoke()
+            raise
 
     def start_pinging(self) -> None:
         """Send a `PING` every `PING_SECONDS`, until this connection is closed."""
@@ -247,7 +278,7 @@ class FrameStream:
                 )
                 break
             except BlockingIOError:
-                await self._wait_readable()
+                await self._wait_for(select.POLLIN)
         handle = received_descriptor(along)
         try:
             if not count:
@@ -259,25 +290,32 @@ class FrameStream:
             raise
         return handle
 
-    async def read_into(self, view: memoryview, still_wanted: StillWanted | None = None) -> bool:
+    async def read_into(self, view: memoryview) -> None:
         """Fill a buffer with the payload, or a part of it.
-
-        Args:
-            view: The buffer.
-            still_wanted: Called before each part is written; once it returns False, the rest is read and dropped.
-
-        Returns:
-            Whether all of it was written to the buffer.
 
         Raises:
             Ended: It ends early.
             Silent: It does not come in time.
         """
-        async with self._deadline(f"{len(view)} bytes did not come within {self.silence:g} s"):
-            left = await self._read_exactly(view, still_wanted)
-            if left:
-                await self._read_exactly(memoryview(bytearray(left)))
-        self.bytes_received += len(view)
+        await self.read_payload(Payload(view))
+
+    async def read_payload(self, payload: Payload) -> bool:
+        """Read a payload to its memory; once it was revoked, the rest is read and dropped.
+
+        Returns:
+            Whether all of it was written to its memory.
+
+        Raises:
+            Ended: It ends early.
+            Silent: It does not come in time.
+        """
+        why = f"nothing came for {self.silence:g} s while {payload.size} bytes were due"
+        await self._move(payload, self._read_step, select.POLLIN, why)
+        if left := payload.size - payload.count:
+            await self._move(
+                Payload(memoryview(bytearray(left))), self._read_step, select.POLLIN, why
+            )
+        self.bytes_received += payload.size
         return not left
 
     async def skip(self, frame: Frame) -> None:
@@ -285,26 +323,27 @@ class FrameStream:
         if frame.payload:
             await self.read_into(memoryview(bytearray(frame.payload)))
 
-    async def _read_exactly(self, view: memoryview, still_wanted: StillWanted | None = None) -> int:
-        """Fill a buffer; return how many of its bytes are not wanted any more and are still to be read."""
+    async def _read_exactly(self, view: memoryview) -> None:
+        """Fill a buffer, on the loop."""
         count = 0
         while count < len(view):
-            if still_wanted is not None and not still_wanted():
-                return len(view) - count
             with view[count:] as rest:
                 try:
-                    got = self._read_some(rest)
+                    count += self._read_step(rest)
+                    continue
                 except BlockingIOError:
-                    got = -1
-                except TlsEnded:
-                    got = 0
-            if got < 0:
-                await self._wait_readable()
-                continue
-            if not got:
-                raise Ended("the other end has closed the connection")
-            count += got
-        return 0
+                    pass
+            await self._wait_for(select.POLLIN)
+
+    def _read_step(self, view: memoryview) -> int:
+        """Read what has come, at least a byte. Raises BlockingIOError if nothing has come."""
+        try:
+            count = self._read_some(view)
+        except TlsEnded:
+            count = 0
+        if not count:
+            raise Ended("the other end has closed the connection")
+        return count
 
     def _read_some(self, view: memoryview) -> int:
         """Read what has come; 0: the connection has ended. Raises BlockingIOError if nothing has come."""
@@ -317,13 +356,12 @@ class FrameStream:
             self._tls.feed_cipher(self._cipher[:taken])
         return count
 
-    async def _wait_readable(self) -> None:
-        await self._wait(self._loop.add_reader, self._loop.remove_reader)
-
-    async def _wait_writable(self) -> None:
-        await self._wait(self._loop.add_writer, self._loop.remove_writer)
-
-    async def _wait(self, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
+    async def _wait_for(self, event: int) -> None:
+        """Wait until the socket can be read or written: `select.POLLIN` or `select.POLLOUT`."""
+        if event == select.POLLIN:
+            add, remove = self._loop.add_reader, self._loop.remove_reader
+        else:
+            add, remove = self._loop.add_writer, self._loop.remove_writer
         handle = self._sock.fileno()
         if handle < 0:
             raise Ended("the connection is closed")

@@ -8,7 +8,7 @@ since callers reach them by address. Standard library only, since the client use
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,8 @@ class TlsSession:
 
     def __init__(self, context: ssl.SSLContext, name: str | None) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._lock = threading.Lock()
+        """One thread may read while another one writes, but OpenSSL's session allows one at a time."""
         self._tls = context.wrap_bio(
             self._in, self._out, server_side=name is None, server_hostname=name
         )
@@ -138,16 +140,14 @@ class TlsSession:
         """Return the encrypted bytes that are to be sent."""
         return self._out.read()
 
-    def encrypt_parts(self, *parts: bytes | memoryview) -> Iterator[bytes]:
-        """Yield the encrypted bytes of these parts; send them in this order, before those of a later call."""
-        for part in parts:
-            for begin in range(0, len(part), WRITE_BYTES):
-                with memoryview(part)[begin : begin + WRITE_BYTES] as piece:
-                    done = 0
-                    while done < len(piece):
-                        with piece[done:] as rest:
-                            done += self._tls.write(rest)
-                yield self._out.read()
+    def encrypt(self, part: memoryview) -> bytes:
+        """Return the encrypted bytes of a part; send them before those of a later call."""
+        done = 0
+        with self._lock:
+            while done < len(part):
+                with part[done:] as rest:
+                    done += self._tls.write(rest)
+            return self._out.read()
 
     def feed_cipher(self, cipher: bytes | memoryview) -> None:
         """Take encrypted bytes that came over the socket."""
@@ -160,7 +160,8 @@ class TlsSession:
             TlsEnded: The other end has closed the connection.
         """
         try:
-            count = self._tls.read(len(view), view)
+            with self._lock:
+                count = self._tls.read(len(view), view)
         except ssl.SSLWantReadError:
             return 0
         except ssl.SSLError as error:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, cast
 
-from rollout_common.transfer.connections.frame_stream import FrameStream, StillWanted
+from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import (
     FIRST_BYTES,
     Ended,
@@ -19,6 +19,7 @@ from rollout_common.transfer.connections.frames import (
     decode_head,
     encode_frame,
 )
+from rollout_common.transfer.connections.payload import Payload
 from tests.support.unit import virtualtime
 
 PART_BYTES = 64
@@ -89,18 +90,23 @@ class MemoryStream:
         """Return the next frame, which must be of one of these kinds."""
         return check_kind(await self.receive(), *kinds)
 
-    async def read_into(self, view: memoryview, still_wanted: StillWanted | None = None) -> bool:
+    async def read_into(self, view: memoryview) -> None:
         """Fill a buffer with the payload, part by part."""
-        count = 0
-        while count < len(view):
+        await self.read_payload(Payload(view))
+
+    async def read_payload(self, payload: Payload) -> bool:
+        """Read the payload to its memory, part by part, until it is revoked."""
+
+        def step(view: memoryview) -> int:
+            part = self._payload[payload.count : payload.count + PART_BYTES]
+            view[: len(part)] = part
+            return len(part)
+
+        while payload.is_moving:
             await asyncio.sleep(PART_BYTES / self.rate)
             await self._wait(lambda: not self.frozen)
-            if still_wanted is not None and not still_wanted():
-                break
-            part = self._payload[count : count + PART_BYTES]
-            view[count : count + len(part)] = part
-            count += len(part)
-        return count == len(view)
+            payload.move_some(step)
+        return payload.count == payload.size
 
     async def skip(self, frame: Frame) -> None:
         """Drop the payload."""

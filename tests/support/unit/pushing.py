@@ -331,6 +331,10 @@ def transferring() -> list[str]:
     return run_on_loop(look()).result(10)
 
 
+STAYING = ("weights-io", "weights-payload")
+"""How the names of threads begin that a process keeps."""
+
+
 async def quiet() -> None:
     """Wait until no task of a transfer is left, and no thread that hashes or frees what came."""
     await until(lambda: not transferring(), what="the end of the transfers' tasks")
@@ -339,7 +343,7 @@ async def quiet() -> None:
             not [
                 each.name
                 for each in threading.enumerate()
-                if each.name.startswith("weights") and each.name != "weights-io"
+                if each.name.startswith("weights") and not each.name.startswith(STAYING)
             ]
         ),
         what="the end of the transfers' threads",

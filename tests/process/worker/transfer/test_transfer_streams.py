@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from localkube.pki import Authority
 from rollout_common.transfer.connections import frame_stream, frames
 from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
@@ -27,6 +29,8 @@ from rollout_common.transfer.connections.frames import (
     Refused,
     Silent,
 )
+from rollout_common.transfer.connections.payload import Payload
+from rollout_common.transfer.connections.tls_session import TLS_NAME
 from tests.support.waiting import until
 
 SHORT = 0.1
@@ -46,9 +50,13 @@ def connected(kind: str) -> Iterator[tuple[socket.socket, socket.socket]]:
         yield first, listening.accept()[0]
 
 
-@pytest.fixture(params=["unix", "tcp"])
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    """Both ends of a connection."""
+@pytest.fixture(params=["unix", "tcp", "threads"])
+async def pair(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
+    """Both ends of a connection; `threads`: over TCP, and every payload moves in a thread."""
+    if request.param == "threads":
+        monkeypatch.setattr(frame_stream, "THREADED_BYTES", 1)
     with connected(request.param) as socks:
         ends = FrameStream(socks[0], silence=5), FrameStream(socks[1], silence=5)
     yield ends
@@ -68,7 +76,7 @@ async def test_head_and_payload_arrive_as_they_were_sent(pair: Pair) -> None:
     frame = await theirs.receive()
     assert (frame.kind, frame.integer("piece"), frame.text("name")) == (Kind.PIECE, 7, "ü")
     got = bytearray(frame.payload)
-    assert await theirs.read_into(memoryview(got))
+    await theirs.read_into(memoryview(got))
     await sending
     assert got == payload
     assert (ours.bytes_sent, theirs.bytes_received) == (len(payload), len(payload))
@@ -93,17 +101,49 @@ async def test_frames_of_several_tasks_never_mix(pair: Pair) -> None:
 async def test_a_payload_that_is_not_wanted_any_more_is_written_no_further(pair: Pair) -> None:
     """The rest is read, so that the next frame is found."""
     ours, theirs = pair
-    wanted, place = [True], bytearray(8)
+    place = bytearray(8)
+    payload = Payload(memoryview(place))
     ours._sock.sendall(raw(Kind.PIECE, b'{"payload":8}') + b"1234")
     await theirs.receive()
-    reading = asyncio.create_task(theirs.read_into(memoryview(place), lambda: wanted[0]))
+    reading = asyncio.create_task(theirs.read_payload(payload))
     await until(lambda: bytes(place) == b"1234\0\0\0\0", what="the first half")
-    wanted[0] = False
+    payload.revoke()
     ours._sock.sendall(b"5678")
     assert not await reading
     assert bytes(place) == b"1234\0\0\0\0"
     await ours.send(Kind.END)
     assert (await theirs.receive()).kind is Kind.END
+
+
+@pytest.mark.parametrize("least", [1, MAX_PAYLOAD_BYTES + 1], ids=["threads", "loop"])
+async def test_both_ends_send_and_read_at_once_over_tls(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL's session is used by the thread that reads and the one that writes."""
+    monkeypatch.setattr(frame_stream, "THREADED_BYTES", least)
+    Authority(tmp_path, "ca").issue(
+        "worker", "/CN=worker", usage="serverAuth", san=f"DNS:{TLS_NAME}"
+    )
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(tmp_path / "worker.crt", tmp_path / "worker.key")
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    payloads = [os.urandom(MAX_PAYLOAD_BYTES - each) for each in range(8)]
+
+    async def exchange(end: FrameStream) -> None:
+        async def read_all() -> None:
+            for each in payloads:
+                got = bytearray((await end.receive()).payload)
+                await end.read_into(memoryview(got))
+                assert got == each
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(read_all())
+            for each in payloads:
+                await end.send(Kind.PIECE, {}, each)
+
+    async with stream_pair("tcp") as (ours, theirs), asyncio.timeout(60):
+        await asyncio.gather(ours.secure(trusting, TLS_NAME), theirs.secure(serving))
+        await asyncio.gather(exchange(ours), exchange(theirs))
 
 
 async def test_payload_that_nobody_wants_is_skipped(pair: Pair) -> None:
@@ -115,8 +155,9 @@ async def test_payload_that_nobody_wants_is_skipped(pair: Pair) -> None:
 
 
 @contextlib.asynccontextmanager
-async def unix_pair() -> AsyncIterator[Pair]:
-    ours, theirs = map(FrameStream, socket.socketpair(socket.AF_UNIX))
+async def stream_pair(kind: str) -> AsyncIterator[Pair]:
+    with connected(kind) as socks:
+        ours, theirs = map(FrameStream, socks)
     try:
         yield ours, theirs
     finally:
@@ -125,7 +166,7 @@ async def unix_pair() -> AsyncIterator[Pair]:
 
 
 async def test_a_descriptor_comes_along_with_memory() -> None:
-    async with unix_pair() as (ours, theirs):
+    async with stream_pair("unix") as (ours, theirs):
         handle = os.memfd_create("test")
         os.write(handle, b"weights")
         await ours.send(Kind.MEMORY, {"size": 7}, handle=handle)
@@ -141,7 +182,7 @@ async def test_a_descriptor_comes_along_with_memory() -> None:
 @pytest.mark.parametrize("kind", [Kind.PING, Kind.MEMORY])
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, kind: Kind) -> None:
-    async with unix_pair() as (ours, theirs):
+    async with stream_pair("unix") as (ours, theirs):
         before = len(os.listdir("/proc/self/fd"))
         handles = [os.memfd_create("test") for _ in range(count)]
         socket.send_fds(ours._sock, [raw(kind, b"{}")], handles)
@@ -196,7 +237,7 @@ async def test_a_strangers_first_frame_is_small_and_no_ping(
 async def test_a_connection_cut_anywhere_in_a_frame_has_ended() -> None:
     whole = raw(Kind.PIECE, b'{"payload":4}') + b"1234"
     for cut in range(len(whole)):
-        async with unix_pair() as (ours, theirs):
+        async with stream_pair("unix") as (ours, theirs):
             ours._sock.sendall(whole[:cut])
             await ours.close()
             with pytest.raises(Ended):

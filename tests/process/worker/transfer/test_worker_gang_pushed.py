@@ -292,9 +292,7 @@ async def test_a_trainer_that_dies_midway_leaves_nothing_on_any_node(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(memory())
-    monkeypatch.setattr(
-        "rollout_worker.sources.pushed.pushed_source.incoming_version.RESUME_SECONDS", 0.2
-    )
+    monkeypatch.setattr("rollout_worker.sources.pushed.incoming_version.RESUME_SECONDS", 0.2)
     async with begun(gang, monkeypatch, 4):
         await until(lambda: done(member) > 0, what="the first bytes")
     assert "the sender is gone" in await failed(gang, member, before)

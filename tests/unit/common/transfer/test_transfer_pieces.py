@@ -9,7 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rollout_common.transfer import pieces
+from rollout_common.transfer.connections.frames import MAX_PAYLOAD_BYTES
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.wire import root_hash
 from rollout_common.wire.root_hash import DIGEST_BYTES, combine_leaves, hash_leaf, leaf_spans
 from tests.support.unit.memory_versions import LEAF, small_leaves
 
@@ -26,30 +29,50 @@ def layout_of(sizes: list[int]) -> PushLayout:
     return PushLayout.plan((f"t{number}", "U8", (size,)) for number, size in enumerate(sizes))
 
 
-@given(st.lists(SIZES, max_size=12))
-@example([])
-@example([0, 0])
-@example([LEAF, 1])
-@example([1] * 5)
-def test_pieces_hold_every_leaf_once_in_order_and_span_a_leaf_at_most(sizes: list[int]) -> None:
-    layout = layout_of(sizes)
-    cut = layout.pieces
+@given(st.lists(SIZES, max_size=12), st.sampled_from((1, 4, pieces.MOST_PIECES)))
+@example([], 1)
+@example([0, 0], 1)
+@example([LEAF, 1], 1)
+@example([1] * 5, 1)
+@example([1, 9 * LEAF, 5 * LEAF + 1, 1], 4)
+def test_pieces_hold_every_leaf_once_in_order_and_span_no_more_than_they_may(
+    sizes: list[int], most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "MOST_PIECES", most)
+        layout = layout_of(sizes)
+        span = pieces.piece_span(sum(sizes))
+        cut = layout.pieces
     leaves = [leaf for piece in range(len(cut)) for leaf in cut.leaves_of(piece)]
     assert leaves == list(range(cut.leaf_count))
+    placed_tensors = sorted(layout.tensors, key=lambda each: each.start)
     whole = [
         (placed.start + begin, placed.start + end)
-        for placed in sorted(layout.tensors, key=lambda each: each.start)
+        for placed in placed_tensors
         for begin, end in leaf_spans(placed.nbytes)
     ]
     assert [cut.leaf_span(leaf) for leaf in leaves] == whole
     for piece in range(len(cut)):
         assert len(cut.leaves_of(piece)) > 0
-        assert cut.nbytes_of(piece) <= LEAF
+        assert cut.nbytes_of(piece) <= span
         assert all(cut.piece_of_leaf[leaf] == piece for leaf in cut.leaves_of(piece))
+    large = {placed.start for placed in placed_tensors if placed.nbytes >= span}
     for piece in range(1, len(cut)):
         begin, _ = cut.span(piece - 1)
-        _, next_end = cut.leaf_span(cut.leaves_of(piece)[0])
-        assert next_end - begin > LEAF, "the first leaf would have fitted into the piece before"
+        first, next_end = cut.leaf_span(cut.leaves_of(piece)[0])
+        assert first in large or next_end - begin > span, "the first leaf would have fitted before"
+    assert large <= {cut.span(piece)[0] for piece in range(len(cut))}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "span"), [(0, 1), (1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (1000, 4)]
+)
+def test_pieces_of_large_versions_are_larger(
+    leaves: int, span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "MOST_PIECES", 8)
+    assert pieces.piece_span(leaves * LEAF) == span * LEAF
+    assert span * root_hash.LEAF_BYTES <= MAX_PAYLOAD_BYTES
 
 
 @given(st.lists(SIZES, max_size=12))
