@@ -52,9 +52,13 @@ def make_engine_factory(
     *,
     guest: bool = False,
 ) -> Callable[[], Engine]:
-    """How to create the engine that the settings name; it downloads a Hub model first.
+    """Return a function that creates the engine that the settings name; it downloads a Hub model first.
 
-    The memory of its staged weights is charged to `staging`. `guest`: as `EngineOptions.guest`.
+    Args:
+        settings: Of the worker.
+        staging: The memory of staged weights is charged to it.
+        gang: The nodes of the replica; None: this one only.
+        guest: As `EngineOptions.guest`.
     """
     return lambda: create_engine(
         settings.engine, _engine_options(settings, gang, staging, guest=guest)
@@ -64,7 +68,7 @@ def make_engine_factory(
 def make_member_factory(
     settings: WorkerSettings, gang: GangMembership, staging: StagingBudget
 ) -> Callable[[], EngineMember]:
-    """How to create the part of the engine that runs on a member's node."""
+    """Return a function that creates the part of the engine that runs on a member's node."""
     return lambda: create_member(settings.engine, _engine_options(settings, gang, staging))
 
 

@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class DnsDiscovery:
-    """Resolves a name again and again.
+    """Resolves a name at intervals, and publishes the addresses whenever they have changed.
 
     Args:
         host: For example `math-heads.train.svc`.
         port: Of the data port.
-        ttl_seconds: Between two look-ups.
+        ttl_seconds: Seconds between two lookups.
     """
 
     refused = False
@@ -54,7 +54,7 @@ class DnsDiscovery:
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError) as error:
             self._report_trouble(f"{self._host} can't be resolved: {error or type(error).__name__}")
-            # That is the answer for a Service without pods.
+            # DNS has no such name while a headless Service has no pods: then the pool is empty.
             gone = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME
             return () if gone else None
         self._report_trouble("")

@@ -1,6 +1,7 @@
-"""The requests that an engine has not started: it is given no more than it runs at once.
+"""Requests that wait in front of an engine, which is given no more of them than it runs at once.
 
-So a queued request can begin on newer weights, and the worker knows which requests run.
+An engine that queued them itself would have fixed their order, and perhaps their weights: so the newest weights
+serve a request that waits here, and the worker knows which requests run.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ QueuedRequestT = TypeVar("QueuedRequestT", bound=QueuedRequest)
 
 
 class AdmissionQueue(Generic[QueuedRequestT]):
-    """Calls `start` for requests by priority, then arrival. Not safe for use by several threads.
+    """Starts requests by priority, then arrival. Not safe for use by several threads.
 
-    `has_capacity` says whether the engine can run a request in addition to the others.
+    Args:
+        has_capacity: Returns whether the engine can run a request in addition to those that run.
+        start: Hands a request to the engine.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class AdmissionQueue(Generic[QueuedRequestT]):
 
     @property
     def requests(self) -> list[QueuedRequestT]:
-        """All that wait, unordered."""
+        """All requests that wait, in no particular order."""
         return [request for *_, request in self._waiting]
 
     def add_request(self, request: QueuedRequestT) -> None:

@@ -32,7 +32,7 @@ REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def read_chat_template(folder: Path) -> str:
-    """The chat template in a model's folder, empty if there is none; read without transformers."""
+    """Return the chat template of a model's folder, empty if there is none; transformers isn't needed."""
     try:
         return (folder / "chat_template.jinja").read_text()
     except OSError:
@@ -49,10 +49,14 @@ def read_chat_template(folder: Path) -> str:
 
 
 class ModelText:
-    """The served model's tokenizer and chat template."""
+    """The served model's tokenizer and chat template.
+
+    Args:
+        folder: Returns the folder of the loaded model; raises ProblemError while none is loaded.
+        seconds: How long reading the chat template may take.
+    """
 
     def __init__(self, folder: Callable[[], Path], seconds: float = TEMPLATE_READ_SECONDS) -> None:
-        """`folder` returns the loaded model's folder, or refuses while none is loaded."""
         self._folder = folder
         self._seconds = seconds
         self._tokenizer: Any = None
@@ -77,7 +81,7 @@ class ModelText:
         return self._template
 
     async def encode_prompt(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
+        """Return the token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
 
         Raises:
             ProblemError: 422 if the string is not valid text.
@@ -96,7 +100,7 @@ class ModelText:
         special: bool,
         **options: bool,
     ) -> list[int]:
-        """Token ids of a conversation; `variables` are passed to the template.
+        """Return the token ids of a conversation; `variables` are passed to the template.
 
         `special`: the tokenizer adds its special tokens to what the template wrote.
 
@@ -129,7 +133,7 @@ class ModelText:
         return await self._run_in_thread(render)
 
     async def make_decoder(self) -> Callable[[Sequence[int], bool], str]:
-        """A function (ids, keep special tokens) -> text, fast enough to call on the event loop."""
+        """Return a function (ids, keep special tokens) -> text, fast enough for the event loop."""
         tokenizer = await self._run_in_thread(lambda tokenizer: tokenizer)
 
         return lambda ids, special: decode_tokens(tokenizer, ids, special=special)
@@ -146,7 +150,7 @@ class ModelText:
                 return await call
         except TimeoutError:
             raise _late_problem(
-                f"the tokenizer did not get to it in {TOKENIZER_SECONDS:g} s"
+                f"the tokenizer was busy with other requests for {TOKENIZER_SECONDS:g} s"
             ) from None
 
 
@@ -192,7 +196,7 @@ def _check_text(field: str, text: str) -> None:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: plain text, arguments of earlier tool calls as objects.
+    """Return messages as chat templates expect them: plain text, arguments of earlier tool calls as objects.
 
     Raises:
         ProblemError: 422 that names the message: it has no role, or a part that is not text.
@@ -273,7 +277,9 @@ class StreamedText:
         self._special = special
         self._stops = stops
         self._ids: list[int] = []
-        self._from = self._upto = 0  # the range of ids whose text is known
+        # The ids of this range are decoded again with each new id: what a tokenizer writes for an id depends on the
+        # ids before it, and the text is known up to the range's end.
+        self._from = self._upto = 0
         self._held = ""
         self._over = False
 
@@ -282,7 +288,7 @@ class StreamedText:
         self._ids += ids
         known = self._decode(self._ids[self._from : self._upto], self._special)
         text = self._decode(self._ids[self._from :], self._special)
-        if text.endswith(REPLACEMENT_CHARACTER):
+        if text.endswith(REPLACEMENT_CHARACTER):  # the rest of a character comes with the next ids
             return ""
         self._from, self._upto = self._upto, len(self._ids)
         return self._certain_text(text[len(known) :])

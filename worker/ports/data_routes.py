@@ -69,12 +69,12 @@ def _require_token(app: FastAPI, worker: WorkerService, file: Path) -> None:
 
 
 def _explain_data_token(error: ProblemError) -> ProblemError:
-    """Say where the data port's token goes."""
+    """Add to an error where the caller gives the token of the data port."""
     if error.slug != "unauthenticated":
         return error
     return ProblemError(
         "unauthenticated",
-        f"{error.problem.detail}; this data port wants the token of its --data-token-file: `data_token` of "
+        f"{error.problem.detail}; this data port needs the token of its --data-token-file: `data_token` of "
         "rollout_client's pools, the API key of OpenAI's clients",
     )
 
