@@ -1,0 +1,120 @@
+"""`rollout up` as users type it, and the example that learns with workers of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_client.local import LocalPlan, LocalPoolFailed, LocalWorkers
+from tests.support.engine.engine_kinds import ROOT
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.processes import descendants
+from tests.support.waiting import until_sync
+
+COMMAND = (sys.executable, "-m", "rollout_client.local.rollout_command", "up")
+
+
+def free_port() -> int:
+    """The first of some ports that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(log: Path, *flags: object) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, flags)], stdout=out, stderr=subprocess.STDOUT, cwd=ROOT
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_the_shown_program_generates_and_a_worker_that_dies_ends_all(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    flags = ("--model", tiny_models.model(1), "--replicas", 2, "--port", free_port())
+    with running(log, *flags, "--", "--dtype", "float32") as process:
+        until_sync(lambda: "Ctrl-C ends" in log.read_text(), 120, what="both workers")
+        shown = log.read_text()
+        program = shown.partition("In Python:")[2].partition("In a shell:")[0]
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+        )
+        assert re.match(r"\((\d+, ){7}\d+\) ", done.stdout), done.stdout + done.stderr
+        [curl] = re.findall(r"^curl .*\n.*$", shown, re.MULTILINE)
+        answer = subprocess.run(
+            ["bash", "-c", f"{curl} -s"], capture_output=True, timeout=60, check=False
+        )
+        assert b'"token_ids":[' in answer.stdout, answer.stderr
+        workers = [each for each in descendants(process.pid) if "rollout_worker" in each.command]
+        os.kill(workers[0].pid, signal.SIGKILL)
+        assert process.wait(30) == 1
+        assert "has ended with status -9" in log.read_text()
+        until_sync(lambda: not any(each.alive for each in workers), 10, what="the others' end")
+    folder = Path(re.findall(r"^logs: (.*)/worker", shown, re.MULTILINE)[0])
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_workers_while_they_load(
+    number: signal.Signals, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with running(log, "--model", tiny_models.model(1), "--port", free_port()) as process:
+        until_sync(lambda: "worker 0: " in log.read_text(), 60, what="the worker's start")
+        workers = descendants(process.pid)
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert not any(each.alive for each in workers)
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    """A port that is taken, too few GPUs, a model that is none."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        done = subprocess.run(
+            [*COMMAND, "--model", tmp_path, "--port", str(port)],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"port {port} can't be used" in done.stderr
+    assert "choose another --port" in done.stderr
+    plan = LocalPlan("hf", str(tmp_path), replicas=2, port=free_port(), gpus=99)
+    with pytest.raises(LocalPoolFailed, match="fewer --replicas or --gpus"):
+        LocalWorkers(plan, tmp_path, print).__enter__()
+    wrong = LocalPlan("hf", str(tmp_path), port=free_port(), flags=("--no-such-flag",))
+    with (
+        LocalWorkers(wrong, tmp_path, print) as workers,
+        pytest.raises(LocalPoolFailed, match="unrecognized arguments: --no-such-flag"),
+    ):
+        workers.wait_until_ready()
+
+
+def test_the_example_learns_to_count(tmp_path: Path) -> None:
+    began = time.monotonic()
+    example = ROOT / "examples" / "local" / "count.py"
+    done = subprocess.run(
+        [sys.executable, example, "--steps", "10", "--port", str(free_port())],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", done.stdout)]
+    assert len(rewards) == 10, done.stdout + done.stderr
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.4, f"after {time.monotonic() - began:.0f} s: {rewards}"
+    differences = [float(each) for each in re.findall(r"dlogp\| (\S+)", done.stdout)]
+    assert max(differences) < 1e-3
