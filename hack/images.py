@@ -7,8 +7,7 @@
     sudo python3 hack/images.py --gpu vllm --keep
 
 The cluster's worker image is the light one: it holds our code and its web framework. The heavy engine
-environment is mounted from this machine (`cluster.py env-volume`), instead of being copied into
-every node. The complete images come from the same Dockerfile; they take 10 GB and more, so one is
+environment is mounted from this machine, instead of being copied into every node. The complete images come from the same Dockerfile; they take 10 GB and more, so one is
 built at a time, in a store of its own.
 """
 

@@ -18,15 +18,14 @@ import argparse
 import os
 import shlex
 import sys
-from pathlib import Path
 
-from localkube import Cluster, ClusterError, build, debian, preflight, volumes
-from localkube.home import DEFAULT_NAME, binaries, images, say
+from localkube import Cluster, ClusterError, build, debian, preflight
+from localkube.home import DEFAULT_NAME, say
 from localkube.node import Node
 
 
 def main() -> int:
-    arguments = parser().parse_args(_with_separator(sys.argv[1:]))
+    arguments = parser().parse_args()
     try:
         arguments.run(arguments)
     except ClusterError as error:
@@ -36,17 +35,6 @@ def main() -> int:
         say("interrupted")
         return 130
     return 0
-
-
-def _with_separator(words: list[str]) -> list[str]:
-    """Put `--` before the arguments of kubectl or helm, whose flags are not ours."""
-    if not words or words[0] not in ("kubectl", "helm"):
-        return words
-    ours = 1
-    while ours < len(words) and words[ours].startswith("--name"):
-        ours += 1 if "=" in words[ours] else 2
-    asks_us = words[ours : ours + 1] in (["-h"], ["--help"], ["--"])
-    return words if asks_us else [*words[:ours], "--", *words[ours:]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
     named.add_argument("--name", default=DEFAULT_NAME, help="cluster (default: %(default)s)")
     _add_life_commands(commands, named)
     _add_node_commands(commands, named)
-    _add_tool_commands(commands, named)
     return top
 
 
@@ -96,13 +83,6 @@ def _add_life_commands(
     command.add_argument(
         "--devices", type=int, default=0, metavar="D", help="fake devices a node, for claims (0)"
     )
-    command.add_argument("--port", type=int, help="of the API server (default: a free one)")
-    command.add_argument(
-        "--node-grace", type=int, metavar="SECONDS", help="silence that makes a node NotReady"
-    )
-    command.add_argument(
-        "--image", type=Path, action="append", default=[], help="OCI archive for every node"
-    )
     command = _add(commands, _down, named)
     command.add_argument("--all", action="store_true", help="every cluster of this cache")
     _add(commands, _status)
@@ -111,37 +91,11 @@ def _add_life_commands(
 def _add_node_commands(
     commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
 ) -> None:
-    for function in (_node_add, _node_crash, _node_remove):
+    for function in (_node_add, _node_crash, _exec):
         command = _add(commands, function, named)
         command.add_argument("index", type=int, help="1 for node-1")
-    command = _add(commands, _load_image, named)
-    command.add_argument("archive", type=Path, nargs="*", help="default: all of images/")
-    command = _add(commands, _exec, named)
-    command.add_argument("index", type=int, help="1 for node-1")
     command.add_argument("command", nargs=argparse.REMAINDER, help="e.g. ctr -n k8s.io images ls")
-    command = _add(commands, _kwok, named)
-    command.add_argument("--nodes", type=int, default=1, help="fake nodes (1)")
-    command.add_argument("--gpus", type=int, default=0, help="GPUs of each (0)")
-    command.add_argument("--stage", type=Path, action="append", help="Stage file for pods")
-
-
-def _add_tool_commands(
-    commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
-) -> None:
-    for function in (_kubectl, _helm):
-        command = _add(commands, function, named)
-        command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     _add(commands, _env, named)
-    command = _add(commands, _env_volume, named)
-    command.add_argument("engine", nargs="?", choices=volumes.ENVIRONMENTS, default="hf")
-    command.add_argument("--namespace", required=True)
-    command.add_argument("--apply", action="store_true", help="apply it instead of printing")
-    command = _add(commands, _volume, named)
-    command.add_argument("claim", help="name of the claim")
-    command.add_argument("folder", type=Path, help="folder on this machine")
-    command.add_argument("--namespace", required=True)
-    command.add_argument("--writable", action="store_true")
-    command.add_argument("--apply", action="store_true", help="apply it instead of printing")
 
 
 def _build(arguments: argparse.Namespace) -> None:
@@ -169,9 +123,6 @@ def _up(arguments: argparse.Namespace) -> None:
         arguments.name,
         arguments.nodes,
         arguments.gpus,
-        port=arguments.port,
-        node_grace_seconds=arguments.node_grace,
-        archives=arguments.image,
         devices=arguments.devices,
     )
     print(cluster.kubeconfig)
@@ -208,73 +159,16 @@ def _node_crash(arguments: argparse.Namespace) -> None:
     Cluster.attach(arguments.name).node_crash(arguments.index)
 
 
-def _node_remove(arguments: argparse.Namespace) -> None:
-    """Take a node away for good."""
-    Cluster.attach(arguments.name).node_remove(arguments.index)
-
-
-def _load_image(arguments: argparse.Namespace) -> None:
-    """Import OCI archives into every living node."""
-    cluster = Cluster.attach(arguments.name)
-    for archive in arguments.archive or sorted(images().glob("*.tar")):
-        cluster.load_image(archive)
-
-
 def _exec(arguments: argparse.Namespace) -> None:
     """Run a command inside a node."""
     command = [word for word in arguments.command if word != "--"] or ["bash"]
     Node(Cluster.attach(arguments.name).settings, arguments.index).run(*command)
 
 
-def _kwok(arguments: argparse.Namespace) -> None:
-    """Add fake nodes, whose pods need no process."""
-    cluster = Cluster.attach(arguments.name)
-    cluster.start_kwok(arguments.stage, arguments.nodes, arguments.gpus)
-
-
-def _kubectl(arguments: argparse.Namespace) -> None:
-    """Run kubectl against the cluster."""
-    _become(arguments, "kubectl")
-
-
-def _helm(arguments: argparse.Namespace) -> None:
-    """Run helm against the cluster."""
-    _become(arguments, "helm")
-
-
 def _env(arguments: argparse.Namespace) -> None:
     """Print shell exports with which kubectl and helm reach the cluster."""
     for name, value in Cluster.attach(arguments.name).environment().items():
         print(f"export {name}={shlex.quote(value)}")
-
-
-def _env_volume(arguments: argparse.Namespace) -> None:
-    """Print the volume and claim of an engine's environment, for workers to mount."""
-    _give(arguments, volumes.environment_manifest(arguments.namespace, arguments.engine))
-
-
-def _volume(arguments: argparse.Namespace) -> None:
-    """Print a volume and claim of a folder of this machine (models, weights)."""
-    _give(
-        arguments,
-        volumes.claim_manifest(
-            arguments.namespace, arguments.claim, arguments.folder, writable=arguments.writable
-        ),
-    )
-
-
-def _give(arguments: argparse.Namespace, manifest: str) -> None:
-    if arguments.apply:
-        say(Cluster.attach(arguments.name).kubectl("apply", "-f", "-", input=manifest).strip())
-    else:
-        print(manifest, end="")
-
-
-def _become(arguments: argparse.Namespace, program: str) -> None:
-    environment = {**os.environ, **Cluster.attach(arguments.name).environment()}
-    words = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
-    sys.stdout.flush()
-    os.execve(binaries() / program, [program, *words], environment)
 
 
 if __name__ == "__main__":

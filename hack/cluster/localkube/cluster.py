@@ -34,9 +34,6 @@ class Cluster:
         nodes: int = 0,
         gpus: int = 0,
         *,
-        port: int | None = None,
-        node_grace_seconds: int | None = None,
-        archives: Sequence[Path] = (),
         devices: int = 0,
     ) -> Cluster:
         """Start a cluster and wait until it is ready; a running one only gets the nodes it lacks.
@@ -45,20 +42,15 @@ class Cluster:
             name: names the state folder; clusters of different names run side by side.
             nodes: real nodes (root). 0: control plane only, on loopback.
             gpus: `nvidia.com/gpu`, and `example.org/gpu`, that every node claims to have.
-            port: of the API server; None: a free one.
-            node_grace_seconds: silence after which a node is declared not ready.
-            archives: OCI archives that every node imports before it is ready.
             devices: fake devices of every node, for ResourceClaims (DeviceClass `gpu.example.com`).
         """
         preflight.control_plane()
         if nodes:
             debian.ensure(debian.NODE_PACKAGES)
             preflight.real_nodes()
-        cluster = cls._running(name, nodes, devices) or cls._start(
-            name, nodes, gpus, devices, port, node_grace_seconds
-        )
+        cluster = cls._running(name, nodes, devices) or cls._start(name, nodes, gpus, devices)
         missing = [i for i in range(1, nodes + 1) if Node(cluster.settings, i).init_pid() is None]
-        cluster._launch(missing, archives)
+        cluster._launch(missing)
         return cluster
 
     @classmethod
@@ -172,10 +164,10 @@ class Cluster:
         """Real nodes that were added and not removed, dead ones too."""
         return nodes(self.settings)
 
-    def node_add(self, index: int, archives: Sequence[Path] = ()) -> Node:
+    def node_add(self, index: int) -> Node:
         """Add node `node-<index>`, or start it again after a crash; returns when it is ready."""
         preflight.real_nodes()
-        self._launch([index], archives)
+        self._launch([index])
         return Node(self.settings, index)
 
     def node_crash(self, index: int) -> None:
@@ -186,12 +178,11 @@ class Cluster:
         """Remove a node and its Node object."""
         Node(self.settings, index).remove()
 
-    def load_image(self, archive: Path, index: int | None = None) -> None:
-        """Import an OCI archive into all living nodes, or into one."""
+    def load_image(self, archive: Path) -> None:
+        """Import an OCI archive into all living nodes."""
         if not archive.exists():
             raise ClusterError(f"{archive} does not exist: run `python3 hack/images.py` first")
-        chosen = self.nodes if index is None else [Node(self.settings, index)]
-        living = [node for node in chosen if node.init_pid() is not None]
+        living = [node for node in self.nodes if node.init_pid() is not None]
         with ThreadPoolExecutor() as pool:
             for _ in pool.map(lambda node: node.load_image(archive), living):
                 pass
@@ -234,21 +225,11 @@ class Cluster:
         return cls(settings)
 
     @classmethod
-    def _start(
-        cls,
-        name: str,
-        nodes: int,
-        gpus: int,
-        devices: int,
-        port: int | None,
-        node_grace: int | None,
-    ) -> Cluster:
+    def _start(cls, name: str, nodes: int, gpus: int, devices: int) -> Cluster:
         cls.remove(name)
         slot = network.reserve(state_folder(name)).slot if nodes else None
         try:
-            settings = Settings.new(
-                name, slot=slot, gpus=gpus, devices=devices, node_grace=node_grace, port=port
-            )
+            settings = Settings.new(name, slot=slot, gpus=gpus, devices=devices)
             with step("control plane ready"):
                 controlplane.start(settings)
                 fakedevices.declare(settings)
@@ -259,7 +240,7 @@ class Cluster:
             raise
         return cls(settings)
 
-    def _launch(self, indices: Sequence[int], archives: Sequence[Path]) -> None:
+    def _launch(self, indices: Sequence[int]) -> None:
         if not indices:
             return
         if self.settings.slot is None:
@@ -268,6 +249,6 @@ class Cluster:
         new = [Node(self.settings, index) for index in indices]
         with step(f"{', '.join(node.name for node in new)} ready"):
             for node in new:
-                node.launch([images() / "pause.tar", *archives])
+                node.launch([images() / "pause.tar"])
             for node in new:
                 node.await_ready(began)

@@ -144,26 +144,12 @@ class Settings:
             return None
 
     @classmethod
-    def new(
-        cls,
-        name: str,
-        *,
-        slot: int | None,
-        gpus: int,
-        devices: int,
-        node_grace: int | None,
-        port: int | None,
-    ) -> Settings:
+    def new(cls, name: str, *, slot: int | None, gpus: int, devices: int) -> Settings:
         """Choose ports and write everything to the state folder."""
         # Another cluster that starts at this moment does not listen on its ports yet.
         with exclusive("ports"):
-            ports = free_ports(5)
-            if port is not None:
-                if not _is_free(port):
-                    raise ClusterError(f"port {port} is taken: leave --port out to get a free one")
-                ports[0] = port
             grace = FAKE_NODE_GRACE_SECONDS if slot is None else NODE_GRACE_SECONDS
-            chosen = cls(name, slot, gpus, devices, node_grace or grace, *ports)
+            chosen = cls(name, slot, gpus, devices, grace, *free_ports(5))
             chosen.save()
         return chosen
 
