@@ -1,13 +1,10 @@
-"""Fixtures of the engine tier: tiny models, what plain transformers says of them, one worker."""
+"""Fixtures of the engine tier: tiny models, what plain transformers says of them."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from tests.support.engine.reference import Reference
-from tests.support.engine.shared import Lender, Shared
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
 
@@ -20,16 +17,3 @@ def reference(tiny_models: TinyModels) -> Reference:
 @pytest.fixture(scope="session")
 def reference_2(tiny_models: TinyModels) -> Reference:
     return Reference(tiny_models.weights(2))
-
-
-@pytest.fixture(scope="session")
-def lender(tiny_models: TinyModels) -> Iterator[Lender]:
-    lender = Lender(tiny_models.model(1))
-    yield lender
-    lender.close()
-
-
-@pytest.fixture
-def worker(lender: Lender) -> Shared:
-    """As one that has just started; see `Shared` for the identities of its weights."""
-    return lender.lend()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.schemas import Lifecycle
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
+from tests.support.engine.workers import InProcess, in_process, slug
 from tests.support.waiting import until_sync
 
 
@@ -47,85 +46,6 @@ def test_only_token_ids_are_required(worker: InProcess) -> None:
     }
     timing = body["timing"]
     assert 0 <= timing["queued_seconds"] <= timing["first_token_seconds"] <= timing["total_seconds"]
-
-
-def test_spans_cover_the_output(worker: InProcess) -> None:
-    output = worker.sample(5)
-    span = {"epoch": 0, "version": 0, "start": 0, "end": 5, "stale_kv": False}
-    assert output["weights"] == [span]
-    assert output["stop_reason"] == "length"
-
-
-@pytest.mark.parametrize(("asked", "of"), [("raw", "raw"), ("none", None), (None, "sampling")])
-def test_kinds_of_logprobs(worker: InProcess, asked: str | None, of: str | None) -> None:
-    body = worker.generate(logprobs=asked, sampling={"max_tokens": 3}).json()
-    assert body["logprobs_of"] == of
-    assert ("logprobs" in body["outputs"][0]) is (of is not None)
-
-
-def test_a_stop_names_what_completed_it(worker: InProcess) -> None:
-    greedy = worker.sample(3)["token_ids"]
-    sampling = {"temperature": 0, "max_tokens": 3, "stop_token_ids": greedy[1:2]}
-    [output] = worker.generate(sampling=sampling).json()["outputs"]
-    assert output["token_ids"] == greedy[:2]
-    assert (output["stop_reason"], output["stop_match"]) == ("stop", {"token_id": greedy[1]})
-
-
-def test_n_outputs_use_seed_plus_i(worker: InProcess) -> None:
-    sampling: dict[str, Any] = {"max_tokens": 6, "seed": 11, "n": 3}
-    outputs = worker.generate(sampling=sampling).json()["outputs"]
-    assert [output["index"] for output in outputs] == [0, 1, 2]
-    singles = [
-        worker.generate(sampling={**sampling, "n": 1, "seed": 11 + i}).json()["outputs"][0]
-        for i in range(3)
-    ]
-    assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in singles]
-    assert len({tuple(o["token_ids"]) for o in outputs}) == 3
-
-
-def test_a_stream_says_the_same_in_pieces(worker: InProcess) -> None:
-    sampling = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "n": 2}
-    events = worker.stream(sampling=sampling, request_id="s1")
-    whole = worker.generate(sampling=sampling).json()
-    *deltas, (last, done) = events
-    assert {name for name, _ in deltas} == {"delta"}
-    assert last == "done"
-    assert done["request_id"] == "s1"
-    assert done["usage"] == whole["usage"]
-    for output in whole["outputs"]:
-        mine = [delta for _, delta in deltas if delta["index"] == output["index"]]
-        assert [token for d in mine for token in d["token_ids"]] == output["token_ids"]
-        assert len([p for d in mine for p in d["logprobs"]]) == 9
-        edges = [(span["start"], span["end"]) for d in mine for span in d["weights"]]
-        assert [start for start, _ in edges] == [0] + [end for _, end in edges[:-1]]
-    ended = {"index": 0, "stop_reason": "length", "stop_match": None, "abort_reason": None}
-    assert done["outputs"][0] == ended
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "kind", "field"),
-    [
-        ({"token_ids": []}, 422, "invalid-request", "token_ids"),
-        ({"token_ids": [-1]}, 422, "invalid-request", "token_ids.0"),
-        ({"token_ids": [99999]}, 422, "unsupported", "token_ids"),
-        ({"sampling": {"top_p": 2}}, 422, "invalid-request", "sampling.top_p"),
-        ({"sampling": {"temprature": 1}}, 422, "invalid-request", "sampling.temprature"),
-        ({"unknown": 1}, 422, "invalid-request", "unknown"),
-        ({"stream": 1}, 422, "invalid-request", "stream"),
-        ({"sampling": {"stop": "x"}}, 422, "invalid-request", "sampling.stop"),
-        ({"deadline_seconds": 0}, 422, "invalid-request", "deadline_seconds"),
-        ({"logprobs": "all"}, 422, "invalid-request", "logprobs"),
-        ({"sampling": {"max_tokens": 2041}}, 413, "too-long", "token_ids"),
-        ({"token_ids": [5] * 2048}, 413, "too-long", "token_ids"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_requests_name_the_field(
-    worker: InProcess, fields: dict[str, Any], status: int, kind: str, field: str
-) -> None:
-    answer = worker.generate(**fields)
-    assert (answer.status_code, slug(answer)) == (status, kind)
-    assert answer.json()["errors"][0]["field"].startswith(field)
 
 
 @pytest.mark.parametrize(
@@ -169,22 +89,6 @@ def test_unknown_routes_and_methods(worker: InProcess) -> None:
     assert answer.headers["allow"] == "POST"
 
 
-def test_max_tokens_none_goes_to_the_models_length(worker: InProcess) -> None:
-    prompt = [5] * 2040
-    sampling = {"ignore_eos": True, "max_tokens": None}
-    answer = worker.generate(token_ids=prompt, sampling=sampling)
-    assert len(answer.json()["outputs"][0]["token_ids"]) == 8
-
-
-def test_a_duplicate_id_in_flight(worker: InProcess) -> None:
-    first = worker.long("twice")
-    answer = worker.generate(request_id="twice")
-    assert (answer.status_code, slug(answer)) == (409, "duplicate-request")
-    assert worker.post("abort", request_ids=["twice"]).json()["aborted"] == ["twice"]
-    assert first.result(10).status_code == 200
-    assert worker.generate(request_id="twice", sampling={"max_tokens": 1}).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [(InvalidRequest("sampling.min_p", "use 0"), 422), (ValueError("a defect"), 200)],
@@ -225,47 +129,6 @@ def test_what_an_engine_raises_ends_that_request_only(
     assert len(worker.sample()["token_ids"]) == 8
 
 
-def test_abort_keeps_what_was_made(worker: InProcess) -> None:
-    first = worker.long("a", sampling={"max_tokens": 1800, "ignore_eos": True, "n": 2})
-    answer = worker.post("abort", request_ids=["a", "b"])
-    assert answer.json() == {"aborted": ["a"], "unknown": ["b"]}
-    for output in first.result(10).json()["outputs"]:
-        assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "control")
-        assert len(output["logprobs"]) == len(output["token_ids"]) < 1800
-    assert worker.post("abort", all=True).json() == {"aborted": [], "unknown": []}
-    assert slug(worker.post("abort")) == "invalid-request"
-
-
-def test_a_deadline_ends_a_request_with_partial_output(worker: InProcess) -> None:
-    start = time.monotonic()
-    answer = worker.long("d", deadline_seconds=0.3).result(10)
-    assert time.monotonic() - start < 3
-    [output] = answer.json()["outputs"]
-    assert answer.status_code == 200
-    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "deadline")
-    assert 0 < len(output["token_ids"]) < 1800
-
-
-def test_a_client_that_goes_away_aborts(worker: InProcess) -> None:
-    body = {"token_ids": PROMPT, "sampling": {"ignore_eos": True}}
-    with (
-        httpx.Client(base_url=worker.data.base_url, timeout=0.5, trust_env=False) as client,
-        pytest.raises(httpx.ReadTimeout),
-    ):
-        client.post("/v1/generate", json=body)
-    until_sync(lambda: worker.state()["in_flight"] == 0, 2, what="the abort")
-
-
-def test_a_reader_that_goes_away_aborts(worker: InProcess) -> None:
-    body = {"token_ids": PROMPT, "stream": True, "sampling": {"ignore_eos": True}}
-    with (
-        httpx.Client(base_url=worker.data.base_url, trust_env=False) as client,
-        client.stream("POST", "/v1/generate", json=body) as answer,
-    ):
-        assert next(answer.iter_lines()) == "event: delta"
-    until_sync(lambda: worker.state()["in_flight"] == 0, 2, what="the abort")
-
-
 def test_more_than_the_queue_is_no_matter_of_waiting(worker: InProcess) -> None:
     sampling = {"max_tokens": 1, "n": 5}
     answer = worker.generate(sampling=sampling)
@@ -283,28 +146,6 @@ def test_a_duplicate_is_told_so_even_by_a_full_queue(worker: InProcess) -> None:
     assert (answer.status_code, slug(answer)) == (409, "duplicate-request")
     worker.post("abort", request_ids=["twice"])
     assert running.result(10).status_code == 200
-
-
-def test_version_bounds(worker: InProcess) -> None:
-    assert worker.generate(min_version=0, sampling={"max_tokens": 1}).status_code == 200
-    assert worker.generate(exact_version=0, sampling={"max_tokens": 1}).status_code == 200
-    for bounds in ({"min_version": 1}, {"exact_version": 1}, {"epoch": 1, "min_version": 0}):
-        answer = worker.generate(**bounds)
-        assert (answer.status_code, slug(answer)) == (409, "version-not-met")
-        assert answer.json()["active"] == {"epoch": 0, "version": 0}
-        assert answer.headers["retry-after"] == "1"
-
-
-def test_info_models_and_probes(worker: InProcess) -> None:
-    info = worker.data.get("/v1/info").json()
-    assert set(info) >= {"api", "engine", "engine_version", "model", "max_length", "capabilities"}
-    assert (info["api"], info["engine"], info["model"]) == ("v1", "hf", "tiny")
-    assert worker.data.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert worker.data.get("/health").status_code == 200
-    assert worker.data.get("/ready").status_code == 200
-    weights = worker.data.get("/v1/weights").json()
-    assert (weights["active"]["epoch"], weights["active"]["version"]) == (0, 0)
-    assert weights["active"]["root_hash"]
 
 
 METRICS = [

@@ -163,6 +163,7 @@ async def test_a_fenced_epoch_stages_nothing(worker: TinyWorker) -> None:
         await worker.begin_stage(1, 7)
     body = caught.value.problem.model_dump()
     assert (body["fence_epoch"], body["active"]) == (2, {"epoch": 0, "version": 0})
+    worker.worker.check_serving()  # the old weights go on
 
 
 # Discard, deadlines, faults.
