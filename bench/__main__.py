@@ -1,11 +1,10 @@
-"""`python -m bench [NAME…] [--quick] [--runs N] [--dtype D] [--json FILE] [--write]`."""
+"""`python -m bench [NAME…] [--quick] [--runs N] [--dtype D] [--write]`."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib
-import json
 import os
 import sys
 import time
@@ -28,24 +27,20 @@ def main(argv: Sequence[str]) -> int:
     # As the Makefile does: threads that fight for busy cores make an engine ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = Options(arguments.quick, arguments.runs, arguments.dtype)
-    measured = []
+    missed = False
     for name in arguments.name or COMMANDS:
         print(f"{name}: {_summary(name)}", flush=True)
         began, before = time.monotonic(), conditions.load()
         for result in _results(name, options):
             under = Conditions(conditions.command(result, options), before)
             took = time.monotonic() - began
-            print(f"\n{tables.text(result, under)}\n  Took {took:.0f} s.\n", flush=True)
+            print(f"\n{tables.markdown(result, under)}\nTook {took:.0f} s.\n", flush=True)
             if arguments.write:
                 section = f"{result.name} {result.part}".strip()
                 tables.write_section(section, tables.markdown(result, under))
-            measured.append((result, under))
+            missed |= any(each.verdict is Verdict.MISSED for each in result.figures)
             began, before = time.monotonic(), conditions.load()
-    if arguments.json:
-        documents = [tables.document(*each) for each in measured]
-        arguments.json.write_text(json.dumps({"results": documents}, indent=1) + "\n")
-    missed = Verdict.MISSED
-    return int(any(each.verdict is missed for result, _ in measured for each in result.figures))
+    return int(missed)
 
 
 def _results(name: str, options: Options) -> Iterable[Result]:
@@ -77,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
         default=DTYPES[0],
         help="of the 0.5B shape for vllm and sglang; many CPUs only emulate bfloat16",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--write", action="store_true", help="also update docs/benchmarks.md")
     return parser
 

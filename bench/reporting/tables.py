@@ -1,11 +1,9 @@
-"""A result as a table: for a terminal, for its section of docs/benchmarks.md, and as JSON."""
+"""A result as a table of Markdown: for a terminal, and for its section of docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import ROOT
 
@@ -18,19 +16,6 @@ LEFT = ("", "unit", "baseline", "goal")
 """Columns of words; the others hold numbers."""
 
 
-def text(result: Result, conditions: Conditions) -> str:
-    head, rows = _table(result)
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [result.title, f"  {conditions.command}", ""]
-    for row in (head, *rows):
-        cells = zip(head, row, widths, strict=True)
-        padded = [c.ljust(w) if name in LEFT else c.rjust(w) for name, c, w in cells]
-        lines.append("  " + "  ".join(padded).rstrip())
-    lines += ["", *(f"  - {note}" for note in _notes(result))]
-    lines += [f"  {sentence}" for sentence in conditions.sentences()]
-    return "\n".join(lines)
-
-
 def markdown(result: Result, conditions: Conditions) -> str:
     head, rows = _table(result)
     rules = ["---" if name in LEFT else "---:" for name in head]
@@ -40,13 +25,6 @@ def markdown(result: Result, conditions: Conditions) -> str:
     lines += ["", *(f"- {note}" for note in _notes(result)), ""]
     lines += ["\n".join(conditions.sentences()), ""]
     return "\n".join(lines)
-
-
-def document(result: Result, conditions: Conditions) -> dict[str, Any]:
-    made = dataclasses.asdict(result)
-    for each, shown in zip(result.figures, made["figures"], strict=True):
-        shown |= {"ratio": each.ratio, "verdict": each.verdict}
-    return made | {"conditions": dataclasses.asdict(conditions), "noisy": conditions.noisy}
 
 
 def _table(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

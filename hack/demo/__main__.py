@@ -118,7 +118,7 @@ def _observe(scene: Scene) -> None:
         'sum by (pod) (rollout_worker_generated_tokens_total{namespace="demo"})': 2,
     }
     with (
-        scene.stage.step("Prometheus finds the pods by itself and scrapes them"),
+        scene.stage.step("Prometheus scrapes the annotated pods"),
         monitoring.prometheus(scene.stage, scene.prometheus) as address,
     ):
         monitoring.show(scene.stage, address, queries)

@@ -1,22 +1,19 @@
-"""A real Prometheus that follows the pods of the API server, for the duration of a block.
+"""A real Prometheus that scrapes the annotated pods of a cluster, for the duration of a block.
 
-Debian builds Prometheus without its Kubernetes discovery, so it uses ours over its HTTP
-discovery protocol: the annotated pods, as the API server lists them at that moment. In a
+Debian builds Prometheus without its Kubernetes discovery, so it gets the pods that are there when it starts. In a
 cluster of your own use the chart's PodMonitors or Prometheus' own `kubernetes_sd_configs`.
 """
 
 from __future__ import annotations
 
-import http.server
 import json
 import socket
 import subprocess
 import tempfile
-import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +32,7 @@ def prometheus(stage: Stage, program: Path) -> Iterator[str]:
     """
     with (
         tempfile.TemporaryDirectory(prefix="rollout-prometheus-") as folder,
-        _discovery(stage) as targets,
-        run_prometheus(program, Path(folder), _config(targets)) as address,
+        run_prometheus(program, Path(folder), _config(scraped_pods(stage))) as address,
     ):
         yield address
 
@@ -66,44 +62,18 @@ def run_prometheus(program: Path, home: Path, settings: dict[str, Any]) -> Itera
         process.wait(timeout=15)
 
 
-def _config(targets: str) -> dict[str, Any]:
-    discovery = {"url": targets, "refresh_interval": "1s"}
+def _config(pods: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
         "scrape_configs": [
             # The operator's figures name the pool's namespace; ours must not hide it.
-            {"job_name": "rollout", "honor_labels": True, "http_sd_configs": [discovery]}
+            {"job_name": "rollout", "honor_labels": True, "static_configs": pods}
         ],
     }
 
 
-@contextmanager
-def _discovery(stage: Stage) -> Iterator[str]:
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps(scraped_pods(stage)).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            with suppress(ConnectionError):  # Prometheus may have ended
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Say nothing: the story is on stdout."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def scraped_pods(stage: Stage) -> list[dict[str, Any]]:
-    """Return the running pods with the scrape annotation, as Prometheus' HTTP discovery wants."""
+    """Return the running pods with the scrape annotation, as Prometheus wants its targets."""
     pods = json.loads(stage.run("kubectl", "get", "pods", "-A", "-o", "json"))["items"]
     out = []
     for pod in pods:

@@ -384,16 +384,38 @@ SILENT: dict[str, tuple[str, Series]] = {
 }
 
 
-@pytest.mark.parametrize(("alert", "series", "minutes", "labels"), FIRES.values(), ids=FIRES)
-def test_alert_fires(
-    alert: str, series: Series, minutes: int, labels: dict[str, str], tmp_path: Path
-) -> None:
-    firing(series, minutes, alert, labels, tmp_path)
-
-
-@pytest.mark.parametrize(("alert", "series"), SILENT.values(), ids=SILENT)
-def test_alert_does_not_fire(alert: str, series: Series, tmp_path: Path) -> None:
-    firing(series, 130, alert, None, tmp_path)
+def test_alerts_fire_and_keep_silent(tmp_path: Path) -> None:
+    """All cases in one run of promtool, which names those that fail."""
+    rules = yaml.safe_load(RULES.read_text())
+    severity = {}
+    for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        rule[
+            "annotations"
+        ] = {}  # only who fires and with which labels is of interest, not the texts
+        severity[rule["alert"]] = rule["labels"]["severity"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    silent = {name: (*case, 130, None) for name, case in SILENT.items()}
+    tests = [
+        {
+            "name": name,
+            "interval": "1m",
+            "input_series": [{"series": k, "values": v} for k, v in series.items()],
+            "alert_rule_test": [
+                {
+                    "eval_time": f"{minutes}m",
+                    "alertname": alert,
+                    "exp_alerts": []
+                    if labels is None
+                    else [{"exp_labels": {**labels, "severity": severity[alert]}}],
+                }
+            ],
+        }
+        for name, (alert, series, minutes, labels) in {**FIRES, **silent}.items()
+    ]
+    assert len(tests) == len(FIRES) + len(SILENT)
+    cases = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(cases))
+    promtool("test", "rules", tmp_path / "test.yaml")
 
 
 def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
@@ -401,43 +423,6 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     alerts = {rule["alert"] for group in groups for rule in group["rules"]}
     assert {alert for alert, *_ in FIRES.values()} == alerts
     assert {alert for alert, _ in SILENT.values()} == alerts
-
-
-def firing(
-    series: dict[str, str],
-    minutes: int,
-    alert: str,
-    labels: dict[str, str] | None,
-    folder: Path,
-) -> None:
-    """Let promtool check that an alert fires with these labels (None: does not fire)."""
-    severity = {
-        rule["alert"]: rule["labels"]["severity"]
-        for group in yaml.safe_load(RULES.read_text())["groups"]
-        for rule in group["rules"]
-    }[alert]
-    # Only who fires and with which labels is of interest, not the texts.
-    rules = yaml.safe_load(RULES.read_text())
-    for group in rules["groups"]:
-        for rule in group["rules"]:
-            rule["annotations"] = {}
-    (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
-    expected = [] if labels is None else [{"exp_labels": {**labels, "severity": severity}}]
-    test = {
-        "rule_files": ["rules.yaml"],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": k, "values": f"{v}"} for k, v in series.items()],
-                "alert_rule_test": [
-                    {"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected}
-                ],
-            }
-        ],
-    }
-    (folder / "test.yaml").write_text(yaml.safe_dump(test))
-    promtool("test", "rules", folder / "test.yaml")
 
 
 def rules_of(*settings: str) -> dict[str, dict[str, Any]]:

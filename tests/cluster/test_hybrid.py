@@ -64,15 +64,6 @@ def test_an_update_is_committed_by_the_operator(pool: Inside) -> None:
     assert pool.status()["weights"]["lastUpdate"]["phase"] == "Complete"
 
 
-def test_who_writes_into_its_slices_is_undone(pool: Inside) -> None:
-    slices = ("endpointslice", "-l", f"kubernetes.io/service-name={pool.name}")
-    pool.kubectl("delete", *slices)
-    pool.eventually("the Service leads there again", lambda: serves(pool, 0, 1))
-    name = pool.kubectl("get", *slices, "-o", "name").strip()
-    pool.kubectl("patch", name, "--type=merge", "-p", '{"endpoints": []}')
-    pool.eventually("the Service leads there again", lambda: serves(pool, 0, 1))
-
-
 def test_asleep_nobody_gets_requests(pool: Inside) -> None:
     pool.patch(state="Asleep")
     pool.eventually("all sleep", lambda: pool.status()["phase"] == "Asleep", 60)

@@ -1,28 +1,26 @@
 """A pool's life on a real cluster: made, scaled, upgraded, taken from, deleted, off a lost node.
 
 That its workers are killed, rolled and suspended is seen where a pool lives anyway, for each of those is a
-worker that starts: `test_client_life`, `test_weights_cases`, `test_weights_commits`.
+worker that starts: `test_client_life`, `test_weights_cases`, `test_weights_commits`. Names that are taken, Services that are
+changed and `reconcile-paused` need no node: `tests/api/test_operator_reconcile.py`, and `test_zz_rights`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 
 import rollout_local
 from localkube import Cluster
 from tests.support.cluster.fleets import Fleet
-from tests.support.cluster.pools import START_SECONDS, Pool, manifest, operator_pids
+from tests.support.cluster.pools import START_SECONDS, Pool, operator_pids
 from tests.support.waiting import eventually
 
 MakePool = Callable[..., Pool]
-CONFLICT = ("True", "NameConflict")
 
 
 @pytest.fixture(scope="module")
@@ -64,73 +62,6 @@ def test_a_person_sees_what_matters(life: Fleet) -> None:
     described = life.kubectl("describe", "rr", "w")
     assert "2 of 2 replicas serve" in described
     assert "Ready" in described.partition("Events:")[2]
-
-
-def test_reconcile_paused_and_kubectl_scale(life: Fleet) -> None:
-    life.annotate(reconcile_paused="true")
-    life.eventually("it says so", lambda: "reconcile-paused" in life.status()["message"])
-    life.kubectl("scale", "rr", "w", "--replicas=3")
-    time.sleep(3)
-    assert len(life.pods()) == 2
-    life.annotate(reconcile_paused=None)
-    life.eventually("it goes on", lambda: len(life.pods()) == 3, 40)
-    life.wait("Ready")
-    life.kubectl("scale", "rr", "w", "--replicas=2")
-    life.eventually("two pods are left", lambda: len(life.pods()) == 2, 40)
-    life.wait("Ready")
-    assert sorted(pod["metadata"]["name"] for pod in life.pods()) == ["w-0-0", "w-1-0"]
-    assert life.status()["replicas"] == 2
-
-
-def test_taken_names_are_reported_and_not_adopted(cluster: Cluster, pool: MakePool) -> None:
-    """A Service's and a pod's, side by side: each is tried again after ten seconds."""
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "taken"},
-        "spec": {"ports": [{"port": 1}], "selector": {"app": "strange"}},
-    }
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "squatter-0-0"},
-        "spec": {
-            "terminationGracePeriodSeconds": 0,
-            "containers": [{"name": "c", "image": "localhost/pause:1"}],
-        },
-    }
-    strangers = {"apiVersion": "v1", "kind": "List", "items": [service, pod]}
-    cluster.kubectl("-n", "pools", "apply", "-f", "-", input=json.dumps(strangers))
-    taken, squatter = pool("taken", replicas=0), pool("squatter", replicas=1)
-    taken.eventually("it is told", lambda: taken.condition("Degraded") == CONFLICT)
-    squatter.eventually("it is told", lambda: squatter.condition("Degraded") == CONFLICT)
-    assert "squatter-0-0" in squatter.status()["message"]
-    kept = taken.service()
-    assert kept["spec"]["selector"] == {"app": "strange"}
-    assert "ownerReferences" not in kept["metadata"]
-    taken.kubectl("delete", "service", "taken")
-    squatter.kubectl("delete", "pod", "squatter-0-0", "--wait=false")
-    taken.eventually("its own Service", lambda: taken.condition("Degraded")[0] == "False", 40)
-    squatter.eventually("its own pod", lambda: squatter.pods(), 40)
-
-
-def test_a_changed_service_is_mended(life: Fleet) -> None:
-    life.kubectl(
-        "patch", "service", "w", "--type=merge", "-p", '{"spec": {"selector": {"a": "b"}}}'
-    )
-
-    def mended() -> bool:
-        wanted = {"rollout.dev/pool": "w", "rollout.dev/role": "head"}
-        return bool(life.service()["spec"]["selector"] == wanted)
-
-    def answers() -> bool:
-        try:
-            return bool(life.generate())
-        except httpx.ConnectError:  # the node's rules follow the endpoints, these the selector
-            return False
-
-    life.eventually("the selector is back", mended)
-    life.eventually("and who called that Service is answered again", answers)
 
 
 @pytest.mark.soak
@@ -192,14 +123,6 @@ def test_a_lost_node_costs_a_replacement(cluster: Cluster, pool: MakePool) -> No
     finally:
         cluster.kubectl("uncordon", "node-1")
         cluster.node_add(2)
-
-
-def test_a_strange_field_is_refused_by_kubectl(cluster: Cluster) -> None:
-    body = manifest("odd", replicaz=3)
-    answer = cluster.kubectl(
-        "-n", "pools", "apply", "--dry-run=server", "-f", "-", input=json.dumps(body), check=False
-    )
-    assert "replicaz" in answer
 
 
 @pytest.fixture(scope="module")

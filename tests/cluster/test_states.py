@@ -51,14 +51,6 @@ def test_sleep_and_wake(fleet: Fleet, level: int) -> None:
     assert transition["completedAt"] >= transition["startedAt"]
 
 
-def test_falling_asleep_drains(fleet: Fleet) -> None:
-    running = [fleet.long_request(r, 250) for r in (0, 1)]
-    rest(fleet, "Asleep", drainSeconds=60)
-    outputs = [reply.result(60).body["outputs"][0] for reply in running]
-    assert [(o["stop_reason"], len(o["token_ids"])) for o in outputs] == [("length", 250)] * 2
-    awake(fleet)
-
-
 def test_falling_asleep_aborts_at_the_end_of_the_drain(fleet: Fleet) -> None:
     running = fleet.long_request(0, 2000)
     rest(fleet, "Asleep", drainSeconds=1)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from rollout_client import (
     AsyncRolloutPool,
     DirectOptions,
-    EpochLost,
     NoReplica,
     PoolClosed,
     PublishFailed,
@@ -106,52 +105,6 @@ async def test_weights_come_to_all_while_requests_run(
     assert {r.output.weights[-1].version for r in results} == {version}
 
 
-async def test_a_newer_trainer_shuts_the_former_out(
-    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
-) -> None:
-    mine = await pool.acquire()
-    before = [active(w) for w in workers]
-    async with new_pool(workers) as other:
-        assert await other.acquire() == mine + 1
-    with pytest.raises(EpochLost, match="fenced off"):
-        await pool.publish_weights(next(VERSIONS), str(tiny_models.weights(3)))
-    assert [active(w) for w in workers] == before
-
-
-async def test_weights_that_cannot_be_used_change_nothing(
-    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
-) -> None:
-    before = [active(w) for w in workers]
-    for name in ("config.json", "model.safetensors"):
-        content = (tiny_models.weights(2) / name).read_bytes()
-        (tmp_path / name).write_bytes(content[: len(content) // 2 * 2 - 4096])
-    version = next(VERSIONS)
-    with pytest.raises(PublishFailed, match=r"model\.safetensors") as error:
-        await pool.publish_weights(version, str(tmp_path))
-    assert error.value.replica is not None
-    assert [active(w) for w in workers] == before
-    # The same trainer goes on with better bytes.
-    done = await pool.publish_weights(version, str(tiny_models.weights(2)))
-    assert done.identity.version == version
-
-
-async def test_who_sleeps_has_the_weights_before_it_serves_again(
-    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
-) -> None:
-    await pool.acquire()
-    await pool.sleep()
-    assert [w.state()["lifecycle"] for w in workers] == ["Asleep"] * 2
-    waiting = asyncio.create_task(pool.generate(PROMPT, sampling={"max_tokens": 3}))
-    version = next(VERSIONS)
-    done = await pool.publish_weights(version, str(tiny_models.weights(3)))
-    assert done.replicas == 0
-    assert "2 get them before they serve again" in done.message
-    assert not waiting.done()
-    await pool.wake()
-    assert [active(w)[1] for w in workers] == [version] * 2
-    assert [s.version for s in (await waiting).output.weights] == [version]
-
-
 async def test_pause_and_generating(pool: AsyncRolloutPool, workers: list[InProcess]) -> None:
     await pool.pause()
     assert [w.state()["lifecycle"] for w in workers] == ["Paused"] * 2
@@ -193,40 +146,6 @@ async def test_a_worker_that_comes_back_gets_the_weights(
             batch = await pool.generate_many([PROMPT] * 9, sampling={"max_tokens": 2})
             assert {r.output.weights[0].version for r in batch} == {version}
             assert len({r.attempts[-1].replica for r in batch}) == 3
-
-
-async def test_a_worker_that_comes_back_falls_asleep_with_the_pool(
-    workers: list[InProcess], tiny_models: TinyModels, flags: list[str]
-) -> None:
-    model = tiny_models.model(1)
-    with ExitStack() as stack:
-        third = stack.enter_context(in_process(model, *flags, token=TOKEN))
-        async with new_pool([third]) as pool:
-            await pool.sleep()
-            await asyncio.to_thread(stack.close)
-            again = await asyncio.to_thread(
-                stack.enter_context, in_process(model, *flags, *ports(third), token=TOKEN)
-            )
-            await until(lambda: again.state()["lifecycle"] == "Asleep", 30, what="it to sleep")
-            await pool.wake()
-            assert again.ready()
-
-
-async def test_a_commit_takes_no_longer_than_the_publish_may(
-    workers: list[InProcess], tiny_models: TinyModels
-) -> None:
-    patient = DirectOptions(token=TOKEN, in_flight="Drain", drain_seconds=600)
-    async with new_pool(workers, direct=patient) as pool:
-        await pool.acquire()
-        long = {**GREEDY, "max_tokens": 500}
-        batch = asyncio.create_task(pool.generate_many([PROMPT] * 12, sampling=long))
-        await until(lambda: all(w.state()["in_flight"] for w in workers), what="requests to run")
-        done = await pool.publish_weights(next(VERSIONS), tiny_models.weights(3), seconds=1.5)
-        assert done.replicas == 2
-        results = await batch
-        # Cut off at the end of the drain, they went on with the new weights.
-        assert all(len(result.token_ids) == 500 for result in results)
-        assert {len(result.output.weights) for result in results} == {2}
 
 
 async def test_a_publish_cancelled_at_its_commit_goes_on_to_its_end(
@@ -290,10 +209,10 @@ async def test_who_wakes_the_pool_gets_all_of_it(workers: list[InProcess]) -> No
     """Replicas that refused a request while asleep are not left out until some probe comes by."""
     async with new_pool(workers) as pool:
         await pool.wait_serving(2, seconds=10)
-        for _ in range(3):
+        for _ in range(2):
             await pool.sleep()
             with pytest.raises(NoReplica):
-                await pool.generate(PROMPT, deadline_seconds=2)
+                await pool.generate(PROMPT, deadline_seconds=0.5)
             assert pool.serving() == []
             await pool.wake()
             assert len(pool.serving()) == 2

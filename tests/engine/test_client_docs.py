@@ -166,7 +166,7 @@ async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
     other.take(5)
     try:
         with pytest.raises(TurnFailed, match="gpu-2 is held by trainer-9"):
-            async with pool.turn(devices=[*DEVICES, "gpu-2"], directory=directory, seconds=20):
+            async with pool.turn(devices=[*DEVICES, "gpu-2"], directory=directory, seconds=5):
                 raise AssertionError
     finally:
         other.give()

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 
@@ -21,7 +20,6 @@ from rollout_client import (
     PoolClosed,
     RequestRefused,
     RolloutPool,
-    VersionChanged,
 )
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, InProcess, command, in_process
@@ -227,83 +225,6 @@ async def test_an_output_continues_under_new_weights_with_one_budget(
     again = workers[0].generate(token_ids=prompt, sampling={**GREEDY, "max_tokens": 20})
     rest = list(result.token_ids[break_at : break_at + 20])
     assert again.json()["outputs"][0]["token_ids"] == rest
-
-
-@pytest.mark.parametrize("policy", ["restart", "fail"])
-async def test_who_minds_other_weights_restarts_or_fails(
-    pool: AsyncRolloutPool, workers: list[InProcess], publisher: Publisher,
-    policy: Literal["restart", "fail"],
-) -> None:  # fmt: skip
-    await publisher.stage()
-    sampling = {**GREEDY, "max_tokens": 400}
-    running = asyncio.create_task(
-        pool.generate(PROMPT, sampling=sampling, on_version_change=policy)
-    )
-    await started(pool, workers)
-    await publisher.commit()
-    if policy == "restart":
-        result = await running
-        whole(result, 400)
-        assert [s.version for s in result.output.weights] == [publisher.version]
-        assert len(result.attempts) > 1
-    else:
-        with pytest.raises(VersionChanged, match="the weights changed") as error:
-            await running
-        assert error.value.kept is not None
-        assert len(error.value.kept.output.weights) == 1
-        assert error.value.kept.output.weights[0].version < publisher.version
-
-
-async def test_min_version_waits_for_a_replica_that_has_it(
-    pool: AsyncRolloutPool, workers: list[InProcess], publisher: Publisher
-) -> None:
-    wanted: dict[str, Any] = {"epoch": 1, "sampling": {"max_tokens": 2}}
-    floor = {**wanted, "min_version": publisher.version}
-    running = [asyncio.create_task(pool.generate(PROMPT, **floor)) for _ in range(6)]
-    await publisher.stage()
-    await asyncio.sleep(0.2)
-    assert not any(task.done() for task in running)
-    await publisher.commit(workers[1])
-    results = await asyncio.wait_for(asyncio.gather(*running), 20)
-    new = workers[1].url.removeprefix("http://")
-    assert {r.attempts[-1].replica for r in results} == {new}
-    assert {r.output.weights[0].version for r in results} == {publisher.version}
-    # Nothing more is asked of the one that is known to be behind.
-    assert len((await pool.generate(PROMPT, **floor)).attempts) == 1
-    await publisher.commit(workers[0])
-    with pytest.raises(RequestRefused, match="beyond the exact version"):
-        await pool.generate(PROMPT, **wanted, exact_version=publisher.version - 1)
-
-
-async def test_a_sleeper_gets_nothing_until_it_wakes(
-    pool: AsyncRolloutPool, workers: list[InProcess]
-) -> None:
-    sampling = {**GREEDY, "max_tokens": 400}
-    running = [asyncio.create_task(pool.generate(PROMPT, sampling=sampling)) for _ in range(2)]
-    await started(pool, workers)
-    await asyncio.to_thread(workers[0].post, "sleep", mode="abort")
-    first, second = await asyncio.gather(*running)
-    moved = first if len(first.attempts) > 1 else second
-    assert moved.attempts[0].cause == "sleep"
-    assert len(first.token_ids) == 400
-    assert first.token_ids == second.token_ids
-    assert [m.name for m in pool.serving()] == [workers[1].url.removeprefix("http://")]
-    await asyncio.to_thread(workers[0].post, "wake")
-    await pool.wait_serving(2, seconds=20)
-
-
-async def test_a_dead_engine_costs_no_token(
-    pool: AsyncRolloutPool, workers: list[InProcess]
-) -> None:
-    sampling = {**GREEDY, "max_tokens": 400}
-    running = [asyncio.create_task(pool.generate(PROMPT, sampling=sampling)) for _ in range(2)]
-    await started(pool, workers)
-    await asyncio.to_thread(workers[0].crash)
-    first, second = await asyncio.gather(*running)
-    assert len(first.token_ids) == 400
-    assert first.token_ids == second.token_ids
-    assert {len(first.attempts), len(second.attempts)} == {1, 2}
-    await pool.wait_serving(2, seconds=60)
 
 
 async def test_kill_minus_9_costs_no_received_token(

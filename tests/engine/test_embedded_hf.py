@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rollout_worker.embedded import HandOverFailed, ProblemError, Worker
+from rollout_worker.lifecycle import governor
 from rollout_worker.sources.checkpoint_files import write_manifest
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
@@ -65,6 +66,11 @@ def client(worker: Worker) -> Iterator[Client]:
     client = client_of(worker)
     yield client
     client.close()
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.2)
 
 
 VERSIONS = itertools.count(10, 10)
@@ -122,6 +128,7 @@ def test_what_has_gaps_is_copied_and_has_the_hash_of_its_values(
     assert client.sample(8)["token_ids"] == reference_2.greedy(PROMPT, 8)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_paused_worker_does_not_resume_with_changed_tensors(
     worker: Worker, client: Client, version: int, tiny_models: TinyModels
 ) -> None:
@@ -262,6 +269,7 @@ def test_asleep_the_worker_holds_nothing_and_wakes_with_what_is_handed_over(
     assert mine.issuperset(tensor.data_ptr() for tensor in parameters_of(worker).values())
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_turn_without_a_hand_over_does_not_wake(
     worker: Worker, client: Client, version: int, tiny_models: TinyModels
 ) -> None:

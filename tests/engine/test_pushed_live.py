@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from safetensors.torch import load_file
@@ -59,31 +58,6 @@ def tokens(worker: InProcess) -> list[int]:
     assert answer.status_code == 200, answer.text
     made: list[int] = answer.json()["outputs"][0]["token_ids"]
     return made
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_pushed_weights_make_the_tokens_that_the_same_files_make(
-    pool: AsyncRolloutPool,
-    workers: list[InProcess],
-    tiny_models: TinyModels,
-    transport: Literal["shm", "tcp"],
-) -> None:
-    folder = Path(tiny_models.weights(2))
-    await pool.publish_weights(next(VERSIONS), str(folder))
-    by_files = [tokens(each) for each in workers]
-    hashes = [each.state()["weights"]["active"]["root_hash"] for each in workers]
-    await pool.publish_weights(next(VERSIONS), str(tiny_models.weights(3)))
-    assert [tokens(each) for each in workers] != by_files
-    tensors = load_file(folder / "model.safetensors")
-    version = next(VERSIONS)
-    published = await pool.publish_weights(version, tensors=tensors, transport=transport)
-    assert [tokens(each) for each in workers] == by_files
-    for each, root_hash in zip(workers, hashes, strict=True):
-        weights = each.state()["weights"]
-        assert weights["active"]["version"] == version
-        assert weights["active"]["root_hash"] == root_hash
-        assert weights["kept"]["root_hash"] == root_hash
-    assert published.report is not None
 
 
 async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(

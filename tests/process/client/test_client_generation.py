@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from array import array
 from contextlib import ExitStack
 from functools import partial
@@ -159,15 +158,6 @@ async def test_a_token_is_sampled_again_once(
     assert result.token_ids == (5, 6, 8)
 
 
-async def test_a_spent_budget_before_the_cut_is_the_end(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [tokens([1, 2, 3, 4, 5, 6], None)]
-    result = await pool.generate(PROMPT, sampling=END)
-    assert result.output.stop_reason == "length"
-    assert len(worker.bodies) == 1
-
-
 async def test_a_stop_string_across_the_cut_is_not_missed(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -189,16 +179,6 @@ async def test_penalties_of_sampled_tokens_start_anew(
     assert worker.bodies[1]["token_ids"] == PROMPT
     assert worker.bodies[1]["sampling"]["max_tokens"] == 6
     assert result.token_ids == (3, 4)
-
-
-@pytest.mark.parametrize("reason", ["weights", "sleep", "engine", "control", "client"])
-async def test_every_abort_but_our_own_continues(
-    pool: AsyncRolloutPool, worker: ScriptedWorker, reason: str
-) -> None:
-    worker.steps = [tokens([1, 2], "aborted", abort=reason), tokens([3], "stop")]
-    result = await pool.generate(PROMPT, sampling=END)
-    assert result.token_ids == (1, 2, 3)
-    assert reason in result.attempts[0].cause or "asleep" in result.attempts[0].cause
 
 
 @pytest.mark.parametrize(
@@ -244,15 +224,6 @@ async def test_a_wrong_request_is_not_tried_again(
     assert len(worker.bodies) == 1
 
 
-async def test_a_full_queue_is_asked_again_when_it_said(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [problem(429, "queue-full", retry=1), tokens([1], "stop")]
-    began = time.monotonic()
-    await pool.generate(PROMPT)
-    assert 1.0 <= time.monotonic() - began < 5
-
-
 async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -267,15 +238,6 @@ async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     worker.ready()
     await asyncio.wait_for(running, 5)
     assert len(worker.bodies) == 2
-
-
-async def test_nobody_serves_until_the_deadline(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.ready(503)
-    worker.steps = [problem(503, "asleep")]
-    with pytest.raises(NoReplica, match="asleep"):
-        await pool.generate(PROMPT, deadline_seconds=3)
 
 
 async def test_many_silent_requests_ask_their_worker_once(worker: ScriptedWorker) -> None:

@@ -1,8 +1,7 @@
-"""Three benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
+"""Two benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,11 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("name", ["balancer", "client", "turn"])
-def test_a_benchmark_runs_quickly_and_prints_ratios(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
+@pytest.mark.parametrize("name", ["balancer", "client"])
+def test_a_benchmark_runs_quickly_and_prints_ratios(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench", name, "--quick", "--json", out],
+        [sys.executable, "-m", "bench", name, "--quick"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
@@ -29,6 +27,4 @@ def test_a_benchmark_runs_quickly_and_prints_ratios(name: str, tmp_path: Path) -
     assert f"python -m bench {name} --quick" in done.stdout
     assert re.search(r" \d[\d.]*x\b", done.stdout), "no ratio"
     assert ": met" not in done.stdout, "a verdict on fewer than five rounds"
-    [result] = json.loads(out.read_text())["results"]
-    assert any(figure["ratio"] for figure in result["figures"])
-    assert {figure["verdict"] for figure in result["figures"]} <= {None, "no verdict"}
+    assert ": MISSED" not in done.stdout

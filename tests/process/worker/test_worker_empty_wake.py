@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout_worker.engine import WeightsRejected
+from rollout_worker.lifecycle import governor
 from rollout_worker.schemas import CHECKPOINT, Lifecycle
 from tests.support.unit.tiny_engine import ABLE
-from tests.support.unit.tiny_worker import TinyWorker, made_by, refused, tiny_worker
+from tests.support.unit.tiny_worker import TinyWorker, made_by, refused
 from tests.support.waiting import until
 
 SOON: dict[str, Any] = {"deadline_seconds": 0.01}
 
 
-@pytest.fixture
-async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
-    async with tiny_worker(tmp_path) as worker:
-        yield worker
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.1)
 
 
 async def asleep(worker: TinyWorker, level: int = 2) -> None:

@@ -19,9 +19,7 @@ HUNDRED = [float(i) for i in range(1, 101)]
 
 
 def shown(*figures: Figure, under: Conditions = QUIET) -> str:
-    """Both ways to show a result; what is asserted must hold for either."""
-    result = Result("x", "X", figures)
-    return tables.text(result, under) + tables.markdown(result, under)
+    return tables.markdown(Result("x", "X", figures), under)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +90,9 @@ def test_quantiles_without_extremes_have_no_spread() -> None:
 @pytest.mark.parametrize(("before", "after"), [(2.1, 0.1), (0.1, 2.1)])
 def test_load_above_two_at_either_end_marks_a_table_as_noisy(before: float, after: float) -> None:
     busy = Conditions("python -m bench x", before, after, "2 cores", "2026-11-22")
-    for show in (tables.text, tables.markdown):
-        assert "NOISY" in show(Result("x", "X", ()), busy)
-        assert "NOISY" not in show(Result("x", "X", ()), QUIET)
-        assert f"load average {before} before and {after} after" in show(Result("x", "X", ()), busy)
-    assert tables.document(Result("x", "X", ()), busy)["noisy"] is True
+    assert "NOISY" in shown(under=busy)
+    assert "NOISY" not in shown()
+    assert f"load average {before} before and {after} after" in shown(under=busy)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +111,4 @@ def test_a_table_names_the_command_that_made_it(options: Options, command: str) 
     assert conditions.command(Result("engines", "E", ()), options) == command
     part = Result("engines", "E", (), part="hf")
     assert conditions.command(part, options) == f"ROLLOUT_ENGINES=hf {command}"
-    under = Conditions(command, 0.1, 0.1)
-    assert command in tables.text(part, under)
-    assert f"`{command}`" in tables.markdown(part, under)
-
-
-def test_json_carries_ratios_and_verdicts() -> None:
-    made = figure("f", [1.0] * 5, baseline=[2.0] * 5, goal=Goal(2))
-    document = tables.document(Result("x", "X", [made]), QUIET)
-    assert document["figures"][0]["ratio"] == 0.5
-    assert document["figures"][0]["verdict"] == "met"
-    assert document["conditions"]["command"] == "python -m bench x"
+    assert f"`{command}`" in tables.markdown(part, Conditions(command, 0.1, 0.1))

@@ -266,7 +266,7 @@ async def test_a_pool_that_does_not_fall_asleep_in_time_is_asked_back(
 ) -> None:
     played.deaf = {"Asleep"}
     with pytest.raises(SteeringFailed, match=r"not Asleep within .* the worker is Active"):
-        async with pool.turn(seconds=4):
+        async with pool.turn(seconds=1.5):
             raise AssertionError
     assert played.asked == ["Asleep", "Active"]
     assert holders(directory) == SERVING

@@ -249,7 +249,7 @@ async def test_its_pool_sleeps_while_the_command_runs(
         await until(lambda: played.worker.held, what="the worker has its devices again")
 
         played.deaf = {"Asleep"}
-        words = command("run", "--timeout", "4", "--pool", "math", "--", "true")
+        words = command("run", "--timeout", "1.5", "--pool", "math", "--", "true")
         done = await asyncio.to_thread(Ended, environment, words)
         assert done.status == 124
         assert "not Asleep within" in done.err

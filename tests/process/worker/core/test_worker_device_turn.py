@@ -15,6 +15,7 @@ from rollout_common.turn.lock_files import holders, lock_name
 from rollout_common.turn.sharing import SOCKET
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError
+from rollout_worker.lifecycle import governor
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.tiny_engine import ABLE, Gate, raising
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
@@ -344,8 +345,9 @@ async def test_an_engine_that_gives_nothing_back_is_refused(
 
 
 async def test_a_lock_directory_that_is_gone_is_told_and_waited_for(
-    worker: TinyWorker, tmp_path: Path, directory: Path
+    worker: TinyWorker, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.1)
     await worker.sleep()
     os.rename(directory, tmp_path / "away")
     with refused("engine-refused") as told:

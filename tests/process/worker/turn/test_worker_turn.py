@@ -564,7 +564,7 @@ def test_processes_killed_and_stopped_at_any_moment_never_overlap(
 
 
 def test_a_hand_over_takes_milliseconds(directory: Path, mine: Turn) -> None:
-    """The figures are `bench turn`'s; here only that nobody polls."""
+    """docs/benchmarks.md has figures; here only that nobody polls."""
     waits = []
     with trainer(directory) as other:
         for _ in range(20):
