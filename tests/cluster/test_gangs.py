@@ -140,16 +140,6 @@ def killed_while_committing(gang: Fleet) -> None:
     signal_member(gang, signal.SIGKILL)
 
 
-def test_a_gang_sleeps_and_wakes(gang: Fleet) -> None:
-    awake = gang.metric("rollout_worker_memory_resident_bytes")
-    gang.patch(state="Asleep")
-    gang.wait("Asleep", seconds=90)
-    gang.eventually("no endpoints", lambda: not gang.endpoints())
-    assert gang.metric("rollout_worker_memory_resident_bytes") < awake
-    gang.patch(state="Active")
-    gang.settled(gang.identity, replicas=1, seconds=90)
-
-
 @pytest.mark.parametrize(
     "kill",
     [

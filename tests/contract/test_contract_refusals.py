@@ -38,6 +38,8 @@ EXTREMES: list[dict[str, Any]] = [
     {"repetition_penalty": 1e-300, "allowed_token_ids": [9, 9, 10]},
     {"repetition_penalty": 1e-300, "logit_bias": {"5": 1e300, "9": -1e300}, "temperature": 0.01},
     {"repetition_penalty": 10, "logit_bias": {"5": -1e300}},
+    {"repetition_penalty": 10, "frequency_penalty": -2, "presence_penalty": -2},
+    {"allowed_token_ids": [9], "logit_bias": {"9": -1e300}},
     {"logit_bias": dict.fromkeys(map(str, range(VOCAB)), -1e300)},
     {"stop_token_ids": list(range(3, 259))},
     {"seed": 2**63 - 1, "n": 2},
