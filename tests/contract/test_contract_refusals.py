@@ -56,7 +56,12 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"token_ids": [5] * 2048}, 413, "too-long", "token_ids"),
     ({"sampling": {"max_tokens": 2041}}, 413, "too-long", "token_ids"),
     *(({"sampling": bad}, 422, "invalid-request", f"sampling.{next(iter(bad))}") for bad in VALUES),
-    ({"sampling": {"min_tokens": 5, "max_tokens": 4}}, 422, "invalid-request", "sampling"),
+    (
+        {"sampling": {"min_tokens": 5, "max_tokens": 4}},
+        422,
+        "invalid-request",
+        "sampling.min_tokens",
+    ),
     ({"sampling": {"stop_token_ids": [VOCAB]}}, 422, "unsupported", "sampling.stop_token_ids"),
     ({"sampling": {"allowed_token_ids": [VOCAB]}}, 422, "unsupported", "sampling.allowed"),
     ({"sampling": {"logit_bias": {str(VOCAB): 1}}}, 422, "unsupported", "sampling.logit_bias"),
