@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 COMMAND_SECONDS = 300.0
+LOOK_SECONDS = 0.5
+"""Between two looks: most start kubectl, and workers need the cores."""
 BOLD, DIM, GREEN, OFF = (
     ("\033[1m", "\033[2m", "\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "", "", "")
 )
@@ -135,11 +137,13 @@ class Stage:
         answer: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return answer
 
-    def until(self, what: str, look: Callable[[], T], seconds: float) -> T:
+    def until(
+        self, what: str, look: Callable[[], T], seconds: float, every: float = LOOK_SECONDS
+    ) -> T:
         """Return the first truthy answer of `look`."""
         end = time.monotonic() + seconds
         while not (answer := look()):
             if time.monotonic() > end:
                 raise DemoError(f"waited {seconds:.0f} s in vain for: {what}")
-            time.sleep(0.5)  # most looks start kubectl, and workers need the cores
+            time.sleep(every)
         return answer

@@ -1,11 +1,15 @@
 """A policy learns on the cluster: `make demo-train` with fewer steps.
 
-For `make soak`: every day test_training_tools shows the same with conversations, and more.
+The trainer of the conversations itself checks every token that it learned from (examples/grpo/check.py, whose own
+test is tests/unit/tools/test_training_check.py).
 """
 
 from __future__ import annotations
 
 import csv
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,24 +20,58 @@ from demo.stage import Stage
 from localkube import Cluster
 from localkube.home import cache
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
-STEPS = 12
-RISE = 0.3
-"""Above an untrained policy, which earns 0.1; 40 steps reach 0.99."""
+pytestmark = pytest.mark.timeout(900)
+TOOL_STEPS, CONVERSATIONS = 7, 128
+"""The pool grows after the first step and loses a worker after the fourth."""
 
 
-def test_grpo_on_a_pool_raises_the_reward(cluster: Cluster) -> None:
+def trained(
+    cluster: Cluster, task: str, steps: int
+) -> tuple[Path, list[dict[str, str]], dict[str, Any]]:
+    """Tell the story; return the folder with the results, the rows of their table and the pool at the end."""
     folder = rollout_local.make_models(cache() / "models" / train.NAMESPACE, *train.SHAPE)
     rollout_local.claims(cluster, train.NAMESPACE, folder)
     stage = Stage(cluster.environment(), train.NAMESPACE)
     try:
-        result = train.tell(Scene(stage, models=folder), train.TASKS["counting"], STEPS)
+        result = train.tell(Scene(stage, models=folder), train.TASKS[task], steps)
+        pool = stage.get("rr", train.POOL)
     finally:
         stage.kubectl("delete", "rr", train.POOL, "--ignore-not-found", "--wait=false")
     with (result / "table.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == STEPS
+        return result, list(csv.DictReader(file)), pool
+
+
+@pytest.mark.soak
+def test_grpo_on_a_pool_raises_the_reward(cluster: Cluster) -> None:
+    """Every day the next test shows the same with conversations, and more."""
+    _, rows, _ = trained(cluster, "counting", steps=12)
+    assert len(rows) == 12
+    # An untrained policy earns 0.1; 40 steps reach 0.99.
     assert float(rows[0]["reward"]) < 0.25
-    assert float(rows[-1]["reward"]) > float(rows[0]["reward"]) + RISE
+    assert float(rows[-1]["reward"]) > float(rows[0]["reward"]) + 0.3
     # The trainer itself stops when its logprobs differ; here it counts that versions did move.
     assert all(f"1.{step}" in " ".join(row["versions"] for row in rows) for step in range(1, 10))
+
+
+def test_every_token_is_right_while_the_pool_grows_and_loses_a_worker(cluster: Cluster) -> None:
+    """A policy learns to ask a calculator."""
+    result, rows, pool = trained(cluster, "tools", TOOL_STEPS)
+    report = json.loads((result / "report.json").read_text())
+    assert report["faults"] == []
+    assert report["unchecked_tokens"] == 0
+    assert report["conversations"] == TOOL_STEPS * CONVERSATIONS
+    assert report["versions"] == TOOL_STEPS + 1  # the teacher's, too
+    assert report["logprob_difference"] <= 1e-3
+    # It all did happen: several turns, updates and a death in the middle, a third worker.
+    assert report["turns"] == report["conversations"] + report["tool_calls"]
+    assert report["tool_calls"] > TOOL_STEPS * CONVERSATIONS / 4
+    assert report["of_two_versions"] > 0
+    assert report["attempts"]["broken"] > 0
+    assert {f"{train.POOL}-{n}-0" for n in range(3)} <= {
+        name.split(".")[0] for name, count in report["replicas"].items() if count
+    }
+    assert pool["spec"]["replicas"] == pool["status"]["readyReplicas"] == 3
+    assert pool["status"]["restarts"] == 1
+    # The teacher's policy guesses every other time; 7 steps reached 0.87.
+    earned = [float(row["reward"]) for row in rows]
+    assert sum(earned[-3:]) / 3 > earned[0] + 0.2
