@@ -1,4 +1,4 @@
-"""Two benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
+"""Three benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("name", ["balancer", "client"])
+@pytest.mark.parametrize("name", ["balancer", "client", "turn"])
 def test_a_benchmark_runs_quickly_and_prints_ratios(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", name, "--quick"],
