@@ -169,7 +169,7 @@ class LocalWorkers:
         """Wait until all workers serve, and report what each one does until then.
 
         Raises:
-            LocalPoolFailed: One has ended.
+            LocalPoolFailed: One has ended, or its engine did not start.
         """
         left = list(self.workers)
         while left:
@@ -211,9 +211,17 @@ class LocalWorkers:
                 self._report_change(worker, "serves")
                 return True
             self._report_change(worker, str(answer.json()["detail"]).partition(";")[0])
+            self._check_engine(worker)
         except (httpx.HTTPError, ValueError, LookupError):
             self._report_change(worker, "starts")
         return False
+
+    def _check_engine(self, worker: LocalWorker) -> None:
+        """Raise LocalPoolFailed if the engine did not start: it is tried again, but nobody has mended anything."""
+        said = {"Authorization": f"Bearer {self.token}"}
+        state = self._http.get(f"{worker.control_url}/v1/state", headers=said).json()
+        if state["last_error"]:
+            raise LocalPoolFailed(f"the engine of worker {worker.number}: {state['last_error']}")
 
     def _report_change(self, worker: LocalWorker, what: str) -> None:
         if self._said.get(worker.number) != what:

@@ -97,6 +97,12 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     plan = LocalPlan("hf", str(tmp_path), replicas=2, port=free_port(), gpus=99)
     with pytest.raises(LocalPoolFailed, match="fewer --replicas or --gpus"):
         LocalWorkers(plan, tmp_path, print).__enter__()
+    empty = LocalPlan("hf", str(tmp_path), port=free_port())
+    with (
+        LocalWorkers(empty, tmp_path, print) as workers,
+        pytest.raises(LocalPoolFailed, match="engine of worker 0: .*config.json"),
+    ):
+        workers.wait_until_ready()
     wrong = LocalPlan("hf", str(tmp_path), port=free_port(), flags=("--no-such-flag",))
     with (
         LocalWorkers(wrong, tmp_path, print) as workers,
