@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     empty = LocalPlan("hf", str(tmp_path), port=free_port())
     with (
         LocalWorkers(empty, tmp_path, print) as workers,
-        pytest.raises(LocalPoolFailed, match="engine of worker 0: .*config.json"),
+        pytest.raises(LocalPoolFailed, match=r"engine of worker 0: .*config\.json"),
     ):
         workers.wait_until_ready()
     wrong = LocalPlan("hf", str(tmp_path), port=free_port(), flags=("--no-such-flag",))
