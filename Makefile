@@ -33,6 +33,8 @@ ENV_SGLANG := $(CACHE)/env-sglang
 ENV_RAY := $(CACHE)/env-ray
 # verl is installed next to the development environment, whose torch and transformers it uses.
 ENV_VERL := $(CACHE)/env-verl
+# NIXL lies next to the development environment, too: the tests put it on the path.
+ENV_NIXL := $(CACHE)/env-nixl
 # Wheels that ship chat templates of many models; they are only read.
 ENV_TEMPLATES := $(CACHE)/env-templates
 # For `make mutants` only.
@@ -70,7 +72,7 @@ demo-hybrid: demo-prepared ## train a policy in the process that serves it, as t
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.hybrid
 
 .PHONY: prepared
-prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (faster with -j)
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed $(ENV_NIXL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (faster with -j)
 
 .PHONY: test
 test: prepared ## run every test but the soak, in three lanes (PYTEST_ARGS="-k commit")
@@ -152,6 +154,7 @@ requirements: $(UV) ## resolve the pinned requirements again
 	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
 	$(PIN) ray -o requirements/ray.txt
 	$(PIN_ANY) --no-deps requirements/verl.in -c requirements/dev.txt -c requirements/ray.txt -o requirements/verl.txt
+	$(PIN_ANY) --no-deps requirements/nixl.in -o requirements/nixl.txt
 	$(PIN_ANY) --no-deps requirements/templates.in -o requirements/templates.txt
 	$(PIN_ANY) requirements/mutmut.in -c requirements/dev.txt -o requirements/mutmut.txt
 
@@ -204,6 +207,12 @@ $(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
 	@echo "installing verl for the test of its trainer (once; 440 MB, about a minute)"
 	rm -rf $(ENV_VERL)
 	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt
+	touch $@
+
+$(ENV_NIXL)/.installed: requirements/nixl.txt $(VENV) | $(UV)
+	@echo "installing NIXL for the tests of weights (once; 240 MB, seconds)"
+	rm -rf $(ENV_NIXL)
+	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_NIXL) --python $(BIN)/python -r requirements/nixl.txt
 	touch $@
 
 $(ENV_TEMPLATES)/.installed: requirements/templates.txt $(VENV) | $(UV)

@@ -51,7 +51,7 @@ class PushedTo:
     """How pushed weights reached one replica.
 
     Attributes:
-        transport: `shm` or `tcp`.
+        transport: `shm`, `tcp` or `nixl`.
         seconds: From its ticket to the moment when it had staged them.
         error: Why it has not staged them; None: it has.
         delta: Whether at least a part came as a difference to the version before.

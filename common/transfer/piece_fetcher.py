@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable
@@ -20,12 +21,17 @@ from rollout_common.wire.root_hash import hash_leaf
 
 from .connections.frame_stream import FrameStream
 from .connections.frames import Frame, Kind, Malformed, TransferError
-from .connections.payload import Payload
+from .connections.payload import THREADED_BYTES, Payload, payload_threads
+from .connections.transfer_loop import TaskSet
 from .delta import DeltaError
 from .held_version import HeldVersion, read_end
-from .piece_server import ranges_of, read_ranges, split_digests
+from .nixl.agent_handle import NixlFailed, find_nixl
+from .nixl.piece_reading import RemoteMemory, piece_reader
+from .piece_server import NIXL, ranges_of, read_ranges, split_digests
 from .pieces import LeafHashes
 from .settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
+
+logger = logging.getLogger(__name__)
 
 FIRST_WINDOW, LAST_WINDOW = 2, 64
 """Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty: a long, fast link
@@ -92,6 +98,15 @@ class HolderLink:
     """By piece: when it was requested."""
     window: int = FIRST_WINDOW
     damaged: set[int] = field(default_factory=set)
+    memory: RemoteMemory | None = None
+    """Registered memory of the holder, from which NIXL reads."""
+    to_read: set[int] = field(default_factory=set)
+    """Requested pieces whose answer says that they can be read there."""
+    reading: set[int] = field(default_factory=set)
+    """Pieces that are being read."""
+    reads: TaskSet = field(default_factory=TaskSet)
+    failure: Exception | None = None
+    """Why a read ends the link."""
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -160,13 +175,18 @@ class PieceFetcher:
         try:
             while link.is_origin or not self.is_whole:
                 await self._take_frame(link, await link.stream.receive(), on_frame)
-        except TransferError:
+        except TransferError as error:
+            if link.failure is not None:
+                raise link.failure from error
             if link.is_origin or not self.is_whole:
                 raise
         finally:
             asking.cancel()
             await asyncio.wait([asking])
             self._forget(link)
+            if link.memory is not None:
+                piece_reader().drop_remote(link.memory)
+            await link.reads.end_tasks()
 
     def _forget(self, link: HolderLink) -> None:
         """Make other links request what this holder was asked for."""
@@ -184,6 +204,10 @@ class PieceFetcher:
         match frame.kind:
             case Kind.HAVE:
                 self._take_news(link, frame)
+            case Kind.MEMORY if link.memory is None:
+                link.memory = RemoteMemory.from_frame(frame)
+                if find_nixl() is None:
+                    link.memory.broken = "NIXL is not installed"
             case Kind.PIECE:
                 await self._take_piece(link, frame)
             case Kind.DELTA:
@@ -216,7 +240,7 @@ class PieceFetcher:
     def _due(self, link: HolderLink, frame: Frame) -> int:
         """Return the number of the piece that a frame brings; refuse one that was not requested."""
         piece = frame.integer("piece", 0, max(self._count - 1, 0))
-        if piece not in link.requested:
+        if piece not in link.requested or piece in link.reading:
             raise Malformed(f"piece {piece} came, which was not asked for")
         return piece
 
@@ -224,6 +248,8 @@ class PieceFetcher:
         """Note that a piece was answered."""
         self._seconds.append(self._clock() - link.requested.pop(piece))
         self._in_flight[piece] -= 1
+        link.to_read.discard(piece)
+        link.reading.discard(piece)
         if not link.requested:
             link.window = min(2 * link.window, LAST_WINDOW)
         link.wakes.set()
@@ -231,6 +257,8 @@ class PieceFetcher:
     async def _take_piece(self, link: HolderLink, frame: Frame) -> None:
         piece = self._due(link, frame)
         begin, end = self._held.pieces.span(piece)
+        if piece in link.to_read and not frame.payload:
+            return self._start_reading(link, piece, frame)
         if frame.payload != end - begin:
             raise Malformed(f"piece {piece} came with {frame.payload} bytes, not {end - begin}")
         digests = split_digests(frame, len(self._held.pieces.leaves_of(piece)))
@@ -267,6 +295,45 @@ class PieceFetcher:
         """Drop an answer that is still being read to the place of a piece."""
         if (writing := self._writers.pop(piece, None)) is not None:
             writing.revoke()
+
+    def _start_reading(self, link: HolderLink, piece: int, frame: Frame) -> None:
+        """Read a piece from the holder's memory, where it is now."""
+        link.reading.add(piece)
+        digests = split_digests(frame, len(self._held.pieces.leaves_of(piece)))
+        link.reads.start_task(self._read_piece(link, piece, digests))
+
+    async def _read_piece(self, link: HolderLink, piece: int, digests: bytes) -> None:
+        assert link.memory is not None, "it was requested so"
+        begin, end = self._held.pieces.span(piece)
+        try:
+            async with piece_reader().read_piece(link.memory, begin, end - begin) as place:
+                found = await self._hash_place(piece, place)
+                self._settle(link, piece)
+                if not self._wanted[piece]:
+                    return
+                if found != digests:
+                    return self._note_damage(link, piece)
+                self._end_writing(piece)
+                self._store.commit_run(begin, place, in_place=False)
+            self._note_piece(piece, digests)
+        except NixlFailed as error:
+            logger.warning(
+                "weights of %s come over TCP, since NIXL can't read them: %s", link.name, error
+            )
+            self._settle(link, piece)
+            self._ask_again(link, piece)
+        except Exception as error:  # noqa: BLE001  # it ends the link, as one of a payload does
+            link.failure = link.failure or error
+            link.stream.interrupt()
+
+    async def _hash_place(self, piece: int, place: memoryview) -> bytes:
+        """Hash a piece, in a thread if it is large."""
+        if len(place) < THREADED_BYTES:
+            return self._held.pieces.hash_leaves(piece, place)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            payload_threads(), self._held.pieces.hash_leaves, piece, place
+        )
 
     async def _take_delta(self, link: HolderLink, frame: Frame) -> None:
         piece = self._due(link, frame)
@@ -344,7 +411,10 @@ class PieceFetcher:
                 continue
             link.requested.update(dict.fromkeys(chosen, self._clock()))
             self._in_flight.update(chosen)
-            await link.stream.send(Kind.GET, {"ranges": ranges_of(chosen)})
+            reads = link.memory is not None and link.memory.broken is None
+            link.to_read.update(chosen if reads else ())
+            by = {"by": NIXL} if reads else {}
+            await link.stream.send(Kind.GET, {"ranges": ranges_of(chosen), **by})
 
     def _choose_pieces(self, link: HolderLink) -> list[int]:
         """Return the pieces to request from this holder now."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rollout_common.wire.root_hash import DIGEST_BYTES, hash_leaf
@@ -18,6 +18,9 @@ from .connections.rate_limit import RateLimit
 from .connections.transfer_loop import running_tasks, wait_for_first, waking
 from .held_version import HeldVersion
 from .settings import ANNOUNCE_SECONDS, ANNOUNCE_SECONDS_EACH
+
+NIXL = "nixl"
+"""`GET.by` of a fetcher that reads the pieces itself: each `PIECE` then comes without its bytes."""
 
 MAX_REQUESTED = 65536
 """Most pieces that one fetcher may have requested and not received yet."""
@@ -76,6 +79,7 @@ class PieceServer:
         pace: The rate limit of all connections of this process; None: no limit.
         delta_of: Returns the delta of a piece; None: this end has no deltas from the fetcher's base.
         on_frame: Takes frames other than requests; None: none come.
+        registered: How the fetcher reads the memory of the version by NIXL; None: it can't.
     """
 
     def __init__(
@@ -85,10 +89,14 @@ class PieceServer:
         pace: RateLimit | None = None,
         delta_of: DeltaOf | None = None,
         on_frame: OnFrame | None = None,
+        registered: Mapping[str, Any] | None = None,
     ) -> None:
         self._stream, self._held, self._pace = stream, held, pace
         self._delta_of, self._on_frame = delta_of, on_frame
+        self._registered = registered
         self._requested: deque[int] = deque()
+        self._reads: set[int] = set()
+        """Requested pieces that the fetcher reads itself."""
         self._has_requests, self._has_news = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
@@ -97,6 +105,8 @@ class PieceServer:
         Raises:
             TransferError: The connection broke, or the version has failed.
         """
+        if self._registered is not None:
+            await self._stream.send(Kind.MEMORY, self._registered)
         end = self._held.subscribe(waking(self._has_news))
         try:
             async with running_tasks(
@@ -112,10 +122,14 @@ class PieceServer:
         while True:
             frame = await self._stream.receive()
             if frame.kind is Kind.GET:
+                reads = "by" in frame.head
+                if reads and (self._registered is None or frame.text("by") != NIXL):
+                    raise Malformed("GET.by names no way to read this memory")
                 for begin, end in read_ranges(frame, count):
                     if len(self._requested) + end - begin > MAX_REQUESTED:
                         raise Malformed(f"more than {MAX_REQUESTED} pieces were asked for at once")
                     self._requested.extend(range(begin, end))
+                    self._reads.update(range(begin, end) if reads else ())
                 self._has_requests.set()
             elif self._on_frame is None:
                 check_kind(frame, Kind.GET)
@@ -160,6 +174,12 @@ class PieceServer:
             await self._wait_for_pace(len(delta))
             head["hash"] = hash_leaf(delta).hex()
             return await self._stream.send(Kind.DELTA, head, delta)
+        if piece in self._reads:
+            self._reads.discard(piece)
+            nbytes = held.pieces.nbytes_of(piece)
+            await self._wait_for_pace(nbytes)
+            self._stream.bytes_sent += nbytes
+            return await self._stream.send(Kind.PIECE, head)
         try:
             content = held.read_bytes(*held.pieces.span(piece))
         except ValueError as error:  # the memory was freed

@@ -39,3 +39,15 @@ microseconds, and slow ones must not occupy the threads."""
 
 TURN_SECONDS = 0.25
 """How long a thread works on one payload: more payloads than threads may be on their way over slow links."""
+
+NIXL_START_SECONDS = 60.0
+"""How long a process with NIXL may take to start: it looks for network devices, on a machine that may be busy."""
+
+READ_LOOK_SECONDS = 0.0001
+"""How often that process looks at what it reads: a tenth of what a piece takes over TCP."""
+
+SERVE_LOOK_SECONDS = 0.001
+"""How often it looks whether others read from it: over TCP it sends the bytes itself. It takes 3 % of a processor."""
+
+UNMAP_SECONDS = 60.0
+"""How long addresses of memory that was served stay mapped, to zeros: well above the silence after which a fetcher is dropped."""

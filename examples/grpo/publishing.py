@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEPT_FOLDERS = 3
 BY_FILES_EVERY = 4
-Way = Literal["files", "auto", "shm", "tcp"]
+Way = Literal["files", "auto", "shm", "tcp", "nixl"]
 PHASES = ("plan", "copy", "transfer", "stage", "commit")
 
 
@@ -161,10 +161,10 @@ def with_transport(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what says how weights get to the workers."""
     parser.add_argument(
         "--transport",
-        choices=("auto", "shm", "tcp", "files"),
+        choices=("auto", "shm", "tcp", "nixl", "files"),
         default="auto",
-        help="how weights are published: straight into the workers' memory (over shared memory or"
-        " TCP), or as files of the shared volume",
+        help="how weights are published: straight into the workers' memory (over shared memory, TCP"
+        " or NIXL), or as files of the shared volume",
     )
     parser.add_argument(
         "--compare",

@@ -15,12 +15,19 @@ from rollout_client import AsyncRolloutPool, DirectOptions
 from tests.support.engine import delta_rank
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.unit.nixl_library import nixl_installed
 from tests.support.unit.ranks import ranks
 from tests.support.waiting import until
 
 TOKEN = "secret-of-the-tests"
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
 VERSIONS = itertools.count(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nixl() -> Iterator[None]:
+    with nixl_installed():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +67,15 @@ def tokens(worker: InProcess) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
-    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
+    pool: AsyncRolloutPool,
+    workers: list[InProcess],
+    tiny_models: TinyModels,
+    transport: Literal["tcp", "nixl"],
 ) -> None:
     tensors = load_file(Path(tiny_models.weights(2)) / "model.safetensors")
-    first = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+    first = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport=transport)
     assert first.report is not None
     assert first.report.deltas == 0
     assert first.report.bytes_sent == first.report.bytes
@@ -72,20 +83,20 @@ async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
     for step in range(3):
         for tensor in tensors.values():
             tensor.view(-1)[step :: 500 + step] *= -1
-        published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+        published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport=transport)
         report = published.report
         assert report is not None
         assert (report.deltas, report.bytes) == (2, first.report.bytes)
         assert 0 < report.bytes_sent < report.bytes / 10
         made = [tokens(each) for each in workers]
         whole = await pool.publish_weights(
-            next(VERSIONS), tensors=tensors, transport="tcp", base=None
+            next(VERSIONS), tensors=tensors, transport=transport, base=None
         )
         assert whole.report is not None
         assert (whole.report.deltas, whole.root_hash) == (0, published.root_hash)
         assert [tokens(each) for each in workers] == made, "as the whole bytes make them"
         # Of a publish with base=None nothing is kept: the next one is whole, and a base again.
-        again = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
+        again = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport=transport)
         assert again.report is not None
         assert again.report.deltas == 0
     assert made != before

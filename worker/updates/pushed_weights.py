@@ -86,7 +86,13 @@ class PushedWeights:
         # A delta is applied in place, which a page that can't be had later would end.
         # Nor does any process map what a gang receives: all nodes copy it.
         private = not info.by_path or self._runtime.gang is not None
-        room = partial(self._allocate_memory, hollow=basis is None, private=private)
+
+        def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+            by_nixl = incoming.by_nixl  # its process maps what others read from here
+            return self._allocate_memory(
+                nbytes, hollow=basis is None, private=private and not by_nixl, by_nixl=by_nixl
+            )
+
         incoming = IncomingVersion(identity, pushed, check, room, basis)
         if pushed.peers:
             fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
@@ -170,7 +176,7 @@ class PushedWeights:
         )
 
     def _allocate_memory(
-        self, nbytes: int, *, hollow: bool, private: bool
+        self, nbytes: int, *, hollow: bool, private: bool, by_nixl: bool
     ) -> tuple[Memory, Callable[[], None]]:
         """Allocate memory for pushed bytes, as `Memory` does; free what is kept if memory is short.
 
@@ -180,6 +186,9 @@ class PushedWeights:
         """
         size = max(nbytes, 1)
         used = self.spare.take_memory(size)
+        if used is not None and used.slot.private and by_nixl:
+            used.slot.close()
+            used = None
         try:
             give_back = self._charge_memory(nbytes, 0 if used is None else size)
         except EngineError:
@@ -190,6 +199,7 @@ class PushedWeights:
             memory = Memory(
                 size, used=used, recycle=self._recycle_memory, hollow=hollow, private=private
             )
+            memory.by_nixl = by_nixl
             return memory, give_back
         except BaseException:
             give_back()

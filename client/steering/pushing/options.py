@@ -11,8 +11,10 @@ from pathlib import PurePath
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from rollout_client.errors import PublishFailed
 from rollout_client.option_names import check_option_names
 from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
+from rollout_common.transfer.nixl.agent_handle import NIXL_FIX, find_nixl
 
 from .ranks.rank_listener import ANYHOW, ListenAddress
 from .routes import TRANSPORTS, Transport
@@ -28,7 +30,8 @@ class PushOptions(TypedDict, total=False):
 
     Attributes:
         transport: `auto` (default): shared memory to replicas of this machine whose socket this process
-            sees, TCP to all others. `shm` or `tcp`: that way alone.
+            sees, TCP to all others. `shm` or `tcp`: that way alone. `nixl`: over TCP, but replicas read the bytes
+            by NIXL, with RDMA where there is any.
         rate: Most bytes a second that go out over TCP, to all replicas together; None: no limit.
         spool: Folder to write the version to as well, as `save_and_publish` does, before it is
             committed. It is then the pool's durable source for replicas that join when no other has the bytes any more.
@@ -90,6 +93,7 @@ class PushPlan:
         Raises:
             TypeError: A path is given, too, an option needs a folder or ranks that are missing, or an option
                 does not exist.
+            PublishFailed: NIXL is wanted, but not installed.
             ValueError: A transport, base, host or port is not valid, or the rate is too small to send anything.
         """
         if path is not ...:
@@ -98,6 +102,8 @@ class PushPlan:
         transport = options.get("transport", "auto")
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
+        if transport == "nixl" and find_nixl() is None:
+            raise PublishFailed(f"this trainer has no NIXL: {NIXL_FIX}")
         rate = options.get("rate")
         if rate is not None and not rate > 0:
             raise ValueError(f"rate must be more than 0 bytes a second, not {rate!r}")

@@ -263,7 +263,7 @@ class Push:
     @property
     def keeps(self) -> bool:
         """Whether a replica may get the next version as deltas from this one."""
-        return self._delta and any(route.kind == "tcp" for route in self._routes)
+        return self._delta and any(route.kind != "shm" for route in self._routes)
 
     def stop(self) -> None:
         """Stop sending, and drop the tensors that still come."""

@@ -11,8 +11,9 @@ from rollout_common.transfer.connections.frames import fetch_ticket
 from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.wire import Transfer
 
-Transport = Literal["auto", "shm", "tcp"]
-TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "tcp")
+Transport = Literal["auto", "shm", "tcp", "nixl"]
+TRANSPORTS: tuple[Transport, ...] = ("auto", "shm", "tcp", "nixl")
+RouteKind = Literal["shm", "tcp", "nixl"]
 
 MAX_HOLDERS = 32
 """Most other replicas that one fetches from: in a larger group, the pieces of the others come through these."""
@@ -40,15 +41,15 @@ class Route:
     """One connection of the trainer, and the other holders of its replica.
 
     Attributes:
-        kind: Shared memory or TCP.
+        kind: Shared memory or TCP; `nixl` is TCP, but the replica reads the bytes itself.
         receiver: The replica.
-        share: Over TCP: the number of its share of the trainer's pieces, and how many shares there are.
-        holders: Over TCP: the other replicas that it fetches from, as `LAYOUT` names them.
+        share: Not by shared memory: the number of its share of the trainer's pieces, and how many shares there are.
+        holders: Not by shared memory: the other replicas that it fetches from, as `LAYOUT` names them.
         is_lead: Whether the sender has everything, or knows who has, and says how the publish goes; else it only serves
             the part of the version that its node has.
     """
 
-    kind: Literal["shm", "tcp"]
+    kind: RouteKind
     receiver: Receiver
     share: tuple[int, int] = (0, 1)
     holders: tuple[Mapping[str, object], ...] = ()
@@ -57,7 +58,7 @@ class Route:
     @property
     def based(self) -> bool:
         """Whether deltas from the previous version may be sent on this route."""
-        return self.kind == "tcp" and self.receiver.based
+        return self.kind != "shm" and self.receiver.based
 
 
 def routes_for(
@@ -72,6 +73,7 @@ def routes_for(
     Args:
         receivers: All replicas that wait for the bytes.
         transport: `auto`: shared memory where the replica's socket is on this machine, TCP to all others.
+            `nixl`: TCP to all, and NIXL for the bytes.
         sources: How many nodes of the trainer serve, by their parts: half of it on one is two.
         node: Returns the id of a socket's path here, to compare with the replica's `Transfer.node`.
 
@@ -80,7 +82,7 @@ def routes_for(
     """
     local, remote = [], []
     for each in receivers:
-        if transport != "tcp" and _is_here(each.transfer, node):
+        if transport in ("auto", "shm") and _is_here(each.transfer, node):
             local.append(each)
         elif transport == "shm":
             raise PublishFailed(_why_not_here(each.transfer), replica=each.name)
@@ -92,12 +94,13 @@ def routes_for(
             )
         else:
             remote.append(each)
+    kind: RouteKind = "nixl" if transport == "nixl" else "tcp"
     # A replica without the base sends whole pieces only, so replicas with and without it are two groups.
     based, whole = ([each for each in remote if each.based is of] for of in (True, False))
     return (
         *(Route("shm", each) for each in local),
-        *_share_among(based, sources),
-        *_share_among(whole, sources),
+        *_share_among(based, sources, kind),
+        *_share_among(whole, sources, kind),
     )
 
 
@@ -111,12 +114,12 @@ def count_shares(replicas: int, sources: float) -> int:
     return next(count for count in range(wanted, replicas + 1) if not replicas % count)
 
 
-def _share_among(group: Sequence[Receiver], sources: float) -> Iterator[Route]:
+def _share_among(group: Sequence[Receiver], sources: float, kind: RouteKind) -> Iterator[Route]:
     """Yield routes by which each of a group fetches a share from the trainer, and the rest from the others."""
     count = count_shares(len(group), sources) if group else 0
     for index, each in enumerate(group):
         holders = tuple(_holder(group[other]) for other in _neighbours(index, len(group)))
-        yield Route("tcp", each, (index % count, count), holders)
+        yield Route(kind, each, (index % count, count), holders)
 
 
 def _neighbours(index: int, count: int) -> list[int]:

@@ -7,6 +7,7 @@ replica fetches pieces, from here and from the other replicas that `LAYOUT` name
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -35,7 +36,8 @@ from rollout_common.transfer.connections.transfer_loop import (
     waking,
 )
 from rollout_common.transfer.memory.arena import ArenaError
-from rollout_common.transfer.piece_server import PieceServer
+from rollout_common.transfer.nixl.memory_serving import memory_server
+from rollout_common.transfer.piece_server import NIXL, DeltaOf, OnFrame, PieceServer
 from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
 
 from .push_deltas import Deltas
@@ -202,7 +204,7 @@ class Sender:
             await stream.send(Kind.HELLO, {**hello, "name": "another node of the trainer"})
             await stream.expect(Kind.READY)
             self._has_served = True
-            return await PieceServer(stream, filling.held, self._link.pace, find).run()
+            return await self._serve_pieces(stream, find)
         about: dict[str, Any] = {
             "name": receiver.name,
             "share": self._route.share,
@@ -210,13 +212,26 @@ class Sender:
         }
         if self._deltas is not None:
             about["base"] = self._deltas.base
+        if self._route.kind == "nixl":
+            about["by"] = NIXL
         about["layout"] = filling.layout.to_json()
         await stream.send(Kind.HELLO, hello)
         await stream.send(Kind.LAYOUT, about)
         await stream.expect(Kind.READY)
         if self._route.kind == "shm":
             return await self._share_memory(stream)
-        return await PieceServer(stream, filling.held, self._link.pace, find, self._hear).run()
+        return await self._serve_pieces(stream, find, self._hear)
+
+    async def _serve_pieces(
+        self, stream: FrameStream, find: DeltaOf | None, on_frame: OnFrame | None = None
+    ) -> None:
+        held, slot = self._filling.held, self._filling.slot
+        async with contextlib.AsyncExitStack() as stack:
+            registered = None
+            if self._route.kind == "nixl":
+                serving = memory_server().serve_memory(slot.handle, slot.size)
+                registered = await stack.enter_async_context(serving)
+            await PieceServer(stream, held, self._link.pace, find, on_frame, registered).run()
 
     async def _share_memory(self, stream: FrameStream) -> None:
         """Send the memory, report how far it is filled, and wait until the replica returns it."""

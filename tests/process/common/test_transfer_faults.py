@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +26,18 @@ import pytest
 from rollout_common.transfer.connections.dialing import dial_stream
 from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.held_version import HeldVersion
+from rollout_common.transfer.nixl import piece_reading
+from rollout_common.transfer.nixl.piece_reading import piece_reader
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.wire.root_hash import LEAF_BYTES
 from tests.support.unit import holder_process
 from tests.support.unit.memory_versions import PlainMemory
+from tests.support.unit.nixl_library import end_processes, nixl_installed
+from tests.support.waiting import until
 
 FAULTS = ("killed", "stopped", "cut", "flips")
+OF_NIXL = (*FAULTS, "killed nixl", "stopped nixl")
+"""The last two happen to the process from which NIXL reads, and its holder goes on."""
 LAYOUT = holder_process.make_layout()
 CONTENT = holder_process.make_content(LAYOUT)
 PATTERN = b"\xa5"
@@ -41,10 +49,12 @@ LATE_SECONDS = 0.02
 class Found:
     """What many faults did."""
 
-    noticed: dict[str, list[float]] = field(default_factory=lambda: {each: [] for each in FAULTS})
+    noticed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds from the fault until the link ended."""
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {each: [] for each in FAULTS})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds until the version was whole."""
+    read: int = 0
+    """Links of which NIXL read to the end."""
 
 
 class Nursery:
@@ -53,21 +63,28 @@ class Nursery:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def start(self, *, flips: bool = False) -> tuple[int, int]:
+    def start(self, *, flips: bool = False, nixl: bool = False) -> tuple[int, int]:
         """Return a new holder's process id and port."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"flips": flips}) + "\n")
+        self._process.stdin.write(json.dumps({"flips": flips, "nixl": nixl}) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         return answer["pid"], answer["port"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nixl() -> Iterator[None]:
+    with nixl_installed():
+        yield
+
+
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def nursery(nixl: None) -> Iterator[Nursery]:
     process = subprocess.Popen(
         [sys.executable, "-m", holder_process.__name__],
         cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -112,6 +129,10 @@ async def fetch_with(
             os.kill(bad[0], signal.SIGSTOP)
         case "cut":
             links[1].stream.interrupt()
+        case "killed nixl" | "stopped nixl":
+            ending = signal.SIGKILL if fault == "killed nixl" else signal.SIGSTOP
+            for pid in children_of(bad[0]):
+                os.kill(pid, ending)
     async with asyncio.timeout(10):
         await tasks[0]
     assert fetcher.is_whole, fault
@@ -119,18 +140,34 @@ async def fetch_with(
     found.seconds[fault].append(time.monotonic() - began)
     await asyncio.wait(tasks)
     found.noticed[fault].append(ended[0] - at)
+    found.read += sum(link.memory is not None and link.memory.broken is None for link in links)
     for link in links:
         await link.stream.close()
-    await reuse(slot, bad[0] if fault == "stopped" else None)
+    await reuse(slot, bad[0] if fault.startswith("stopped") else None)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that this one has started."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in lists for child in each.read_text().split()]
 
 
 async def reuse(slot: PlainMemory, stopped: int | None) -> None:
-    """Fill the memory with something else, and see that it stays there whatever a stopped holder does then."""
-    slot.memory[:] = PATTERN * LAYOUT.nbytes
+    """Fill all memory that may be used again with something else, and see that it stays there whatever a stopped holder does then."""
+    ring = piece_reader()._ring
+    parts = [] if ring is None else list(ring._free._queue)  # type: ignore[attr-defined]
+    places = [
+        slot.memory,
+        *(memoryview(ring._memory)[p * LEAF_BYTES :][:LEAF_BYTES] for p in parts if ring),
+    ]
+    for place in places:
+        place[:] = PATTERN * len(place)
     if stopped is not None:
-        os.kill(stopped, signal.SIGCONT)
+        for pid in (stopped, *children_of(stopped)):
+            os.kill(pid, signal.SIGCONT)
     await asyncio.sleep(LATE_SECONDS)
-    assert slot.memory == PATTERN * LAYOUT.nbytes, "bytes came late"
+    for place in places:
+        assert place == PATTERN * len(place), "bytes came late"
 
 
 def expected_content(slot: PlainMemory) -> bytes:
@@ -141,17 +178,19 @@ def expected_content(slot: PlainMemory) -> bytes:
     return bytes(expected)
 
 
-def run_faults(nursery: Nursery, count: int, seed: int) -> Found:
+def run_faults(nursery: Nursery, count: int, seed: int, *, nixl: bool = False) -> Found:
     found, slot, chance = Found(), PlainMemory(LAYOUT.nbytes), random.Random(seed)
-    _, sound = nursery.start()
+    _, sound = nursery.start(nixl=nixl)
     bad: dict[str, tuple[int, int]] = {}
+    faults = OF_NIXL if nixl else FAULTS
 
     async def run_all() -> None:
         for number in range(count):
-            fault = FAULTS[number % len(FAULTS)]
+            fault = faults[number % len(faults)]
             if fault == "killed" or fault not in bad:
-                bad[fault] = nursery.start(flips=fault == "flips")
+                bad[fault] = nursery.start(flips=fault == "flips", nixl=nixl)
             await fetch_with(fault, sound, bad[fault], slot, found, chance)
+        await end_processes()
 
     asyncio.run(run_all())
     for pid, _ in bad.values():
@@ -162,8 +201,8 @@ def run_faults(nursery: Nursery, count: int, seed: int) -> Found:
 
 def check(found: Found, killed_seconds: float) -> None:
     """Print what was found; a killed holder must be noticed within these seconds, the median of all of them."""
-    for fault in FAULTS:
-        noticed, seconds = found.noticed[fault], found.seconds[fault]
+    for fault, seconds in found.seconds.items():
+        noticed = found.noticed[fault]
         sys.stdout.write(
             f"{fault}: {len(seconds)} times; whole after {statistics.median(seconds):.3f} s, at most {max(seconds):.3f};"
             f" noticed after {statistics.median(noticed):.3f} s\n"
@@ -180,3 +219,53 @@ def test_nothing_is_wrong_or_late_whatever_a_holder_does(nursery: Nursery) -> No
 @pytest.mark.soak
 def test_nothing_is_wrong_or_late_a_thousand_times(nursery: Nursery) -> None:
     check(run_faults(nursery, 1000, seed=random.randrange(1 << 32)), killed_seconds=0.1)
+
+
+def test_a_holder_whose_nixl_is_stopped_gives_its_bytes_over_tcp(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the process that reads is killed, whatever is written to its memory later."""
+    monkeypatch.setattr(piece_reading, "HOP_SECONDS", 0.5)
+    pid, port = nursery.start(nixl=True)
+
+    async def fetch() -> None:
+        slot = PlainMemory(LAYOUT.nbytes)
+        for stops in (False, True, False):
+            link = HolderLink("it", await dial_stream("127.0.0.1", port, 5, silence=5.0))
+            slot.memory[:] = PATTERN * LAYOUT.nbytes
+            fetcher = PieceFetcher(HeldVersion(LAYOUT, slot.read_bytes), slot)
+            fetching = asyncio.create_task(fetcher.fetch_from(link))
+            await until(lambda: link.reading, what="NIXL to read")  # noqa: B023
+            process = piece_reader().process
+            for nixl in children_of(pid) if stops else []:
+                os.kill(nixl, signal.SIGSTOP)
+            async with asyncio.timeout(20):
+                await fetching
+            for nixl in children_of(pid):
+                os.kill(nixl, signal.SIGCONT)
+            assert slot.memory == expected_content(slot)
+            await link.stream.close()
+            assert link.memory is not None
+            if stops:
+                assert link.memory.broken == "nothing came for 0.5 s"
+                assert process is not None
+                assert process.ended is not None
+        await end_processes()
+
+    asyncio.run(fetch())
+
+
+def check_nixl(found: Found) -> None:
+    check(found, killed_seconds=5.0)
+    assert found.read > len(found.seconds), "NIXL has read"
+
+
+def test_nothing_is_wrong_or_late_whatever_happens_to_a_holder_that_nixl_reads_from(
+    nursery: Nursery,
+) -> None:
+    check_nixl(run_faults(nursery, 24, seed=20261126, nixl=True))
+
+
+@pytest.mark.soak
+def test_nothing_is_wrong_or_late_a_thousand_times_with_nixl(nursery: Nursery) -> None:
+    check_nixl(run_faults(nursery, 1000, seed=random.randrange(1 << 32), nixl=True))

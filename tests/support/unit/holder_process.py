@@ -2,13 +2,14 @@
 
     python -m tests.support.unit.holder_process
 
-Takes a line of JSON from stdin for each holder, `{"flips": whether it damages pieces}`, forks it, and writes `{"pid": …, "port": …}`. Its
-holders go with it.
+Takes a line of JSON from stdin for each holder, `{"flips": whether it damages pieces, "nixl": whether NIXL may read them}`, forks it, and
+writes `{"pid": …, "port": …}`. Its holders go with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -16,12 +17,17 @@ import random
 import signal
 import socket
 import sys
+import threading
+import time
+from typing import Any
 
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import hold_everything
 
@@ -40,26 +46,49 @@ def make_content(layout: PushLayout) -> bytes:
     return random.Random(1).randbytes(layout.nbytes)
 
 
-async def serve(sock: socket.socket, held: HeldVersion) -> None:
-    """Serve to one fetcher after the other."""
+async def serve(sock: socket.socket, held: HeldVersion, slot: Slot | None) -> None:
+    """Serve to one fetcher after the other; `slot`: the memory that NIXL reads."""
     sock.setblocking(False)
     while True:
         connected, _ = await asyncio.get_running_loop().sock_accept(sock)
         stream = FrameStream(connected)
         stream.start_pinging()
         try:
-            await PieceServer(stream, held, RateLimit(RATE)).run()
+            async with contextlib.AsyncExitStack() as stack:
+                registered = None
+                if slot is not None:
+                    serving = memory_server().serve_memory(slot.handle, slot.size)
+                    registered = await stack.enter_async_context(serving)
+                await PieceServer(stream, held, RateLimit(RATE), registered=registered).run()
         except TransferError:
             pass
         finally:
             await stream.close()
 
 
+def damage_memory(memory: memoryview, chance: random.Random) -> None:
+    """Flip a bit in some places for a moment, again and again."""
+    while True:
+        places = [chance.randrange(len(memory)) for _ in range(3)]
+        for flip in range(2):
+            for place in places:
+                memory[place] ^= 1
+            time.sleep(0.002 if flip else 0.004)
+
+
 def be_holder(order: dict[str, bool]) -> None:
-    layout = make_layout()
-    content, chance = bytearray(make_content(layout)), random.Random(os.getpid())
-    held = hold_everything(layout, memoryview(content))
-    if order["flips"]:
+    layout, slot = make_layout(), None
+    chance = random.Random(os.getpid())
+    content: Any = bytearray(make_content(layout))
+    held = hold_everything(layout, memoryview(bytes(content)))
+    if order["nixl"]:
+        slot = Slot(layout.nbytes)
+        with slot.bytes(0, layout.nbytes) as memory:
+            memory[:] = content
+        if order["flips"]:
+            memory = slot.bytes(0, layout.nbytes)
+            threading.Thread(target=damage_memory, args=(memory, chance), daemon=True).start()
+    elif order["flips"]:
 
         def read_damaged(begin: int, end: int) -> memoryview:
             taken = bytearray(content[begin:end])
@@ -72,7 +101,7 @@ def be_holder(order: dict[str, bool]) -> None:
         answer = {"pid": os.getpid(), "port": sock.getsockname()[1]}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-        asyncio.run(serve(sock, held))
+        asyncio.run(serve(sock, held, slot))
 
 
 def main() -> None:

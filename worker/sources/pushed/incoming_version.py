@@ -77,6 +77,8 @@ class IncomingVersion:
         self._state = threading.Condition()
         self.held: HeldVersion | None = None
         """The pieces that are here; None: the layout is unknown so far."""
+        self.by_nixl = False
+        """Whether its trainer wants workers to read the bytes by NIXL, also from each other."""
         self.memory: Memory | None = None
         self.left_out: frozenset[str] = frozenset()
         """The names of the tensors that this worker does not need, once the layout is there."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Frame, Kind
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.nixl.agent_handle import NixlFailed
+from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import KeptWeights, WeightsId
@@ -21,6 +25,8 @@ from .delta_base import DeltaPatch
 from .incoming_version import IncomingVersion
 from .peer_route import PeerRoute
 from .pushed_memory import Memory, TransferFailed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,20 @@ def kept_of(incoming: IncomingVersion) -> KeptVersion | None:
     return KeptVersion(incoming.identity, held, incoming.memory, held.end, release, incoming.patch)
 
 
+@asynccontextmanager
+async def _let_read(memory: Memory) -> AsyncIterator[Mapping[str, Any] | None]:
+    """Register memory for the block, if others may read it by NIXL; without it they get its bytes over TCP."""
+    async with AsyncExitStack() as stack:
+        registered = None
+        if memory.by_nixl and memory.handle is not None:
+            serving = memory_server().serve_memory(memory.handle, memory.size)
+            try:
+                registered = await stack.enter_async_context(serving)
+            except NixlFailed as error:
+                logger.warning("other workers get these weights over TCP: %s", error)
+        yield registered
+
+
 async def give_version(
     stream: FrameStream, source: KeptVersion | IncomingVersion, outward: PeerRoute, first: Frame
 ) -> None:
@@ -107,6 +127,7 @@ async def give_version(
         await stream.send(Kind.LAYOUT, {"layout": held.layout.to_json()})
         base = first.head.get("base")
         delta_of = source.delta_of(base) if isinstance(source, IncomingVersion) else None
-        await PieceServer(stream, held, outward.pace, delta_of).run()
+        async with _let_read(memory) as registered:
+            await PieceServer(stream, held, outward.pace, delta_of, registered=registered).run()
     finally:
         release()

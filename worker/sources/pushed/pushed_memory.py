@@ -34,6 +34,9 @@ class Memory:
         ArenaError: There is no room, or the trainer's memory can't be relied on.
     """
 
+    by_nixl = False
+    """Whether other workers may read it by NIXL."""
+
     def __init__(
         self,
         size: int,

@@ -25,7 +25,9 @@ from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.memory.arena import ArenaError
 from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.transfer.nixl.agent_handle import NIXL_FIX, find_nixl
 from rollout_common.transfer.piece_fetcher import HolderLink
+from rollout_common.transfer.piece_server import NIXL
 from rollout_worker.sources.settings import LEAVE_SECONDS, PROGRESS_SECONDS
 
 from .incoming_version import Refusal
@@ -96,6 +98,9 @@ class TrainerConnection:
         check_protocol(self._hello)
         about = await self._await_frame(Kind.LAYOUT)
         self._name = about.text("name", "")
+        self._incoming.by_nixl = about.text("by", "") == NIXL
+        if self._incoming.by_nixl and find_nixl() is None:
+            raise Refusal("no-nixl", f"this worker has no NIXL: {NIXL_FIX}")
         try:
             layout = PushLayout.from_json(about.head.get("layout"))
         except LayoutError as error:

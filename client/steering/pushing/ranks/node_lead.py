@@ -233,4 +233,4 @@ def _route_of(receiver: Mapping[str, Any]) -> Route:
         tls=receiver["tls"],
     )
     whom = Receiver(receiver["name"], receiver["host"], transfer, receiver["based"])
-    return Route("tcp", whom, is_lead=False)
+    return Route(receiver["kind"], whom, is_lead=False)

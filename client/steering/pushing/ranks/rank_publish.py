@@ -112,7 +112,7 @@ class RankConnections:
             work.version,
             work.seconds,
             # By shared memory, replicas of this node need all of it here.
-            spread=work.transport == "tcp",
+            spread=work.transport in ("tcp", "nixl"),
         )
         together = Ranks(fill, ranks.serve, lambda: ranks.source_count)
         return self._pusher.begin_filled(

@@ -146,9 +146,10 @@ class RankZero:
                 "tls": route.receiver.transfer.tls,
                 "ticket": origin_ticket(route.receiver.transfer.ticket),
                 "based": route.based,
+                "kind": route.kind,
             }
             for route in routes
-            if route.kind == "tcp"
+            if route.kind != "shm"
         ]
         request: dict[str, Any] = {"receivers": receivers, "everything": everything, "base": base}
         if trust is not None and any(receiver["tls"] for receiver in receivers):

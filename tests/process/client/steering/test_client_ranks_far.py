@@ -288,7 +288,7 @@ class Origin:
 
     def ask(self, port: int = 1, *, everything: bool = False) -> None:
         whom = {"name": "w", "host": LOOPBACK, "port": port, "tls": False, "ticket": "0" * 32}
-        receivers = [{**whom, "based": False}]
+        receivers = [{**whom, "based": False, "kind": "tcp"}]
         request = {"receivers": receivers, "base": None, "everything": everything}
         self.connection.send(Kind.SERVE, request)
 
