@@ -169,13 +169,14 @@ class PieceServer:
         if not held.has(piece):
             raise Malformed(f"piece {piece} was asked for before it was announced")
         head: dict[str, Any] = {"piece": piece, "digests": held.leaf_digests(piece).hex()}
+        reads = piece in self._reads
+        self._reads.discard(piece)
         delta = None if self._delta_of is None else self._delta_of(piece)
         if delta is not None:
             await self._wait_for_pace(len(delta))
             head["hash"] = hash_leaf(delta).hex()
             return await self._stream.send(Kind.DELTA, head, delta)
-        if piece in self._reads:
-            self._reads.discard(piece)
+        if reads:
             nbytes = held.pieces.nbytes_of(piece)
             await self._wait_for_pace(nbytes)
             self._stream.bytes_sent += nbytes

@@ -40,6 +40,7 @@ class MemoryStream:
         frames_left: After how many frames to come here the connection breaks; None: it doesn't.
         refusal: What `send` raises; None: nothing.
         sent: Kind and head of all that went out.
+        bytes_sent: Bytes that the fetcher reads itself.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class MemoryStream:
         self.refusal: TransferError | None = None
         self.sent: list[tuple[Kind, Mapping[str, Any]]] = []
         self.other: MemoryStream
+        self.bytes_sent = 0
         self.closed = False
         self._queue: deque[tuple[Frame, bytes]] = deque()
         self._payload = b""

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +27,6 @@ from rollout_worker.schemas import Transfer
 from rollout_worker.sources.pushed import incoming_version as incoming
 from rollout_worker.sources.pushed import peer_route as outward
 from rollout_worker.sources.pushed import version_fetching
-from tests.support.unit import replica_process
 from tests.support.unit.links import Link
 from tests.support.unit.pushing import (
     Version,
@@ -40,6 +37,7 @@ from tests.support.unit.pushing import (
     stage,
     trainer,
 )
+from tests.support.unit.replica_process import start_replica
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until
@@ -191,25 +189,8 @@ async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
         await made.end(push)
 
 
-@contextlib.asynccontextmanager
-async def replica(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Transfer]]:
-    """A worker of its own process, and what its stage was answered."""
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, replica_process.__file__, str(folder)]
-    process = await asyncio.create_subprocess_exec(
-        *words, env=path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        yield process, Transfer.model_validate_json(await process.stdout.readline())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
 async def test_nobody_waits_for_a_process_that_is_stopped(tmp_path: Path, pusher: Pusher) -> None:
-    async with replica(tmp_path / "s") as (process, transfer), pool(tmp_path, "ab") as made:
+    async with start_replica(tmp_path / "s") as (process, transfer), pool(tmp_path, "ab") as made:
         process.send_signal(signal.SIGSTOP)
         made.receivers.insert(1, Receiver("stopped", "127.0.0.1", transfer))
         push = made.push(pusher)
@@ -263,7 +244,7 @@ async def test_the_others_have_it_if_a_process_dies_in_a_piece(
     tmp_path: Path, pusher: Pusher
 ) -> None:
     async with (
-        replica(tmp_path / "s") as (process, transfer),
+        start_replica(tmp_path / "s") as (process, transfer),
         pool(tmp_path, "ab", linked="ab") as made,
         contextlib.AsyncExitStack() as stack,
     ):

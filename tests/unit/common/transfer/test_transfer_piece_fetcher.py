@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollout_common.transfer import piece_fetcher
 from rollout_common.transfer.connections.frames import Ended, Kind, Silent, TransferError
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
@@ -413,9 +414,13 @@ def test_an_end_without_a_hash_for_each_tensor_is_refused(digests: object) -> No
         (Kind.DELTA, {"piece": 2}, 4, "piece 2 came, which was not asked for"),
         (Kind.PIECE, {"piece": COUNT}, LEAF, "PIECE.piece must be a number from 0 to 7"),
         (Kind.PIECE, {"piece": 0}, LEAF - 1, "came with 1023 bytes, not 1024"),
+        (Kind.PIECE, {"piece": 0}, 0, "came with 0 bytes, not 1024"),
         (Kind.PIECE, {"piece": 0, "digests": ""}, LEAF, "PIECE.digests"),
         (Kind.DELTA, {"piece": 0, "digests": "0" * 32}, 4, "DELTA.hash must be a text"),
         (Kind.HAVE, {"ranges": [[0, 1], [0, 1]]}, 0, "HAVE.begin must be a number from 1"),
+        (Kind.MEMORY, {"address": 1, "size": 1}, 0, "MEMORY.agent must be a text"),
+        (Kind.MEMORY, {"agent": "xy", "address": 1, "size": 1}, 0, "must be hexadecimal digits"),
+        (Kind.MEMORY, {"agent": "00", "address": 0, "size": 1}, 0, "MEMORY.address must be"),
         (Kind.READY, {}, 0, "READY came from a holder"),
         (Kind.ERROR, {"detail": "the bytes are gone"}, 0, "the bytes are gone"),
     ],
@@ -430,6 +435,42 @@ def test_what_a_holder_should_not_send_ends_the_link(
         assert await a.asked() == [0]
         await a.end.send(kind, head, bytes(size))
         await made.ended(0, says)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_pieces_in_registered_memory_are_asked_for_without_bytes_where_nixl_is_installed(
+    monkeypatch: pytest.MonkeyPatch, *, installed: bool
+) -> None:
+    """A holder may send the bytes all the same; what was asked for with bytes must have them."""
+    monkeypatch.setattr(piece_fetcher, "find_nixl", lambda: "nixl" if installed else None)
+
+    async def scene() -> None:
+        made = Scene()
+        a = made.holder("a")
+        await a.announce(0)
+        assert await a.asked() == [0]
+        memory = {"agent": "00", "address": 1, "size": COUNT * LEAF}
+        await a.end.send(Kind.MEMORY, memory)
+        await a.announce(1, 2)
+        request = await a.end.expect(Kind.GET)
+        assert request.head.get("by") == ("nixl" if installed else None)
+        first, _ = request.head["ranges"][0]
+        await a.piece(first)
+        await a.end.send(Kind.PIECE, {"piece": 0, "digests": made.version.digests_of(0).hex()})
+        await made.ended(0, "came with 0 bytes, not 1024")
+
+    play(scene)
+
+
+def test_a_holder_registers_its_memory_once() -> None:
+    async def scene() -> None:
+        made = Scene()
+        a = made.holder("a")
+        for _ in range(2):
+            await a.end.send(Kind.MEMORY, {"agent": "00", "address": 1, "size": 1})
+        await made.ended(0, "MEMORY came from a holder")
 
     play(scene)
 

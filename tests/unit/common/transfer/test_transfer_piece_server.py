@@ -247,6 +247,42 @@ def test_pieces_go_out_at_the_pace_that_connections_share() -> None:
     play(scene)
 
 
+def test_a_fetcher_that_reads_the_memory_gets_pieces_without_bytes_and_deltas() -> None:
+    memory = {"agent": "00", "address": 1, "size": COUNT * LEAF}
+
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        assert (await made.near.receive()).head == memory
+        made.mark(0, 1, 2)
+        await made.near.send(Kind.GET, {"ranges": [[0, 2]], "by": "nixl"})
+        told = await made.next(Kind.PIECE)
+        assert (told.integer("piece"), told.payload) == (0, 0)
+        assert told.text("digests") == made.digests_of(0).hex()
+        delta = await made.next(Kind.DELTA)
+        assert (delta.integer("piece"), delta.payload) == (1, 2)
+        await made.near.skip(delta)
+        await made.get((0, 1))
+        assert await made.piece() == 0
+
+    def delta_of(piece: int) -> bytes | None:
+        return b"di" if piece == 1 else None
+
+    played(scene, registered=memory, delta_of=delta_of)
+
+
+@pytest.mark.parametrize("registered", [None, {"agent": "00"}])
+def test_a_way_to_read_that_there_is_not_ends_the_connection(
+    registered: dict[str, str] | None,
+) -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.mark(0)
+        way = "nixl" if registered is None else "rdma"
+        await made.near.send(Kind.GET, {"ranges": [[0, 1]], "by": way})
+        with pytest.raises(Malformed, match="names no way to read this memory"):
+            await task
+
+    played(scene, registered=registered)
+
+
 def test_other_words_of_the_fetcher_are_heard_until_the_last() -> None:
     heard: list[Kind] = []
 

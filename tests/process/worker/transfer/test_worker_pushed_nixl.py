@@ -1,0 +1,138 @@
+"""Weights that NIXL reads: by replicas from the trainer and from each other, by a joiner, and where it is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_client import PublishFailed
+from rollout_client.steering.pushing.options import PushPlan
+from rollout_client.steering.pushing.push import Push
+from rollout_client.steering.pushing.pusher import Pusher
+from rollout_client.steering.pushing.routes import Receiver
+from rollout_common.transfer.connections.frames import Kind
+from rollout_common.wire.root_hash import LEAF_BYTES
+from rollout_worker.schemas import OfferRequest, Transfer
+from tests.support.unit.links import Link
+from tests.support.unit.nixl_library import nixl_installed
+from tests.support.unit.pushing import Version, pushed_worker, quiet, stage, trainer
+from tests.support.unit.replica_process import start_replica
+from tests.support.unit.tiny_engine import LAYOUT
+from tests.support.waiting import until
+
+PIECES = 12
+NBYTES = PIECES * LEAF_BYTES
+"""Of the tensor `number`: all others have one byte."""
+
+
+@pytest.fixture
+def nixl() -> Iterator[None]:
+    with nixl_installed():
+        yield
+
+
+@pytest.fixture
+def pusher() -> Iterator[Pusher]:
+    made = Pusher()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of some pieces."""
+    monkeypatch.setattr(
+        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
+    )
+
+
+def begin_push(pusher: Pusher, ends: dict[str, Transfer]) -> Push:
+    tensors = {name: torch.zeros(1, dtype=torch.uint8) for name in LAYOUT.required}
+    tensors["number"] = torch.randint(256, (NBYTES,), dtype=torch.uint8)
+    tensors["number"][:] = 7
+    push = pusher.begin(tensors, "nixl")
+    push.fill_here()
+    receivers = [Receiver(name, "127.0.0.1", transfer) for name, transfer in ends.items()]
+    push.start(receivers, threading.Event().set)
+    return push
+
+
+async def end_push(push: Push) -> int:
+    """Wait until all replicas have it; returns the bytes of tensors that left the trainer."""
+    names = [route.receiver.name for route in push._routes]
+    await until(lambda: all(push.progress.settled(name) for name in names), 30, what="the end")
+    for name in names:
+        assert push.progress.of(name).root_hash == push.filling.root_hash, push.progress.of(name)
+    for each in push.senders:
+        assert await asyncio.to_thread(each.join, 10)
+    push.stop()
+    push.close()
+    await quiet()
+    return sum(each.sent for each in push.senders)
+
+
+async def test_replicas_read_from_the_trainer_and_from_each_other(
+    nixl: None, tmp_path: Path, pusher: Pusher
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        links, ends, processes = [], {}, []
+        for name in "ab":
+            process, transfer = await stack.enter_async_context(start_replica(tmp_path / name))
+            assert transfer.port is not None
+            links.append(Link(transfer.port))
+            stack.callback(links[-1].close)
+            ends[name] = transfer.model_copy(update={"port": links[-1].port})
+            processes.append(process)
+        push = begin_push(pusher, ends)
+        sent = await end_push(push)
+        assert sum(link.passed + link.returned for link in links) < LEAF_BYTES, "NIXL read it all"
+        # Each reads its share from here. If one is late, as on a machine that is busy, it is read a second time.
+        assert sent < 1.8 * NBYTES
+        for process in processes:
+            said, _ = await process.communicate(b"")
+            assert json.loads(said)["root_hash"] == push.filling.root_hash
+
+
+async def test_a_joiner_reads_from_a_worker_what_nixl_brought_there(
+    nixl: None, tmp_path: Path, pusher: Pusher
+) -> None:
+    async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
+        begun = (await stage(a, 1)).transfer
+        assert begun is not None
+        push = begin_push(pusher, {"a": begun})
+        await end_push(push)
+        await a.commit(1)
+        offered = a.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
+        with contextlib.closing(Link(offered.port)) as link:
+            peer = {"host": "127.0.0.1", "port": link.port, "ticket": offered.ticket}
+            await stage(b, 1, source={"pushed": {"peers": [peer]}}, root_hash=offered.root_hash)
+            slot = b.updates.slot
+            assert slot is not None
+            await until(lambda: slot.to_view().phase != "Staging", 30, what="the end")
+            assert slot.to_view().root_hash == push.filling.root_hash, slot.to_view().error
+            assert link.passed + link.returned < LEAF_BYTES, "NIXL read it all"
+        await b.commit(1)
+        assert b.engine.active.number == 7
+
+
+def test_a_trainer_without_nixl_says_what_is_missing() -> None:
+    with pytest.raises(PublishFailed, match=r"this trainer has no NIXL: install rollout-operator"):
+        PushPlan.of(..., {"transport": "nixl"})
+
+
+async def test_a_worker_without_nixl_says_what_is_missing(tmp_path: Path) -> None:
+    async with pushed_worker(tmp_path) as worker:
+        begun = (await stage(worker, 1)).transfer
+        assert begun is not None
+        with trainer(begun, Version(7), "tcp") as end:
+            end.hello(begun, by="nixl")
+            answer = await asyncio.to_thread(end.connection.expect, Kind.ERROR, Kind.READY)
+            assert answer.head.get("slug") == "no-nixl", answer
+            assert "install rollout-operator[nixl]" in answer.text("detail")
