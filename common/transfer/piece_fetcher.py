@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable
@@ -22,16 +21,14 @@ from rollout_common.wire.root_hash import hash_leaf
 from .connections.frame_stream import FrameStream
 from .connections.frames import Frame, Kind, Malformed, TransferError
 from .connections.payload import THREADED_BYTES, Payload, payload_threads
-from .connections.transfer_loop import TaskSet
 from .delta import DeltaError
 from .held_version import HeldVersion, read_end
-from .nixl.agent_handle import NixlFailed, find_nixl
-from .nixl.piece_reading import RemoteMemory, piece_reader
-from .piece_server import NIXL, ranges_of, read_ranges, split_digests
+from .nixl.agent_handle import NixlFailed
+from .nixl.holder_reading import HolderReading
+from .nixl.piece_reading import piece_reader
+from .piece_server import ranges_of, read_ranges, split_digests
 from .pieces import LeafHashes
 from .settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
-
-logger = logging.getLogger(__name__)
 
 FIRST_WINDOW, LAST_WINDOW = 2, 64
 """Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty: a long, fast link
@@ -98,16 +95,11 @@ class HolderLink:
     """By piece: when it was requested."""
     window: int = FIRST_WINDOW
     damaged: set[int] = field(default_factory=set)
-    memory: RemoteMemory | None = None
-    """Registered memory of the holder, from which NIXL reads."""
-    to_read: set[int] = field(default_factory=set)
-    """Requested pieces whose answer says that they can be read there."""
-    reading: set[int] = field(default_factory=set)
-    """Pieces that are being read."""
-    reads: TaskSet = field(default_factory=TaskSet)
-    failure: Exception | None = None
-    """Why a read ends the link."""
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: HolderReading = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reading = HolderReading(self.name, self.stream)
 
 
 class PieceFetcher:
@@ -176,17 +168,15 @@ class PieceFetcher:
             while link.is_origin or not self.is_whole:
                 await self._take_frame(link, await link.stream.receive(), on_frame)
         except TransferError as error:
-            if link.failure is not None:
-                raise link.failure from error
+            if link.reading.failure is not None:
+                raise link.reading.failure from error
             if link.is_origin or not self.is_whole:
                 raise
         finally:
             asking.cancel()
             await asyncio.wait([asking])
             self._forget(link)
-            if link.memory is not None:
-                piece_reader().drop_remote(link.memory)
-            await link.reads.end_tasks()
+            await link.reading.end_reading()
 
     def _forget(self, link: HolderLink) -> None:
         """Make other links request what this holder was asked for."""
@@ -204,10 +194,8 @@ class PieceFetcher:
         match frame.kind:
             case Kind.HAVE:
                 self._take_news(link, frame)
-            case Kind.MEMORY if link.memory is None:
-                link.memory = RemoteMemory.from_frame(frame)
-                if find_nixl() is None:
-                    link.memory.broken = "NIXL is not installed"
+            case Kind.MEMORY if link.reading.memory is None:
+                link.reading.take_memory(frame)
             case Kind.PIECE:
                 await self._take_piece(link, frame)
             case Kind.DELTA:
@@ -240,7 +228,7 @@ class PieceFetcher:
     def _due(self, link: HolderLink, frame: Frame) -> int:
         """Return the number of the piece that a frame brings; refuse one that was not requested."""
         piece = frame.integer("piece", 0, max(self._count - 1, 0))
-        if piece not in link.requested or piece in link.reading:
+        if piece not in link.requested or piece in link.reading.pieces:
             raise Malformed(f"piece {piece} came, which was not asked for")
         return piece
 
@@ -248,8 +236,7 @@ class PieceFetcher:
         """Note that a piece was answered."""
         self._seconds.append(self._clock() - link.requested.pop(piece))
         self._in_flight[piece] -= 1
-        link.to_read.discard(piece)
-        link.reading.discard(piece)
+        link.reading.settle_piece(piece)
         if not link.requested:
             link.window = min(2 * link.window, LAST_WINDOW)
         link.wakes.set()
@@ -257,11 +244,13 @@ class PieceFetcher:
     async def _take_piece(self, link: HolderLink, frame: Frame) -> None:
         piece = self._due(link, frame)
         begin, end = self._held.pieces.span(piece)
-        if piece in link.to_read and not frame.payload:
-            return self._start_reading(link, piece, frame)
-        if frame.payload != end - begin:
+        reads = not frame.payload and link.reading.expects(piece)
+        if not reads and frame.payload != end - begin:
             raise Malformed(f"piece {piece} came with {frame.payload} bytes, not {end - begin}")
         digests = split_digests(frame, len(self._held.pieces.leaves_of(piece)))
+        if reads:
+            work = self._read_piece(link, piece, digests)
+            return link.reading.start_reading(piece, work)
         if not self._wanted[piece]:
             await link.stream.skip(frame)
             return self._settle(link, piece)
@@ -296,17 +285,13 @@ class PieceFetcher:
         if (writing := self._writers.pop(piece, None)) is not None:
             writing.revoke()
 
-    def _start_reading(self, link: HolderLink, piece: int, frame: Frame) -> None:
-        """Read a piece from the holder's memory, where it is now."""
-        link.reading.add(piece)
-        digests = split_digests(frame, len(self._held.pieces.leaves_of(piece)))
-        link.reads.start_task(self._read_piece(link, piece, digests))
-
     async def _read_piece(self, link: HolderLink, piece: int, digests: bytes) -> None:
-        assert link.memory is not None, "it was requested so"
+        """Read a piece from the holder's memory, where it is now."""
+        remote = link.reading.memory
+        assert remote is not None, "it was requested so"
         begin, end = self._held.pieces.span(piece)
         try:
-            async with piece_reader().read_piece(link.memory, begin, end - begin) as place:
+            async with piece_reader().read_piece(remote, begin, end - begin) as place:
                 found = await self._hash_place(piece, place)
                 self._settle(link, piece)
                 if not self._wanted[piece]:
@@ -317,14 +302,9 @@ class PieceFetcher:
                 self._store.commit_run(begin, place, in_place=False)
             self._note_piece(piece, digests)
         except NixlFailed as error:
-            logger.warning(
-                "weights of %s come over TCP, since NIXL can't read them: %s", link.name, error
-            )
+            link.reading.note_failure(error)
             self._settle(link, piece)
             self._ask_again(link, piece)
-        except Exception as error:  # noqa: BLE001  # it ends the link, as one of a payload does
-            link.failure = link.failure or error
-            link.stream.interrupt()
 
     async def _hash_place(self, piece: int, place: memoryview) -> bytes:
         """Hash a piece, in a thread if it is large."""
@@ -411,10 +391,8 @@ class PieceFetcher:
                 continue
             link.requested.update(dict.fromkeys(chosen, self._clock()))
             self._in_flight.update(chosen)
-            reads = link.memory is not None and link.memory.broken is None
-            link.to_read.update(chosen if reads else ())
-            by = {"by": NIXL} if reads else {}
-            await link.stream.send(Kind.GET, {"ranges": ranges_of(chosen), **by})
+            way = link.reading.request_pieces(chosen)
+            await link.stream.send(Kind.GET, {"ranges": ranges_of(chosen), **way})
 
     def _choose_pieces(self, link: HolderLink) -> list[int]:
         """Return the pieces to request from this holder now."""

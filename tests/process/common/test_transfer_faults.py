@@ -27,9 +27,8 @@ from rollout_common.transfer.connections.dialing import dial_stream
 from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.nixl import piece_reading
-from rollout_common.transfer.nixl.piece_reading import piece_reader
+from rollout_common.transfer.nixl.piece_reading import PIECE_BYTES, piece_reader
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
-from rollout_common.wire.root_hash import LEAF_BYTES
 from tests.support.unit import holder_process
 from tests.support.unit.memory_versions import PlainMemory
 from tests.support.unit.nixl_library import end_processes, nixl_installed
@@ -140,7 +139,9 @@ async def fetch_with(
     found.seconds[fault].append(time.monotonic() - began)
     await asyncio.wait(tasks)
     found.noticed[fault].append(ended[0] - at)
-    found.read += sum(link.memory is not None and link.memory.broken is None for link in links)
+    found.read += sum(
+        link.reading.memory is not None and link.reading.memory.broken is None for link in links
+    )
     for link in links:
         await link.stream.close()
     await reuse(slot, bad[0] if fault.startswith("stopped") else None)
@@ -158,7 +159,7 @@ async def reuse(slot: PlainMemory, stopped: int | None) -> None:
     parts = [] if ring is None else list(ring._free._queue)  # type: ignore[attr-defined]
     places = [
         slot.memory,
-        *(memoryview(ring._memory)[p * LEAF_BYTES :][:LEAF_BYTES] for p in parts if ring),
+        *(memoryview(ring._memory)[p * PIECE_BYTES :][:PIECE_BYTES] for p in parts if ring),
     ]
     for place in places:
         place[:] = PATTERN * len(place)
@@ -235,7 +236,7 @@ def test_a_holder_whose_nixl_is_stopped_gives_its_bytes_over_tcp(
             slot.memory[:] = PATTERN * LAYOUT.nbytes
             fetcher = PieceFetcher(HeldVersion(LAYOUT, slot.read_bytes), slot)
             fetching = asyncio.create_task(fetcher.fetch_from(link))
-            await until(lambda: link.reading, what="NIXL to read")  # noqa: B023
+            await until(lambda: link.reading.pieces, what="NIXL to read")  # noqa: B023
             process = piece_reader().process
             for nixl in children_of(pid) if stops else []:
                 os.kill(nixl, signal.SIGSTOP)
@@ -245,9 +246,9 @@ def test_a_holder_whose_nixl_is_stopped_gives_its_bytes_over_tcp(
                 os.kill(nixl, signal.SIGCONT)
             assert slot.memory == expected_content(slot)
             await link.stream.close()
-            assert link.memory is not None
+            assert link.reading.memory is not None
             if stops:
-                assert link.memory.broken == "nothing came for 0.5 s"
+                assert link.reading.memory.broken == "nothing came for 0.5 s"
                 assert process is not None
                 assert process.ended is not None
         await end_processes()

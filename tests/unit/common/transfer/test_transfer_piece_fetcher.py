@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer import piece_fetcher
 from rollout_common.transfer.connections.frames import Ended, Kind, Silent, TransferError
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
+from rollout_common.transfer.nixl import holder_reading
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import ranges_of, read_ranges
 from rollout_common.transfer.settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
@@ -444,7 +444,7 @@ def test_pieces_in_registered_memory_are_asked_for_without_bytes_where_nixl_is_i
     monkeypatch: pytest.MonkeyPatch, *, installed: bool
 ) -> None:
     """A holder may send the bytes all the same; what was asked for with bytes must have them."""
-    monkeypatch.setattr(piece_fetcher, "find_nixl", lambda: "nixl" if installed else None)
+    monkeypatch.setattr(holder_reading, "find_nixl", lambda: "nixl" if installed else None)
 
     async def scene() -> None:
         made = Scene()
