@@ -186,7 +186,7 @@ class PushedWeights:
         """
         size = max(nbytes, 1)
         used = self.spare.take_memory(size)
-        if used is not None and used.slot.private and by_nixl:
+        if used is not None and by_nixl and not used.slot.writable:
             used.slot.close()
             used = None
         try:
@@ -197,9 +197,13 @@ class PushedWeights:
             raise
         try:
             memory = Memory(
-                size, used=used, recycle=self._recycle_memory, hollow=hollow, private=private
+                size,
+                used=used,
+                recycle=self._recycle_memory,
+                hollow=hollow,
+                private=private,
+                by_nixl=by_nixl,
             )
-            memory.by_nixl = by_nixl
             return memory, give_back
         except BaseException:
             give_back()

@@ -61,6 +61,7 @@ class Pusher:
         """
         found = given(tensors)
         with self._lock:
+            self._arena.writable = transport == "nixl"
             filling = Filling(self._arena, self._known, self.copier, dtypes)
         before = self._base(delta)
         return Push(found, filling, transport, self._settled, rate, before=before, delta=delta)

@@ -62,6 +62,7 @@ class Slot:
         private: Whether only this process has it, without a descriptor. Its pages are large ones, where the
             kernel gives them on request.
         expected: How many of its bytes are written, if it is hollow; None: all.
+        writable: Whether other processes may map it to write, too: RDMA can't register memory that they can't.
 
     Raises:
         ArenaError: There is no room.
@@ -76,10 +77,11 @@ class Slot:
         hollow: bool = False,
         private: bool = False,
         expected: int | None = None,
+        writable: bool = False,
     ) -> None:
         _check_room(nbytes if expected is None else expected)
         self.size = max(nbytes, 1)
-        self.private = private
+        self.private, self.writable = private, writable
         self._news = threading.Condition()
         self._lent = 0
         self.doubts: set[str] = set()
@@ -126,7 +128,7 @@ class Slot:
         if share is not None:
             share(self.handle, self.size)
         _keep_size(self.handle)
-        if not hollow:
+        if not hollow and not self.writable:
             _seal_memory(self.handle)
         return mapped
 
@@ -146,7 +148,7 @@ class Slot:
 
     def whole(self) -> None:
         """Note that every byte of a hollow slot is written: from now on it is like any other."""
-        if not self.private:
+        if not self.private and not self.writable:
             _seal_memory(self.handle)
 
     @property
@@ -254,6 +256,8 @@ class Arena:
 
     def __init__(self, lock: Lock = page_lock, share: Share | None = None) -> None:
         self._page_lock, self._share = lock, share
+        self.writable = False
+        """Whether the slots that it gives are those that other processes may map to write."""
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
         self._condemned: list[Slot] = []
@@ -277,12 +281,13 @@ class Arena:
                 # A receiver that has just switched to the newer slot is about to return this one.
                 self._slots[0].wait_free(RETURN_SECONDS)
             for slot in self._slots:
-                if not slot.lent and slot.size >= max(nbytes, 1):
+                fits = slot.size >= max(nbytes, 1) and slot.writable == self.writable
+                if fits and not slot.lent:
                     self._slots.remove(slot)
                     self._slots.append(slot)  # the one used longest ago comes first
                     return slot, slot.lend()
             if len(self._slots) >= SLOTS:
-                # A free slot that is too small, else the one whose reader doesn't return it.
+                # A free slot that does not fit, else the one whose reader doesn't return it.
                 gone = next((each for each in self._slots if not each.lent), self._slots[0])
                 if gone.doubts:
                     self._condemn_slot(gone)
@@ -295,6 +300,7 @@ class Arena:
                 self._share,
                 hollow=expected is not None,
                 expected=expected,
+                writable=self.writable,
             )
             self._slots.append(slot)
             return slot, slot.lend()

@@ -29,13 +29,11 @@ class Memory:
         hollow: Whether `commit_run` writes every byte, which halves the cost of fresh memory of this process.
         private: Whether memory of this process has no descriptor, so that no other process can map it.
         expected: How many bytes of hollow memory of this process are written; None: all.
+        by_nixl: Whether other workers may read memory of this process by NIXL.
 
     Raises:
         ArenaError: There is no room, or the trainer's memory can't be relied on.
     """
-
-    by_nixl = False
-    """Whether other workers may read it by NIXL."""
 
     def __init__(
         self,
@@ -48,8 +46,9 @@ class Memory:
         hollow: bool = False,
         private: bool = False,
         expected: int | None = None,
+        by_nixl: bool = False,
     ) -> None:
-        self.size = size
+        self.size, self.by_nixl = size, by_nixl
         self.held_before = None if used is None else used.root_hash
         """Root hash of the former version, which each run holds until it is written."""
         self.root_hash: str | None = None
@@ -66,7 +65,7 @@ class Memory:
         self._holders = 0
         if handle is None:
             slot = (
-                Slot(size, hollow=hollow, private=private, expected=expected)
+                Slot(size, hollow=hollow, private=private, expected=expected, writable=by_nixl)
                 if used is None
                 else used.slot
             )

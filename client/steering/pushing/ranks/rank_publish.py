@@ -103,6 +103,7 @@ class RankConnections:
     def _begin(self, ranks: RankZero, work: RankPublish, *, dtypes: Dtypes | None = None) -> Push:
         """Return a push that all ranks fill."""
         copier = self._pusher.copier
+        ranks.group.arena.writable = work.transport == "nixl"
         filling = MergedVersion(ranks.group.arena, copier, dtypes)
         fill = partial(
             ranks.fill,

@@ -182,6 +182,36 @@ def test_two_slots_take_turns_and_grow() -> None:
     assert arena.nbytes == 0
 
 
+def can_write(slot: Slot) -> bool:
+    """Whether another mapping of it can be written."""
+    try:
+        mmap.mmap(slot.handle, slot.size).close()
+    except PermissionError:
+        return False
+    return True
+
+
+def test_an_arena_gives_slots_that_others_may_write_only_if_that_is_asked_for() -> None:
+    arena = Arena()
+    for writable in (False, True, True, False, True):
+        arena.writable = writable
+        slot, give_back = arena.take(PAGE)
+        assert can_write(slot) == writable
+        give_back()
+    arena.close()
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_hollow_memory_is_sealed_once_it_is_whole_unless_others_may_write_it(
+    *, writable: bool
+) -> None:
+    slot = Slot(PAGE, hollow=True, writable=writable)
+    slot.put(0, memoryview(bytes(PAGE)))
+    slot.whole()
+    assert can_write(slot) == writable
+    slot.close()
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 5))), max_size=8))
 def test_what_somebody_reads_is_never_handed_out(steps: list[tuple[int, list[int]]]) -> None:
