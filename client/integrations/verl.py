@@ -42,7 +42,7 @@ class PoolSettings:
         urls: The workers' data ports.
         control_urls: Their control ports; default: port 8001 for data port 8000.
         token_file: File with the token of those control ports.
-        transport: How weights get to the replicas: `auto`, `shm` or `tcp`, see `PushOptions`.
+        transport: How weights get to the replicas: `auto`, `shm`, `tcp` or `nixl`, see `PushOptions`.
         folder: A folder to which the first rank also writes weights; default: only to the replicas'
             memory.
         mounted_at: Path of that folder in the workers; default: the same path.

@@ -6,7 +6,7 @@ descriptor with it. `frame_stream` carries frames between trainers and workers, 
 trainer.
 
     trainer -> worker   HELLO {protocol, ticket}, small, since an unknown caller sends it;
-                        LAYOUT {layout, name, base, share, holders}
+                        LAYOUT {layout, name, base, share, holders, by}
     worker -> trainer   READY {} or ERROR {slug, detail}; PROGRESS {name, bytes_done};
                         STAGED {name, root_hash} or FAILED {name, detail}; over a Unix socket
                         RELEASED {} once it no longer reads the memory
@@ -18,6 +18,9 @@ END. Over TCP the trainer is a holder from then on, as is every worker that got 
     holder -> fetcher   HAVE {ranges} of pieces as they come; END {root_hash, digests} once they are known;
                         PIECE {piece, digests, payload}, or DELTA {piece, digests, hash, payload}
     fetcher -> holder   GET {ranges}
+
+A holder whose memory NIXL may read sends MEMORY {agent, address, size} before HAVE. To GET {ranges, by: "nixl"} it then answers PIECE
+without a payload: the bytes are at their place in that memory. A trainer that wants it so says it in LAYOUT.by.
 
 A rank of a trainer that holds a part of the version on another node than rank 0 is one more holder of this kind: it
 sends HELLO {protocol, ticket, name}, gets READY, and serves, without LAYOUT and END.
