@@ -27,6 +27,7 @@ from rollout_client.steering.pushing.shards.tensor_boxes import Box, overlap
 from tests.support.engine import vllm_loads
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.tinymodels import script
+from tests.support.unit.nixl_library import nixl_installed
 
 EXPERTS = 128
 LAYERS = 52
@@ -53,6 +54,7 @@ def run(options: Options) -> Result:
     figures.append(figure(label, plan, baseline=pairs, against=against, goal=PLAN))
     figures += [_measure_swarm(*each, options) for each in SWARMS]
     figures.append(_measure_loop(options))
+    figures.append(_measure_nixl(options))
     each = sorted(found["copies"])[len(found["copies"]) // 2] / found["tensors"]
     notes = [
         f"{each * 1e6:.0f} µs a tensor; {found['layers']} layers, {found['in_place']} of them copied in place, the"
@@ -119,6 +121,22 @@ def _measure_loop(options: Options) -> Figure:
         large,
         baseline=small,
         against="pieces of 1 MiB, which the loop reads and hashes itself",
+    )
+
+
+def _measure_nixl(options: Options) -> Figure:
+    """Return the seconds until a worker that reads by NIXL has a version."""
+    tensors, times = 16 if options.quick else 128, options.count(5, 1)
+    read, sent = list[float](), list[float]()
+    with nixl_installed():
+        for _ in range(times):
+            read.append(swarm.seconds_to_all(1, 1, tensors, None, nixl=True)[0])
+            sent.append(swarm.seconds_to_all(1, 1, tensors, None)[0])
+    return figure(
+        f"{tensors * swarm.TENSOR_BYTES / 1e9:.1f} GB to a worker by NIXL, over TCP on loopback",
+        read,
+        baseline=sent,
+        against="by TCP",
     )
 
 

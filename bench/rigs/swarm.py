@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from bench import ROOT
@@ -27,6 +28,9 @@ from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.transfer_loop import TaskSet, waking
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.nixl.memory_serving import memory_server
+from rollout_common.transfer.nixl.piece_reading import piece_reader
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import PlainMemory, fill_version
@@ -45,8 +49,9 @@ def layout_of(tensors: int) -> PushLayout:
 class _Node:
     """One process: it serves what it holds to all that connect."""
 
-    def __init__(self, held: HeldVersion, rate: float | None) -> None:
+    def __init__(self, held: HeldVersion, rate: float | None, slot: Slot | None) -> None:
         self.held, self._pace = held, None if rate is None else RateLimit(rate)
+        self._slot = slot
         self.tasks = TaskSet()
 
     async def listen(self, sock: socket.socket) -> None:
@@ -58,8 +63,18 @@ class _Node:
     async def _serve(self, stream: FrameStream) -> None:
         stream.start_pinging()
         with contextlib.suppress(TransferError):  # it closes once it has everything
-            await PieceServer(stream, self.held, self._pace).run()
+            async with self.registered() as memory:
+                await PieceServer(stream, self.held, self._pace, registered=memory).run()
         await stream.close()
+
+    @contextlib.asynccontextmanager
+    async def registered(self) -> AsyncIterator[Mapping[str, Any] | None]:
+        """Let NIXL read it for the block, if it has memory for that."""
+        if self._slot is None:
+            yield None
+            return
+        async with memory_server().serve_memory(self._slot.handle, self._slot.size) as memory:
+            yield memory
 
 
 async def _run_worker(
@@ -87,9 +102,16 @@ async def _main(order: dict[str, Any]) -> None:
     number, count, layout = order["number"], order["count"], layout_of(order["tensors"])
     origins = order["origins"]
     store = PlainMemory(layout.nbytes)
+    slot = Slot(layout.nbytes) if order["nixl"] else None
+    if slot is not None:
+        store.memory = slot.bytes(0, layout.nbytes)
+        await piece_reader().start_ring()
     held = HeldVersion(layout, store.read_bytes)
-    node = _Node(held, order["rate"])
-    with socket.create_server(("127.0.0.1", 0), backlog=count + 1) as sock:
+    node = _Node(held, order["rate"], slot)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(node.registered())  # not once for each connection
+        server = socket.create_server(("127.0.0.1", 0), backlog=count + 1)
+        sock = stack.enter_context(server)
         print(json.dumps({"port": sock.getsockname()[1]}), flush=True)
         node.tasks.start_task(node.listen(sock))
         begin = json.loads(await asyncio.to_thread(sys.stdin.readline))
@@ -128,6 +150,7 @@ def _started(
         subprocess.Popen(
             [sys.executable, "-m", "bench.rigs.swarm", json.dumps({**order, "number": number})],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         for number in range(-origins, count)
     ]  # fmt: skip
@@ -145,6 +168,8 @@ def seconds_to_all(
     tensors: int,
     rate: float | None,
     most_pieces: int = pieces.MOST_PIECES,
+    *,
+    nixl: bool = False,
 ) -> tuple[float, float]:
     """Return the seconds until all workers have a version, and those of the processor that the busiest loop took.
 
@@ -154,8 +179,9 @@ def seconds_to_all(
         tensors: Of the version, of 8 MiB each.
         rate: Most bytes a second that a process sends; None: no limit.
         most_pieces: Pieces are larger, up to 4 MiB, where the version would have more of them.
+        nixl: Whether NIXL reads the pieces.
     """
-    order = {"tensors": tensors, "rate": rate, "pieces": most_pieces}
+    order = {"tensors": tensors, "rate": rate, "pieces": most_pieces, "nixl": nixl}
     with _started(origins, count, order) as processes:
 
         def told(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -176,14 +176,19 @@ class PieceReader:
             if remote.broken is not None:
                 raise NixlFailed(remote.broken)
             try:
-                ring = await self._start_ring()
+                ring = await self.start_ring()
                 return await stack.enter_async_context(ring.read(remote, begin, size))
             except NixlEnded:
                 if not left:
                     raise
         raise AssertionError("the last try returns or raises")
 
-    async def _start_ring(self) -> PieceRing:
+    async def start_ring(self) -> PieceRing:
+        """Return the ring; start its process if there is none.
+
+        Raises:
+            NixlFailed: It does not start.
+        """
         async with self._starting:
             if self._ring is None or self._ring.process.ended is not None:
                 ring = PieceRing()
