@@ -103,8 +103,13 @@ async def test_the_next_version_goes_as_what_differs_from_the_one_that_serves(
     assert made != before
 
 
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 async def test_several_ranks_publish_what_differs_too_and_all_get_the_same_report(
-    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+    pool: AsyncRolloutPool,
+    workers: list[InProcess],
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    transport: str,
 ) -> None:
     weights, versions = str(tiny_models.weights(2)), [next(VERSIONS) for _ in range(3)]
     story = {
@@ -113,6 +118,7 @@ async def test_several_ranks_publish_what_differs_too_and_all_get_the_same_repor
         "token": TOKEN,
         "weights": weights,
         "versions": versions,
+        "transport": transport,
     }
     with ranks(delta_rank.main, 2, tmp_path, json.dumps(story)) as started:
         for rank in started:

@@ -31,7 +31,7 @@ class MemoryServer:
         self.process: NixlProcess | None = None
         self._served: dict[int, _Served] = {}
         """By the file of the memory."""
-        self._changing = asyncio.Lock()
+        self._changing, self._starting = asyncio.Lock(), asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def serve_memory(self, handle: int, size: int) -> AsyncIterator[dict[str, Any]]:
@@ -49,7 +49,7 @@ class MemoryServer:
         """
         file = os.fstat(handle).st_ino
         async with self._changing:
-            process = await self._start_process()
+            process = await self.start_process()
             served = self._served.get(file)
             if served is None:
                 served = await self._register(process, handle, size)
@@ -63,13 +63,19 @@ class MemoryServer:
                 del self._served[file]
                 process.post("unmap", region=served.region)
 
-    async def _start_process(self) -> NixlProcess:
-        if self.process is None or self.process.ended is not None:
-            self._served = {}
-            process = NixlProcess()
-            await process.start()
-            self.process = process
-        return self.process
+    async def start_process(self) -> NixlProcess:
+        """Return the process; start it if there is none.
+
+        Raises:
+            NixlFailed: It does not start.
+        """
+        async with self._starting:
+            if self.process is None or self.process.ended is not None:
+                self._served = {}
+                process = NixlProcess()
+                await process.start()
+                self.process = process
+            return self.process
 
     async def _register(self, process: NixlProcess, handle: int, size: int) -> _Served:
         region = next(_numbers)

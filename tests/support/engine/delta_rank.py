@@ -16,7 +16,7 @@ from rollout_client import DirectOptions, RolloutPool
 
 
 def main(rank: int, ranks: int, folder: Path, story: str) -> None:
-    """Write the reports to `report-RANK`; `story` is JSON: urls, control, token, weights, versions."""
+    """Write the reports to `report-RANK`; `story` is JSON: urls, control, token, weights, versions, transport."""
     told = json.loads(story)
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
@@ -28,7 +28,10 @@ def main(rank: int, ranks: int, folder: Path, story: str) -> None:
         for version in told["versions"]:
             shards = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in tensors.items()}
             done = pool.publish_weights(
-                version, tensors=shards, transport="tcp", ranks=distributed.group.WORLD
+                version,
+                tensors=shards,
+                transport=told["transport"],
+                ranks=distributed.group.WORLD,
             )
             assert done.report is not None
             reports.append(

@@ -25,7 +25,9 @@ from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.transfer.memory.arena import ArenaError
 from rollout_common.transfer.memory.mapping_cache import MappingCache
-from rollout_common.transfer.nixl.agent_handle import NIXL_FIX, find_nixl
+from rollout_common.transfer.nixl.agent_handle import NixlFailed
+from rollout_common.transfer.nixl.memory_serving import memory_server
+from rollout_common.transfer.nixl.piece_reading import piece_reader
 from rollout_common.transfer.piece_fetcher import HolderLink
 from rollout_common.transfer.piece_server import NIXL
 from rollout_worker.sources.settings import LEAVE_SECONDS, PROGRESS_SECONDS
@@ -99,8 +101,8 @@ class TrainerConnection:
         about = await self._await_frame(Kind.LAYOUT)
         self._name = about.text("name", "")
         self._incoming.by_nixl = about.text("by", "") == NIXL
-        if self._incoming.by_nixl and find_nixl() is None:
-            raise Refusal("no-nixl", f"this worker has no NIXL: {NIXL_FIX}")
+        if self._incoming.by_nixl:
+            await _start_nixl()
         try:
             layout = PushLayout.from_json(about.head.get("layout"))
         except LayoutError as error:
@@ -202,6 +204,18 @@ class TrainerConnection:
                 self._incoming.advance(frame.integer("upto", 0, held.layout.nbytes))
             else:
                 held.finish(read_end(frame, held))
+
+
+async def _start_nixl() -> None:
+    """Start both processes with NIXL now: pieces that wait for that would count as late.
+
+    Raises:
+        Refusal: It does not start.
+    """
+    try:
+        await asyncio.gather(piece_reader().start_ring(), memory_server().start_process())
+    except NixlFailed as error:
+        raise Refusal("no-nixl", f"this worker can't read weights: {error}") from error
 
 
 def _share_of(about: Frame) -> tuple[int, int]:
