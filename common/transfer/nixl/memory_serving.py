@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from .agent_handle import NixlProcess
+from .agent_handle import NixlEnded, NixlProcess
 
 _numbers = itertools.count()
 
@@ -49,11 +49,10 @@ class MemoryServer:
         """
         file = os.fstat(handle).st_ino
         async with self._changing:
-            process = await self.start_process()
-            served = self._served.get(file)
-            if served is None:
-                served = await self._register(process, handle, size)
-                self._served[file] = served
+            try:
+                process, served = await self._register(file, handle, size)
+            except NixlEnded:  # it was about to: one that goes on after a stop ends by an assertion
+                process, served = await self._register(file, handle, size)
             served.users += 1
         try:
             yield served.head
@@ -77,10 +76,15 @@ class MemoryServer:
                 self.process = process
             return self.process
 
-    async def _register(self, process: NixlProcess, handle: int, size: int) -> _Served:
-        region = next(_numbers)
-        told = await process.call("map", handle, region=region, size=size, write=False)
-        return _Served(region, {"agent": told["agent"], "address": told["address"], "size": size})
+    async def _register(self, file: int, handle: int, size: int) -> tuple[NixlProcess, _Served]:
+        process = await self.start_process()
+        served = self._served.get(file)
+        if served is None:
+            region = next(_numbers)
+            told = await process.call("map", handle, region=region, size=size, write=False)
+            served = _Served(region, {**told, "size": size})
+            self._served[file] = served
+        return process, served
 
 
 _servers: dict[asyncio.AbstractEventLoop, MemoryServer] = {}

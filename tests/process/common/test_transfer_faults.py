@@ -24,15 +24,15 @@ from pathlib import Path
 import pytest
 
 from rollout_common.transfer.connections.dialing import dial_stream
-from rollout_common.transfer.connections.frames import TransferError
+from rollout_common.transfer.connections.frames import Frame, TransferError
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.nixl import piece_reading
+from rollout_common.transfer.nixl.holder_reading import HolderReading
 from rollout_common.transfer.nixl.piece_reading import PIECE_BYTES, piece_reader
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
 from tests.support.unit import holder_process
 from tests.support.unit.memory_versions import PlainMemory
 from tests.support.unit.nixl_library import end_processes, nixl_installed
-from tests.support.waiting import until
 
 FAULTS = ("killed", "stopped", "cut", "flips")
 OF_NIXL = (*FAULTS, "killed nixl", "stopped nixl")
@@ -228,32 +228,37 @@ def test_a_holder_whose_nixl_is_stopped_gives_its_bytes_over_tcp(
     """And the process that reads is killed, whatever is written to its memory later."""
     monkeypatch.setattr(piece_reading, "HOP_SECONDS", 0.5)
     pid, port = nursery.start(nixl=True)
+    take_memory, stopping = HolderReading.take_memory, [False]
 
-    async def fetch() -> None:
-        slot = PlainMemory(LAYOUT.nbytes)
-        for stops in (False, True, False):
-            link = HolderLink("it", await dial_stream("127.0.0.1", port, 5, silence=5.0))
-            slot.memory[:] = PATTERN * LAYOUT.nbytes
-            fetcher = PieceFetcher(HeldVersion(LAYOUT, slot.read_bytes), slot)
-            fetching = asyncio.create_task(fetcher.fetch_from(link))
-            await until(lambda: link.reading.pieces, what="NIXL to read")  # noqa: B023
-            process = piece_reader().process
-            for nixl in children_of(pid) if stops else []:
-                os.kill(nixl, signal.SIGSTOP)
-            async with asyncio.timeout(20):
-                await fetching
-            for nixl in children_of(pid):
-                os.kill(nixl, signal.SIGCONT)
-            assert slot.memory == expected_content(slot)
-            await link.stream.close()
+    def take_and_stop(self: HolderReading, frame: Frame) -> None:
+        take_memory(self, frame)
+        for nixl in children_of(pid) if stopping.pop(0) else []:
+            os.kill(nixl, signal.SIGSTOP)
+
+    monkeypatch.setattr(HolderReading, "take_memory", take_and_stop)
+
+    async def fetch(*, stops: bool) -> None:
+        stopping[:], slot = [stops], PlainMemory(LAYOUT.nbytes)
+        link = HolderLink("it", await dial_stream("127.0.0.1", port, 5, silence=5.0))
+        process = piece_reader().process
+        async with asyncio.timeout(20):
+            await PieceFetcher(HeldVersion(LAYOUT, slot.read_bytes), slot).fetch_from(link)
+        assert slot.memory == expected_content(slot)
+        await link.stream.close()
+        if stops:
             assert link.reading.memory is not None
-            if stops:
-                assert link.reading.memory.broken == "nothing came for 0.5 s"
-                assert process is not None
-                assert process.ended is not None
+            assert link.reading.memory.broken == "nothing came for 0.5 s"
+            assert process is not None
+            assert process.ended is not None
+        for nixl in children_of(pid):
+            os.kill(nixl, signal.SIGCONT)
+
+    async def fetch_three_times() -> None:
+        for stops in (False, True, False):
+            await fetch(stops=stops)
         await end_processes()
 
-    asyncio.run(fetch())
+    asyncio.run(fetch_three_times())
 
 
 def check_nixl(found: Found) -> None:
