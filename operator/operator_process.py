@@ -17,6 +17,7 @@ from typing import Any
 
 from .cache.settings import RELIST_DELAY_SECONDS
 from .config import ConfigError, OperatorConfig
+from .heap_freezing import keep_heap_frozen
 from .kube.lease import LeadershipLost
 from .passes.pass_context import PassContext, ReconcileFunction
 from .probe_server import LoopLag, ProbeServer
@@ -94,6 +95,7 @@ class Operator:
         logger.info("serving metrics and probes", extra={"port": self.port})
         self._start_task("loop lag", self._lag.run())
         self._start_task("installed schema", self._parts.installed.run())
+        self._start_task("heap", keep_heap_frozen())
         self._start_task("leading", self._start_leading())
         while True:
             ended = await self._ended.get()

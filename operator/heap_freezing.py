@@ -1,0 +1,41 @@
+"""Keeps the garbage collector off what lives long: the objects of the store, most of the heap.
+
+Python's collector goes through the whole heap again whenever it has grown by a quarter. Of 1,000 pools of
+8 pods that took two fifths of the operator's CPU, and found nothing. Here the heap is frozen at intervals:
+the collector then sees only what was made since. Cycles that end while they are frozen wait until the
+heap is thawed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from .settings import FREEZE_SECONDS, FREEZES_PER_THAW
+
+YOUNG_OBJECTS = 10_000
+"""Objects until the youngest generation is collected: an event of a pod makes hundreds."""
+
+YOUNG_COLLECTIONS, OLD_COLLECTIONS = 20, 100
+"""Collections of one generation until the next one is: the last, after 20 million objects, is ours to start."""
+
+
+async def keep_heap_frozen() -> None:
+    """Collect and freeze what is new at intervals, and all of it now and then, until cancelled."""
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, OLD_COLLECTIONS)
+    try:
+        while True:
+            for _ in range(FREEZES_PER_THAW):
+                await asyncio.sleep(FREEZE_SECONDS)
+                freeze_heap()
+            gc.unfreeze()
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+def freeze_heap() -> None:
+    """Collect what was made since the last time, and let the collector leave the rest alone."""
+    gc.collect()
+    gc.freeze()
