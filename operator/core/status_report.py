@@ -322,6 +322,8 @@ def _weights_decision(weights: WeightsStatus) -> tuple[object, ...]:
 def without_progress(document: dict[str, Any]) -> dict[str, Any]:
     """Status without the texts and counts that change with mere progress."""
     out = {k: v for k, v in document.items() if k not in _PROGRESS_FIELDS}
+    if out.get("phase") == PoolPhase.LOADING:
+        out["phase"] = PoolPhase.PENDING.value  # the same conditions, further on
     out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
     weights = _without(out.get("weights", {}), "active", "stagedReplicas")
     out["weights"] = weights | {"lastUpdate": _without(weights.get("lastUpdate", {}), "message")}

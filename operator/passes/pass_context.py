@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.neighbour_informer import NeighbourInformer
@@ -13,6 +13,8 @@ from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.workers.worker_clients import WorkerClients
+
+from .status_pace import StatusPace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class PassContext:
     telemetry: OperatorTelemetry
     clock: Callable[[], float]
     monotonic: Callable[[], float]
+    pace: StatusPace = field(default_factory=StatusPace)
 
 
 ReconcileFunction = Callable[[PoolKey], Awaitable[float | None]]

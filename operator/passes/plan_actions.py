@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
 from rollout_operator.api import names
+from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
@@ -26,7 +27,6 @@ from .pass_input import PassInput, poll_heads, update_phase
 from .pass_reporting import count_update, post_events, update_pool_metrics
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
-from .settings import STATUS_PROGRESS_SECONDS
 from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ async def apply_plan(
 async def write_status(
     writer: PoolWriter, pool: Obj, plan: PassPlan, memory: PoolMemory
 ) -> float | None:
-    """Write the status if it changed; mere progress at most once a second.
+    """Write the status if it changed; mere progress at the pace of `StatusPace`.
 
     What the API server does not take is kept in `memory.unwritten`.
 
@@ -88,6 +88,8 @@ async def write_status(
     """
     ctx, key, status = writer.ctx, writer.key, plan.status
     update_pool_metrics(ctx, key, pool, status, plan)
+    progressing = status.find_condition(ConditionType.PROGRESSING)
+    ctx.pace.note_pool(key, moving=progressing is not None and progressing.status == "True")
     before, after = memory.stored_fields, owned_fields(status)
     if before == after:
         memory.unwritten = None
@@ -97,7 +99,8 @@ async def write_status(
     if memory.unwritten is not None and memory.obstacles.is_waiting(STATUS_LABEL, now):
         memory.unwritten = status
         return memory.obstacles.retry_in(STATUS_LABEL, now)
-    wait = 0.0 if memory.written_at is None else memory.written_at + STATUS_PROGRESS_SECONDS - now
+    pause = ctx.pace.progress_seconds()
+    wait = 0.0 if memory.written_at is None else memory.written_at + pause - now
     if wait > 0 and without_progress(before) == without_progress(after):
         return wait
     version = pool["metadata"]["resourceVersion"]

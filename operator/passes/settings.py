@@ -14,6 +14,9 @@ FENCED_RETRY_SECONDS = 1.0
 STATUS_PROGRESS_SECONDS = 1.0
 """Least time between two writes of status that only report progress: people read no faster."""
 
+MAX_STATUS_PROGRESS_SECONDS = 60.0
+"""The same while hundreds of pools move: what a person may read of one of them is at most a minute old."""
+
 REFUSED_RETRY_SECONDS = 10.0
 """How soon a refused write is tried again, and a name that is taken; doubled after each refusal. A
 person has to act first, and that takes longer than any shorter time."""

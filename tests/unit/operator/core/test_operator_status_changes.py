@@ -84,6 +84,11 @@ def test_what_is_relied_on_is_no_progress(changes: dict[str, Any]) -> None:
     assert without_progress(fields(**changes)) != without_progress(fields())
 
 
+def test_a_pool_that_starts_makes_progress_from_pending_to_loading() -> None:
+    assert fields(phase="Pending") != fields(phase="Loading")
+    assert without_progress(fields(phase="Pending")) == without_progress(fields(phase="Loading"))
+
+
 def test_a_pool_without_updates_and_transitions_makes_progress_too() -> None:
     bare = owned_fields(RolloutReplicaStatus(message="a"))
     assert without_progress(bare) == without_progress(owned_fields(RolloutReplicaStatus()))

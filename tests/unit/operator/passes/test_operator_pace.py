@@ -1,0 +1,68 @@
+"""How often progress is told: pools that move together share the writes out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_operator.api.objects import PoolKey
+from rollout_operator.passes.settings import MAX_STATUS_PROGRESS_SECONDS, STATUS_PROGRESS_SECONDS
+from rollout_operator.passes.status_pace import StatusPace
+from tests.support.unit.passlab import PassLab, condition, pass_lab, pod
+
+
+@pytest.fixture
+async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
+    async with pass_lab(tmp_path, monkeypatch) as made:
+        yield made
+
+
+def let_move(pace: StatusPace, count: int, *, moving: bool = True) -> None:
+    for number in range(count):
+        pace.note_pool(PoolKey("rl", f"other-{number}"), moving=moving)
+
+
+def test_the_pace_has_bounds_and_forgets_who_has_arrived() -> None:
+    pace = StatusPace()
+    assert pace.progress_seconds() == STATUS_PROGRESS_SECONDS
+    let_move(pace, 2000)
+    assert pace.progress_seconds() == MAX_STATUS_PROGRESS_SECONDS
+    let_move(pace, 2000, moving=False)
+    assert pace.progress_seconds() == STATUS_PROGRESS_SECONDS
+
+
+async def test_among_many_pools_progress_waits_and_transitions_do_not(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
+    for replica in range(2):
+        lab.has_pod(pod(replica))
+    let_move(lab.ctx.pace, 199)
+    await lab.reconcile()
+    lab.clock.steady += 1
+    placed = pod()["spec"] | {"nodeName": "n1"}
+    lab.has_pod({**pod(resourceVersion="9"), "spec": placed})
+    assert await lab.reconcile() == pytest.approx(19), "200 pools, 10 writes a second"
+    assert len(lab.written) == 1
+    found = lab.ctx.store.find_pool(PoolKey("rl", "math"))
+    assert found is not None
+    meta = {**found["metadata"], "generation": 2, "resourceVersion": "99"}
+    paused = {**found, "metadata": meta, "spec": found["spec"] | {"state": "Paused"}}
+    lab.ctx.store.upsert_written("pools", paused)
+    await lab.reconcile()
+    assert len(lab.written) == 2, "at once"
+    assert condition(lab.status, "Ready") == ("False", "Paused")
+
+
+async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
+    for replica in range(2):
+        lab.has_pod(pod(replica))
+    let_move(lab.ctx.pace, 19)
+    await lab.reconcile()
+    assert lab.ctx.pace.progress_seconds() == 2
+    now = lab.ctx.store.find_pool(PoolKey("rl", "math"))
+    assert now is not None
+    lab.ctx.store.apply_event("pools", "DELETED", now)
+    await lab.reconcile()
+    assert lab.ctx.pace.progress_seconds() == pytest.approx(1.9)
