@@ -121,14 +121,20 @@ def wait_for_first_polls(
     A process that has just started knows no worker's answer. To decide without would flip the
     conditions of a pool that serves, and take an update for one without workers.
     """
-    now = ctx.monotonic()
-    memory.first_look = now if memory.first_look is None else memory.first_look
-    left = memory.first_look + FIRST_POLLS_SECONDS - now
+    memory.first_look = ctx.monotonic() if memory.first_look is None else memory.first_look
     heads = [p for p in seen.pods if p.rank == 0]
     memory.polled = ctx.workers.watch_heads(key, heads, {p.uid for p in heads})
-    waiting = any(ctx.workers.poller.last_observation(uid) is None for uid in memory.polled)
-    memory.first_polls_done = left <= 0 or not waiting
+    left = seconds_until_first_polls(ctx, memory)
+    memory.first_polls_done = left <= 0
     return None if memory.first_polls_done else left
+
+
+def seconds_until_first_polls(ctx: PassContext, memory: PoolMemory) -> float:
+    """How long the first answers of the heads asked so far may still take; 0 or less: they are there."""
+    if memory.first_look is None or memory.first_polls_done:
+        return 0.0
+    waiting = any(ctx.workers.poller.last_observation(uid) is None for uid in memory.polled)
+    return memory.first_look + FIRST_POLLS_SECONDS - ctx.monotonic() if waiting else 0.0
 
 
 def stop_polling(ctx: PassContext, memory: PoolMemory) -> None:

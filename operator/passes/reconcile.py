@@ -18,7 +18,13 @@ from rollout_operator.core.pod_planning import plan_forced_deletion
 from rollout_operator.core.status_report import status_for_invalid_spec
 
 from .pass_context import PassContext
-from .pass_input import PassInput, observe_pool, stop_polling, wait_for_first_polls
+from .pass_input import (
+    PassInput,
+    observe_pool,
+    seconds_until_first_polls,
+    stop_polling,
+    wait_for_first_polls,
+)
 from .plan_actions import apply_plan, soonest_requeue, write_status, write_unreadable_status
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
@@ -50,6 +56,10 @@ class Reconciler:
         if pool is None or pool["metadata"].get("deletionTimestamp"):
             return await self._forget_deleted_pool(key, pool)
         memory = self._memory_of(key, pool)
+        seconds = seconds_until_first_polls(self.ctx, memory)
+        return seconds if seconds > 0 else await self._look_at_pool(key, pool, memory)
+
+    async def _look_at_pool(self, key: PoolKey, pool: Obj, memory: PoolMemory) -> float | None:
         memory.notice_user_change(pool)
         stored = memory.read_status(pool)
         if memory.unreadable is not None:

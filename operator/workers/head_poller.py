@@ -31,6 +31,7 @@ from .settings import (
     FIRST_POLL_BACKOFF_SECONDS,
     MAX_POLL_BACKOFF_SECONDS,
     POLL_SLOT_SECONDS,
+    POLL_TICK_SECONDS,
     POLL_TIMEOUT_SECONDS,
     SLOW_POLL_SECONDS,
     STALE_STATE_SECONDS,
@@ -287,7 +288,8 @@ class HeadPoller:
     ) -> bool:
         """Take the outcome of a poll; return whether the pool should look."""
         if state is not None:
-            fingerprint = _without_load(state)
+            # Mostly it says what it said before: comparing that is cheaper than taking the load out of it.
+            fingerprint = head.fingerprint if state == head.state else _without_load(state)
             changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
             head.state, head.fingerprint = state, fingerprint
             head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
@@ -336,11 +338,15 @@ class HeadPoller:
         return max(seconds, self._failing_pace.poll_interval(head.key))
 
     def _poll_interval(self, uid: str, head: _PolledHead) -> float:
-        pace = self._fast_pace if uid in self._fast else self._slow_pace
-        interval = (
-            self._backoff_seconds(uid, head) if head.failures else pace.poll_interval(head.key)
-        )
-        return interval * random.uniform(1 - POLL_JITTER, 1 + POLL_JITTER)
+        """Return the seconds until its next poll; slow polls go out together, at ticks of the clock."""
+        jitter = random.uniform(1 - POLL_JITTER, 1 + POLL_JITTER)
+        if head.failures:
+            return self._backoff_seconds(uid, head) * jitter
+        if uid in self._fast:
+            return self._fast_pace.poll_interval(head.key) * jitter
+        now = self._clock()
+        due = now + self._slow_pace.poll_interval(head.key) * jitter
+        return math.floor(due / POLL_TICK_SECONDS) * POLL_TICK_SECONDS - now
 
 
 def _last_answer_at(head: _PolledHead) -> float:

@@ -14,6 +14,10 @@ FAST_POLL_SECONDS = 0.5
 SLOW_POLL_SECONDS = 5.0
 """Otherwise: a third of `STALE_STATE_SECONDS`, so that two missed polls make no state stale."""
 
+POLL_TICK_SECONDS = 0.1
+"""Slow polls that are due within it go out at once: each waking of an idle process costs as much as the poll
+(measured: 508 µs a poll one by one, 320 µs together)."""
+
 FIRST_POLL_BACKOFF_SECONDS = 0.5
 """After the first failure, which is mostly one lost connection."""
 

@@ -86,6 +86,18 @@ async def test_nothing_is_decided_before_each_head_was_asked_once(lab: PassLab) 
     assert condition(lab.status, "Ready")[0] == "True"
 
 
+async def test_a_pass_that_waits_for_first_answers_reads_nothing_again(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
+    lab.has_pod(head(0), worker_of())
+    await lab.reconcile()
+    lab.has_pod(head(1), worker_of())
+    await lab.reconcile()
+    assert len(lab.poller.fast) == 1, "the second head is read once the first has answered"
+    await lab.polled()
+    await lab.reconcile()
+    assert len(lab.poller.fast) == 2
+
+
 async def test_a_head_that_does_not_answer_is_waited_for_five_seconds_once(lab: PassLab) -> None:
     lab.has_pool()
     lab.has_pod(head())
