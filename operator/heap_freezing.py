@@ -1,7 +1,7 @@
 """Keeps the garbage collector off what lives long: the objects of the store, most of the heap.
 
-Python's collector goes through the whole heap again whenever it has grown by a quarter. Of 1,000 pools of
-8 pods that took two fifths of the operator's CPU, and found nothing. Here the heap is frozen at intervals:
+Python's collector goes through the whole heap again whenever it has grown by a quarter. With 1,000 pools
+of 8 pods that took two fifths of the operator's CPU (one profile). Here the heap is frozen at intervals:
 the collector then sees only what was made since. Cycles that end while they are frozen wait until the
 heap is thawed.
 """

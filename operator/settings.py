@@ -30,7 +30,7 @@ LAG_WINDOW_SECONDS = 30.0
 """A probe every 10 s sees each lag several times, so that one lost probe hides none."""
 
 FREEZE_SECONDS = 10.0
-"""What is made in this time while hundreds of pools start is collected in some milliseconds."""
+"""So often that little is new each time, and so seldom that it costs nothing worth naming."""
 
 FREEZES_PER_THAW = 60
-"""The whole heap is collected every ten minutes: with 8,000 pods that stops the process for a tenth of a second."""
+"""The whole heap is collected every ten minutes: so long at most a cycle that ended in the frozen part is kept."""

