@@ -2,7 +2,8 @@
 
 One rank, on a CPU, loads two versions of a mixture of experts in turn: first by vLLM's `reload_weights`,
 which finds out each time where each tensor goes, then by the copies that were recorded. Both give the same tokens.
-The plan says which of 64 ranks writes which shard of 723 tensors; its baseline only compares all pairs of shards.
+The plan says which rank writes which shard, of a 70B on 64 ranks and of a mixture of experts on 256; its baseline only reads
+the names. A second publish of the same tensors makes no plan.
 One version goes from the nodes of a trainer to many workers, and each process sends at a limited rate; the bound is what
 all of them can send together, or the trainer's nodes one copy, whichever takes longer.
 """
@@ -14,16 +15,24 @@ import os
 import subprocess
 import tempfile
 import time
-from itertools import combinations, starmap
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench import ROOT
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
-from bench.rigs import swarm
-from rollout_client.steering.pushing.shards.shard_plan import TensorPart, share_out
-from rollout_client.steering.pushing.shards.tensor_boxes import Box, overlap
+from bench.rigs import sharded_models, swarm
+from rollout_client.steering.pushing.shards.node_parts import node_parts
+from rollout_client.steering.pushing.shards.shard_plan import (
+    Names,
+    Offer,
+    offers_from_json,
+    offers_to_json,
+    share_out,
+)
+from rollout_common.transfer.layout import PushLayout
 from tests.support.engine import vllm_loads
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.tinymodels import script
@@ -33,9 +42,8 @@ EXPERTS = 128
 LAYERS = 52
 """Which makes 20,439 tensors."""
 COMMIT = Goal(median=0.3)
-RANKS, TENSORS = 64, 723
-"""A model of 70B on 8 nodes of 8 devices."""
-PLAN = Goal(median=0.2)
+PLANS = {64: Goal(median=0.2), 256: Goal(median=5)}
+"""By number of ranks: the goal for planning who writes what."""
 SWARMS = ((1, 8, 20, 25e6), (1, 16, 20, 13e6), (4, 8, 20, 25e6), (8, 8, 20, 25e6))
 """Nodes of the trainer, workers, tensors of 8 MiB, bytes a second that a process sends."""
 SHARE_OF_BOUND = 0.85
@@ -48,10 +56,8 @@ def run(options: Options) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         found = _measure(Path(folder), layers, options.count(rounds, 1))
     figures = _commit_figures(found, options)
-    plan, pairs = _measure_plan(options.count(5, 1))
-    against = "all pairs of shards"
-    label = f"plan of {RANKS} ranks, {TENSORS} tensors"
-    figures.append(figure(label, plan, baseline=pairs, against=against, goal=PLAN))
+    figures.append(_measure_plan(64, lambda rank: sharded_models.dense_offer(rank, 64), options))
+    figures.append(_measure_plan(256, sharded_models.expert_offer, options))
     figures += [_measure_swarm(*each, options) for each in SWARMS]
     figures.append(_measure_loop(options))
     figures.append(_measure_nixl(options))
@@ -140,22 +146,32 @@ def _measure_nixl(options: Options) -> Figure:
     )
 
 
-def _measure_plan(rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each plan, and of comparing all pairs of the same shards."""
-    rows = 8192 // RANKS
-    boxes: list[Box] = [((rank * rows, rank * rows + rows), (0, 8192)) for rank in range(RANKS)]
-    specs = [(f"tensor {number}", "BF16", (8192, 8192)) for number in range(TENSORS)]
-    offers = [[TensorPart(spec, box) for spec in specs] for box in boxes]
-    plan, pairs = [], []
-    for _ in range(rounds):
+def _measure_plan(ranks: int, offer_of: Callable[[int], Offer], options: Options) -> Figure:
+    """Return the seconds in which rank 0 plans who writes what, from the offers of all ranks as they came."""
+    nodes = {rank: rank - rank % sharded_models.NODE_RANKS for rank in range(ranks)}
+    told = [json.dumps(offers_to_json({rank: offer_of(rank)})) for rank in range(ranks)]
+    plan, names = [], []
+    for _ in range(options.count(5, 1)):
         began = time.perf_counter()
-        share_out(offers)
+        known: dict[Names, Names] = {}
+        offers = {
+            r: o for text in told for r, o in offers_from_json(json.loads(text), known).items()
+        }
+        shares = share_out(offers)
+        layout = PushLayout.plan(shares.specs)
+        for part in node_parts(layout, shares.shares, nodes).values():
+            part.to_json(range(ranks))
         plan.append(time.perf_counter() - began)
         began = time.perf_counter()
-        for _ in specs:
-            any(starmap(overlap, combinations(boxes, 2)))
-        pairs.append(time.perf_counter() - began)
-    return plan, pairs
+        Counter(name for text in told for each in json.loads(text)["names"] for name in each)
+        names.append(time.perf_counter() - began)
+    return figure(
+        f"plan of {ranks} ranks, {len(layout.tensors)} tensors",
+        plan,
+        baseline=names,
+        against="to read the names and count them",
+        goal=PLANS.get(ranks),
+    )
 
 
 def _measure(folder: Path, layers: int, rounds: int) -> dict[str, Any]:

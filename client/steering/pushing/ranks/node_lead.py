@@ -16,13 +16,12 @@ from rollout_client.steering.pushing.settings import RANK_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.chunk_stream import send_chunks
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import NodePart
+from rollout_client.steering.pushing.shards.shard_plan import Offer
 from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting
-from rollout_client.steering.pushing.shards.tensor_boxes import box_of
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind
 from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.tls_session import trust_in
-from rollout_common.transfer.layout import PushLayout
 from rollout_common.wire import Transfer, WeightsId
 
 from .rank_follower import RankFollower
@@ -42,7 +41,6 @@ class NodeLead(RankFollower):
         super().__init__(connection, rank)
         self._group = group
         self._filling: MergedVersion | None = None
-        self._part: NodePart | None = None
         self._request: Frame | None = None
         """What rank 0 asks this node to serve, until that has begun."""
         self._is_sent = False
@@ -69,12 +67,14 @@ class NodeLead(RankFollower):
     @override
     def _offer_parts(self, version: int, writing: ShardWriting) -> None:
         try:
-            offers = self._group.collect_offers(version, self._options.seconds, self._stopped)
+            super()._offer_parts(version, writing)
         except PublishFailed as error:
-            return self._fail(error)
-        offers[self._rank] = list(writing.parts.values())
-        rows = {str(rank): [part.to_json() for part in parts] for rank, parts in offers.items()}
-        return self._connection.send(Kind.HELLO, {"version": version, "offers": rows})
+            self._fail(error)
+
+    @override
+    def _collect_offers(self, version: int, writing: ShardWriting) -> Mapping[int, Offer]:
+        offers = self._group.collect_offers(version, self._options.seconds, self._stopped)
+        return {**offers, self._rank: writing.offer}
 
     def _fail(self, error: Exception) -> None:
         """Report a failure of this node to rank 0, which ends the publish for all."""
@@ -87,25 +87,16 @@ class NodeLead(RankFollower):
     @override
     def _write(self, frame: Frame, writing: ShardWriting) -> None:
         """Have the ranks of this node write their parts, and send rank 0 what others can't get from here."""
-        boxes = {
-            int(rank): {name: box_of(rows) for name, rows in each.items()}
-            for rank, each in frame.head["boxes"].items()
-        }
-        layout = PushLayout.from_json(frame.head["layout"])
-        by_name: dict[str, list[Any]] = {}
-        for each in boxes.values():
-            for name, box in each.items():
-                by_name.setdefault(name, []).append(box)
-        part = NodePart(layout, by_name, frozenset(frame.head["scattered"]))
+        part = self._read_order(frame)
         filling = MergedVersion(self._group.arena, self._copier)
         try:
-            filling.take_memory(layout, part.nbytes)
+            filling.take_memory(part.layout, part.nbytes)
             filling.begin(part.nbytes, part.blocks, part.scattered)
-            self._group.order_work(filling, boxes)
-            self._filling, self._part = filling, part
+            self._group.order_work(filling, part)
+            self._filling = filling
             self._serve_if_asked()
             place = InMemory.of(filling, self._copier)
-            writing.write(boxes[self._rank], place, self._has_ended, layout)
+            writing.write(part.boxes_of(self._rank), place, self._has_ended, part.layout)
             while not filling.wait_node(RANK_LOOK_SECONDS):
                 if self._has_ended():
                     return
@@ -197,7 +188,7 @@ class NodeLead(RankFollower):
     def _end_publish(self, outcome: Frame) -> None:
         self._stop_senders()
         filling = self._filling
-        self._filling = self._part = self._request = self._progress = None
+        self._filling = self._request = self._progress = None
         self._is_sent, self._reported = False, set()
         if filling is not None:
             filling.fail()

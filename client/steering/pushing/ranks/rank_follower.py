@@ -6,17 +6,19 @@ import contextlib
 import mmap
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rollout_client.errors import PublishFailed, RolloutError
 from rollout_client.steering.pushing.settings import GRACE_SECONDS, MEMBER_LOOK_SECONDS
+from rollout_client.steering.pushing.shards.node_parts import NodePart
+from rollout_client.steering.pushing.shards.shard_plan import Offer, offers_to_json
 from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
-from rollout_client.steering.pushing.shards.tensor_boxes import box_of
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
-from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.transfer.layout import LayoutError
 from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .rank_heartbeat import RankHeartbeat
@@ -47,6 +49,11 @@ class RankFollower:
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None
         """The frame with the outcome, if it came while this rank was writing."""
+        self._offers: Mapping[int, Offer] = {}
+        self._known: Mapping[int, Offer] | None = None
+        """The offers that the leader has: once it has planned with them."""
+        self._part: NodePart | None = None
+        """What the ranks of this node, or this rank, write by the last order."""
 
     def take_part(self, version: int, tensors: Tensors, options: RankOptions) -> Published:
         """Write this rank's shards, and return what rank 0 has published.
@@ -133,9 +140,27 @@ class RankFollower:
         return done
 
     def _offer_parts(self, version: int, writing: ShardWriting) -> None:
-        """Describe the parts of this rank to its leader."""
-        rows = [part.to_json() for part in writing.parts.values()]
-        self._connection.send(Kind.HELLO, {"version": version, "offers": {str(self._rank): rows}})
+        """Describe to the leader what is here, unless it is the same as last time."""
+        self._offers = self._collect_offers(version, writing)
+        told: dict[str, Any] = {"version": version}
+        if self._offers != self._known:
+            self._known = None  # the leader may read this without ever saying so
+            told |= offers_to_json(self._offers)
+        self._connection.send(Kind.HELLO, told)
+
+    def _collect_offers(self, version: int, writing: ShardWriting) -> Mapping[int, Offer]:
+        """Return by rank what is here."""
+        return {self._rank: writing.offer}
+
+    def _read_order(self, frame: Frame) -> NodePart:
+        """Return what to write: what a frame says, else the same as last time."""
+        self._known = self._offers
+        if "layout" in frame.head:
+            self._part = None
+            self._part = NodePart.from_json(frame.head)
+        if self._part is None:
+            raise Malformed("LAYOUT came without the first order")
+        return self._part
 
     def _take_frame(self, frame: Frame) -> None:
         """Handle another frame of the leader; there is none."""
@@ -171,8 +196,8 @@ class RankFollower:
         self._connection.send(Kind.READY)
 
     def _write(self, frame: Frame, writing: ShardWriting) -> None:
-        boxes = {name: box_of(rows) for name, rows in frame.head["boxes"].items()}
-        layout = PushLayout.from_json(frame.head["layout"])
+        part = self._read_order(frame)
+        layout = part.layout
         self._keep(frame.head["slots"])
         connection = self._connection
 
@@ -188,7 +213,7 @@ class RankFollower:
 
         with memoryview(self._maps[frame.integer("slot")]) as memory:
             shared = InMemory(view, arrived, block, self._copier)
-            writing.write(boxes, shared, self._stopped, layout)
+            writing.write(part.boxes_of(self._rank), shared, self._stopped, layout)
 
     def _stopped(self) -> bool:
         """Whether the leader has ended the publish, so that this rank stops writing."""

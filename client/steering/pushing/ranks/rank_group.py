@@ -12,9 +12,8 @@ from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.settings import ACK_SECONDS, GRACE_SECONDS, RANK_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.chunk_stream import ArrivingChunks, Damaged
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
-from rollout_client.steering.pushing.shards.node_parts import NodePart
-from rollout_client.steering.pushing.shards.shard_plan import TensorPart
-from rollout_client.steering.pushing.shards.tensor_boxes import Box
+from rollout_client.steering.pushing.shards.node_parts import NodePart, pack_layout
+from rollout_client.steering.pushing.shards.shard_plan import Names, Offer, offers_from_json
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.layout import LayoutError
@@ -23,9 +22,6 @@ from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire.root_hash import DIGEST_BYTES
 
 from .rank_heartbeat import RankHeartbeat
-
-Boxes = Mapping[str, Box]
-"""By name of the tensor: the part of it that a rank writes."""
 
 OnUnreached = Callable[[int, str, str], None]
 """Takes the lead of a node, the name of a replica that it can't serve, and why."""
@@ -56,11 +52,15 @@ class RankGroup:
         """By descriptor of the memory: the number by which the other ranks know it."""
         self._made = 0
         self._hearing: dict[int, _Hearing] = {}
+        self._offers: dict[int, dict[int, Offer]] = {}
+        """By connection: the last offers that came, which the other end refers to as long as they stay the same."""
+        self._ordered: NodePart | None = None
+        """What this node writes by the last order, if all have got that."""
 
     def collect_offers(
         self, version: int, seconds: float, has_stopped: Callable[[], bool] = lambda: False
-    ) -> dict[int, list[TensorPart]]:
-        """Return the parts of each rank below this one, once all of them have joined.
+    ) -> dict[int, Offer]:
+        """Return what each rank below this one has, once all of them have joined.
 
         Args:
             version: That all publish.
@@ -75,7 +75,8 @@ class RankGroup:
         for connection in self._connections.values():
             connection.patience(seconds + GRACE_SECONDS)
             connection.heard = time.monotonic()
-        found: dict[int, list[TensorPart]] = {}
+        found: dict[int, Offer] = {}
+        known: dict[Names, Names] = {}
         while late := [rank for rank in self._connections if rank not in found]:
             if time.monotonic() > until:
                 raise PublishFailed(
@@ -94,7 +95,7 @@ class RankGroup:
                     raise PublishFailed(
                         f"rank {rank} publishes version {theirs}, rank {self._rank} {version}"
                     )
-                found |= self._read_offers(rank, frame)
+                found |= self._read_offers(rank, frame, known)
                 connection.patience(LEASE_SECONDS)  # from now on it sends pings
         return found
 
@@ -107,17 +108,18 @@ class RankGroup:
             raise PublishFailed(_failure_text(rank, frame))
         return frame
 
-    def _read_offers(self, rank: int, frame: Frame) -> dict[int, list[TensorPart]]:
-        """Return the parts that a rank describes: its own, or those of all ranks of its node."""
+    def _read_offers(self, rank: int, frame: Frame, known: dict[Names, Names]) -> dict[int, Offer]:
+        """Return the offers that a rank describes: its own, or those of all ranks of its node."""
         try:
-            offers = frame.head["offers"]
+            if "offers" not in frame.head:
+                return self._offers[rank]
+            offers = offers_from_json(frame.head, known)
             due = sorted(self.leads.get(rank, (rank,)))
-            if sorted(map(int, offers)) != due:
+            if sorted(offers) != due:
                 raise ValueError(f"it offers for ranks {sorted(offers)}, not {due}")
-            return {
-                int(each): [TensorPart.from_json(row) for row in offers[each]] for each in offers
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._offers[rank] = offers
+            return offers
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PublishFailed(
                 f"rank {rank} describes its tensors in a format this release doesn't know"
                 f" ({type(error).__name__}: {error}): all ranks need the same release of the client"
@@ -139,7 +141,7 @@ class RankGroup:
     def order_work(
         self,
         filling: MergedVersion,
-        boxes: Mapping[int, Boxes],
+        own: NodePart,
         parts: Mapping[int, NodePart] | None = None,
         unreached: OnUnreached | None = None,
     ) -> None:
@@ -147,7 +149,7 @@ class RankGroup:
 
         Args:
             filling: The version, for which memory was taken.
-            boxes: By rank, of all below this one: what it writes.
+            own: What the ranks of this node write. If it is the same object as last time, ranks do the same again.
             parts: By lead of another node: what its node writes.
             unreached: As `OnUnreached`.
 
@@ -155,22 +157,24 @@ class RankGroup:
             PublishFailed: A rank is gone.
         """
         parts = parts or {}
+        again, self._ordered = own is self._ordered, None
+        layout = "" if again else pack_layout(filling.layout)
         alive = {handle: self._slots[handle] for handle in self.arena.handles}
         self._slots = alive
         memory = {"slot": alive[filling.slot.handle], "slots": list(alive.values())}
-        layout = filling.layout.to_json()
         for rank, connection in self._connections.items():
             part = parts.get(rank)
             arriving = None if part is None else ArrivingChunks(filling, part)
             self._hearing[rank] = _Hearing(rank, connection, filling, arriving, unreached)
-            order: dict[str, Any] = {"layout": layout, "boxes": boxes[rank]} | memory
-            if part is not None:
-                below = {each: boxes[each] for each in self.leads[rank]}
-                order = {"layout": layout, "boxes": below, "scattered": sorted(part.scattered)}
+            order: dict[str, Any] = dict(memory) if part is None else {}
+            if not again:
+                below = self.leads.get(rank, (rank,))
+                order |= {"layout": layout, "shares": (part or own).to_json(below)}
             try:
                 connection.send(Kind.LAYOUT, order)
             except TransferError as error:
                 raise PublishFailed(f"rank {rank} is gone: {error}") from error
+        self._ordered = own
 
     def ask_leads(self, head: Mapping[str, Any], ranks: Collection[int] | None = None) -> None:
         """Ask leads of other nodes to serve; the threads that read from them notice if one is gone.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.push_tensors import Dtypes
 from rollout_client.steering.pushing.routes import Route
 from rollout_client.steering.pushing.settings import DEATH_SECONDS
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
-from rollout_client.steering.pushing.shards.node_parts import NodePart, scattered_tensors
-from rollout_client.steering.pushing.shards.shard_plan import ShardPlan, share_out
+from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts
+from rollout_client.steering.pushing.shards.shard_plan import Offer, share_out
 from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
-from rollout_client.steering.pushing.shards.tensor_boxes import Box
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.frames import Kind, origin_ticket
@@ -29,6 +28,18 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+_Basis = tuple[Mapping[int, Offer], bool, Dtypes]
+"""What a plan depends on: the offers by rank, whether other nodes write a share, what is cast."""
+
+
+class _MadePlan(NamedTuple):
+    """Who writes what: the ranks of this node, and by lead those of the others."""
+
+    basis: _Basis
+    own: NodePart
+    far: Mapping[int, NodePart]
 
 
 class RankZero:
@@ -49,6 +60,8 @@ class RankZero:
         """What the leads of other nodes are to serve; None: unknown so far."""
         self._failing: set[int] = set()
         """Leads that can't serve all replicas."""
+        self._plan: _MadePlan | None = None
+        """The last plan, which holds as long as all ranks have the same."""
 
     @property
     def broken(self) -> bool:
@@ -81,46 +94,42 @@ class RankZero:
             ArenaError: There is no room.
         """
         writing = ShardWriting(state_of(tensors))
-        offers = {0: list(writing.parts.values()), **self.group.collect_offers(version, seconds)}
-        far = {rank for node in self.group.leads.values() for rank in node if not spread}
-        shares = share_out([offers[rank] for rank in sorted(offers)], far)
-        self.source_count = self._count_sources(shares)
-        filling.plan(shares.specs)
-        own, parts = self._node_parts(filling, shares)
-        scattered = {name: (0, filling.layout[name].nbytes) for name in own.scattered}
+        offers = {0: writing.offer, **self.group.collect_offers(version, seconds)}
+        own, far = self._make_plan(filling, (offers, spread, filling.dtypes))
+        names = own.scattered.union(*(part.scattered for part in far.values()))
+        scattered = {name: (0, filling.layout[name].nbytes) for name in names}
         filling.begin(own.nbytes, {**own.blocks, **scattered})
-        boxes = {rank: work.boxes for rank, work in enumerate(shares.work)}
         with self._lock:
             self._takes_requests = True
-        self.group.order_work(filling, boxes, parts, self._serve_instead)
+        self.group.order_work(filling, own, far, self._serve_instead)
         self._ask_to_serve()
         try:
             place = InMemory.of(filling, copier)
-            writing.write(boxes[0], place, lambda: filling.given_up, filling.layout)
+            writing.write(own.boxes_of(0), place, lambda: filling.given_up, filling.layout)
         except RuntimeError as error:  # from torch, as when another rank of a gather is gone
             raise filling.why(DEATH_SECONDS) or PublishFailed(f"rank 0: {error}") from error
         if filling.all_written():
             filling.end()
 
-    def _count_sources(self, shares: ShardPlan) -> float:
-        nbytes = [work.nbytes for work in shares.work]
-        far = [sum(nbytes[rank] for rank in ranks) for ranks in self.group.leads.values()]
-        return sum(nbytes) / max(1, sum(nbytes) - sum(far), *far)
-
-    def _node_parts(
-        self, filling: MergedVersion, shares: ShardPlan
+    def _make_plan(
+        self, filling: MergedVersion, basis: _Basis
     ) -> tuple[NodePart, Mapping[int, NodePart]]:
-        """Return the part of this node, and by lead those of the other nodes."""
-        leads = self.group.leads
-        lead_of = {rank: lead for lead, node in leads.items() for rank in node}
-        boxes: dict[int, dict[str, list[Box]]] = {lead: defaultdict(list) for lead in (0, *leads)}
-        for rank, work in enumerate(shares.work):
-            for name, box in work.boxes.items():
-                boxes[lead_of.get(rank, 0)][name].append(box)
-        specs = [(each.name, each.dtype, each.shape) for each in filling.layout.tensors]
-        scattered = scattered_tensors(specs, list(boxes.values())) if leads else frozenset()
-        parts = {lead: NodePart(filling.layout, boxes[lead], scattered) for lead in boxes}
-        return parts.pop(0), parts
+        """Take memory; return the part of this node, and by lead those of the other nodes."""
+        plan, leads = self._plan, self.group.leads
+        if plan is not None and plan.basis == basis:
+            filling.take_memory(plan.own.layout)
+            return plan.own, plan.far
+        self._plan = None
+        offers, spread, _ = basis
+        node_of = {rank: lead for lead, node in leads.items() for rank in node}
+        shares = share_out(offers, () if spread else node_of)
+        filling.plan(shares.specs)
+        parts = node_parts(filling.layout, shares.shares, dict.fromkeys(offers, 0) | node_of)
+        own = parts.pop(0)
+        far = [part.nbytes for part in parts.values()]
+        self.source_count = (own.nbytes + sum(far)) / max(1, own.nbytes, *far)
+        self._plan = _MadePlan(basis, own, parts)
+        return own, parts
 
     def serve(
         self,

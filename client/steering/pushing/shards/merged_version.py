@@ -31,10 +31,12 @@ class MergedVersion(Filling):
 
     def __init__(self, arena: Arena, copier: Copier, dtypes: Dtypes | None = None) -> None:
         super().__init__(arena, None, copier, dtypes)
+        self.dtypes = self._dtypes
+        """What floating-point tensors are cast to."""
         self._jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """Leaves to hash."""
-        self._leaf_left = array("I")
-        """By leaf: how many of its bytes are not written yet."""
+        self._leaf_there = array("I")
+        """By leaf: how many of its bytes are written."""
         self._blocks: Mapping[str, Run] = {}
         self._block_left: dict[str, int] = {}
         self._scattered: frozenset[str] = frozenset()
@@ -52,11 +54,9 @@ class MergedVersion(Filling):
             blocks: By name of the tensor: the run that is there once as many bytes of it are written, in any order.
             scattered: Other tensors that come in blocks, which another node hashes.
         """
-        pieces = self.layout.pieces
         with self._news:
             self._begun = {each.name for each in self.layout.tensors}
-            spans = map(pieces.leaf_span, range(pieces.leaf_count))
-            self._leaf_left = array("I", (end - begin for begin, end in spans))
+            self._leaf_there = array("I", [0]) * self.layout.pieces.leaf_count
             self._blocks, self._scattered, self._due = blocks, frozenset(scattered), due
             self._block_left = {name: end - begin for name, (begin, end) in blocks.items()}
         threading.Thread(target=self._hash_leaves, name="weights-hash", daemon=True).start()
@@ -110,10 +110,10 @@ class MergedVersion(Filling):
         for leaf in self.layout.pieces.leaves_in(placed, begin, end):
             first, last = self.layout.pieces.leaf_span(leaf)
             nbytes = min(placed.start + end, last) - max(placed.start + begin, first)
-            if nbytes > self._leaf_left[leaf]:
+            self._leaf_there[leaf] += nbytes
+            if self._leaf_there[leaf] > last - first:
                 raise LayoutError(f"bytes {begin} to {end} of {name!r} came twice", tensor=name)
-            self._leaf_left[leaf] -= nbytes
-            if not self._leaf_left[leaf]:
+            if self._leaf_there[leaf] == last - first:
                 self._unhashed += 1
                 self._jobs.put(leaf)
 

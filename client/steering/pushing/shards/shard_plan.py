@@ -1,18 +1,21 @@
 """Which bytes of which tensors each rank of a trainer has, and which rank writes what. Pure but for `part_of`.
 
 A shard is a box of the whole tensor, so its rank can write it to its place; a shard along the first dimension
-is a run of bytes. A tensor that still has to be summed is gathered, and one rank writes it.
+is a run of bytes. A tensor that still has to be summed is gathered, and one rank writes it. Ranks have tens of thousands
+of tensors, but few kinds of them: what is alike on all ranks is offered, checked and shared out together.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import combinations, pairwise, starmap
-from typing import Any, Self
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise, starmap
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from rollout_client.steering.checkpoint_form import is_sharded
 from rollout_client.steering.pushing.push_tensors import Spec, spec_of
@@ -21,30 +24,65 @@ from rollout_common.transfer.layout import LayoutError
 from .tensor_boxes import Box, Run, box_of, nbytes_of, overlap, volume
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
-    """The part of a tensor that one rank has.
+class TensorPart(NamedTuple):
+    """The part that one rank has of a tensor, or of several that are alike.
 
     Attributes:
-        spec: Of the whole tensor.
+        dtype: As safetensors call it.
+        shape: Of the whole tensor.
         box: The part that this rank has; None: it has none.
         gathered: Whether the ranks that have it gather it, so that one of them can write it.
     """
 
-    spec: Spec
+    dtype: str
+    shape: tuple[int, ...]
     box: Box | None
     gathered: bool = False
 
-    def to_json(self) -> list[object]:
-        """Return the part in the form that `from_json` takes."""
-        name, dtype, shape = self.spec
-        return [name, dtype, list(shape), self.box, self.gathered]
 
-    @classmethod
-    def from_json(cls, row: Any) -> Self:
-        """Return the part that another rank described."""
-        name, dtype, shape, box, gathered = row
-        return cls((name, dtype, tuple(shape)), None if box is None else box_of(box), gathered)
+Names = tuple[str, ...]
+
+Offer = Mapping[TensorPart, Names]
+"""What one rank has: the names of the tensors of which it has such a part, in order."""
+
+
+def offer_of(parts: Mapping[str, TensorPart]) -> Offer:
+    """Return what a rank has, of its part of each tensor."""
+    found: dict[TensorPart, list[str]] = defaultdict(list)
+    for name in sorted(parts):
+        found[parts[name]].append(name)
+    return {part: tuple(names) for part, names in found.items()}
+
+
+def offers_to_json(offers: Mapping[int, Offer]) -> dict[str, Any]:
+    """Return the offers of some ranks in the form that `offers_from_json` takes; ranks with the same names share them."""
+    numbers: dict[Names, int] = {}
+    rows = {
+        str(rank): [
+            [numbers.setdefault(names, len(numbers)), *part] for part, names in offer.items()
+        ]
+        for rank, offer in offers.items()
+    }
+    return {"names": list(numbers), "offers": rows}
+
+
+def offers_from_json(head: Mapping[str, Any], known: dict[Names, Names]) -> dict[int, Offer]:
+    """Return the offers that another rank described, by rank.
+
+    Args:
+        head: What `offers_to_json` returned.
+        known: Names that other offers have; new ones are added, so that equal ones are the same object.
+    """
+    listed = [known.setdefault(names, names) for names in map(tuple, head["names"])]
+    found: dict[int, Offer] = {}
+    for rank, rows in head["offers"].items():
+        found[int(rank)] = {
+            TensorPart(dtype, tuple(shape), None if box is None else box_of(box), gathered): listed[
+                number
+            ]
+            for number, dtype, shape, box, gathered in rows
+        }
+    return found
 
 
 def part_of(name: object, tensor: Any) -> TensorPart:
@@ -53,23 +91,23 @@ def part_of(name: object, tensor: Any) -> TensorPart:
     Raises:
         LayoutError: It is not a tensor, or has a dtype that no worker takes.
     """
-    spec = spec_of(name, tensor)
-    whole = tuple((0, size) for size in spec[2])
-    if 0 in spec[2]:
-        return TensorPart(spec, None)
+    _, dtype, shape = spec_of(name, tensor)
+    whole = tuple((0, size) for size in shape)
+    if 0 in shape:
+        return TensorPart(dtype, shape, None)
     if not is_sharded(tensor):
-        return TensorPart(spec, whole)
+        return TensorPart(dtype, shape, whole)
     placements = getattr(tensor, "placements", None)
     if placements is None or not _is_cut(placements):
-        return TensorPart(spec, whole, gathered=True)
+        return TensorPart(dtype, shape, whole, gathered=True)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return TensorPart(spec, None)
+        return TensorPart(dtype, shape, None)
     box = list(whole)
     for each, at, ranks in zip(placements, coordinate, tensor.device_mesh.shape, strict=True):
         if each.is_shard():
             box[each.dim] = _chunk(box[each.dim], at, ranks)
-    return TensorPart(spec, tuple(box) if volume(tuple(box)) else None)
+    return TensorPart(dtype, shape, tuple(box) if volume(tuple(box)) else None)
 
 
 def _is_cut(placements: Iterable[Any]) -> bool:
@@ -88,12 +126,16 @@ def _chunk(of: Run, at: int, ranks: int) -> Run:
     return first, min(end, first + step)
 
 
-@dataclass(slots=True)
-class RankWork:
-    """What one rank writes, by name of the tensor."""
+class Share(NamedTuple):
+    """Tensors that are alike on all ranks, and who writes which part of each.
 
-    boxes: dict[str, Box] = field(default_factory=dict)
-    nbytes: int = 0
+    Attributes:
+        numbers: Of the tensors, by the order of their names.
+        boxes: By rank: what it writes of each of them.
+    """
+
+    numbers: Sequence[int]
+    boxes: Mapping[int, Box]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +143,17 @@ class ShardPlan:
     """Which rank writes what.
 
     Attributes:
-        specs: Of all tensors of all ranks.
-        work: By rank: what it writes.
+        specs: Of all tensors of all ranks, by name.
+        shares: Each tensor is in one of them.
+        nbytes: By rank: how many bytes it writes.
     """
 
     specs: tuple[Spec, ...]
-    work: Sequence[RankWork]
+    shares: Sequence[Share]
+    nbytes: Mapping[int, int]
 
 
-def share_out(offers: Sequence[Sequence[TensorPart]], far: Collection[int] = ()) -> ShardPlan:
+def share_out(offers: Mapping[int, Offer], far: Collection[int] = ()) -> ShardPlan:
     """Share the work so that one rank writes each byte, and all ranks write about as much.
 
     Args:
@@ -119,37 +163,107 @@ def share_out(offers: Sequence[Sequence[TensorPart]], far: Collection[int] = ())
     Raises:
         LayoutError: Two ranks have different tensors of the same name, or some bytes are missing on all ranks.
     """
-    specs: dict[str, Spec] = {}
-    holders: dict[str, dict[Box, list[int]]] = defaultdict(dict)
-    checked: set[tuple[tuple[int, ...], Box]] = set()
-    for rank, parts in enumerate(offers):
-        for part in parts:
-            name = part.spec[0]
-            if specs.setdefault(name, part.spec) != part.spec:
-                _, dtype, shape = part.spec
-                raise LayoutError(
-                    f"tensor {name!r} is {dtype} {list(shape)} on rank {rank} and"
-                    f" {specs[name][1]} {list(specs[name][2])} on another one: all ranks give the"
-                    " same model",
-                    tensor=name,
-                )
-            if part.box is not None:
-                if (known := (part.spec[2], part.box)) not in checked:  # most tensors share a few
-                    _check_within(part.spec, part.box, rank)
-                    checked.add(known)
-                holders[name].setdefault(part.box, []).append(rank)
-    work = [RankWork() for _ in offers]
+    names, groups = _group_alike(offers)
+    specs: dict[int, Spec] = {}
+    for numbers, parts in groups:
+        _check_parts(names[numbers[0]], parts)
+        _, kind = parts[0]
+        specs |= {number: (names[number], kind.dtype, kind.shape) for number in numbers}
+    burden = dict.fromkeys(sorted(offers), 0)
+    shares: list[Share] = []
+    # The largest first, so that the small ones can even it out.
+    for numbers, parts in sorted(groups, key=lambda group: -math.prod(group[1][0][1].shape)):
+        shares += _share_group(specs[numbers[0]], numbers, parts, burden, far)
+    return ShardPlan(tuple(specs[number] for number in range(len(names))), shares, burden)
 
-    def burden(rank: int) -> tuple[bool, int, int]:
-        return rank in far, work[rank].nbytes, rank
 
-    for name in sorted(specs):
-        _check_whole(specs[name], holders[name])
-        for box, ranks in sorted(holders[name].items()):
-            least = ranks[0] if len(ranks) == 1 else min(ranks, key=burden)
-            work[least].boxes[name] = box
-            work[least].nbytes += nbytes_of(specs[name], box)
-    return ShardPlan(tuple(specs[name] for name in sorted(specs)), work)
+Parts = Sequence[tuple[int, TensorPart]]
+"""Ranks in order, and what each of them has of a tensor."""
+
+
+def _group_alike(offers: Mapping[int, Offer]) -> tuple[list[str], list[tuple[list[int], Parts]]]:
+    """Return all names in order, and the numbers of those of which each rank has the same part, with these parts."""
+    listed: dict[int, tuple[Names, list[tuple[int, TensorPart]]]] = {}
+    for rank in sorted(offers):
+        for part, names in offers[rank].items():
+            # By identity, which costs nothing; equal names that are another object are right, too.
+            listed.setdefault(id(names), (names, []))[1].append((rank, part))
+    keys: dict[str, list[int]] = defaultdict(list)
+    for key, (names, _) in listed.items():
+        for name in names:
+            keys[name].append(key)
+    ordered = sorted(keys)
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, name in enumerate(ordered):
+        alike[tuple(keys[name])].append(number)
+    groups: list[tuple[list[int], Parts]] = [
+        (numbers, sorted((part for key in each for part in listed[key][1]), key=itemgetter(0)))
+        for each, numbers in alike.items()
+    ]
+    return ordered, groups
+
+
+def _check_parts(name: str, parts: Parts) -> None:
+    """Refuse parts of different tensors, and those that don't make it whole.
+
+    Raises:
+        LayoutError: As `share_out`.
+    """
+    first, (dtype, shape, *_) = parts[0]
+    boxes = set()
+    for rank, part in parts:
+        if (part.dtype, part.shape) != (dtype, shape):
+            raise LayoutError(
+                f"tensor {name!r} is {part.dtype} {list(part.shape)} on rank {rank} and"
+                f" {dtype} {list(shape)} on rank {first}: all ranks give the same model",
+                tensor=name,
+            )
+        if part.box is not None:
+            _check_within((name, dtype, shape), part.box, rank)
+            boxes.add(part.box)
+    _check_whole((name, dtype, shape), boxes)
+
+
+def _share_group(
+    spec: Spec, numbers: Sequence[int], parts: Parts, burden: dict[int, int], far: Collection[int]
+) -> list[Share]:
+    """Share out tensors that are alike: of those that several ranks have, each writes some that follow each other."""
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank, part in parts:
+        if part.box is not None:
+            holders[part.box].append(rank)
+    writers: dict[Box, tuple[list[int], list[int]]] = {}
+    for box, ranks in sorted(holders.items()):
+        near = [rank for rank in ranks if rank not in far] or ranks
+        counts = _spread_evenly(len(numbers), nbytes_of(spec, box), near, burden)
+        writers[box] = near, list(accumulate(counts))
+    cuts = sorted({0, len(numbers)}.union(*(ends for _, ends in writers.values())))
+    return [
+        Share(
+            numbers[begin:end],
+            {ranks[bisect_right(ends, begin)]: box for box, (ranks, ends) in writers.items()},
+        )
+        for begin, end in pairwise(cuts)
+    ]
+
+
+def _spread_evenly(
+    count: int, nbytes: int, ranks: Sequence[int], burden: dict[int, int]
+) -> list[int]:
+    """Return how many of some equal tasks each rank gets: one after the other, the one that has least to do."""
+    if len(ranks) == 1:
+        counts = {ranks[0]: count}
+    else:
+        counts = dict.fromkeys(ranks, 0)
+        heap = [(burden[rank], rank) for rank in ranks]
+        heapq.heapify(heap)
+        for _ in range(count):
+            least, rank = heap[0]
+            heapq.heapreplace(heap, (least + nbytes, rank))
+            counts[rank] += 1
+    for rank, more in counts.items():
+        burden[rank] += more * nbytes
+    return list(counts.values())
 
 
 def _check_within(spec: Spec, box: Box, rank: int) -> None:
@@ -174,7 +288,6 @@ def _check_whole(spec: Spec, boxes: Collection[Box]) -> None:
         )
 
 
-@lru_cache(maxsize=1024)
 def _are_disjoint(boxes: tuple[Box, ...], dim: int = 0) -> bool:
     """Whether no two of these different boxes have an element in common.
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
-from rollout_client.steering.pushing.push_tensors import cast, check_there
+from rollout_client.steering.pushing.push_tensors import Spec, cast, check_there
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.layout import LayoutError
 
 from .merged_version import MergedVersion
-from .shard_plan import TensorPart, part_of
+from .shard_plan import TensorPart, offer_of, part_of
 from .tensor_boxes import Box, Run, rows_of, shape_of, slices_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def state_of(tensors: Any) -> Mapping[str, Any]:
 class Place(Protocol):
     """A destination for the boxes of a rank."""
 
-    def put(self, part: TensorPart, mine: Any, box: Box) -> None:
+    def put(self, spec: Spec, mine: Any, box: Box) -> None:
         """Write a box of a tensor; `mine` has its values.
 
         Raises:
@@ -82,21 +82,20 @@ class InMemory:
 
         return cls(view, filling.arrived, filling.block, copier)
 
-    def put(self, part: TensorPart, mine: Any, box: Box) -> None:
+    def put(self, spec: Spec, mine: Any, box: Box) -> None:
         """Copy a box of a tensor to its place in the shared memory."""
-        name = part.spec[0]
+        name, _, shape = spec
         if tuple(mine.shape) != shape_of(box):
             raise LayoutError(
                 f"tensor {name!r}: this rank's shard is {list(mine.shape)}, and by its placements it"
                 f" would be {list(shape_of(box))}",
                 tensor=name,
             )
-        run = rows_of(part.spec, box)
+        run = rows_of(spec, box)
         if run is not None:
             self._copy(name, mine, run)
         else:
             check_there(name, mine)
-            shape = part.spec[2]
             whole_bytes = self.view(name, 0, mine.element_size() * math.prod(shape))
             scatter(whole_bytes, shape, box, mine)
             self.block(name, mine.nbytes)
@@ -123,6 +122,7 @@ class ShardWriting:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
         self.parts: Mapping[str, TensorPart] = {name: _part_of(name, state) for name in state}
+        self.offer = offer_of(self.parts)
 
     def write(
         self,
@@ -145,9 +145,9 @@ class ShardWriting:
                 if box is None or stopped():
                     continue
                 mine = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-                part, dtype = self.parts[name], layout[name].dtype
-                part = replace(part, spec=(name, dtype, part.spec[2]))
-                place.put(part, cast(name, mine, {name: dtype}), box)
+                dtype = layout[name].dtype
+                spec = name, dtype, self.parts[name].shape
+                place.put(spec, cast(name, mine, {name: dtype}), box)
         except BaseException:
             for name in names:
                 self._made(name)
@@ -164,7 +164,7 @@ def _part_of(name: str, state: Mapping[str, Any]) -> TensorPart:
     if not isinstance(state, Unfused) or name not in state.made:
         return part_of(name, state[name])
     gathered = any(map(is_sharded, state.held.values()))
-    return replace(part_of(name, state.described[name]), gathered=gathered)
+    return part_of(name, state.described[name])._replace(gathered=gathered)
 
 
 def scatter(memory: memoryview, shape: Sequence[int], box: Box, values: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ import xxhash
 
 from rollout_client.steering.pushing.push_devices import accelerator_of
 from rollout_client.steering.pushing.push_tensors import check_there, given
-from rollout_client.steering.pushing.shards.shard_plan import TensorPart, part_of
 from rollout_client.steering.pushing.shards.shard_writing import InMemory
 from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import (
@@ -243,7 +242,7 @@ def test_a_shard_that_is_not_the_one_of_its_placements_is_refused_by_name() -> N
     tensor = torch.ones(200, 200)
     why = r"tensor 'a': this rank's shard is \[100, 200\], and by its placements it would be \[200"
     with pytest.raises(LayoutError, match=why):
-        place.put(part_of("a", tensor), tensor[:100], ((0, 200), (0, 200)))
+        place.put(("a", "F32", (200, 200)), tensor[:100], ((0, 200), (0, 200)))
 
 
 def test_a_freed_shard_of_columns_is_refused_by_name() -> None:
@@ -253,9 +252,9 @@ def test_a_freed_shard_of_columns_is_refused_by_name() -> None:
         raise AssertionError("nothing is there")
 
     place = InMemory(lambda *_: memoryview(written), told, told, Copier())
-    part = TensorPart(("a", "F32", (300, 600)), ((0, 300), (0, 300)))
+    spec = ("a", "F32", (300, 600))
     with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
-        place.put(part, freed(torch.ones(300, 300)), ((0, 300), (0, 300)))
+        place.put(spec, freed(torch.ones(300, 300)), ((0, 300), (0, 300)))
     assert not any(written)
 
 

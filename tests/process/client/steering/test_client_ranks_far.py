@@ -20,14 +20,17 @@ from hypothesis import strategies as st
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks.node_lead import NodeLead
+from rollout_client.steering.pushing.ranks.rank_follower import RankFollower
 from rollout_client.steering.pushing.ranks.rank_group import RankGroup
 from rollout_client.steering.pushing.ranks.rank_options import RankOptions
 from rollout_client.steering.pushing.ranks.rank_zero import RankZero
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
+from rollout_client.steering.pushing.shards.node_parts import pack_layout
+from rollout_client.steering.pushing.shards.shard_writing import ShardWriting
 from rollout_client.steering.pushing.shards.tensor_boxes import Box, pieces_of
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.connections.blocking_connection import Connection
-from rollout_common.transfer.connections.frames import Frame, Kind, TransferError
+from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.wire.root_hash import hash_leaf
@@ -56,10 +59,16 @@ class Far:
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self.connection = rank, connection
 
+    def rows(self, **boxes: object) -> list[object]:
+        boxes = {**BOXES[self.rank], **boxes}
+        return [
+            [number, dtype, shape, boxes.get(name), False]
+            for number, (name, dtype, shape) in enumerate(SPECS[1:3])
+        ]
+
     def hello(self, **other: Any) -> None:
-        rows = [[*spec, BOXES[self.rank].get(spec[0]), False] for spec in SPECS[1:3]]
-        offers = {str(self.rank): rows}
-        self.connection.send(Kind.HELLO, {"version": 1, "offers": offers, **other})
+        told = {"names": [["m"], ["rows"]], "offers": {str(self.rank): self.rows()}}
+        self.connection.send(Kind.HELLO, {"version": 1, **told, **other})
 
     def chunk(
         self, name: str, box: Box | None = None, content: bytes | None = None, **other: Any
@@ -95,8 +104,10 @@ class Far:
 
 def ordered(far: Far) -> None:
     order = far.connection.expect(Kind.LAYOUT).head
-    assert order["boxes"][str(far.rank)].keys() == BOXES[far.rank].keys()
-    assert order["scattered"] == ["m"]
+    boxes = {SPECS[numbers[0]][0]: dict(boxes)[far.rank] for numbers, boxes, _ in order["shares"]}
+    assert boxes == {name: [*map(list, box)] for name, box in BOXES[far.rank].items()}
+    runs = {SPECS[numbers[0]][0]: runs for numbers, _, runs in order["shares"]}
+    assert runs == {"m": None, "rows": [[*BOXES[far.rank]["rows"][0]]]}
 
 
 def wired() -> tuple[Connection, Connection]:
@@ -244,10 +255,14 @@ def test_a_rank_that_sends_something_else_fails_the_publish_and_writes_nowhere_e
         (lambda far: far.chunk("m"), "rank 1 sent DATA out of its turn"),
         (lambda far: far.hello(offers=None), "rank 1 describes its tensors in a format"),
         (lambda far: far.hello(offers={"1": [["m"]]}), "rank 1 describes its tensors in a format"),
-        (lambda far: far.hello(offers={"2": []}), "it offers for ranks ['2'], not [1]"),
+        (lambda far: far.hello(offers={"2": []}), "it offers for ranks [2], not [1]"),
+        (
+            lambda far: far.connection.send(Kind.HELLO, {"version": 1}),
+            "rank 1 describes its tensors in a format",
+        ),
         *(
             (
-                lambda far, box=box: far.hello(offers={"1": [["rows", "U8", [9], box, False]]}),
+                lambda far, box=box: far.hello(offers={"1": far.rows(rows=box)}),
                 "rank 1 says its shard is",
             )
             for box in ([[7, 11]], [[-4, 0]], [[5, 5]], [[3, 7], [0, 1]])
@@ -269,6 +284,44 @@ def test_a_rank_that_says_nothing_more_fails_the_publish(monkeypatch: pytest.Mon
         assert "rank 1 is gone: nothing came for 1.5 s" in str(why)
 
 
+# What stays the same from one publish to the next.
+
+
+def test_offers_and_orders_are_sent_again_only_once_they_change() -> None:
+    near, far = wired()
+    group, follower = RankGroup(0, {1: near}, {1: [1]}), RankFollower(far, 1)
+    parts = {}
+    for version, shape in enumerate(((4,), (4,), (8,)), 1):
+        writing = ShardWriting({"a": torch.zeros(shape)})
+        follower._offer_parts(version, writing)
+        assert group.collect_offers(version, 5) == {1: writing.offer}
+        group._stop_pings()
+        layout = PushLayout.plan([("a", "F32", shape)])
+        shares = [[[0], [[1, [[0, *shape]]]], [[0, layout.nbytes]]]]
+        order = {"layout": pack_layout(layout), "shares": shares} if version != 2 else {}
+        parts[version] = follower._read_order(Frame(Kind.LAYOUT, order))
+    assert parts[1] is parts[2]
+    assert parts[3].boxes_of(1) == {"a": ((0, 8),)}
+    group.close()
+    follower.close()
+
+
+def test_an_offer_that_was_not_planned_with_is_sent_again() -> None:
+    """The leader may have failed before it read it, or after."""
+    near, far = wired()
+    follower = RankFollower(far, 1)
+    writing = ShardWriting({"a": torch.zeros(4)})
+    for version in (1, 2):
+        follower._offer_parts(version, writing)
+        assert "offers" in near.expect(Kind.HELLO).head
+    with pytest.raises(Malformed, match="without the first order"):
+        follower._read_order(Frame(Kind.LAYOUT, {}))
+    follower._offer_parts(3, writing)
+    assert near.expect(Kind.HELLO).head == {"version": 3}
+    near.close()
+    follower.close()
+
+
 # The lead of another node, and a rank 0 that says what a test wants.
 
 
@@ -282,9 +335,10 @@ class Origin:
 
     def order(self, **other: Any) -> None:
         frame = self.connection.expect(Kind.HELLO)
-        assert frame.head == {"version": 1, "offers": {"1": [["a", "F32", [4], [[0, 4]], False]]}}
-        about = {"layout": self.layout.to_json(), "boxes": {"1": {"a": [[0, 4]]}}}
-        self.connection.send(Kind.LAYOUT, {**about, "scattered": [], **other})
+        offers = {"1": [[0, "F32", [4], [[0, 4]], False]]}
+        assert frame.head == {"version": 1, "names": [["a"]], "offers": offers}
+        about = {"layout": pack_layout(self.layout), "shares": [[[0], [[1, [[0, 4]]]], [[0, 16]]]]}
+        self.connection.send(Kind.LAYOUT, {**about, **other})
 
     def ask(self, port: int = 1, *, everything: bool = False) -> None:
         whom = {"name": "w", "host": LOOPBACK, "port": port, "tls": False, "ticket": "0" * 32}

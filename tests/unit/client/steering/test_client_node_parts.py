@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +13,12 @@ import pytest
 from rollout_client.steering.pushing.shards.node_parts import (
     Chunk,
     NodePart,
+    node_parts,
     node_runs,
-    scattered_tensors,
+    pack_layout,
     spec_of_placed,
 )
+from rollout_client.steering.pushing.shards.shard_plan import Share
 from rollout_client.steering.pushing.shards.tensor_boxes import Box, rows_of
 from rollout_common.transfer.layout import PushLayout
 from tests.support.unit.memory_versions import LEAF, small_leaves
@@ -47,17 +50,18 @@ def cut_grid(rng: random.Random, shape: Sequence[int], ranks: int) -> list[Box]:
 def parts_of(rng: random.Random, nodes: int) -> list[NodePart]:
     """Share all tensors out to nodes at random: as runs of the boxes, or each box to any node."""
     layout = PushLayout.plan((name, "U8", shape) for name, shape in SHAPES.items())
-    found: list[dict[str, list[Box]]] = [{} for _ in range(nodes)]
-    for name, shape in SHAPES.items():
-        if 0 in shape:
-            continue
-        boxes = cut_grid(rng, shape, 4)
+    node_of = {rank: rank % nodes for rank in range(nodes * 100)}
+    shares = []
+    for number, placed in enumerate(layout.tensors):
+        boxes = cut_grid(rng, placed.shape, 4) if placed.nbytes else []
         in_order = rng.random() < 0.7
-        for number, box in enumerate(boxes):
-            node = number * nodes // len(boxes) if in_order else rng.randrange(nodes)
-            found[node].setdefault(name, []).append(box)
-    scattered = scattered_tensors([spec_of_placed(each) for each in layout.tensors], found)
-    return [NodePart(layout, boxes, scattered) for boxes in found]
+        by_rank = {}
+        for at, box in enumerate(boxes):
+            node = at * nodes // len(boxes) if in_order else rng.randrange(nodes)
+            by_rank[nodes * at + node] = box
+        shares.append(Share([number], by_rank))
+    parts = node_parts(layout, shares, node_of)
+    return [parts[node] for node in range(nodes)]
 
 
 def bytes_in(chunks: Iterable[Chunk]) -> list[tuple[str, int]]:
@@ -139,9 +143,22 @@ def test_blocks_are_the_runs_that_boxes_make_together() -> None:
         "rows": [((0, 2), (0, 6))],
         "tiles": [((0, 2), (0, 3)), ((0, 2), (3, 6))],
     }
-    specs = [spec_of_placed(each) for each in layout.tensors]
-    part = NodePart(layout, boxes, scattered_tensors(specs, [boxes]))
-    assert set(part.scattered) == {"cols"}
+    shares = [
+        Share([number], dict(enumerate(boxes[placed.name])))
+        for number, placed in enumerate(layout.tensors)
+    ]
+    [part] = node_parts(layout, shares, {0: 0, 1: 0}).values()
+    assert part.scattered == {"cols"}
     assert part.blocks == {"tiles": (0, 12)}
-    assert part.runs == {"rows": ((0, 12),), "tiles": ((0, 12),)}
-    assert rows_of(specs[1], boxes["rows"][0]) == (0, 12)
+    assert [share.runs for share in part.shares] == [None, ((0, 12),), ((0, 12),)]
+    assert rows_of(spec_of_placed(layout["rows"]), boxes["rows"][0]) == (0, 12)
+
+
+def test_a_part_goes_to_its_node_as_it_is() -> None:
+    for part in parts_of(random.Random(1), 2):
+        head = {"layout": pack_layout(part.layout), "shares": part.to_json(range(200))}
+        came = NodePart.from_json(json.loads(json.dumps(head)))
+        assert came == part
+        one = NodePart.from_json(head | {"shares": part.to_json([0])})
+        assert one.boxes_of(0) == part.boxes_of(0)
+        assert not any(one.boxes_of(rank) for rank in range(1, 200))

@@ -1,18 +1,30 @@
-"""Who writes which shard: each byte once, whatever the ranks have; and a plan that many ranks don't make slow."""
+"""Who writes which shard: each byte once, whatever the ranks have; and tensors that are alike are planned together."""
 
 from __future__ import annotations
 
+import json
 import random
-import time
+from collections.abc import Collection, Mapping
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollout_client.steering.pushing.shards.shard_plan import TensorPart, _are_disjoint, share_out
+from rollout_client.steering.pushing.shards.shard_plan import (
+    Offer,
+    ShardPlan,
+    TensorPart,
+    _are_disjoint,
+    offer_of,
+    offers_from_json,
+    offers_to_json,
+    share_out,
+)
 from rollout_client.steering.pushing.shards.tensor_boxes import Box, overlap, volume
 from rollout_common.transfer.layout import LayoutError
 
-SPEC = ("w", "BF16", (8, 6, 4))
+SHAPE = (8, 6, 4)
 
 
 def cut(rng: random.Random, box: Box, pieces: int) -> list[Box]:
@@ -34,7 +46,7 @@ def cut(rng: random.Random, box: Box, pieces: int) -> list[Box]:
 @pytest.mark.parametrize("seed", range(40))
 def test_boxes_overlap_as_each_pair_of_them_does(seed: int) -> None:
     rng = random.Random(seed)
-    boxes = cut(rng, tuple((0, size) for size in SPEC[2]), rng.randint(2, 20))
+    boxes = cut(rng, tuple((0, size) for size in SHAPE), rng.randint(2, 20))
     assert _are_disjoint(tuple(boxes))
     moved = list(boxes)
     at = rng.randrange(len(moved))
@@ -46,39 +58,164 @@ def test_boxes_overlap_as_each_pair_of_them_does(seed: int) -> None:
     assert _are_disjoint(tuple(sorted(set(moved)))) is not pairs
 
 
+# Random models: a few patterns of who has what, each for some tensors.
+
+Parts = Mapping[str, TensorPart]
+KINDS: tuple[tuple[str, tuple[int, ...], tuple[Box, ...]], ...] = (
+    ("BF16", (4, 6), (((0, 4), (0, 6)),)),
+    ("F32", (4, 6), (((0, 3), (0, 6)), ((3, 4), (0, 6)))),
+    ("BF16", (4, 6), (((0, 2), (0, 6)), ((2, 4), (0, 3)), ((2, 4), (3, 6)))),
+    ("U8", (), ((),)),
+    ("U8", (0, 3), ()),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[dict[int, Parts], frozenset[int]]:
+    """By rank what it has, and the ranks of other nodes."""
+    ranks = range(draw(st.integers(3, 6)))
+    found: dict[int, dict[str, TensorPart]] = {rank: {} for rank in ranks}
+    for pattern in range(draw(st.integers(1, 4))):
+        dtype, shape, boxes = draw(st.sampled_from(KINDS))
+        owners = draw(st.permutations(ranks))
+        has: dict[int, Box | None] = dict(zip(owners, boxes, strict=False))
+        for rank in owners[len(boxes) :]:
+            at = draw(st.integers(-2, len(boxes) - 1))
+            if at > -2 or not boxes:
+                has[rank] = None if at < 0 else boxes[at]
+        for number in draw(st.sets(st.integers(0, 9), min_size=1)):
+            for rank, box in has.items():
+                found[rank][f"{number} {pattern}"] = TensorPart(dtype, shape, box)
+    return {**found}, frozenset(draw(st.sets(st.sampled_from(ranks[1:]))))
+
+
+def offers_of(model: Mapping[int, Parts]) -> dict[int, Offer]:
+    return {rank: offer_of(parts) for rank, parts in model.items()}
+
+
+def written(plan: ShardPlan) -> dict[tuple[str, Box], int]:
+    """Return the rank that writes each box of each tensor."""
+    listed = [
+        ((plan.specs[number][0], box), rank)
+        for share in plan.shares
+        for number in share.numbers
+        for rank, box in share.boxes.items()
+    ]
+    assert len(dict(listed)) == len(listed), "each box is written once"
+    return dict(listed)
+
+
+def plain_plan(model: Mapping[int, Parts], far: Collection[int]) -> dict[tuple[str, Box], int]:
+    """Plan tensor by tensor: the largest first, those that are alike by boxes, each to the rank that has least to do."""
+    names = sorted({name for parts in model.values() for name in parts})
+    alike: list[tuple[dict[int, TensorPart], list[str]]] = []
+    for name in names:
+        has = {rank: parts[name] for rank, parts in model.items() if name in parts}
+        for other, group in alike:
+            if other == has:
+                group.append(name)
+                break
+        else:
+            alike.append((has, [name]))
+    burden = dict.fromkeys(model, 0)
+    found: dict[tuple[str, Box], int] = {}
+    for has, group in sorted(alike, key=lambda each: -elements(each[0])):
+        for box in sorted({part.box for part in has.values() if part.box is not None}):
+            ranks = [rank for rank in sorted(has) if has[rank].box == box]
+            ranks = [rank for rank in ranks if rank not in far] or ranks
+            chosen = []
+            for _ in group:
+                least = min(ranks, key=lambda rank: (burden[rank], rank))
+                size = {"BF16": 2, "F32": 4, "U8": 1}[has[least].dtype]
+                burden[least] += size * volume(box)
+                chosen.append(least)
+            found |= {(name, box): rank for name, rank in zip(group, sorted(chosen), strict=True)}
+    return found
+
+
+def elements(has: Mapping[int, TensorPart]) -> int:
+    """Return how many elements a tensor has."""
+    shape = next(iter(has.values())).shape
+    return volume(tuple((0, size) for size in shape))
+
+
+@given(models())
+def test_the_plan_is_that_of_each_tensor_by_itself(
+    model: tuple[dict[int, Parts], frozenset[int]],
+) -> None:
+    parts, far = model
+    plan = share_out(offers_of(parts), far)
+    found = written(plan)
+    assert found == plain_plan(parts, far)
+    for (name, box), rank in found.items():
+        assert parts[rank][name].box == box, "it has what it writes"
+    names = {name for each in parts.values() for name in each}
+    assert [spec[0] for spec in plan.specs] == sorted(names)
+    for name, _, shape in plan.specs:
+        boxes = [box for other, box in found if other == name]
+        assert sum(map(volume, boxes)) == volume(tuple((0, size) for size in shape))
+        assert not any(overlap(one, other) for one, other in combinations(boxes, 2))
+
+
+@given(models())
+def test_offers_that_came_from_elsewhere_make_the_same_plan(
+    model: tuple[dict[int, Parts], frozenset[int]],
+) -> None:
+    parts, far = model
+    offers = offers_of(parts)
+    came: dict[int, Offer] = {}
+    for rank in reversed(offers):  # each of them with names of its own
+        head = json.loads(json.dumps(offers_to_json({rank: offers[rank]})))
+        came |= offers_from_json(head, {})
+    assert came == offers
+    assert share_out(came, far) == share_out(offers, far)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_each_byte_is_written_once(seed: int) -> None:
     """A rank gives one box of a tensor, so of each tensor every rank has another one, and some have the same."""
     rng = random.Random(seed)
-    whole = tuple((0, size) for size in SPEC[2])
-    offers: list[list[TensorPart]] = [[] for _ in range(8)]
+    whole = tuple((0, size) for size in SHAPE)
+    model: dict[int, dict[str, TensorPart]] = {rank: {} for rank in range(8)}
     for number in range(20):
         boxes = cut(rng, whole, 4)
         for rank, box in enumerate(boxes + rng.choices(boxes, k=4)):
-            offers[rank].append(TensorPart((f"w{number}", *SPEC[1:]), box))
-    shares = share_out(offers)
+            model[rank][f"w{number}"] = TensorPart("BF16", SHAPE, box)
+    plan = share_out(offers_of(model))
+    found = written(plan)
     for number in range(20):
-        boxes = [w.boxes[f"w{number}"] for w in shares.work if f"w{number}" in w.boxes]
+        boxes = [box for name, box in found if name == f"w{number}"]
         assert sum(map(volume, boxes)) == volume(whole)
         assert not any(overlap(one, other) for one, other in combinations(boxes, 2))
-    assert sum(work.nbytes for work in shares.work) == 20 * 2 * volume(whole)
+    assert sum(plan.nbytes.values()) == 20 * 2 * volume(whole)
 
 
 def test_shards_that_overlap_as_much_as_they_lack_are_refused() -> None:
-    spec = ("w", "F32", (4, 4))
     boxes: list[Box] = [((0, 2), (0, 4)), ((1, 3), (0, 4))]
     with pytest.raises(LayoutError, match="don't make it whole"):
-        share_out([[TensorPart(spec, box)] for box in boxes])
+        share_out(
+            {rank: {TensorPart("F32", (4, 4), box): ("w",)} for rank, box in enumerate(boxes)}
+        )
 
 
-def test_a_plan_for_64_ranks_takes_no_time_by_pairs() -> None:
-    """By pairs of shards it would take seconds."""
+def test_tensors_that_all_ranks_cut_alike_are_one_share() -> None:
+    names = tuple(f"t{number:03}" for number in range(100))
     rows = [((64 * rank, 64 * rank + 64), (0, 64)) for rank in range(64)]
-    offers = [
-        [TensorPart((f"t{number}", "BF16", (4096, 64)), row) for number in range(100)]
-        for row in rows
+    plan = share_out(
+        {rank: {TensorPart("BF16", (4096, 64), row): names} for rank, row in enumerate(rows)}
+    )
+    [share] = plan.shares
+    assert share.boxes == dict(enumerate(rows))
+    assert set(plan.nbytes.values()) == {100 * 64 * 64 * 2}
+
+
+def test_tensors_that_several_ranks_have_are_written_in_runs() -> None:
+    """So that the small tensors of a piece lie on one node."""
+    names = tuple(f"t{number}" for number in range(10))
+    part = TensorPart("U8", (8,), ((0, 8),))
+    plan = share_out({rank: {part: names} for rank in range(3)})
+    assert [(share.numbers, [*share.boxes]) for share in plan.shares] == [
+        ([0, 1, 2, 3], [0]),
+        ([4, 5, 6], [1]),
+        ([7, 8, 9], [2]),
     ]
-    began = time.process_time()
-    shares = share_out(offers)
-    assert time.process_time() - began < 0.4
-    assert {work.nbytes for work in shares.work} == {100 * 64 * 64 * 2}
