@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 
 import rollout_local
@@ -40,7 +39,6 @@ SHAPE = (
     *("--kv-heads", "1", "--max-length", "256", "--std", "0.05"),
 )
 EXAMPLE = REPOSITORY / "examples" / "grpo"
-IN_FLIGHT = re.compile(r"^rollout_worker_requests_in_flight(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 JOB_SECONDS, HEAL_SECONDS = 900.0, 180.0
 GOAL = 0.8
 """Chance is 0.1. Some policies stay at 0.86 for long, with one wrong number in ten: they have learned, too."""
@@ -163,7 +161,7 @@ class Trouble:
 
     GROWS_AFTER, DIES_AFTER = 1, 4
     BUSY = 4
-    """Requests in flight of a worker that is killed: some are still running when the signal arrives."""
+    """Requests in flight of a worker that is killed."""
 
     def __init__(self, stage: Stage, pool: str) -> None:
         self.stage, self.pool = stage, pool
@@ -182,18 +180,19 @@ class Trouble:
         self.stage.kubectl("scale", "rr", self.pool, "--replicas=3", show=True)
 
     def kill(self) -> None:
-        """Kill -9 the first worker while it answers requests."""
+        """Kill -9 the first worker while requests are in flight."""
         pod = self.stage.get("pod", f"{self.pool}-0-0")
         pid = process_in(pod["metadata"]["uid"], "rollout-worker")
-        url = f"http://{pod['status']['podIP']}:8000/metrics"
-        with httpx.Client(trust_env=False, timeout=30) as client:
 
-            def busy() -> int:
-                found = in_flight(client.get(url).raise_for_status().text)
-                return found if found >= self.BUSY else 0
+        def waiting() -> int:
+            found = unread_requests(pid)
+            return found if found >= self.BUSY else 0
 
-            # A quick machine has them for a part of a second in each step.
-            running = self.stage.until(f"{self.BUSY} requests in flight", busy, 60, every=0.05)
+        # A quick machine has them for an instant in each step, so the worker stands still until it has some.
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            running = self.stage.until(f"{self.BUSY} requests in flight", waiting, 60)
+        finally:
             os.kill(pid, signal.SIGKILL)
         self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")
 
@@ -204,8 +203,21 @@ class Trouble:
         self.stage.kubectl("get", "rr", self.pool, "-o", "wide", show=True)
 
 
-def in_flight(page: str) -> int:
-    return int(sum(float(number) for number in IN_FLIGHT.findall(page)))
+def unread_requests(pid: int) -> int:
+    """Return how many connections to the data port of a process have bytes that it has not read.
+
+    Lines of proc_pid_net(5): number, local address, remote address, state, bytes to send and to read, in hexadecimal.
+    """
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    port, established = f":{8000:04X}", "01"
+    return sum(
+        local.endswith(port) and state == established and int(queues.partition(":")[2], 16) > 0
+        for _, local, _, state, queues, *_ in lines
+    )
 
 
 if __name__ == "__main__":

@@ -259,7 +259,9 @@ def test_settings_that_name_no_pool_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             PoolSettings.of(Config(custom))
-    with pytest.raises(ValueError, match="transport must be one of auto, shm, tcp, not 'nccl'"):
+    with pytest.raises(
+        ValueError, match="transport must be one of auto, shm, tcp, nixl, not 'nccl'"
+    ):
         PoolSettings.of(Config({"pool": {"name": "math", "transport": "nccl"}}))
 
 
