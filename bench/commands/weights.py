@@ -24,7 +24,7 @@ from bench import ROOT
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs import sharded_models, swarm
-from rollout_client.steering.pushing.shards.node_parts import node_parts
+from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts, pack_layout
 from rollout_client.steering.pushing.shards.shard_plan import (
     Names,
     Offer,
@@ -58,6 +58,7 @@ def run(options: Options) -> Result:
     figures = _commit_figures(found, options)
     figures.append(_measure_plan(64, lambda rank: sharded_models.dense_offer(rank, 64), options))
     figures.append(_measure_plan(256, sharded_models.expert_offer, options))
+    figures.append(_measure_plan(256, lambda rank: sharded_models.row_offer(rank, 256), options))
     figures += [_measure_swarm(*each, options) for each in SWARMS]
     figures.append(_measure_loop(options))
     figures.append(_measure_nixl(options))
@@ -147,8 +148,13 @@ def _measure_nixl(options: Options) -> Figure:
 
 
 def _measure_plan(ranks: int, offer_of: Callable[[int], Offer], options: Options) -> Figure:
-    """Return the seconds in which rank 0 plans who writes what, from the offers of all ranks as they came."""
+    """Return the seconds from the offers of all ranks, as they came, until all nodes know what to write.
+
+    Rank 0 reads the offers, plans, and writes an order for each rank of its node and each other node; the lead of a node, all
+    of which work at the same time, reads its order and finds the pieces that it will have. No network, no memory.
+    """
     nodes = {rank: rank - rank % sharded_models.NODE_RANKS for rank in range(ranks)}
+    own = [rank for rank in range(ranks) if nodes[rank] == 0]
     told = [json.dumps(offers_to_json({rank: offer_of(rank)})) for rank in range(ranks)]
     plan, names = [], []
     for _ in range(options.count(5, 1)):
@@ -159,14 +165,18 @@ def _measure_plan(ranks: int, offer_of: Callable[[int], Offer], options: Options
         }
         shares = share_out(offers)
         layout = PushLayout.plan(shares.specs)
-        for part in node_parts(layout, shares.shares, nodes).values():
-            part.to_json(range(ranks))
+        parts, packed = node_parts(layout, shares.shares, nodes), pack_layout(layout)
+        orders = [parts[0].to_json([rank]) for rank in own]
+        orders += [part.to_json(range(ranks)) for node, part in parts.items() if node]
+        texts = [json.dumps({"layout": packed, "shares": order}) for order in orders]
+        assert len(layout.pieces)
+        assert NodePart.from_json(json.loads(texts[-1])).whole
         plan.append(time.perf_counter() - began)
         began = time.perf_counter()
         Counter(name for text in told for each in json.loads(text)["names"] for name in each)
         names.append(time.perf_counter() - began)
     return figure(
-        f"plan of {ranks} ranks, {len(layout.tensors)} tensors",
+        f"plan of {ranks} ranks, {len(layout.tensors)} tensors, {layout.nbytes / 1e9:.0f} GB in {len(shares.shares)} kinds",
         plan,
         baseline=names,
         against="to read the names and count them",

@@ -81,9 +81,21 @@ def dense_offer(rank: int, ranks: int) -> Offer:
     return _grouped({spec: _cut(spec[2], 0, rank, ranks) for spec in dense_specs()})
 
 
+def row_offer(rank: int, ranks: int) -> Offer:
+    """Return what one rank has of the mixture of experts if every tensor is cut by rows among all ranks (FSDP)."""
+    found: dict[Spec, Box | None] = {}
+    for spec in expert_specs():
+        size = spec[2][0]
+        step = -(-size // ranks)
+        begin, end = min(size, rank * step), min(size, rank * step + step)
+        rest = ((0, each) for each in spec[2][1:])
+        found[spec] = ((begin, end), *rest) if begin < end else None
+    return _grouped(found)
+
+
 def expert_offer(rank: int) -> Offer:
     """Return what one of 256 ranks has of the mixture of experts."""
-    found: dict[Spec, Box] = {}
+    found: dict[Spec, Box | None] = {}
     for spec in expert_specs():
         name, _, shape = spec
         if ".experts." in name:
@@ -106,7 +118,7 @@ def _cut(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> Box:
     return tuple(whole)
 
 
-def _grouped(parts: Mapping[Spec, Box]) -> Offer:
+def _grouped(parts: Mapping[Spec, Box | None]) -> Offer:
     found: dict[TensorPart, list[str]] = defaultdict(list)
     for (name, dtype, shape), box in parts.items():
         found[TensorPart(dtype, shape, box)].append(name)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rollout_common.wire.root_hash import DIGEST_BYTES, LEAF_BYTES, hash_leaf, leaf_spans
+from rollout_common.wire.root_hash import DIGEST_BYTES, LEAF_BYTES, hash_leaf
 
 if TYPE_CHECKING:
     from .layout import Placed
@@ -48,26 +48,47 @@ class PieceMap:
         self._piece_leaves = array("I", [0])
         """By piece: the number of its first leaf; one more at the end."""
         self.piece_of_leaf = array("I")
-        begin = 0
         placed_tensors = sorted((t for t in tensors if t.nbytes), key=lambda each: each.start)
         span = piece_span(sum(each.nbytes for each in placed_tensors))
+        begin, most = 0, 0  # of the last piece: where it begins, and where it ends at most
         for placed in placed_tensors:
-            if self._leaf_begins and placed.nbytes >= span:  # shards of it consist of whole pieces
-                self._piece_leaves.append(len(self._leaf_begins))
+            leaf = self.first_leaf[placed.name] = len(self._leaf_begins)
+            # Shards of a large tensor consist of whole pieces, since it begins one.
+            if (
+                placed.nbytes >= span
+                or not leaf
+                or placed.start + min(placed.nbytes, LEAF_BYTES) > most
+            ):
                 begin = placed.start
-            self.first_leaf[placed.name] = len(self._leaf_begins)
-            for first, last in leaf_spans(placed.nbytes):
-                here, end = placed.start + first, placed.start + last
-                if not self._leaf_begins:
-                    begin = here
-                elif end - begin > span:
-                    self._piece_leaves.append(len(self._leaf_begins))
-                    begin = here
-                self.piece_of_leaf.append(len(self._piece_leaves) - 1)
-                self._leaf_begins.append(here)
-                self._leaf_ends.append(end)
+                if leaf:
+                    self._piece_leaves.append(leaf)
+            begin = self._add_leaves(placed, begin, span)
+            most = begin + span
         if self._leaf_begins:
             self._piece_leaves.append(len(self._leaf_begins))
+
+    def _add_leaves(self, placed: Placed, begin: int, span: int) -> int:
+        """Add the leaves of a tensor, by arrays: there may be millions. Return where the last piece begins.
+
+        Args:
+            placed: The tensor; its first leaf belongs to the last piece.
+            begin: Where that piece begins.
+            span: How many bytes a piece may span.
+        """
+        first, start, end = len(self._leaf_begins), placed.start, placed.end
+        self._leaf_begins.extend(range(start, end, LEAF_BYTES))
+        self._leaf_ends.extend(range(start + LEAF_BYTES, end, LEAF_BYTES))
+        self._leaf_ends.append(end)
+        here, last = first, len(self._leaf_begins)
+        while True:
+            stop = last
+            if end - begin > span:  # only so many whole leaves still fit into this piece
+                stop = here + (begin + span - self._leaf_begins[here]) // LEAF_BYTES
+            self.piece_of_leaf.extend(array("I", [len(self._piece_leaves) - 1]) * (stop - here))
+            if stop == last:
+                return begin
+            self._piece_leaves.append(stop)
+            here, begin = stop, self._leaf_begins[stop]
 
     def __len__(self) -> int:
         """How many pieces there are."""

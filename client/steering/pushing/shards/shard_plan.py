@@ -211,6 +211,11 @@ def _check_parts(name: str, parts: Parts) -> None:
     """
     first, (dtype, shape, *_) = parts[0]
     boxes = set()
+    if len({rank for rank, _ in parts}) < len(parts):
+        raise LayoutError(
+            f"tensor {name!r} is offered twice by one rank: all ranks need the same release of the client",
+            tensor=name,
+        )
     for rank, part in parts:
         if (part.dtype, part.shape) != (dtype, shape):
             raise LayoutError(

@@ -198,6 +198,12 @@ def test_shards_that_overlap_as_much_as_they_lack_are_refused() -> None:
         )
 
 
+def test_a_rank_that_offers_a_tensor_twice_is_refused() -> None:
+    halves = [TensorPart("U8", (8,), ((begin, begin + 4),)) for begin in (0, 4)]
+    with pytest.raises(LayoutError, match="'w' is offered twice by one rank"):
+        share_out({0: dict.fromkeys(halves, ("w",))})
+
+
 def test_tensors_that_all_ranks_cut_alike_are_one_share() -> None:
     names = tuple(f"t{number:03}" for number in range(100))
     rows = [((64 * rank, 64 * rank + 64), (0, 64)) for rank in range(64)]
