@@ -58,6 +58,9 @@ class IncomingVersion:
         unread: Returns which tensors this worker does not need; it doesn't wait for their bytes.
     """
 
+    is_reported = False
+    """Whether its trainer was told the outcome."""
+
     def __init__(
         self,
         identity: WeightsId,
@@ -205,6 +208,14 @@ class IncomingVersion:
         """Whether it was staged or has failed."""
         return self.root_hash is not None or self.failure is not None
 
+    @property
+    def takes_trainer(self) -> bool:
+        """Whether its trainer may connect: until it is over, and to learn that it is staged if no connection has said so.
+
+        Other workers may bring the rest while the trainer connects again.
+        """
+        return not self.over or (self.root_hash is not None and not self.is_reported)
+
     # What connections bring, on the transfer loop.
 
     async def attach(self, stream: FrameStream) -> None:
@@ -217,7 +228,8 @@ class IncomingVersion:
         # The former connection may need a moment to notice that its other end is gone.
         await self.wait_change(lambda: not self._streams or self.over or lent, TAKEOVER_SECONDS)
         now, former = time.monotonic(), list(self._streams)
-        if self.over or lent or any(now - each.heard < TAKEOVER_SECONDS for each in former):
+        in_use = any(now - each.heard < TAKEOVER_SECONDS for each in former)
+        if not self.takes_trainer or lent or in_use:
             raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
         self._streams.append(stream)
         self._tried = ""

@@ -171,7 +171,7 @@ class PushedSource:
             self._forget()
             if first.kind is Kind.HELLO:
                 fetching = self._expected.get(ticket)
-                if fetching is not None and not fetching.incoming.over:
+                if fetching is not None and fetching.incoming.takes_trainer:
                     return partial(self._receive, first, fetching)
                 for known, fetching in self._expected.items():
                     if hmac.compare_digest(origin_ticket(known), ticket):

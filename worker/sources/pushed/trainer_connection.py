@@ -100,6 +100,9 @@ class TrainerConnection:
         check_protocol(self._hello)
         about = await self._await_frame(Kind.LAYOUT)
         self._name = about.text("name", "")
+        if self._incoming.over:
+            await self._stream.send(Kind.READY)
+            return await self._report()
         self._incoming.by_nixl = about.text("by", "") == NIXL
         if self._incoming.by_nixl:
             await _start_nixl()
@@ -168,6 +171,7 @@ class TrainerConnection:
             if incoming.tensor is not None:
                 failed["tensor"] = incoming.tensor
             await self._stream.send(Kind.FAILED, failed)
+        incoming.is_reported = True
         if lent is not None:
             freed = asyncio.Event()
             lent.on_freed = waking(freed)
