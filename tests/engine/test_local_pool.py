@@ -17,17 +17,12 @@ import pytest
 
 from rollout_client.local import LocalPlan, LocalPoolFailed, LocalWorkers
 from tests.support.engine.engine_kinds import ROOT
+from tests.support.engine.gangs import free_port
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.processes import descendants
 from tests.support.waiting import until_sync
 
 COMMAND = (sys.executable, "-m", "rollout_client.local.rollout_command", "up")
-
-
-def free_port() -> int:
-    """The first of some ports that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager

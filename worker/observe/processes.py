@@ -1,9 +1,8 @@
-"""Find this process's descendants, kill them without leaving any behind, and end with a parent."""
+"""Find this process's descendants, and kill them without leaving any behind."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from .settings import EXIT_POLL_SECONDS, STANDSTILL_SECONDS
 
 PROC = Path("/proc")
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +105,3 @@ def kill_processes(processes: set[ProcessHandle], seconds: float) -> set[Process
     while (left := {p for p in processes if p.is_alive()}) and time.monotonic() < until:
         time.sleep(EXIT_POLL_SECONDS)
     return left
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; `parent` may have ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_common.parent_death import die_with_parent
 from rollout_common.transfer.settings import (
     READ_LOOK_SECONDS,
     SERVE_LOOK_SECONDS,
@@ -32,7 +33,6 @@ from rollout_common.transfer.settings import (
 MESSAGE_BYTES = 1 << 17
 """Longest request: the metadata of an agent have a few hundred bytes for each network device."""
 
-_PR_SET_PDEATHSIG = 1
 _ZERO_PAGES = 0x10 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 """MAP_FIXED and MAP_NORESERVE, which Python doesn't name."""
 
@@ -202,14 +202,9 @@ class AgentServer:
             self._forget_dropped()
 
 
-def _end_with_parent() -> None:
-    """Have the kernel kill this process once the one that started it is dead."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Serve the process at the other end of the socket."""
-    _end_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other process decides
     sock = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(ConnectionError):  # the other process is gone

@@ -9,7 +9,6 @@ and its children with it.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -28,13 +27,13 @@ import rollout_worker.engines.hf
 import rollout_worker.ports.server
 import rollout_worker.service  # noqa: F401
 from rollout_client.steering.pushing import sending
+from rollout_common.parent_death import die_with_parent
 from rollout_common.transfer.connections import blocking_connection as connection
 from rollout_common.transfer.connections import frame_stream
 from rollout_worker.__main__ import main as serve
 from rollout_worker.ports import weights_port
 from tests.support.engine import push_trainer
 
-PR_SET_PDEATHSIG = 1
 ROLES: dict[str, Callable[[Sequence[str]], int]] = {
     "worker": lambda arguments: serve(["serve", *arguments]),
     "trainer": push_trainer.main,
@@ -62,7 +61,7 @@ def child(order: dict[str, Any]) -> NoReturn:
     """Become what was ordered; never returns to the nursery's loop."""
     status = 1
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from rollout_common.parent_death import die_with_parent
 from rollout_common.turn import Turn
 from rollout_worker.engine import EngineCrashed, MemberInfo
 from rollout_worker.gang import gang_head as heads
@@ -342,7 +343,7 @@ def _fork(role: str, folder: Path, member: str) -> int:
         return pid
     code = 1
     try:
-        gang_rank.die_with_parent(parent)
+        die_with_parent(parent)
         _work(role, folder, member)
         code = EXIT_GANG_BROKEN
     finally:

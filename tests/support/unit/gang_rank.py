@@ -6,26 +6,16 @@ FOLDER/rank-RANK.sock: `free`, `have`. It ends with its worker.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def take_memory(folder: Path, rank: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import threading
 import time
 from typing import Any
 
+from rollout_common.parent_death import die_with_parent
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.connections.rate_limit import RateLimit
@@ -35,7 +35,6 @@ SIZES = (3 << 20, 700, (1 << 20) + 1, 5, 2 << 20, 300_000)
 RATE = 150e6
 """Bytes a second that a holder sends: a version takes some hundredths of a second."""
 FLIPPED_SHARE = 0.3
-PR_SET_PDEATHSIG = 1
 
 
 def make_layout() -> PushLayout:
@@ -108,7 +107,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if not os.fork():
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             be_holder(json.loads(line))
             os._exit(1)

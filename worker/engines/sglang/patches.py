@@ -18,10 +18,10 @@ from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcCh
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import draw_tokens
-from rollout_worker.observe.processes import die_with_parent
 
 from . import loader, spilling
 from .settings import UNREAD_INTERVAL_SECONDS

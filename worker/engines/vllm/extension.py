@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tensor_memory
@@ -31,7 +32,7 @@ from rollout_worker.engines.shared_memory.copy_ring import open_ring
 from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
-from rollout_worker.observe.processes import command_line_of, die_with_parent, find_process
+from rollout_worker.observe.processes import command_line_of, find_process
 from rollout_worker.threads import without_garbage_collection
 
 from .load_plan import LoadPlan, LoadRecorder, replay_load
