@@ -137,11 +137,13 @@ class Stage:
         answer: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return answer
 
-    def until(self, what: str, look: Callable[[], T], seconds: float) -> T:
+    def until(
+        self, what: str, look: Callable[[], T], seconds: float, every: float = LOOK_SECONDS
+    ) -> T:
         """Return the first truthy answer of `look`."""
         end = time.monotonic() + seconds
         while not (answer := look()):
             if time.monotonic() > end:
                 raise DemoError(f"waited {seconds:.0f} s in vain for: {what}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(every)
         return answer

@@ -16,7 +16,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,14 +186,20 @@ class Trouble:
         pod = self.stage.get("pod", f"{self.pool}-0-0")
         pid = process_in(pod["metadata"]["uid"], "rollout-worker")
 
-        def waiting() -> int:
-            found = unread_requests(pid)
-            return found if found >= self.BUSY else 0
+        def stopped_with_requests() -> int:
+            os.kill(pid, signal.SIGSTOP)
+            # The answers that it is about to send are out, and the next requests in.
+            time.sleep(0.2)
+            if (found := unanswered_requests(pid)) >= self.BUSY:
+                return found
+            os.kill(pid, signal.SIGCONT)
+            return 0
 
-        # A quick machine has them for an instant in each step, so the worker stands still until it has some.
-        os.kill(pid, signal.SIGSTOP)
+        # It stands still before it is counted: a quick machine has them for an instant in each step.
         try:
-            running = self.stage.until(f"{self.BUSY} requests in flight", waiting, 60)
+            running = self.stage.until(
+                f"{self.BUSY} requests in flight", stopped_with_requests, 60, every=0.05
+            )
         finally:
             os.kill(pid, signal.SIGKILL)
         self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")
@@ -203,21 +211,13 @@ class Trouble:
         self.stage.kubectl("get", "rr", self.pool, "-o", "wide", show=True)
 
 
-def unread_requests(pid: int) -> int:
-    """Return how many connections to the data port of a process have bytes that it has not read.
-
-    Lines of proc_pid_net(5): number, local address, remote address, state, bytes to send and to read, in hexadecimal.
-    """
-    lines = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-    ]
-    port, established = f":{8000:04X}", "01"
-    return sum(
-        local.endswith(port) and state == established and int(queues.partition(":")[2], 16) > 0
-        for _, local, _, state, queues, *_ in lines
-    )
+def unanswered_requests(pid: int) -> int:
+    """Return how many connections to the data port of a process brought bytes after it last sent any."""
+    network = ("nsenter", "-t", str(pid), "-n")
+    sockets = ("ss", "-tinH", "state", "established", "sport", "=", ":8000")
+    found = subprocess.run([*network, *sockets], check=True, text=True, capture_output=True).stdout
+    ages = re.findall(r"lastsnd:(\d+) lastrcv:(\d+)", found)
+    return sum(int(received) < int(sent) for sent, received in ages)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,8 @@ def tidy() -> None:
 def connect(network: Network, index: int, pid: int) -> None:
     """Give the network namespace of process `pid` a link `eth0` into the bridge."""
     outside = f"{network.bridge}n{index}"
+    # Connections that were open when a node ended keep its namespace, and this link of it, for a while.
+    _ip("link", "delete", outside, check=False)
     _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
     _ip("link", "set", outside, "master", network.bridge, "up")
 
