@@ -39,6 +39,10 @@ ENV_NIXL := $(CACHE)/env-nixl
 ENV_TEMPLATES := $(CACHE)/env-templates
 # For `make mutants` only.
 ENV_MUTMUT := $(CACHE)/env-mutmut
+# For `make docs` only.
+ENV_DOCS := $(CACHE)/env-docs
+export DOCS_SOURCE := $(CACHE)/docs-source
+export DOCS_SITE := $(CACHE)/docs-site
 
 .PHONY: help
 help: ## show this list
@@ -109,6 +113,17 @@ format: $(VENV) ## let ruff format and fix
 generate: $(VENV) ## make the CRD, the chart's copy of it and docs/api.md from the models
 	PYTHONPATH=hack $(BIN)/python -m generate
 
+# The pages at the paths that they have in the repository, with the files that they link to.
+.PHONY: docs docs-serve docs-source
+docs-source:
+	@rm -rf $(DOCS_SOURCE) && mkdir -p $(DOCS_SOURCE)
+	@git ls-files -z '*.md' examples tests/support LICENSE | xargs -0 cp --parents -t $(DOCS_SOURCE)
+docs: docs-source $(ENV_DOCS)/.installed ## build the documentation site and check its links (.cache/docs-site)
+	@$(ENV_DOCS)/bin/mkdocs build --quiet --strict
+	@echo "open $(DOCS_SITE)/README.html"
+docs-serve: docs-source $(ENV_DOCS)/.installed ## show the documentation site on localhost:8000
+	@$(ENV_DOCS)/bin/mkdocs serve
+
 .PHONY: wheel
 wheel: $(VENV) ## build the wheel and import it in a clean environment
 	rm -rf dist
@@ -157,6 +172,7 @@ requirements: $(UV) ## resolve the pinned requirements again
 	$(PIN_ANY) --no-deps requirements/nixl.in -o requirements/nixl.txt
 	$(PIN_ANY) --no-deps requirements/templates.in -o requirements/templates.txt
 	$(PIN_ANY) requirements/mutmut.in -c requirements/dev.txt -o requirements/mutmut.txt
+	$(PIN_ANY) requirements/docs.in -c requirements/dev.txt -o requirements/docs.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
@@ -225,4 +241,10 @@ $(ENV_MUTMUT)/.installed: requirements/mutmut.txt $(VENV) | $(UV)
 	@echo "installing mutmut (once; seconds)"
 	rm -rf $(ENV_MUTMUT)
 	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_MUTMUT) --python $(BIN)/python -r requirements/mutmut.txt
+	touch $@
+
+$(ENV_DOCS)/.installed: requirements/docs.txt | $(UV)
+	@echo "installing mkdocs (once; seconds)"
+	test -x $(ENV_DOCS)/bin/python || $(UV) venv --quiet --python $(PYTHON3) $(ENV_DOCS)
+	$(UV) pip sync --quiet --require-hashes --python $(ENV_DOCS)/bin/python requirements/docs.txt
 	touch $@

@@ -17,7 +17,14 @@ from pathlib import Path
 from check_names import ROOT
 
 PACKAGES = ("operator", "worker", "client", "common", "hack", "bench", "examples")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "charts/*/README.md", "examples/*/README.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "docs/concepts/*.md",
+    "charts/*/README.md",
+    "examples/*/README.md",
+)
 
 Pattern = tuple[re.Pattern[str], str]
 

@@ -261,6 +261,14 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_every_page_is_on_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    pages = (
+        path for path in PAGES if path.is_relative_to(DOCS) and path.parent.name != "decisions"
+    )
+    assert [str(path) for path in pages if f"{path.relative_to(ROOT)}\n" not in site] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_anchors_exist(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text()):
