@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR
 
 from .api.names import CONTROL_TLS_NAME
+from .kube.settings import MAX_SHARDS
 
 ENV_PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_CONFIG_FILE = Path("/etc/rollout/config.yaml")
@@ -69,6 +70,7 @@ class OperatorConfig(BaseModel):
     operator_class: str = Field(
         default="", max_length=63, pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", alias="class"
     )
+    shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
     workers: int = Field(default=16, ge=1, le=256)
     resync_seconds: Annotated[float, Field(ge=5, le=86400)] = 300.0
     log_level: LogLevel = "INFO"
@@ -136,6 +138,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "workers require (default: none)",
         "--control-ca-file": "file of CA certificates; the operator then calls control ports over TLS "
         f"only, and checks their certificates for the name {CONTROL_TLS_NAME} (default: no TLS)",
+        "--shards": "number of shards that the pools are divided into, each led by a process of its own; "
+        "must be the same for all processes (default: 1)",
         "--workers": "number of pools reconciled at once (default: 16)",
         "--resync-seconds": "seconds between full lists of the cluster (default: 300)",
         "--log-level": "minimum log level: DEBUG, INFO, WARNING or ERROR (default: INFO)",

@@ -226,6 +226,7 @@ class Operator:
         return None
 
     def _refresh_metrics(self) -> None:
+        self._parts.telemetry.shards.set(self._parts.leadership.shards)
         self._parts.telemetry.leader.set(self._parts.leadership.has_lease())
         self._parts.telemetry.queue_depth.set(self._parts.queue.due_count())
         self._parts.telemetry.event_loop_lag.set(self._lag.worst_lag())

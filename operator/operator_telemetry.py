@@ -144,6 +144,11 @@ class OperatorTelemetry:
             ["verb", "resource", "code"],
             registry=self.registry,
         )
+        self.shards = Gauge(
+            "rollout_operator_shards",
+            "Shards that the pools are divided into, each led by a process of its own.",
+            registry=self.registry,
+        )
         self.leader = Gauge(
             "rollout_operator_leader",
             "1 while this process holds the Lease.",

@@ -72,7 +72,7 @@ class OperatorParts:
 
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
-        self.store = ObjectStore(config.operator_class)
+        self.store = ObjectStore(config.operator_class, self.leadership.covers_pool)
         self.queue: WorkQueue[PoolKey] = WorkQueue(on_wait=telemetry.queue_wait.observe)
         self.feed = StoreFeed(self.store, self.queue, telemetry)
         self.informer = PoolInformer(
@@ -150,4 +150,5 @@ def _make_leadership(config: OperatorConfig, kube: KubeClient) -> Leadership | S
         namespace=config.lease_namespace,
         name=config.lease_name,
         identity=f"{config.pod_name}_{uuid.uuid4()}",
+        shards=config.shards,
     )

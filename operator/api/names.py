@@ -54,6 +54,9 @@ ANNOTATION_CLAIM = f"{GROUP}/claim-uid"
 ANNOTATION_DEVICES = f"{GROUP}/devices"
 """On a colocated pod: names of its share of the claim's devices, comma-separated."""
 
+ANNOTATION_SHARDS = f"{GROUP}/shards"
+"""On a Lease of the operator's: the number of shards that its holder divides the pools into."""
+
 ANNOTATION_GATES = f"{GROUP}/gates"
 """On the EndpointSlices of a Hybrid pool: since when each member serves, and which process of it."""
 

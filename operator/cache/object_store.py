@@ -14,7 +14,7 @@ it shows neither these pools nor their children.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
@@ -26,12 +26,16 @@ class ObjectStore:
     Args:
         operator_class: `spec.operatorClass` of the pools that this operator acts on; empty: of those
             without one.
+        covers_pool: Returns whether a pool is of the shard that this process leads; others, and their children,
+            are not stored at all.
     """
 
-    def __init__(self, operator_class: str = "") -> None:
+    def __init__(
+        self, operator_class: str = "", covers_pool: Callable[[PoolKey], bool] = lambda key: True
+    ) -> None:
         self._class = operator_class
         self._kinds: dict[ResourceName, _ResourceStore] = {
-            name: _ResourceStore(name) for name in WATCHED_RESOURCES
+            name: _ResourceStore(name, covers_pool) for name in WATCHED_RESOURCES
         }
 
     def find_pool(self, key: PoolKey) -> Obj | None:
@@ -169,8 +173,9 @@ def _object_uid(obj: Obj) -> str:
 class _ResourceStore:
     """All known objects of one resource, by (namespace, name), with an index by pool."""
 
-    def __init__(self, resource: ResourceName) -> None:
+    def __init__(self, resource: ResourceName, covers_pool: Callable[[PoolKey], bool]) -> None:
         self._resource: ResourceName = resource
+        self._covers_pool = covers_pool
         self._objects: dict[PoolKey, Obj] = {}
         self._by_pool: defaultdict[PoolKey, dict[str, Obj]] = defaultdict(dict)
         self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
@@ -198,7 +203,7 @@ class _ResourceStore:
             return set()
         pool = owning_pool(self._resource, obj)
         touched = self._drop_object(key)
-        if pool is not None:
+        if pool is not None and self._covers_pool(pool):
             self._objects[key] = self._by_pool[pool][key.name] = obj
             touched.add(pool)
         return touched

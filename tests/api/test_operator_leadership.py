@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from localkube import Cluster
+from rollout_operator.api.names import ANNOTATION_SHARDS
+from rollout_operator.kube import lease
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.kube.lease import Leadership, LeadershipLost, SoleLeader
 from rollout_operator.kube.settings import LEASE_DURATION_SECONDS, RENEW_DEADLINE_SECONDS
@@ -41,10 +43,15 @@ class Election:
         self.lease = f"lease-{next(_numbers)}"
         self.clocks: dict[str, Clock] = {}
 
-    def candidate(self, name: str) -> Leadership:
+    def candidate(self, name: str, shards: int = 1) -> Leadership:
         clock = self.clocks[name] = Clock()
         return Leadership(
-            self.kube, namespace=NAMESPACE, name=self.lease, identity=name, clock=clock
+            self.kube,
+            namespace=NAMESPACE,
+            name=self.lease,
+            identity=name,
+            shards=shards,
+            clock=clock,
         )
 
     async def holder(self) -> str:
@@ -146,6 +153,49 @@ async def test_of_many_standbys_one_wins(election: Election) -> None:
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
+
+
+async def test_candidates_with_different_numbers_of_shards_never_lead_together(
+    election: Election, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin at the same time, and end one after the other."""
+    for name in ("STANDBY_POLL_SECONDS", "LAYOUT_RETRY_SECONDS"):
+        monkeypatch.setattr(lease, name, 0.02)
+    candidates = [
+        election.candidate(f"{shards}.{number}", shards)
+        for shards in (1, 2, 3)
+        for number in range(shards)
+    ]
+    led: set[int] = set()
+
+    async def lead(candidate: Leadership) -> None:
+        await candidate.acquire_lease()
+        for _ in range(10):
+            leaders = [each for each in candidates if each.may_write()]
+            assert {each.shards for each in leaders} == {candidate.shards}
+            assert len({each.shard for each in leaders}) == len(leaders)
+            await asyncio.sleep(0.01)
+        led.add(candidate.shards)
+        await candidate.release_lease()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for candidate in candidates:
+            group.create_task(lead(candidate))
+    assert led == {1, 2, 3}
+
+
+async def test_a_holder_of_an_earlier_release_has_one_shard(election: Election) -> None:
+    old, new = election.candidate("old"), election.candidate("new", shards=2)
+    await acquired(old)
+    unnamed = {"metadata": {"annotations": {ANNOTATION_SHARDS: None}}}
+    await election.kube.patch("leases", NAMESPACE, election.lease, unnamed)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3):
+            await new.acquire_lease()
+    assert not new.has_lease()
+    released = {"spec": {"holderIdentity": ""}}
+    await election.kube.patch("leases", NAMESPACE, election.lease, released)
+    await acquired(new)
 
 
 async def test_an_edit_that_leaves_the_holder_is_survived(election: Election) -> None:

@@ -45,7 +45,7 @@ def cluster(crd: Cluster) -> Iterator[Cluster]:
 class Process:
     """One operator process with the tiny pass."""
 
-    def __init__(self, cluster: Cluster, folder: Path, name: str, lease: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, name: str, lease: str, shards: int) -> None:
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.log"
@@ -56,6 +56,7 @@ class Process:
             "--watch-namespaces": NAMESPACE,
             "--http-host": "127.0.0.1",
             "--http-port": "0",
+            "--shards": str(shards),
         }
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(
@@ -110,8 +111,8 @@ def start(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> I
     lease = request.node.name.replace("_", "-").removeprefix("test-")[:60].strip("-")
     made: list[Process] = []
 
-    def starter(name: str) -> Process:
-        made.append(Process(cluster, tmp_path, name, lease))
+    def starter(name: str, shards: int = 1) -> Process:
+        made.append(Process(cluster, tmp_path, name, lease, shards))
         made[-1].await_port()  # one that does not come up is ended, too
         return made[-1]
 
@@ -207,6 +208,39 @@ def test_a_killed_leader_is_followed_within_the_leases_time(cluster: Cluster, st
     took = time.monotonic() - began
     assert took > LEASE_DURATION_SECONDS - 5, "nobody may take the Lease before it has run out"
     until_sync(second.passes, 5, what="the second's first pass")
+
+
+def test_shards_divide_the_pools_and_a_standby_takes_any(cluster: Cluster, start: Any) -> None:
+    """Also while an operator with another number of shards still leads."""
+    others = [f"shard-{number}" for number in range(8)]
+    for name in others:
+        cluster.kubectl("-n", NAMESPACE, "create", "-f", "-", input=text(pool(name)))
+    pools = {f"{NAMESPACE}/{name}" for name in ("math", *others)}
+
+    def seen(process: Process) -> set[str]:
+        return {line.split()[0] for line in process.passes()} & pools
+
+    try:
+        old = start("old")
+        until_sync(lambda: seen(old) == pools, 20, what="all pools")
+        first, second, third = (start(name, shards=2) for name in ("first", "second", "third"))
+        time.sleep(STANDBY_POLL_SECONDS * 3)
+        assert not any(process.leads() for process in (first, second, third))
+        assert "is held by an operator with --shards=1" in first.log.read_text()
+        assert old.end(signal.SIGTERM) == 0
+        found = [first, second, third]
+        until_sync(lambda: sum(each.leads() for each in found) == 2, 20, what="two leaders")
+        leaders = [each for each in found if each.leads()]
+        until_sync(lambda: set.union(*map(seen, leaders)) == pools, 20, what="all pools")
+        assert not set.intersection(*map(seen, leaders))
+        [standby] = [each for each in found if not each.leads()]
+        assert seen(standby) == set()
+        gone = seen(leaders[0])
+        assert leaders[0].end(signal.SIGTERM) == 0
+        until_sync(standby.leads, 10, what="the standby to lead")
+        until_sync(lambda: seen(standby) == gone, 20, what="the pools of the shard")
+    finally:
+        cluster.kubectl("-n", NAMESPACE, "delete", "rr", *others, "--wait=false")
 
 
 def test_a_leader_that_loses_the_lease_exits_at_once(cluster: Cluster, start: Any) -> None:

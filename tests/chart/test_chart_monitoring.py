@@ -274,6 +274,14 @@ FIRES: dict[str, Case] = {
         5,
         OPERATOR,
     ),
+    "no leader of one shard": (
+        "RolloutOperatorNoLeader",
+        operator("leader", "1x130", pod="a")
+        | operator("leader", "0x130", pod="b")
+        | operator("shards", "2x130"),
+        5,
+        OPERATOR,
+    ),
     "one release is gone": (
         "RolloutOperatorNoLeader",
         operator("leader", "1x30 stale") | operator("leader", "1x130", job="another"),

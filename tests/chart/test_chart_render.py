@@ -156,6 +156,7 @@ def config_of(documents: list[Document], name: str = NAME) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> None:
     from rollout_operator.config import parse_config
+    from rollout_operator.kube.settings import MAX_SHARDS
 
     documents = case(name)
     full = "rollouts" if name == "everything" else NAME
@@ -167,7 +168,11 @@ def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> Non
     config = parse_config(args, {"POD_NAMESPACE": NAMESPACE, "POD_NAME": "x"})
     role = one(documents, "Role", f"{full}-own")
     named = {rule["resources"][0]: rule.get("resourceNames") for rule in role["rules"]}
-    assert named["leases"] == [config.lease_name]
+    more = [f"{config.lease_name}-{number}" for number in range(1, MAX_SHARDS)]
+    assert named["leases"] == [config.lease_name, *more]
+    assert config.shards == (3 if name == "everything" else 1)
+    if name == "everything":  # replicaCount: 3
+        assert one(documents, "Deployment", full)["spec"]["replicas"] == 5
     assert named["serviceaccounts/token"] == [config.service_account]
     assert config.http_port == 8080
     assert config.leader_elect
@@ -292,6 +297,7 @@ BAD = {
     "policy": ("image.pullPolicy=Ever", "at '/image/pullPolicy': value must be one of 'Always'"),
     "namespace": ("watchNamespaces={A_b}", "at '/watchNamespaces/0': 'A_b' does not match pattern"),
     "name": ("fullnameOverride=UPPER", "at '/fullnameOverride': 'UPPER' does not match pattern"),
+    "shards": ("shards=17", "at '/shards': maximum: got 17, want 16"),
     "lease": ("extraArgs={--lease-name=x}", "at '/extraArgs/0': 'not' failed"),
     "interval": ("metrics.podMonitor.interval=soon", "at '/metrics/podMonitor/interval': 'soon'"),
 }
