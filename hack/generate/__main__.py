@@ -27,6 +27,9 @@ KEEP = """  annotations:
     helm.sh/resource-policy: keep
     {{- end }}
     rollout.dev/chart: {{ include "rollout-operator.chart" . | quote }}
+    {{- with .Values.crds.annotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   labels:
     {{- include "rollout-operator.labels" . | nindent 4 }}
 """

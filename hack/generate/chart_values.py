@@ -139,8 +139,8 @@ def values_schema(defaults: Mapping[str, Any]) -> Schema:
     schema = schema_of(defaults, ())
     if described:
         raise SystemExit(f"values.yaml lacks {', '.join(described)}")
-    # `global` is Helm's own, set where the chart is a part of another.
-    schema["properties"]["global"] = {"type": "object"}
+    # Where the chart is a part of another, `global` has that one's values, too.
+    schema["properties"]["global"]["additionalProperties"] = True
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
 
 

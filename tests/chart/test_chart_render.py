@@ -96,7 +96,7 @@ def test_every_reference_leads_somewhere(name: str) -> None:
     pod = one(documents, "Deployment")["spec"]["template"]["spec"]
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
-    (config,) = (v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v)
+    (config,) = (v["configMap"]["name"] for v in pod["volumes"] if v["name"] == "config")
     assert one(documents, "ConfigMap", config)
 
 
@@ -177,6 +177,25 @@ def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> Non
     assert config.http_port == 8080
     assert config.leader_elect
     assert config.operator_class == ("blue" if name == "everything" else "")
+
+
+def test_images_without_a_registry_get_the_global_one_and_pods_all_secrets() -> None:
+    documents = case("everything")
+    assert container(documents)["image"].startswith("registry.example/rollout/operator:")
+    engines = config_of(documents, "rollouts")["engines"]
+    assert engines["hf"]["image"] == "registry.example/rollout/hf:1.2"
+    assert engines["sglang"]["image"] == "mirror.example:5000/all/rollout/sglang:1.2"
+    secrets = [{"name": "pull"}, {"name": "mirror"}]
+    for kind, name in (("Deployment", "rollouts"), ("DaemonSet", "rollouts-node")):
+        pod = one(documents, kind, name)["spec"]["template"]["spec"]
+        assert pod["imagePullSecrets"] == secrets
+    assert engines["hf"]["podTemplate"]["imagePullSecrets"] == secrets[::-1]
+    moved = rendered("--set", "global.imageRegistry=mirror.example", "--set", "global.other=1")
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert container(moved)["image"] == f"mirror.example/rollout-operator:{version}"
+    found = config_of(moved)["engines"]
+    assert found["hf"]["image"] == f"mirror.example/rollout-worker-hf:{version}"
+    assert "image" not in found["vllm"]
 
 
 def test_operator_is_told_its_namespaces() -> None:

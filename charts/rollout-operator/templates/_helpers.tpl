@@ -33,11 +33,32 @@ helm.sh/chart: {{ include "rollout-operator.chart" . }}
 {{- end -}}
 
 {{- define "rollout-operator.image" -}}
+{{- $name := printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
 {{- if .Values.image.digest -}}
-{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
-{{- else -}}
-{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- $name = printf "%s@%s" .Values.image.repository .Values.image.digest -}}
 {{- end -}}
+{{- include "rollout-operator.fullImage" (list . $name) -}}
+{{- end -}}
+
+{{/* An image with global.imageRegistry in front, unless its name has a registry. Called with a list: root, image. */}}
+{{- define "rollout-operator.fullImage" -}}
+{{- $registry := (index . 0).Values.global.imageRegistry -}}
+{{- $image := index . 1 -}}
+{{- $first := first (splitList "/" $image) -}}
+{{- $host := and (contains "/" $image) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) -}}
+{{- ternary $image (printf "%s/%s" $registry $image) (or (not $registry) $host) -}}
+{{- end -}}
+
+{{/* Secrets for pulling, as JSON: those given, and the global ones that are not among them. Called with a list: root, secrets. */}}
+{{- define "rollout-operator.pullSecrets" -}}
+{{- $secrets := index . 1 | default list -}}
+{{- range (index . 0).Values.global.imagePullSecrets -}}
+{{- $secret := kindIs "string" . | ternary (dict "name" .) . -}}
+{{- if not (has $secret $secrets) -}}
+{{- $secrets = append $secrets $secret -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $secrets -}}
 {{- end -}}
 
 {{/* Namespaces that the operator watches, as JSON; empty: all. */}}
