@@ -155,6 +155,13 @@ COLOCATED_RULES = (
         path=".podTemplate",
     ),
     cel_rule(
+        "self.mode != 'Colocated' || !has(self.updateStrategy) || !has(self.updateStrategy.maxSurge) || "
+        "self.updateStrategy.maxSurge == 0",
+        "spec.updateStrategy.maxSurge must not be set in mode Colocated: a surge has no devices of the "
+        "trainer's; remove it",
+        path=".updateStrategy",
+    ),
+    cel_rule(
         "!has(self.colocation) || self.colocation.slots == 1 || !has(self.engine.env) || "
         f"!self.engine.env.exists(e, e.name in {list(VISIBLE_DEVICES_VARIABLES)!r})",
         f"spec.engine.env: the operator sets {' and '.join(VISIBLE_DEVICES_VARIABLES)} where colocation.slots is "

@@ -217,8 +217,23 @@ class WeightsSpec(ApiModel):
 class UpdateStrategy(ApiModel):
     """Rolling update of pods after a change that needs new ones."""
 
-    max_unavailable: int = Field(default=1, ge=1, le=9999)
-    """Maximum number of replicas replaced at a time."""
+    model_config = config_with_rules(
+        cel_rule(
+            "(has(self.maxUnavailable) ? self.maxUnavailable : 1) > 0 || "
+            "(has(self.maxSurge) ? self.maxSurge : 0) > 0",
+            "spec.updateStrategy.maxUnavailable and maxSurge must not both be 0, since nothing could be "
+            "replaced: raise one",
+        )
+    )
+
+    max_unavailable: int = Field(default=1, ge=0, le=9999)
+    """Maximum number of replicas that may be missing at a time."""
+    max_surge: int = Field(default=0, ge=0, le=9999)
+    """Maximum number of replicas that run in addition until the update is over; they need accelerators of
+    their own. Standalone only."""
+    partition: int = Field(default=0, ge=0, le=9999)
+    """Only replicas with this number or a higher one are replaced. A lower one that fails gets the new
+    template all the same, since the pool keeps no former one."""
 
 
 class RestartPolicy(ApiModel):

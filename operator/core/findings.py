@@ -38,6 +38,8 @@ class PoolView:
     ailments: ReplicaTroubles
     was_at_rest: bool = False
     """By the stored status the pool has reached the rest that spec still asks for."""
+    surge: int = 0
+    """Replicas in addition to the wanted ones, for the time of a rolling update."""
 
     @property
     def wanted_replicas(self) -> int:
@@ -241,8 +243,9 @@ def _check_stalled(view: PoolView) -> Finding | None:
 
 
 def _check_scaling_down(view: PoolView) -> Finding | None:
-    surplus = [p for p in view.seen.pods if view.spec.suspend or p.replica >= view.spec.replicas]
-    if not surplus:
+    count = view.spec.replicas + view.surge
+    surplus = [p for p in view.seen.pods if view.spec.suspend or p.replica >= count]
+    if not surplus or all(p.is_surge for p in surplus):
         return None
     what = "suspended" if view.spec.suspend else "scaled down"
     pods = f"{len(surplus)} pod{'s' * (len(surplus) != 1)}"
@@ -263,6 +266,8 @@ def _check_rolling_update(view: PoolView) -> Finding | None:
     if not view.pods.outdated:
         return None
     text = f"rolling update: {view.pods.outdated} of {view.wanted_replicas} replicas have an old template"
+    if view.surge:
+        text += f", and {view.surge} more run until it is over"
     return Finding(FindingKind.PROGRESSING, "RollingUpdate", text)
 
 

@@ -23,6 +23,7 @@ from .settings import FAILURE_RESET_SECONDS, FORCED_DELETION_SECONDS
 
 _LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
 _OUTDATED_REASON = "its pod template is outdated"
+_SURGE_OVER_REASON = "the rolling update needs it no longer"
 
 
 @dataclass(slots=True)
@@ -85,9 +86,9 @@ class PodGang:
         return all(is_current_revision(pod.revision, spec) for pod in self.living)
 
 
-def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[int, PodGang]:
-    """Gangs by replica index: those wanted, and surplus ones that still have pods."""
-    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
+def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool, surge: int = 0) -> dict[int, PodGang]:
+    """Gangs by replica index: those wanted, `surge` more, and surplus ones that still have pods."""
+    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas + surge)}
     for pod in seen.pods:
         by_index.setdefault(pod.replica, []).append(pod)
     nodes = spec.parallelism.nodes
@@ -101,6 +102,7 @@ def plan_pods(
     healthy: frozenset[int],
     wait: RequeueAfter,
     settling: frozenset[int] = frozenset(),
+    surge: int = 0,
 ) -> PodPlan:
     """Decide creations and deletions.
 
@@ -111,8 +113,9 @@ def plan_pods(
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
+        surge: replicas in addition to the wanted ones, as of `surge.count_surge`.
     """
-    planner = _PodPlanner(spec, seen, now, wait)
+    planner = _PodPlanner(spec, seen, now, wait, surge)
     planner.force_late_deletions()
     planner.delete_surplus()
     if not spec.suspend:
@@ -127,16 +130,22 @@ class _PodPlanner:
     """Decides about one gang after the other; `plan` holds what is decided so far."""
 
     def __init__(
-        self, spec: RolloutReplicaSpec, seen: ObservedPool, now: float, wait: RequeueAfter
+        self,
+        spec: RolloutReplicaSpec,
+        seen: ObservedPool,
+        now: float,
+        wait: RequeueAfter,
+        surge: int,
     ) -> None:
         self.plan = PodPlan()
+        self._surge, self._replicas = surge, spec.replicas + surge
         self._spec = spec
         self._seen = seen
         self._now = now
         self._wait = wait
-        self._gangs = group_gangs(spec, seen)
+        self._gangs = group_gangs(spec, seen, surge)
         self._places = PoolPlacements(spec, seen)
-        self._wanted = [g for g in self._gangs.values() if g.index < spec.replicas]
+        self._wanted = [g for g in self._gangs.values() if g.index < self._replicas]
 
     def force_late_deletions(self) -> None:
         for pod in (*self._seen.pods, *self._seen.predecessors):
@@ -149,8 +158,9 @@ class _PodPlanner:
     def delete_surplus(self) -> None:
         reason = "the pool is suspended" if self._spec.suspend else "scaled down"
         for gang in self._gangs.values():
-            if self._spec.suspend or gang.index >= self._spec.replicas:
-                self._delete_gang(gang, reason)
+            if self._spec.suspend or gang.index >= self._replicas:
+                over = any(pod.is_surge for pod in gang.pods)
+                self._delete_gang(gang, _SURGE_OVER_REASON if over else reason)
 
     def reconcile_gangs(self) -> None:
         taken = {pod.replica for pod in self._seen.predecessors}
@@ -159,18 +169,19 @@ class _PodPlanner:
                 self._reconcile_gang(gang)
 
     def roll_outdated(self, healthy: frozenset[int], settling: frozenset[int]) -> None:
-        """Delete gangs at an old revision, broken ones first, within `maxUnavailable`."""
-        going = {d.name for d in self.plan.delete}
+        """Delete gangs at an old revision, broken ones first, within `maxUnavailable` and what the surge adds."""
+        strategy, going = self._spec.update_strategy, {d.name for d in self.plan.delete}
         outdated = [
             gang
             for gang in self._wanted
-            if gang.is_complete
+            if gang.index >= strategy.partition
+            and gang.is_complete
             and not gang.is_current(self._spec)
             and not any(p.name in going for p in gang.living)
         ]
         self.plan.outdated = len(outdated)
         down = sum(gang.index not in healthy for gang in self._wanted)
-        budget = self._spec.update_strategy.max_unavailable - down
+        budget = strategy.max_unavailable + self._surge - down
         for gang in sorted(outdated, key=lambda g: (g.index in healthy, -g.index)):
             if gang.index in healthy:
                 if budget <= 0:
@@ -196,7 +207,7 @@ class _PodPlanner:
 
     def report(self) -> None:
         """Note what replicas wait for, and which are between their old pods and their new ones."""
-        wanted = 0 if self._spec.suspend else self._spec.replicas
+        wanted = 0 if self._spec.suspend else self._replicas
         kept = {
             index: count
             for index, count in self._seen.restarts_of.items()

@@ -100,7 +100,8 @@ def _status_message(view: PoolView, found: dict[FindingKind, Finding]) -> str:
     if view.spec.state is not DesiredState.ACTIVE:
         return f"all {view.wanted_replicas} replicas are {view.spec.state.lower()}"
     weights = f"weights {view.weights.committed.identity}"
-    return f"{view.ready_replicas} of {view.wanted_replicas} replicas serve {weights}"
+    ready = min(view.ready_replicas, view.wanted_replicas)  # a surge comes in addition
+    return f"{ready} of {view.wanted_replicas} replicas serve {weights}"
 
 
 def _pool_phase(view: PoolView, found: dict[FindingKind, Finding]) -> PoolPhase:

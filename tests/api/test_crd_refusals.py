@@ -85,6 +85,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "spec.replicas: a Hybrid pool has one replica in each pod of its trainer, not 2: leave it "
         "out, and scale the trainer",
     ),
+    "colocated surge": (
+        {**colocated(), "updateStrategy": {"maxSurge": 1}},
+        "spec.updateStrategy.maxSurge must not be set in mode Colocated",
+    ),
     "hybrid and no replicas": ({**HYBRID, "replicas": 0}, "not 0: leave it out"),
     "hybrid suspension": (
         {**HYBRID, "suspend": True},
@@ -405,7 +409,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "update maxUnavailable": (
         {"updateStrategy": {"maxUnavailable": 0}},
-        "spec.updateStrategy.maxUnavailable in body should be greater than or equal to 1",
+        "spec.updateStrategy.maxUnavailable and maxSurge must not both be 0",
     ),
     "restart delays": (
         {"restartPolicy": {"baseDelaySeconds": 60, "maxDelaySeconds": 5}},
@@ -514,8 +518,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         'unknown field "spec.weights.inFlight.polici"',
     ),
     "field of a later release": (
-        {"updateStrategy": {"maxSurge": 1}},
-        'unknown field "spec.updateStrategy.maxSurge"',
+        {"updateStrategy": {"paused": True}},
+        'unknown field "spec.updateStrategy.paused"',
     ),
 }
 

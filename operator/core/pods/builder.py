@@ -99,6 +99,8 @@ class PodBuilder:
         annotations[names.ANNOTATION_RESTARTS] = str(restarts)
         if self.retry:
             annotations[names.ANNOTATION_RETRY] = self.retry
+        if replica >= self.spec.replicas:
+            annotations[names.ANNOTATION_SURGE] = "true"
         return {
             "name": names.pod_name(self.name, replica, rank),
             "namespace": self.namespace,

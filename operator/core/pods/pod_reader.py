@@ -69,6 +69,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         node=(obj.get("spec") or {}).get("nodeName"),
         restarts=restarts,
         retry=notes.get(names.ANNOTATION_RETRY, ""),
+        is_surge=names.ANNOTATION_SURGE in notes,
         followed=_has_followed_gang(status),
         finished_at=max(_container_end_times(status), default=None),
         last_known_at=_last_known_time(meta, status),

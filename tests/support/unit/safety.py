@@ -162,7 +162,7 @@ def _creates(one: Pass) -> None:
     for replica, rank in made:
         assert (replica, rank) not in there, "that pod is there already"
         assert not one.spec.suspend
-        assert replica < one.spec.replicas
+        assert replica < one.spec.replicas + one.spec.update_strategy.max_surge
         assert rank < one.spec.parallelism.nodes
 
 
@@ -426,9 +426,11 @@ def _lost_its_place(one: Pass, replica: int) -> bool:
 
 
 def _rolls_within_its_budget(one: Pass) -> None:
-    """A rolling update takes down no replica that does its work beyond `maxUnavailable`."""
+    """A rolling update leaves as many at work as are wanted, but for `maxUnavailable`; a surge counts."""
     leaving = {d.uid for d in one.plan.delete}
     gone = down = 0
+    more = [p for p in one.ours.values() if p.rank == 0 and p.replica >= one.spec.replicas]
+    down -= sum(p.uid not in one.terminating | leaving and _works(one, p) for p in more)
     for replica in range(0 if one.spec.suspend else one.spec.replicas):
         head = _head(one.ours, replica)
         if head is None or head.uid in one.terminating or not _works(one, head):

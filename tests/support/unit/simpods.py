@@ -98,6 +98,7 @@ class SimPods(SimCalls):
             ip=f"10.0.0.{self.uids}",
             node="node-1",
             restarts=restarts,
+            is_surge=replica >= self.spec.replicas,
             retry=self.retry,
             last_known_at=self.tick,
             own_grace=self.spec.grace_seconds,

@@ -40,6 +40,7 @@ BESIDE: dict[str, object] = {
     "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}, "slots": 2},
 }
 """Two trainer pods with two devices each."""
+SURGE: dict[str, object] = {"updateStrategy": {"maxUnavailable": 0, "maxSurge": 2}}
 INSIDE: dict[str, object] = {
     "mode": "Hybrid",
     "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}},
@@ -489,7 +490,7 @@ def _each_is_in_its_place(world: World) -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 6)), min_size=5, max_size=25),
     st.sampled_from(["AllAtOnce", "Rolling", "Eager"]),
-    st.sampled_from([{}, GANG, BESIDE, INSIDE]),
+    st.sampled_from([{}, GANG, BESIDE, INSIDE, SURGE, GANG | SURGE]),
     st.randoms(use_true_random=False),
 )
 def test_any_history_ends_right(

@@ -793,6 +793,59 @@ def test_rolling_update_keeps_within_max_unavailable() -> None:
     assert ready(world)
 
 
+GANG: dict[str, Any] = {
+    "engine": {"type": "vllm"},
+    "parallelism": {"tensor": 2, "nodes": 2},
+    "accelerator": {"resource": "nvidia.com/gpu"},
+}
+
+
+@pytest.mark.parametrize("more", [{}, GANG], ids=["one pod each", "gangs"])
+def test_a_surge_lets_a_rolling_update_miss_no_replica(more: dict[str, Any]) -> None:
+    strategy = {"maxUnavailable": 0, "maxSurge": 2}
+    world = World(spec_of(replicas=3, updateStrategy=strategy, **more))
+    world.run()
+    first = {p.uid for p in world.pods.values()}
+    world.set(podTemplate={"labels": {"a": "b"}})
+    serving, seen = [], set[int]()
+    for _ in range(120):
+        world.step()
+        serving.append(sum(p.ready for p in world.pods.values() if p.rank == 0))
+        seen |= {p.replica for p in world.pods.values()}
+        if world.status.phase == "Updating":
+            assert "more run until it is over" in world.status.message
+    assert min(serving) == 3
+    assert max(serving) == 5
+    assert seen == {0, 1, 2, 3, 4}
+    assert {p.replica for p in world.pods.values()} == {0, 1, 2}
+    assert not first & {p.uid for p in world.pods.values()}
+    assert ready(world)
+    world.set(replicas=5)
+    world.run()
+    world.set(replicas=2)
+    world.run()
+    assert {p.replica for p in world.pods.values()} == {0, 1}
+
+
+def test_a_partition_keeps_lower_replicas_as_they_are() -> None:
+    world = World(spec_of(replicas=3, updateStrategy={"partition": 2, "maxSurge": 1}))
+    world.run()
+    first = {p.name: p.uid for p in world.pods.values()}
+    world.set(podTemplate={"labels": {"a": "b"}})
+    world.run()
+    now = {p.name: p.uid for p in world.pods.values()}
+    assert {name for name in now if now[name] == first[name]} == {"pool-0-0", "pool-1-0"}
+    assert ready(world)
+    assert world.status.updated_replicas == 1
+    assert world.status.phase == "Ready"
+    world.kill("pool-0-0")
+    world.run()
+    assert world.status.updated_replicas == 2, "no former template is kept"
+    world.set(updateStrategy={"partition": 0})
+    world.run()
+    assert world.status.updated_replicas == 3
+
+
 def test_a_trainers_hold_is_respected(world: World) -> None:
     world.worker(0).foreign_hold = "Paused"
     world.run()

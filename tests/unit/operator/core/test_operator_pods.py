@@ -85,7 +85,8 @@ def test_the_whole_pod_is_as_it_was_reviewed(
     spec: dict[str, Any],
 ) -> None:
     base = EngineDefaults.model_validate({"image": "worker:1", **defaults})
-    builder = PodBuilder("pool", "ns", "uid", "again" if restarts else "", spec_of(**spec), base)
+    wanted = spec_of(**{**spec, "replicas": 3})
+    builder = PodBuilder("pool", "ns", "uid", "again" if restarts else "", wanted, base)
     golden = GOLDENS / f"pod-{name}.yaml"
     text = plain_yaml(builder.build_pod(replica, rank, restarts))
     if request.config.getoption("--update-goldens"):
