@@ -7,8 +7,14 @@ from typing import Any, Literal, NamedTuple
 Obj = dict[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
 
-ResourceName = Literal["pools", "pods", "services", "endpointslices"]
-WATCHED_RESOURCES: tuple[ResourceName, ...] = ("pools", "pods", "services", "endpointslices")
+ResourceName = Literal["pools", "pods", "services", "endpointslices", "poddisruptionbudgets"]
+WATCHED_RESOURCES: tuple[ResourceName, ...] = (
+    "pools",
+    "pods",
+    "services",
+    "endpointslices",
+    "poddisruptionbudgets",
+)
 """What the operator watches."""
 
 

@@ -39,6 +39,7 @@ from .spec_engine import (
 )
 from .spec_pod import PodTemplate, ResourceRequirements
 from .spec_weights import (
+    DisruptionSpec,
     InFlightSpec,
     RestartPolicy,
     UpdateStrategy,
@@ -51,6 +52,7 @@ from .spec_weights import (
 __all__ = [
     "Colocation",
     "DesiredState",
+    "DisruptionSpec",
     "EngineSpec",
     "EngineType",
     "EnvVar",
@@ -212,6 +214,8 @@ class RolloutReplicaSpec(ApiModel):
     """Which weights the pool serves, and how it updates them."""
     update_strategy: UpdateStrategy = UpdateStrategy()
     """Rolling update of pods."""
+    disruption: DisruptionSpec = DisruptionSpec()
+    """What evictions may take: the operator makes a PodDisruptionBudget of the pool's name."""
     restart_policy: RestartPolicy = RestartPolicy()
     """Back-off for failing replicas."""
     drain_seconds: int = Field(default=30, ge=0, le=86400)

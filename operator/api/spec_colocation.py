@@ -192,6 +192,7 @@ _REFUSED_FIELDS = (
     ("weights.stagingMemory", _MEMORY_REASON),
     ("weights.transport", _ENGINE_REASON),
     ("updateStrategy", _PODS_REASON),
+    ("disruption", _PODS_REASON),
     ("restartPolicy", _PODS_REASON),
     ("worker", _ENGINE_REASON),
     ("podTemplate", _PODS_REASON),

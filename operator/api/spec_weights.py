@@ -236,6 +236,14 @@ class UpdateStrategy(ApiModel):
     template all the same, since the pool keeps no former one."""
 
 
+class DisruptionSpec(ApiModel):
+    """What evictions may take, such as those of a node's drain, by a PodDisruptionBudget."""
+
+    max_unavailable: int = Field(default=1, ge=0, le=9999)
+    """Maximum number of replicas that evictions may take at a time. While a commit runs it counts as 0,
+    and the last copy of pushed weights is never among them."""
+
+
 class RestartPolicy(ApiModel):
     """Back-off for failing replicas; 10 minutes Ready or a new spec reset the count."""
 

@@ -1,6 +1,6 @@
 """What the operator believes the cluster holds: pools, and what is labelled as theirs.
 
-That is pods, Services and, of Hybrid pools, EndpointSlices. They come from the watch streams (`apply_event`),
+That is pods, Services, PodDisruptionBudgets and, of Hybrid pools, EndpointSlices. They come from the watch streams (`apply_event`),
 from the answers to our own writes (`upsert_written`) and from whole lists (`replace_listed`). A list removes
 ghosts: objects whose DELETED event never came, which happens after a 410 and when a stream was cut. Objects
 are ordered by `resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a
@@ -69,6 +69,10 @@ class ObjectStore:
     def pool_slices(self, key: PoolKey) -> list[Obj]:
         """Return the EndpointSlices that we made for the pool, sorted by name; only Hybrid pools have any."""
         return self._pool_objects("endpointslices", key)
+
+    def pool_budgets(self, key: PoolKey) -> list[Obj]:
+        """Return the PodDisruptionBudgets that we made for the pool, sorted by name."""
+        return self._pool_objects("poddisruptionbudgets", key)
 
     def pool_keys(self) -> list[PoolKey]:
         """Return the keys of all pools of our class."""

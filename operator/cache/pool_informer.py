@@ -34,6 +34,7 @@ _SELECTORS: dict[ResourceName, str | None] = {
     "pools": None,
     "pods": f"{LABEL_MANAGED_BY}={MANAGER_NAME}",
     "services": f"{LABEL_MANAGED_BY}={MANAGER_NAME}",
+    "poddisruptionbudgets": f"{LABEL_MANAGED_BY}={MANAGER_NAME}",
     # Kubernetes' own EndpointSlices of our Services have all labels of these, but not this one.
     "endpointslices": f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}",
 }

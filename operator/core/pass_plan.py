@@ -24,6 +24,16 @@ from .placement import PodPlacement
 
 
 @dataclass(frozen=True, slots=True)
+class DisruptionBudget:
+    """What evictions must leave."""
+
+    min_available: int
+    """Pods."""
+    unready_go: bool
+    """Pods that aren't Ready may be evicted in any case."""
+
+
+@dataclass(frozen=True, slots=True)
 class CreatePod:
     """Create the pod of `(replica, rank)`; `restarts` failures came before it.
 
@@ -136,6 +146,8 @@ class PassPlan:
     """Everything one pass does, and the status that describes the world it saw."""
 
     status: RolloutReplicaStatus
+    budget: DisruptionBudget | None = None
+    """What evictions must leave; None: the pods are a trainer's."""
     seek: tuple[SeekPod, ...] = ()
     create: tuple[CreatePod, ...] = ()
     delete: tuple[DeletePod, ...] = ()

@@ -8,6 +8,7 @@ from rollout_common.wire import WorkerState
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
 
+from .disruption import plan_budget
 from .findings import PoolView
 from .head_planner import HeadPlanner
 from .hybrid import plan_hybrid_pods, with_member_count
@@ -72,8 +73,10 @@ def plan_pass(
     view = PoolView(spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, surge)
     status = build_status(view, stored, now)
     failed = [EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()]
+    theirs = spec.mode is PoolMode.HYBRID
     return PassPlan(
         status=status,
+        budget=None if theirs else plan_budget(spec, heads.values(), weights),
         seek=tuple(pods.seek),
         create=tuple(pods.create),
         delete=tuple(pods.delete),

@@ -35,6 +35,7 @@ _PATHS = {
     "pods": "/api/v1",
     "services": "/api/v1",
     "endpointslices": "/apis/discovery.k8s.io/v1",
+    "poddisruptionbudgets": "/apis/policy/v1",
     "resourceclaims": "/apis/resource.k8s.io/v1",
     "resourceslices": "/apis/resource.k8s.io/v1",
     "serviceaccounts": "/api/v1",

@@ -154,6 +154,8 @@ async def _write_children(
     turn = ctx.config.turn_claim
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
     await writer.write_services(spec.weights.transport.port)
+    if plan.budget is not None:
+        await writer.write_budget(plan.budget)
     await writer.run_all(
         writer.relabel_pod(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
         for p in seen.pods

@@ -16,8 +16,9 @@ from typing import Any, Final
 from rollout_common.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey, ResourceName
+from rollout_operator.core.disruption import budget_difference, disruption_budget
 from rollout_operator.core.observed_pool import Pod
-from rollout_operator.core.pass_plan import DeletePod, SetGate
+from rollout_operator.core.pass_plan import DeletePod, DisruptionBudget, SetGate
 from rollout_operator.core.pods.pod_reader import BOOT_PREFIX, foreign_pod_reason, is_leftover
 from rollout_operator.core.services import (
     is_controlled_by,
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 PODS: Final = "pods"
 SLICES: Final = "endpointslices"
+BUDGETS: Final = "poddisruptionbudgets"
 
 
 class PoolWriter(WriteRunner):
@@ -90,6 +92,26 @@ class PoolWriter(WriteRunner):
             await self._patch("services", want["metadata"]["name"], body, kind="json")
         except Invalid as error:  # the API server's answer when the Service is another one by now
             raise Conflict.from_error(error) from error
+
+    async def write_budget(self, budget: DisruptionBudget) -> None:
+        """Create the PodDisruptionBudget, or make it what it should be; write only what differs."""
+        key = self.key
+        ours, going = self._split_children(self.ctx.store.pool_budgets(key))
+        want = disruption_budget(key.name, key.namespace, self.uid, budget)
+        have = ours.get(key.name)
+        if key.name in going:
+            return
+        if have is None:
+            have = await self.create_child(BUDGETS, want)
+        if have is not None and budget_difference(want, have):
+            what = f"the change of poddisruptionbudget {key.name!r}"
+            send = partial(self._send_budget_patch, want, have)
+            await self.run_guarded(f"budget/{key.name}", what, ("patch", BUDGETS), send)
+
+    async def _send_budget_patch(self, want: Obj, have: Obj) -> None:
+        about = {"resourceVersion": have["metadata"]["resourceVersion"]}
+        body = {"metadata": about, "spec": {**want["spec"], "maxUnavailable": None}}
+        await self._patch(BUDGETS, want["metadata"]["name"], body)
 
     async def write_slices(self, members: Iterable[Pod]) -> None:
         """Have the EndpointSlices of a Hybrid pool show these members; write only what differs."""

@@ -46,6 +46,7 @@ NOT_INSIDE: dict[str, Any] = {
     "weights.stagingMemory": "1Gi",
     "weights.transport": {"port": 8010},
     "updateStrategy": {"maxUnavailable": 2},
+    "disruption": {"maxUnavailable": 2},
     "restartPolicy": {"maxRestarts": 2},
     "worker": {"maxQueue": 2},
     "podTemplate": {"labels": {"a": "b"}},

@@ -64,12 +64,33 @@ async def test_a_pool_lives_through_updates_scaling_rolling_and_sleep(lab: PoolL
         assert message.startswith("boot ")
         assert message.endswith(": Serving")
     made = [w.name for w in lab.writes() if w.verb == "create" and w.code == 201]
-    assert sorted(made) == ["life", "life-0-0", "life-1-0", "life-heads"]
+    assert sorted(made) == ["life", "life", "life-0-0", "life-1-0", "life-heads"]
 
     await _update(lab, "life", 1, 1)
+    await _guards_against_evictions(lab, "life")
     await _scale(lab, "life", 3)
     await _roll(lab, "life")
     await _sleep_and_wake(lab, "life")
+
+
+async def _guards_against_evictions(lab: PoolLab, name: str) -> None:
+    """One of two pods may go; the commit just now let none go; what somebody changes comes back."""
+    path = f"/apis/policy/v1/namespaces/{lab.namespace}/poddisruptionbudgets/{name}"
+    budget = lab.api.get(path)
+    assert budget["spec"]["minAvailable"] == 1
+    assert budget["metadata"]["generation"] == 3
+    lab.api.patch(path, {"spec": {"minAvailable": None, "maxUnavailable": "100%"}})
+    await lab.until(
+        "the budget is as it was",
+        lambda: (
+            lab.api.get(path)["spec"]
+            == {
+                "minAvailable": 1,
+                "selector": {"matchLabels": {"rollout.dev/pool": name}},
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            }
+        ),
+    )
 
 
 async def _update(lab: PoolLab, name: str, epoch: int, version: int) -> None:
@@ -343,7 +364,7 @@ async def test_a_pool_made_again_waits_for_the_pods_before_it(lab: PoolLab) -> N
     # A busy operator may learn that the former pool's Services are gone before it learns that the pool is: those that it
     # makes for that one go with it, and are made once more for the new pool.
     assert 2 <= created.count("services") <= 4
-    assert set(created) == {"pods", "services"}
+    assert set(created) == {"pods", "services", "poddisruptionbudgets"}
 
 
 async def test_nothing_is_made_for_a_pool_that_is_gone(lab: PoolLab) -> None:

@@ -21,6 +21,7 @@ POOLS: Rights = {
     "/services": {"get", "list", "watch", "create", "patch"},
     "resource.k8s.io/resourceclaims": {"list", "watch"},
     "discovery.k8s.io/endpointslices": {"get", "list", "watch", "create", "patch"},
+    "policy/poddisruptionbudgets": {"get", "list", "watch", "create", "patch"},
     "events.k8s.io/events": {"create"},
 }
 

@@ -86,6 +86,12 @@ def tour(cluster: Cluster) -> None:
     strangers = [
         {"kind": "Service", "metadata": {"name": "tour"}, "spec": {"ports": [{"port": 1}]}},
         {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": "tour"},
+            "spec": {"minAvailable": 0, "selector": {"matchLabels": {"a": "b"}}},
+        },
+        {
             "kind": "Pod",
             "metadata": {"name": "tour-0-0"},
             "spec": {
@@ -99,13 +105,17 @@ def tour(cluster: Cluster) -> None:
     pool.kubectl("apply", "-f", "-", input=json.dumps(body))
     try:
         pool.apply(drainSeconds=0)
-        for stranger in ("service/tour", "pod/tour-0-0"):
+        for stranger in ("service/tour", "poddisruptionbudget/tour", "pod/tour-0-0"):
             pool.eventually("NameConflict", lambda: pool.condition("Degraded") == CONFLICT)
             pool.kubectl("delete", stranger)
         pool.wait("Ready")
         wanted = pool.service()["spec"]["selector"]
         pool.kubectl("patch", "service", "tour", "-p", '{"spec": {"selector": {"a": "b"}}}')
         pool.eventually("it is mended", lambda: pool.service()["spec"]["selector"] == wanted)
+        least = ("get", "pdb", "tour", "-o", "jsonpath={.spec.minAvailable}")
+        wanted_pods = pool.kubectl(*least)
+        pool.kubectl("patch", "pdb", "tour", "--type=merge", "-p", '{"spec": {"minAvailable": 7}}')
+        pool.eventually("that is mended", lambda: pool.kubectl(*least) == wanted_pods)
         pool.kubectl("scale", "rr", "tour", "--replicas=0")
         pool.eventually("no pods run", lambda: not pool.pods(), 60)
     finally:

@@ -135,6 +135,7 @@ FULL: Document = {
         "transport": {"port": 9002, "tls": "Required", "egress": "500M", "gangFetch": "All"},
     },
     "updateStrategy": {"maxUnavailable": 2, "maxSurge": 1, "partition": 1},
+    "disruption": {"maxUnavailable": 2},
     "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},
     "drainSeconds": 5,
     "worker": {"startTimeoutSeconds": 7200, "maxQueue": 64, "logLevel": "debug"},

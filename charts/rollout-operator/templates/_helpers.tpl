@@ -131,6 +131,10 @@ helm.sh/resource-policy: keep
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [get, list, watch, create, patch]
+# How many of a pool's pods evictions must leave. They go with their owner, too.
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch]
 # The readiness gate rollout.dev/serving is a condition of the pod.
 - apiGroups: [""]
   resources: [pods/status]

@@ -22,7 +22,9 @@ from rollout_operator.api.spec import parse_spec
 from rollout_operator.cache.neighbour_informer import NeighbourInformer
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import EngineDefaults, OperatorConfig
+from rollout_operator.core.disruption import disruption_budget
 from rollout_operator.core.hybrid import parse_candidate
+from rollout_operator.core.pass_plan import DisruptionBudget
 from rollout_operator.core.services import pool_services
 from rollout_operator.core.trainer_pods import (
     parse_resource_claim,
@@ -52,6 +54,7 @@ from tests.support.unit.simworker import SimWorker
 from tests.support.waiting import until
 
 KEY = PoolKey("rl", "math")
+BUDGET = "/apis/policy/v1/namespaces/rl/poddisruptionbudgets/math"
 PODS = "/api/v1/namespaces/rl/pods"
 POOL = "/apis/rollout.dev/v1alpha1/namespaces/rl/rolloutreplicas/math"
 
@@ -136,6 +139,7 @@ class PassLab:
         )
         self.reconciler = Reconciler(self.ctx)
         api.answers["PATCH", f"{POOL}/status"] = self._take_status
+        api.answers["PATCH", BUDGET] = self._take_budget
 
     # The cluster.
 
@@ -143,7 +147,9 @@ class PassLab:
         """Put the pool into the store, and its Services."""
         found = pool(**spec)
         self.ctx.store.upsert_written("pools", found)
-        settled_services(self.ctx, selecting=spec.get("mode") != "Hybrid")
+        nodes = spec.get("parallelism", {}).get("nodes", 1)
+        pods = 0 if spec.get("suspend") else spec.get("replicas", 1) * nodes
+        settled_services(self.ctx, selecting=spec.get("mode") != "Hybrid", pods=pods)
         return found
 
     def has_pod(self, found: Obj, worker: SimWorker | None = None) -> str:
@@ -165,6 +171,12 @@ class PassLab:
         version = str(int(body["metadata"]["resourceVersion"]) + 1)
         meta = {**now["metadata"], "resourceVersion": version}
         return web.json_response({**now, "metadata": meta, "status": body["status"]})
+
+    async def _take_budget(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.text())
+        [now] = self.ctx.store.pool_budgets(KEY)
+        meta = {**now["metadata"], "resourceVersion": str(int(_version(now)) + 1)}
+        return web.json_response({**now, "metadata": meta, "spec": body["spec"]})
 
     async def _take_conditions(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
@@ -403,11 +415,17 @@ def worker_of(**fields: Any) -> SimWorker:
     return made
 
 
-def settled_services(ctx: PassContext, *, selecting: bool = True) -> None:
-    """Put the pool's Services into the store."""
+def settled_services(ctx: PassContext, *, selecting: bool = True, pods: int = 1) -> None:
+    """Put the pool's Services into the store, and the PodDisruptionBudget that it has at rest."""
     for service in pool_services("math", "rl", "ours", selecting=selecting):
         service["metadata"]["uid"] = f"uid of {service['metadata']['name']}"
         ctx.store.upsert_written("services", service)
+    budget = disruption_budget(
+        "math", "rl", "ours", DisruptionBudget(max(pods - 1, 0), unready_go=True)
+    )
+    budget["metadata"] |= {"uid": "uid of the budget", "resourceVersion": "1"}
+    if selecting:
+        ctx.store.upsert_written("poddisruptionbudgets", budget)
 
 
 def condition(status: Obj, kind: str) -> tuple[str, str]:

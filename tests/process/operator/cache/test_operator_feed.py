@@ -34,6 +34,7 @@ POOLS = "/apis/rollout.dev/v1alpha1/rolloutreplicas"
 PODS = "/api/v1/pods"
 SERVICES = "/api/v1/services"
 SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
+BUDGETS = "/apis/policy/v1/poddisruptionbudgets"
 KEY = PoolKey("rl", "math")
 
 
@@ -71,7 +72,7 @@ class Followed(Bench):
     def __init__(self, kube: KubeClient, loop: Loopback, *namespaces: str) -> None:
         super().__init__(kube, *namespaces)
         self.loopback = loop
-        self.server = WatchedServer(loop, POOLS, PODS, SERVICES, SLICES)
+        self.server = WatchedServer(loop, POOLS, PODS, SERVICES, SLICES, BUDGETS)
 
     def pool_lists(self) -> int:
         return sum(path.startswith(POOLS) for _, path, _ in self.loopback.requests)

@@ -17,11 +17,13 @@ from aiohttp import web
 
 from rollout_common.kube.errors import FencedError, Unavailable
 from rollout_operator.api import names
+from rollout_operator.api.objects import Obj, PoolKey, ResourceName
 from rollout_operator.core.services import pool_services
 from rollout_operator.passes.write_obstacles import QUIET_TRIES
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.faults import FAULTS, ROUTINE, Fault
 from tests.support.unit.passlab import (
+    BUDGET,
     KEY,
     PODS,
     POOL,
@@ -35,13 +37,15 @@ from tests.support.unit.passlab import (
 from tests.support.unit.poolspecs import target
 
 SERVICES = "/api/v1/namespaces/rl/services"
+BUDGETS = BUDGET.removesuffix("/math")
 ONE = WeightsId(epoch=1, version=1)
 
 
 @pytest.fixture
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
     async with pass_lab(tmp_path, monkeypatch) as made:
-        made.api.answers["POST", PODS] = made.api.answers["POST", SERVICES] = _make
+        for path in (PODS, SERVICES, BUDGETS):
+            made.api.answers["POST", path] = _make
         yield made
 
 
@@ -105,8 +109,30 @@ def _unlabelled(lab: PassLab) -> None:
 
 
 def _without_services(lab: PassLab) -> None:
-    lab.ctx.store.upsert_written("pools", pool())
+    _without(lab, "services", lab.ctx.store.pool_services)
+
+
+def _without_budget(lab: PassLab) -> None:
+    _without(lab, "poddisruptionbudgets", lab.ctx.store.pool_budgets)
+
+
+def _without(
+    lab: PassLab, resource: ResourceName, children: Callable[[PoolKey], list[Obj]]
+) -> None:
+    lab.has_pool()
+    for each in children(KEY):
+        lab.ctx.store.apply_event(resource, "DELETED", each)
     lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+
+
+def _damaged_budget(lab: PassLab) -> None:
+    lab.has_pool()
+    lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+    [budget] = lab.ctx.store.pool_budgets(KEY)
+    meta = {**budget["metadata"], "resourceVersion": "8"}
+    spec = {**budget["spec"], "minAvailable": 9}
+    damaged = {**budget, "metadata": meta, "spec": spec}
+    lab.ctx.store.upsert_written("poddisruptionbudgets", damaged)
 
 
 def _damaged_service(lab: PassLab) -> None:
@@ -136,6 +162,13 @@ ROWS = (
     Row("gate", _not_served, ("PATCH", f"{PODS}/math-1-0/status"), ("patch", "pods")),
     Row("labels", _unlabelled, ("PATCH", f"{PODS}/math-1-0/status"), ("patch", "pods")),
     Row("create service", _without_services, ("POST", SERVICES), ("create", "services"), 2),
+    Row("create budget", _without_budget, ("POST", BUDGETS), ("create", "poddisruptionbudgets")),
+    Row(
+        "repair budget",
+        _damaged_budget,
+        ("PATCH", BUDGET),
+        ("patch", "poddisruptionbudgets"),
+    ),
     Row("repair service", _damaged_service, ("PATCH", f"{SERVICES}/math"), ("patch", "services")),
 )
 

@@ -390,7 +390,8 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
         {"weights": {"strategy": "Eager"}},
         {"weights": {"transport": {}}},
         {"weights": {"transport": {"port": 8002, "tls": "Off", "gangFetch": "Needed"}}},
-        {"updateStrategy": {"maxUnavailable": 3}},
+        {"updateStrategy": {"maxUnavailable": 3, "maxSurge": 1, "partition": 2}},
+        {"disruption": {"maxUnavailable": 0}},
         {"restartPolicy": {"maxRestarts": 3}},
     ]
     other: list[dict[str, Any]] = [

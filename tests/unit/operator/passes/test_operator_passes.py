@@ -20,6 +20,7 @@ from rollout_operator.passes.pool_memory import PoolMemory
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.passlab import (
+    BUDGET,
     KEY,
     PODS,
     POOL,
@@ -254,13 +255,14 @@ async def test_the_barrier_goes_from_pass_to_pass(lab: PassLab) -> None:
         assert lab.reconciler._memory[KEY].barrier == frozenset({"b0", "b1"})
 
 
-async def test_a_pool_gets_its_services(lab: PassLab) -> None:
+async def test_a_pool_gets_its_services_and_its_budget(lab: PassLab) -> None:
     async def create(request: web.Request) -> web.StreamResponse:
         made = json.loads(await request.text())
         made["metadata"]["uid"] = f"uid of {made['metadata']['name']}"
         return web.json_response(made, status=201)
 
     lab.api.answers["POST", "/api/v1/namespaces/rl/services"] = create
+    lab.api.answers["POST", BUDGET.removesuffix("/math")] = create
     lab.ctx.store.upsert_written("pools", pool(replicas=0))
     for _ in range(2):
         await lab.reconcile()
@@ -268,7 +270,8 @@ async def test_a_pool_gets_its_services(lab: PassLab) -> None:
             "math",
             "math-heads",
         ]
-    assert [method for method, *_ in lab.api.requests].count("POST") == 2
+        assert [b["metadata"]["name"] for b in lab.ctx.store.pool_budgets(KEY)] == ["math"]
+    assert [method for method, *_ in lab.api.requests].count("POST") == 3
 
 
 @pytest.mark.parametrize(
