@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR
 
 from .api.names import CONTROL_TLS_NAME
-from .kube.settings import MAX_SHARDS
+from .settings import MAX_SHARDS
 
 ENV_PREFIX = "ROLLOUT_OPERATOR_"
 DEFAULT_CONFIG_FILE = Path("/etc/rollout/config.yaml")

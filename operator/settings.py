@@ -34,3 +34,6 @@ FREEZE_SECONDS = 10.0
 
 FREEZES_PER_THAW = 60
 """The whole heap is collected every ten minutes: so long at most a cycle that ended in the frozen part is kept."""
+
+MAX_SHARDS = 16
+"""Leases that the operator's Role names: one core's worth of passes each."""

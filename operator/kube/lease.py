@@ -24,13 +24,13 @@ from collections.abc import Callable
 from rollout_common.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from rollout_operator.api.names import ANNOTATION_SHARDS
 from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.settings import MAX_SHARDS
 
 from .kube_client import KubeClient
 from .settings import (
     LAYOUT_RETRY_SECONDS,
     LEASE_DURATION_SECONDS,
     LEASE_REQUEST_SECONDS,
-    MAX_SHARDS,
     RENEW_DEADLINE_SECONDS,
     RENEW_INTERVAL_SECONDS,
     STANDBY_POLL_SECONDS,

@@ -33,8 +33,5 @@ STANDBY_POLL_SECONDS = 1.0
 LAYOUT_RETRY_SECONDS = 1.0
 """After one or two times this long a process looks again whether operators with another number of shards have ended."""
 
-MAX_SHARDS = 16
-"""Leases that the operator's Role names: one core's worth of passes each."""
-
 LEASE_REQUEST_SECONDS = 5.0
 """Deadline of one request for the Lease: a second one fits in before the renewal is overdue."""

@@ -156,7 +156,7 @@ def config_of(documents: list[Document], name: str = NAME) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> None:
     from rollout_operator.config import parse_config
-    from rollout_operator.kube.settings import MAX_SHARDS
+    from rollout_operator.settings import MAX_SHARDS
 
     documents = case(name)
     full = "rollouts" if name == "everything" else NAME

@@ -1,0 +1,1 @@
+"""The command `rollout`, also as kubectl's plugin `kubectl rollout-pool`."""
