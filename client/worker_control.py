@@ -85,9 +85,18 @@ class WorkerControl:
         self._token = token
         self._request = send_over_httpx(client) if isinstance(client, httpx.AsyncClient) else client
 
-    async def state(self, *, timeout: float = STATE_TIMEOUT_SECONDS) -> wire.WorkerState:
-        """Return the worker's state."""
-        return await self._call_route("/v1/state", None, wire.WorkerState, timeout)
+    async def state(
+        self, *, since: int | None = None, wait: float = 0.0, timeout: float = STATE_TIMEOUT_SECONDS
+    ) -> wire.WorkerState:
+        """Return the worker's state.
+
+        Args:
+            since: `seq` of the last one, with `wait`: the answer comes once the state is another one.
+            wait: Seconds after which it comes in any case.
+            timeout: Of the call, after the wait.
+        """
+        path = "/v1/state" if since is None else f"/v1/state?since={since}&wait={wait:g}"
+        return await self._call_route(path, None, wire.WorkerState, timeout + wait)
 
     async def pause(
         self, request: wire.PauseRequest | None = None, *, timeout: float | None = None

@@ -19,7 +19,7 @@ from rollout_common.wire import (
 )
 from rollout_common.wire.problems import ProblemError
 
-from .core.worker_runtime import WorkerRuntime
+from .core.worker_runtime import StateSequence, WorkerRuntime
 from .engine import Engine, EngineError, EngineMember, GangMembership, can_wake_empty
 from .engines import EngineOptions, create_engine, create_member
 from .engines.shared_memory.staging_budget import StagingBudget
@@ -113,6 +113,9 @@ class WorkerService:
         self.commits = WeightCommits(self.runtime, self.updates, self.flights)
         self.governor = LifecycleGovernor(self.runtime, self.updates, self.flights)
         self.verbs = ControlVerbs(self.runtime, self.flights, self.governor)
+        self.states = StateSequence(
+            self.worker_state, self.runtime.changed, lambda: self.runtime.shutting_down
+        )
         self.supervisor = EngineSupervisor(
             self.runtime,
             self.updates,
@@ -271,7 +274,7 @@ class WorkerService:
         runtime, now = self.runtime, time.monotonic()
         stats = runtime.engine_stats()
         engine = runtime.engine if runtime.info is not None else None  # capabilities are final then
-        return WorkerState(
+        state = WorkerState(
             boot_id=runtime.boot_id,
             engine=self.settings.engine,
             lifecycle=runtime.lifecycle.current_state,
@@ -291,6 +294,7 @@ class WorkerService:
             in_flight_policies=engine.capabilities.in_flight if engine else (),
             wakes_empty=engine is not None and can_wake_empty(engine),
         )
+        return self.states.number_state(state)
 
     # Shutdown.
 

@@ -70,6 +70,11 @@ class WorkerState(Wire):
     """Response of `GET /v1/state`."""
 
     boot_id: str = Field(description="Identifies this worker process; a restart changes it.")
+    seq: int = Field(
+        default=0,
+        description="Number of this state in the process: higher after each change of anything but in_flight, queued"
+        " and the seconds of holds. `?since=SEQ&wait=SECONDS` waits for another one.",
+    )
     engine: str
     lifecycle: Lifecycle
     serving: bool = Field(description="Whether the worker accepts requests; same as GET /ready.")

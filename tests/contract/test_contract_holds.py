@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,6 +38,35 @@ def level_of(worker: Served, level: int) -> int:
     if level not in worker.able["sleep_levels"]:
         pytest.skip(f"{worker.kind} declares no sleep level {level}")
     return level
+
+
+def test_a_caller_waits_for_the_next_state(worker: Served) -> None:
+    """Not for requests that come and go, nor for a hold's seconds, and no longer than it says."""
+    before = worker.control.get("/v1/state").json()
+    began = time.monotonic()
+    same = worker.control.get("/v1/state", params={"since": before["seq"], "wait": 0.3}).json()
+    assert time.monotonic() - began >= 0.3
+    assert same["seq"] == before["seq"]
+    greedy(worker)
+    assert worker.control.get("/v1/state").json()["seq"] == before["seq"]
+    with ThreadPoolExecutor(1) as waiter:
+        asked = {"since": before["seq"], "wait": 30}
+        waiting = waiter.submit(lambda: worker.control.get("/v1/state", params=asked).json())
+        time.sleep(0.2)
+        assert not waiting.done()
+        worker.post("pause", deadline_seconds=60, ttl_seconds=300)
+        assert waiting.result(10)["seq"] > before["seq"]
+    paused = worker.control.get("/v1/state").json()
+    time.sleep(0.1)
+    assert worker.control.get("/v1/state").json()["seq"] == paused["seq"]
+    assert worker.post("resume").json()["seq"] > paused["seq"]
+    # The number of another process: there is nothing to wait for.
+    foreign = {"since": paused["seq"] + 1000, "wait": 30}
+    began = time.monotonic()
+    worker.control.get("/v1/state", params=foreign)
+    assert time.monotonic() - began < 10
+    for wrong in ({"since": -1}, {"since": 1, "wait": 61}, {"since": "x"}):
+        assert worker.control.get("/v1/state", params=wrong).status_code == 422
 
 
 @pytest.mark.parametrize("mode", ["drain", "abort", "keep"])

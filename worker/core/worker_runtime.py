@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from rollout_common.turn import TurnReplaced
-from rollout_common.wire import Lifecycle, Progress, Resident
+from rollout_common.wire import Lifecycle, Progress, Resident, WorkerState
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import (
@@ -33,12 +33,14 @@ from rollout_worker.settings import WorkerSettings
 
 from .holds import Holds, HoldTarget, WantedState
 from .lifecycle_states import LifecycleTracker
-from .settings import CANCEL_GRACE_SECONDS
+from .settings import CANCEL_GRACE_SECONDS, STATE_LOOK_SECONDS, STATE_PACE_SECONDS
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_WAITING = 64
+"""Callers that wait for another state at once; any more get their answer without a wait, and ask again."""
 NOTHING_RESIDENT = Resident(weights=False, kv_cache=False)
 
 
@@ -61,6 +63,64 @@ class ChangeNotifier:
         except TimeoutError:
             return False
         return True
+
+
+class StateSequence:
+    """Counts the changes of a state that somebody has seen.
+
+    What changes all the time does not count: requests that run and wait, and how long a hold still lasts.
+
+    Args:
+        look: Returns the state as of now, numbered.
+        changed: Says when it may have changed.
+        is_ending: Whether the worker shuts down, which no caller may delay.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], WorkerState],
+        changed: ChangeNotifier,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._look, self._changed, self._is_ending = look, changed, is_ending
+        self._seen: WorkerState | None = None
+        self._number = 0
+        self._waiting = 0
+
+    def number_state(self, state: WorkerState) -> WorkerState:
+        """Return a state with its number, which is higher than that of any other state before it."""
+        plain = state.model_copy(
+            update={
+                "seq": 0,
+                "caller": "",
+                "in_flight": 0,
+                "queued": 0,
+                "holds": tuple(hold.model_copy(update={"ttl": None}) for hold in state.holds),
+            }
+        )
+        if plain != self._seen:
+            self._seen, self._number = plain, self._number + 1
+        return state.model_copy(update={"seq": self._number})
+
+    async def wait_past(self, since: int, seconds: float) -> None:
+        """Return once the state has another number than `since`, or the time is over.
+
+        Not only a higher one: a lower one is of another process, whose state the caller has not seen.
+        """
+        until = time.monotonic() + seconds
+        if self._waiting >= MAX_WAITING:
+            return
+        self._waiting += 1
+        try:
+            while self._look().seq == since and not self._is_ending():
+                left = until - time.monotonic()
+                if left <= 0:
+                    return
+                # Some changes, such as the end of a hold, come with time alone.
+                if await self._changed.wait_for_change(min(left, STATE_LOOK_SECONDS)):
+                    await asyncio.sleep(min(left, STATE_PACE_SECONDS))
+        finally:
+            self._waiting -= 1
 
 
 class WorkerRuntime:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -16,6 +16,7 @@ from rollout_worker.service import WorkerService
 
 from .auth import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight, Authorizer
 from .port_app import PortGuard, new_app, note_caller, refuse_browser
+from .settings import MAX_WAIT_SECONDS
 
 LESSER_RIGHTS: Final[Mapping[str, AccessRight]] = {
     "/v1/state": SEE_STATE,
@@ -62,14 +63,18 @@ async def _caller_name(request: Request) -> str:
 
 
 Caller = Annotated[str, Depends(_caller_name)]
+Since = Annotated[int | None, Query(ge=0)]
+Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)]
 
 
 def _add_hold_routes(app: FastAPI, worker: WorkerService) -> None:
     verbs = worker.verbs
 
     @app.get("/v1/state")
-    async def state(caller: Caller) -> wire.WorkerState:
-        """Return the full state of this worker."""
+    async def state(caller: Caller, since: Since = None, wait: Wait = 0.0) -> wire.WorkerState:
+        """Return the full state of this worker: at once, or when it is another than `since`, after `wait` seconds at most."""
+        if since is not None and wait:
+            await worker.states.wait_past(since, wait)
         return worker.worker_state(caller)
 
     @app.post("/v1/pause")

@@ -61,3 +61,6 @@ FAREWELL_SECONDS = 1.0
 
 THREAD_STOP_SECONDS = 5.0
 """For the thread of an interrupted connection to end: it may be in the middle of a copy."""
+
+MAX_WAIT_SECONDS = 60.0
+"""Longest wait of one `GET /v1/state`: proxies close connections that are silent for longer."""
