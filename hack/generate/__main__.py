@@ -15,7 +15,6 @@ from rollout_operator.api.crd import custom_resource_definition
 
 from .api_docs import reference
 from .chart_values import readme, schema_text
-from .reason_fixes import fixes_text
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rollout-operator"
@@ -65,7 +64,6 @@ def outputs() -> dict[Path, str]:
         ROOT / "docs" / "api.md": reference(),
         CHART / "values.schema.json": schema_text(values),
         CHART / "README.md": readme(values),
-        ROOT / "client" / "commands" / "reason_fixes.json": fixes_text(),
     }
 
 

@@ -17,9 +17,7 @@ import yaml
 from pydantic import BaseModel
 from safetensors.numpy import save_file
 
-from rollout_client.commands.pool_command import add_pool_verbs
 from rollout_client.conversation.conversation_data import CounterName
-from rollout_client.local.rollout_up import add_up_verb
 from rollout_common.wire.problems import KINDS
 from rollout_operator import config
 from rollout_operator.api.names import ConditionType
@@ -194,15 +192,6 @@ def test_conditions_are_described() -> None:
     table = section(page("docs/runbook.md"), "Reasons")
     shown = {cell.partition("=")[0] for cell in cells(table, 0)} - {"", "condition"}
     assert shown == set(ConditionType)
-
-
-def test_verbs_of_the_command_are_described() -> None:
-    parser = argparse.ArgumentParser()
-    verbs = parser.add_subparsers()
-    add_up_verb(verbs)
-    add_pool_verbs(verbs)
-    text = page("docs/cli.md")
-    assert [verb for verb in verbs.choices if not re.search(rf"`{verb}\b", text)] == []
 
 
 def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,0 @@
-"""The command `rollout`, also as kubectl's plugin `kubectl rollout-pool`."""
