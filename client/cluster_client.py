@@ -56,6 +56,15 @@ class ClusterClient(ApiClient):
             await asyncio.sleep(pause)
             attempt += 1
 
+    async def get_text(self, path: str, params: Mapping[str, str] | None = None) -> str:
+        """Return a text, such as a log."""
+        request = ApiRequest("get", "", path, f"GET {path}", params or {})
+        try:
+            async with self._open_response(request) as answer:
+                return (await answer.read()).decode(errors="replace")
+        except KubeError as error:
+            raise _cluster_error(error) from error
+
     async def merge_patch(self, path: str, body: Obj) -> Obj:
         """Merge into an object and return it.
 

@@ -18,6 +18,8 @@ operator.add  # the standard library's, not a folder of ours
 import rollout_client, rollout_client.worker_control, rollout_worker.schemas
 import rollout_operator.core.pass_planning, rollout_operator.operator_process
 assert (r.files("rollout_operator") / "crd.yaml").is_file(), "the CRD is not in the wheel"
+import rollout_client.commands.cause_finding
+assert rollout_client.commands.cause_finding.runbook_words()["causes"], "fixes.json is not in the wheel"
 assert "torch" not in sys.modules, "the operator pulled in torch"
 import importlib.util as u
 assert u.find_spec("torch") is None, "the extra [operator] installs torch"

@@ -15,6 +15,7 @@ from rollout_operator.api.crd import custom_resource_definition
 
 from .api_docs import reference
 from .chart_values import readme, schema_text
+from .runbook_fixes import runbook_fixes
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rollout-operator"
@@ -64,6 +65,7 @@ def outputs() -> dict[Path, str]:
         ROOT / "docs" / "api.md": reference(),
         CHART / "values.schema.json": schema_text(values),
         CHART / "README.md": readme(values),
+        ROOT / "client" / "commands" / "fixes.json": runbook_fixes(ROOT / "docs" / "runbook.md"),
     }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,10 @@ import pytest
 import pytest_asyncio
 
 from localkube import Cluster
+from rollout_client.cluster_client import ClusterClient, load_access
+from rollout_client.commands.cause_finding import find_causes
+from rollout_client.commands.pool_access import PoolAccess
+from rollout_client.commands.pool_facts import FactReader
 from rollout_operator.core import replica_troubles
 from rollout_operator.workers import head_poller
 from tests.support.api.apiclient import Obj
@@ -57,9 +63,9 @@ def events(lab: PoolLab, name: str) -> dict[str, tuple[str, str]]:
 
 
 async def told(
-    lab: PoolLab, name: str, kind: str, reason: str, words: tuple[str, ...], phase: str
+    lab: PoolLab, name: str, kind: str, reason: str, words: tuple[str, ...], phase: str, cause: str
 ) -> str:
-    """Wait for a condition with this reason and these words, in status and in a Warning event."""
+    """Wait for a condition with this reason and these words, in status and in a Warning event; `why` has the cause."""
 
     def is_told() -> bool:
         status, found, message = condition(lab.get(name), kind)
@@ -73,7 +79,18 @@ async def told(
     severity, note = events(lab, name)[reason]
     assert severity == "Warning"
     assert words[0] in note
+    assert await causes_of(lab, name) == [cause]
     return message
+
+
+async def causes_of(lab: PoolLab, name: str, later: float = 0.0) -> list[str]:
+    """What `rollout why` names, so many seconds later if nothing changes."""
+    async with ClusterClient(load_access(lab.cluster.kubeconfig)) as kube:
+        pool = PoolAccess(kube, lab.namespace, name)
+        facts = await FactReader(pool, lab.namespace, 20).read_facts()
+    return [
+        each.cause for each in find_causes(replace(facts, now=facts.now + timedelta(seconds=later)))
+    ]
 
 
 def report(lab: PoolLab, pod: str, **status: Any) -> None:
@@ -106,7 +123,7 @@ async def test_the_image_cannot_be_pulled(lab: PoolLab) -> None:
         'pulling image "no/such:1"',
         "check spec.engine.image and spec.podTemplate.imagePullSecrets",
     )
-    await told(lab, "image", "Degraded", "PodTrouble", words, "Degraded")
+    await told(lab, "image", "Degraded", "PodTrouble", words, "Degraded", "image-pull")
 
 
 async def test_no_accelerator_is_free(lab: PoolLab) -> None:
@@ -142,6 +159,7 @@ async def test_no_accelerator_is_free(lab: PoolLab) -> None:
     await lab.until("an event tells, too", lambda: "Unschedulable" in events(lab, "full"))
     severity, note = events(lab, "full")["Unschedulable"]
     assert (severity, words[0] in note) == ("Warning", True)
+    assert await causes_of(lab, "full") == ["no-node"]
 
 
 async def test_the_model_path_is_wrong(lab: PoolLab) -> None:
@@ -149,7 +167,7 @@ async def test_the_model_path_is_wrong(lab: PoolLab) -> None:
     why = "'/rollout/model' holds no config.json: point to a model folder"
     lab.worker_of("path-0-0").failed = why
     words = (f"path-0-0: {why}",)
-    await told(lab, "path", "Degraded", "EngineFailed", words, "Degraded")
+    await told(lab, "path", "Degraded", "EngineFailed", words, "Degraded", "model-path")
 
 
 async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> None:
@@ -169,7 +187,7 @@ async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> No
         "container 'worker' ended: OOMKilled, exit code 137",
         "its limit of 8Gi: raise spec.resources.limits.memory",
     )
-    await told(lab, "oom", "Degraded", "CrashLooping", words, "Degraded")
+    await told(lab, "oom", "Degraded", "CrashLooping", words, "Degraded", "out-of-memory")
     first = lab.get("oom")["status"]["lastErrors"][-1]
     assert first["log"] == log
     severity, note = events(lab, "oom")["ReplicaFailed"]
@@ -194,7 +212,7 @@ async def test_the_published_version_is_missing(lab: PoolLab) -> None:
     lab.worker_of("version-0-0").missing = True
     lab.patch("version", **target(1, 7, "step-7"))
     words = ("version-0-0: ", "step-7", "does not exist: check path and mounts")
-    await told(lab, "version", "Degraded", "WeightsFailed", words, "Degraded")
+    await told(lab, "version", "Degraded", "WeightsFailed", words, "Degraded", "weights-missing")
     assert condition(lab.get("version"), "WeightsSynced")[0] == "False"
     assert lab.get("version")["status"]["weights"]["committed"]["version"] == 0
 
@@ -208,7 +226,9 @@ async def test_a_control_port_is_out_of_reach(lab: PoolLab) -> None:
         "503 auth-unavailable",
         "the worker's service account needs to create tokenreviews",
     )
-    await told(lab, "silent", "Degraded", "Unreachable", words, "Degraded")
+    await told(
+        lab, "silent", "Degraded", "Unreachable", words, "Degraded", "Degraded=True/Unreachable"
+    )
     pool = lab.get("silent")
     assert pool["status"]["readyReplicas"] == 1, "the kubelet's probes use another port"
     member = pool["status"]["members"][0]
@@ -228,8 +248,21 @@ async def test_a_node_is_lost(lab: PoolLab) -> None:
         lab.path("pods", "lost-0-0") + "/binding", {"metadata": {"name": "lost-0-0"}, **node}
     )
     words = ("the control port of lost-0-0 on node 'gpu-3' has not answered",)
-    await told(lab, "lost", "Degraded", "Unreachable", words, "Degraded")
+    await told(
+        lab, "lost", "Degraded", "Unreachable", words, "Degraded", "Degraded=True/Unreachable"
+    )
     assert lab.get("lost")["status"]["members"][0]["node"] == "gpu-3"
+    silent = {
+        "type": "Ready",
+        "status": "Unknown",
+        "message": "Kubelet stopped posting node status.",
+    }
+    lab.api.create("/api/v1/nodes", {"metadata": {"name": "gpu-3"}})
+    try:
+        lab.api.patch("/api/v1/nodes/gpu-3/status", {"status": {"conditions": [silent]}})
+        assert (await causes_of(lab, "lost"))[0] == "node-lost"
+    finally:
+        lab.api.delete("/api/v1/nodes/gpu-3")
 
 
 async def test_the_quota_is_used_up(lab: PoolLab) -> None:
@@ -242,7 +275,7 @@ async def test_the_quota_is_used_up(lab: PoolLab) -> None:
         )
         lab.create("quota", replicas=1, resources={"limits": {"cpu": "1"}})
         words = ("the API server rejected pod 'quota-0-0'", "exceeded quota: q", "limits.cpu")
-        await told(lab, "quota", "Degraded", "Rejected", words, "Degraded")
+        await told(lab, "quota", "Degraded", "Rejected", words, "Degraded", "quota")
     finally:
         lab.api.delete(lab.path("resourcequotas", "q"))
 
@@ -274,7 +307,7 @@ async def test_an_admission_policy_denies(lab: PoolLab) -> None:
         await lab.until_refused("denied", "the policy holds")
         lab.create("denied", replicas=1)
         words = ("the API server rejected pod 'denied-0-0'", "label team is missing")
-        await told(lab, "denied", "Degraded", "Rejected", words, "Degraded")
+        await told(lab, "denied", "Degraded", "Rejected", words, "Degraded", "webhook")
     finally:
         lab.api.delete(POLICIES + "ybindings/deny.example.com")
         lab.api.delete(POLICIES + "ies/deny.example.com")
@@ -291,3 +324,5 @@ async def test_the_operator_is_down(lab: PoolLab) -> None:
     pool = lab.get("nobody")
     assert pool["status"] == before["status"]
     assert pool["status"]["observedGeneration"] < pool["metadata"]["generation"]
+    assert "operator-down" not in await causes_of(lab, "nobody")
+    assert await causes_of(lab, "nobody", later=120) == ["operator-down"]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
+import tarfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import rollout_local
 from localkube import Cluster
+from rollout_client.commands.rollout_command import run_command
 from tests.support.cluster.fleets import Fleet
-from tests.support.cluster.pools import START_SECONDS, Pool, operator_pids
+from tests.support.cluster.pools import PROMPT, START_SECONDS, Pool, operator_pids
 from tests.support.waiting import eventually
 
 MakePool = Callable[..., Pool]
@@ -62,6 +65,34 @@ def test_a_person_sees_what_matters(life: Fleet) -> None:
     described = life.kubectl("describe", "rr", "w")
     assert "2 of 2 replicas serve" in described
     assert "Ready" in described.partition("Events:")[2]
+
+
+def test_the_command_line_on_a_real_pool(
+    life: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(verb: str, *words: str) -> str:
+        where = ("-n", life.namespace, "--kubeconfig", str(life.cluster.kubeconfig))
+        status = run_command("rollout", [verb, "w", *words, *where])
+        shown = capsys.readouterr()
+        assert status == 0, shown.out + shown.err
+        return shown.out
+
+    life.settled(life.identity, 2, START_SECONDS)
+    tree = run("status")
+    assert f"2 of 2 replicas serve  weights ({life.identity[0]}, {life.identity[1]})" in tree
+    assert "└─ w-1-0  Running  on " in tree
+    why = run("why", "--operator-namespace", rollout_local.SYSTEM)
+    assert "nothing is known to be wrong" in why
+    assert "not read" not in why
+    ids = run("generate", "--ids", ",".join(map(str, PROMPT)), "--max-tokens", "4")
+    assert len(ids.split(",")) == 4
+    archive = tmp_path / "w.tar.gz"
+    run("collect", "--file", str(archive), "--operator-namespace", rollout_local.SYSTEM)
+    with tarfile.open(archive) as found:
+        sizes = {each.name: each.size for each in found}
+    assert sizes["w/unread.txt"] == 0
+    assert all(sizes[f"w/{name}"] for name in ("logs/w-0-0.log", "metrics/w-1-0.txt"))
+    assert any(name.startswith("w/operator/") for name in sizes)
 
 
 @pytest.mark.soak

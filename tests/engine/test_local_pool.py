@@ -22,7 +22,7 @@ from tests.support.engine.tinymodels import TinyModels
 from tests.support.processes import descendants
 from tests.support.waiting import until_sync
 
-COMMAND = (sys.executable, "-m", "rollout_client.local.rollout_command", "up")
+COMMAND = (sys.executable, "-m", "rollout_client.commands.rollout_command", "up")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ HEAVY = {
         "rollout_client",
         "rollout_client.worker_control",
         "rollout_client.turn.command",
+        "rollout_client.commands.rollout_command",
         "rollout_client.integrations.ray",
         "rollout_client.integrations.verl",
         "rollout_client.integrations.verl_rollout",

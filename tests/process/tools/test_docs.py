@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel
 from safetensors.numpy import save_file
 
+from rollout_client.commands.rollout_command import make_parser
 from rollout_client.conversation.conversation_data import CounterName
 from rollout_common.wire.problems import KINDS
 from rollout_operator import config
@@ -199,6 +200,26 @@ def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> Non
         config.parse_config(["run", "--help"], {})
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     assert named(section(page("docs/runbook.md"), "Install, upgrade, uninstall"), 0) == flags
+
+
+def test_verbs_and_options_of_the_command_are_described() -> None:
+    parser = make_parser("rollout")
+    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    options = {
+        option: {name for name, verb in verbs.items() if option in verb._option_string_actions}
+        for verb in verbs.values()
+        for option in verb._option_string_actions
+        if option not in ("-h", "--help")
+    }
+    cli = page("docs/cli.md")
+    assert named(section(cli, "Verbs"), 0) == set(verbs)
+    every = set(verbs) - {"up"}
+    shown: dict[str, set[str]] = {}
+    table = section(cli, "Options")
+    for names, of in zip(cells(table, 0), cells(table, 1), strict=True):
+        for name in CODE.findall(names):
+            shown[name] = every if of.startswith("all but") else set(CODE.findall(of))
+    assert shown == {k: v - {"up"} for k, v in options.items() if v != {"up"}}
 
 
 def test_phases_are_described_in_the_order_in_which_they_win() -> None:

@@ -310,7 +310,9 @@ class Kubelet:
         if status["phase"] == "Running" and ready == _is_ready(pod):
             return
         change = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}]} | _running(ready)
-        body = {"metadata": {"uid": meta["uid"]}, "status": change}
+        # Nor is what a test has said of the pod in between taken back.
+        seen = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+        body = {"metadata": seen, "status": change}
         # Gone in between is nobody's fault.
         self._api.patch(f"{self._path}/{meta['name']}/status", body, kind=STRATEGIC, missing=True)
 

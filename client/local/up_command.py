@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from .local_workers import LocalPlan, LocalPoolFailed, LocalWorkers, visible_devices
@@ -35,10 +34,8 @@ curl {url}/v1/generate -H 'content-type: application/json' \\
 Ctrl-C ends them."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    made = argparse.ArgumentParser(prog="rollout", description="Rollout engines for RL.")
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="up")
+def add_up_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `up` to the verbs of the command."""
     up = verbs.add_parser(
         "up",
         help="start workers on this machine, until Ctrl-C",
@@ -73,12 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder for logs, which stay then; default: a temporary one, which is deleted",
     )
     up.add_argument("flags", nargs="*", metavar="FLAGS", help=argparse.SUPPRESS)
-    return made
+    up.set_defaults(run=run_local_pool)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 0: Ctrl-C or SIGTERM, 1: a worker ended or could not be started."""
-    given = make_parser().parse_args(arguments)
+def run_local_pool(given: argparse.Namespace) -> int:
+    """Run a pool; return the exit status: 0: Ctrl-C or SIGTERM, 1: a worker ended or could not be started."""
     enough = len(visible_devices()) >= given.replicas
     plan = LocalPlan(
         engine=given.engine,
@@ -139,7 +135,3 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the verbs print: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+Report = Callable[[str], None]
+
+
+class CommandFailed(Exception):
+    """The command can't do what it is asked; the message is one sentence with the fix."""
+
+
+def print_text(text: str) -> None:
+    """Print a result; characters that would steer the terminal are replaced."""
+    sys.stdout.write(make_printable(text).rstrip("\n") + "\n")
+    sys.stdout.flush()
+
+
+def print_json(value: Any) -> None:
+    """Print a result for programs."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+def progress_report(wanted: bool | None) -> Report:
+    """Return what prints progress; None: only a terminal sees it."""
+    shown = sys.stderr.isatty() if wanted is None else wanted
+
+    def report(line: str) -> None:
+        if shown:
+            sys.stderr.write(make_printable(line) + "\n")
+            sys.stderr.flush()
+
+    return report
+
+
+def make_printable(text: str) -> str:
+    """Replace control characters but line breaks: messages of workers and logs may hold anything."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,60 @@
+"""`status` and `turns`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from datetime import UTC, datetime
+
+from rollout_common.kube.access import Obj
+
+from .command_output import EXIT_OK, print_json, print_text
+from .pool_access import PoolAccess
+from .pool_summary import render_summary, render_turns, summarize_pool, turns_of
+from .settings import POLL_SECONDS
+
+
+async def run_status(given: argparse.Namespace, pool: PoolAccess) -> int:
+    """Print one pool, or all of the namespace; with `watch` again after each change."""
+    shown: str | None = None
+    while True:
+        found = await _read_summaries(pool)
+        text = "\n\n".join(map(render_summary, found)) or f"no pools in namespace {pool.namespace}"
+        if given.output == "json":
+            print_json(found[0] if pool.name else found)
+        elif text != shown:
+            if given.watch and sys.stdout.isatty():
+                sys.stdout.write("\x1b[H\x1b[2J")
+            print_text(text)
+        if not given.watch:
+            return EXIT_OK
+        shown = text
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def run_turns(given: argparse.Namespace, pool: PoolAccess) -> int:
+    """Print which replicas hold, or wait for, the devices that they share with a trainer."""
+    found = await pool.read_pool()
+    if given.output == "json":
+        print_json(turns_of(found))
+    else:
+        print_text(render_turns(found))
+    return EXIT_OK
+
+
+async def _read_summaries(pool: PoolAccess) -> list[Obj]:
+    if pool.name:
+        found, pods = await asyncio.gather(pool.read_pool(), pool.read_pods())
+        return [summarize_pool(found, pods, datetime.now(UTC))]
+    pools = (await pool.kube.get(pool.collection)).get("items") or []
+    all_pods = await pool.list_objects("pods", {"labelSelector": "rollout.dev/pool"})
+    return [
+        summarize_pool(each, _pods_of(each, all_pods), datetime.now(UTC))
+        for each in sorted(pools, key=lambda each: str(each["metadata"]["name"]))
+    ]
+
+
+def _pods_of(pool: Obj, pods: list[Obj]) -> list[Obj]:
+    name = pool["metadata"]["name"]
+    return [pod for pod in pods if pod["metadata"]["labels"]["rollout.dev/pool"] == name]

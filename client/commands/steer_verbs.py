@@ -1,0 +1,94 @@
+"""`wait`, `publish`, `sleep`, `wake`, `pause` and `resume`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from rollout_client.errors import ClusterError
+from rollout_client.hooks import Hook
+from rollout_client.steering.cluster_steering import ClusterSteering
+from rollout_client.steering.replica_status import ANNOTATION_EPOCH
+from rollout_client.steering.steering_protocol import PoolState, PublishProgress
+from rollout_client.steering.steering_verbs import SteeringVerbs
+
+from .command_output import EXIT_FAILED, EXIT_OK, CommandFailed, print_text, progress_report
+from .pool_access import PoolAccess
+from .settings import POLL_SECONDS
+
+STATES: dict[str, PoolState] = {
+    "sleep": "Asleep",
+    "wake": "Active",
+    "pause": "Paused",
+    "resume": "Active",
+}
+
+
+async def run_wait(given: argparse.Namespace, pool: PoolAccess) -> int:
+    """Wait until the pool has what `--for` names; 1: it does not have it in time."""
+    report, until, said = progress_report(given.progress), time.monotonic() + given.timeout, ""
+    while True:
+        try:
+            found = await pool.read_pool()
+            if given.wanted(found):
+                return EXIT_OK
+            message = str((found.get("status") or {}).get("message") or "no status yet")
+        except ClusterError as error:
+            if not error.is_transient:
+                raise
+            message = str(error)
+        if message != said:
+            report(message)
+            said = message
+        if time.monotonic() + POLL_SECONDS > until:
+            ask = f"ask rollout why {pool.name}"
+            raise CommandFailed(f"not reached within {given.timeout:g} s: {message}; {ask}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def run_publish(given: argparse.Namespace, pool: PoolAccess) -> int:
+    """Move the target to a folder and wait until all replicas serve it."""
+    found = await pool.read_pool()
+    trainer = (found["metadata"].get("annotations") or {}).get(ANNOTATION_EPOCH, "0")
+    if trainer != "0" and not given.take_over:
+        raise CommandFailed(
+            f"a trainer holds epoch {trainer} of {pool.name}, and publishing takes the next epoch, which "
+            "shuts it out: stop it, then give --take-over"
+        )
+    version = given.version or _next_version(found)
+    path = given.path or str(version)
+    report = progress_report(given.progress)
+
+    def tell(progress: PublishProgress) -> None:
+        report(f"{progress.phase}: {progress.message}")
+
+    verbs = SteeringVerbs(ClusterSteering(pool.kube, pool.name, pool.namespace), Hook())
+    done = await verbs.publish_weights(version, path, seconds=given.timeout, progress=tell)
+    print_text(f"weights {done.identity} from {path} serve on {done.replicas} replicas")
+    return EXIT_OK
+
+
+async def run_state(given: argparse.Namespace, pool: PoolAccess) -> int:
+    """Ask for a state of the pool and wait until every replica has reached it."""
+    state = STATES[given.verb]
+    progress_report(given.progress)(f"waiting until {pool.name} is {state}")
+    steering = ClusterSteering(pool.kube, pool.name, pool.namespace)
+    if given.no_wait:
+        await steering.ask_state(state, given.timeout)
+        print_text(f"{pool.name} is asked to be {state}")
+        return EXIT_OK
+    ready = await steering.change_state(state, given.timeout)
+    print_text(f"{pool.name} is {state}" + (f": {ready} replicas serve" if ready else ""))
+    return EXIT_OK if ready or state != "Active" else EXIT_FAILED
+
+
+def _next_version(pool: dict[str, object]) -> int:
+    spec, status = pool.get("spec") or {}, pool.get("status") or {}
+    assert isinstance(spec, dict)
+    assert isinstance(status, dict)
+    known = [
+        (spec.get("weights") or {}).get("target"),
+        (status.get("weights") or {}).get("committed"),
+    ]
+    return max((int(each["version"]) for each in known if each), default=0) + 1
