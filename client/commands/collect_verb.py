@@ -22,7 +22,8 @@ from .pool_facts import OPERATOR_NAME, FactReader, PoolFacts
 from .pool_summary import render_summary, summarize_pool
 from .why_verb import render_causes
 
-LOG_LINES = 5000
+LOG_LINES, POD_LIMIT = 5000, 200
+"""Some 100 MB at most."""
 
 
 async def run_collect(given: argparse.Namespace, pool: PoolAccess) -> int:
@@ -30,7 +31,7 @@ async def run_collect(given: argparse.Namespace, pool: PoolAccess) -> int:
     report = progress_report(given.progress)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     target = given.file or Path(f"rollout-{pool.namespace}-{pool.name}-{stamp}.tar.gz")
-    reader = FactReader(pool, given.operator_namespace, LOG_LINES, given.token_file)
+    reader = FactReader(pool, given.operator_namespace, LOG_LINES, POD_LIMIT, given.token_file)
     report("reading objects, events, states and logs")
     facts = await reader.read_facts()
     report("reading metrics and the operator's log")

@@ -11,6 +11,7 @@ import httpx
 from rollout_client.cluster_client import load_access
 from rollout_client.worker_control import parse_problem
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR, Obj
+from rollout_common.kube.errors import KubeError
 
 from .command_output import EXIT_OK, CommandFailed, print_json, print_text, progress_report
 from .pool_access import PoolAccess
@@ -39,10 +40,14 @@ async def run_generate(given: argparse.Namespace, pool: PoolAccess) -> int:
     answer = await _send_request(given, pool, f"/v1/{route}", body)
     if given.output == "json":
         print_json(answer)
-    elif given.ids is None:
-        print_text(answer["choices"][0]["text"])
-    else:
-        print_text(",".join(map(str, answer["outputs"][0]["token_ids"])))
+        return EXIT_OK
+    try:
+        if given.ids is None:
+            print_text(answer["choices"][0]["text"])
+        else:
+            print_text(",".join(map(str, answer["outputs"][0]["token_ids"])))
+    except (KeyError, IndexError, TypeError) as error:
+        raise CommandFailed("the answer is not a worker's: see it with -o json") from error
     return EXIT_OK
 
 
@@ -60,7 +65,10 @@ async def _send_request(given: argparse.Namespace, pool: PoolAccess, route: str,
         access = load_access(given.kubeconfig, given.context)
         service = f"/api/v1/namespaces/{pool.namespace}/services/{pool.name}:8000/proxy"
         url, tls, proxy = access.server + service + route, access.tls, access.proxy
-        headers = await asyncio.to_thread(access.request_headers)
+        try:
+            headers = await asyncio.to_thread(access.request_headers)
+        except KubeError as error:
+            raise CommandFailed(f"{error.message}: log in again") from error
     report(f"asking {url}")
     try:
         async with httpx.AsyncClient(
@@ -71,7 +79,12 @@ async def _send_request(given: argparse.Namespace, pool: PoolAccess, route: str,
         why = str(error) or type(error).__name__
         raise CommandFailed(f"{url} can't be reached: {why}; check the network") from error
     if answer.is_success:
-        found: Obj = answer.json()
+        try:
+            found: Obj = answer.json()
+        except ValueError as error:
+            raise CommandFailed(
+                f"{url} does not lead to a worker: the answer is not JSON"
+            ) from error
         return found
     raise CommandFailed(await _explain_refusal(answer, pool, inside))
 

@@ -59,6 +59,7 @@ class FactReader:
         pool: The pool.
         operator_namespace: Where the operator and its Lease are.
         log_lines: How many lines of each log are read.
+        pod_limit: Of how many pods logs, states and nodes are read, those that are not ready first.
         token_file: With a token for the control ports; None: the mounted one.
     """
 
@@ -67,12 +68,17 @@ class FactReader:
         pool: PoolAccess,
         operator_namespace: str,
         log_lines: int,
+        pod_limit: int = 20,
         token_file: Path | None = None,
     ) -> None:
         self._pool = pool
         self._operator_namespace = operator_namespace
         self._log_lines = log_lines
-        self._token_file = token_file or MOUNTED_TOKEN
+        self._pod_limit = pod_limit
+        self._token = None if token_file is None else token_file.read_text().strip()
+        self._slots = asyncio.Semaphore(
+            16
+        )  # of a large pool the API server is not asked for all at once
         self.unread: list[str] = []
 
     async def read_facts(self) -> PoolFacts:
@@ -88,10 +94,14 @@ class FactReader:
                 {},
             ),
         )
-        names = [str(pod["metadata"]["name"]) for pod in pods]
+        looked_at = sorted(pods, key=_is_pod_ready)[: self._pod_limit]
+        if len(looked_at) < len(pods):
+            self.unread.append(f"logs and states of {len(pods) - len(looked_at)} more pods")
+        names = [str(pod["metadata"]["name"]) for pod in looked_at]
+        every = {self._pool.name, *(str(pod["metadata"]["name"]) for pod in pods)}
         nodes, states, logs = await asyncio.gather(
-            self._read_nodes(pods),
-            asyncio.gather(*(self._read_state(pod) for pod in pods)),
+            self._read_nodes(looked_at),
+            asyncio.gather(*map(self._read_state, looked_at)),
             asyncio.gather(*map(self._read_log, names)),
         )
         return PoolFacts(
@@ -99,9 +109,7 @@ class FactReader:
             now=datetime.now(UTC),
             pods=pods,
             events=[
-                each
-                for each in events
-                if (each.get("involvedObject") or {}).get("name") in {self._pool.name, *names}
+                each for each in events if (each.get("involvedObject") or {}).get("name") in every
             ],
             nodes=nodes,
             leases=[
@@ -117,7 +125,8 @@ class FactReader:
     async def attempt_read(self, what: str, reading: Awaitable[T], otherwise: T) -> T:
         """Return what is read, or `otherwise` if that fails, which is noted."""
         try:
-            return await reading
+            async with self._slots:
+                return await reading
         except ClusterError as error:
             self.unread.append(f"{what}: {error}")
             return otherwise
@@ -143,7 +152,7 @@ class FactReader:
         if not address or status.get("phase") != "Running":
             return {}
         try:
-            token = self._token_file.read_text().strip()
+            token = self._token or MOUNTED_TOKEN.read_text().strip()
         except OSError:
             return await self._ask_data_port(name)
         host = f"[{address}]" if ":" in address else address
@@ -164,7 +173,7 @@ class FactReader:
         """Ask through the API server, which passes no token on: the state is not to be had, readiness is."""
         path = f"/api/v1/namespaces/{self._pool.namespace}/pods/{name}:8000/proxy/ready"
         try:
-            async with asyncio.timeout(PROBE_SECONDS):
+            async with self._slots, asyncio.timeout(PROBE_SECONDS):
                 return await self._pool.kube.get(path)
         except TimeoutError:
             return {"status": "silent", "detail": f"no answer within {PROBE_SECONDS:g} s"}
@@ -173,3 +182,8 @@ class FactReader:
                 return {"status": "not ready", "detail": str(error)}
             self.unread.append(f"data port of {name}: {error}")
             return {}
+
+
+def _is_pod_ready(pod: Obj) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

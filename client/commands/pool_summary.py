@@ -17,7 +17,10 @@ def summarize_pool(pool: Obj, pods: Sequence[Obj], now: datetime) -> Obj:
     status, spec = pool.get("status") or {}, pool.get("spec") or {}
     weights = status.get("weights") or {}
     members = {each["name"]: each for each in status.get("members") or ()}
-    ordered = sorted(pods, key=lambda pod: (_replica_of(pod), pod["metadata"]["name"]))
+    # In mode Hybrid the members are the trainer's pods, which do not have the pool's labels.
+    known = {pod["metadata"]["name"] for pod in pods}
+    others = [_pod_of_member(each) for name, each in members.items() if name not in known]
+    ordered = sorted([*pods, *others], key=lambda pod: (_replica_of(pod), pod["metadata"]["name"]))
     return {
         "name": pool["metadata"]["name"],
         "namespace": pool["metadata"]["namespace"],
@@ -64,7 +67,8 @@ def render_summary(found: Mapping[str, Any]) -> str:
     replicas = found["replicas"]
     for position, replica in enumerate(replicas):
         last = position == len(replicas) - 1
-        lines.append(f"{'└─' if last else '├─'} replica {replica['replica']}")
+        title = f"replica {replica['replica']}" if replica["replica"] >= 0 else "other members"
+        lines.append(f"{'└─' if last else '├─'} {title}")
         for number, pod in enumerate(replica["pods"]):
             branch = "└─" if number == len(replica["pods"]) - 1 else "├─"
             lines.append(f"{'   ' if last else '│  '}{branch} {_pod_line(pod)}")
@@ -138,11 +142,21 @@ def _summarize_pod(pod: Obj, member: Obj, now: datetime) -> Obj:
     }
 
 
+def _pod_of_member(member: Obj) -> Obj:
+    ready = [{"type": "Ready", "status": str(bool(member.get("ready")))}]
+    return {
+        "metadata": {"name": member["name"]},
+        "spec": {"nodeName": member.get("node")},
+        "status": {"phase": "Member", "conditions": ready},
+    }
+
+
 def _pod_line(pod: Obj) -> str:
     words = [pod["name"], pod["phase"], f"on {pod['node'] or 'no node'}"]
     words += [f"is {pod['state']}"] if pod["state"] else []
     words += [f"weights {pod['weights']}"] if pod["weights"] else []
-    words += ["ready" if pod["ready"] else "not ready", format_age(pod["ageSeconds"])]
+    words += ["ready" if pod["ready"] else "not ready"]
+    words += [format_age(pod["ageSeconds"])] if pod["ageSeconds"] else []
     words += [f"restarts {pod['restarts']}"] if pod["restarts"] else []
     words += [pod["message"]] if pod["message"] else []
     return "  ".join(words)

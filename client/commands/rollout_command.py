@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -201,6 +202,11 @@ def run_plugin(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(program: str, arguments: Sequence[str] | None) -> int:
     """Run the command line; return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal without Unicode has no branches of trees
     made = make_parser(program)
     given = made.parse_args(arguments)
     if given.verb == "generate" and (given.text is None) == (given.ids is None):

@@ -18,7 +18,7 @@ async def run_why(given: argparse.Namespace, pool: PoolAccess) -> int:
     """Print the causes; the exit status is 0 only if nothing is wrong and nothing is awaited."""
     progress_report(given.progress)(f"reading {pool.namespace}/{pool.name}, its pods and nodes")
     facts = await FactReader(
-        pool, given.operator_namespace, LOG_LINES, given.token_file
+        pool, given.operator_namespace, LOG_LINES, token_file=given.token_file
     ).read_facts()
     causes = find_causes(facts)
     if given.output == "json":
@@ -55,7 +55,7 @@ def render_causes(facts: PoolFacts, causes: list[FoundCause]) -> str:
         lines += [f"  fix: {each.fix}"] if each.fix else []
     if not is_settled(facts.pool):
         lines += _trouble_details(facts)
-    lines += [f"not read: {line}" for line in facts.unread]
+    lines += [f"not read: {line}" for line in facts.unread[:10]]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rollout_client.commands.cause_finding import ORDER, find_causes, runbook_wo
 from rollout_client.commands.command_output import make_printable
 from rollout_client.commands.pool_facts import PoolFacts
 from rollout_client.commands.pool_summary import render_summary, summarize_pool
-from rollout_client.commands.rollout_command import make_parser, run_command
+from rollout_client.commands.rollout_command import make_parser, run_command, run_plugin
 from rollout_client.commands.wait_conditions import parse_wait
 from rollout_common.kube.access import Obj
 
@@ -137,6 +138,12 @@ def test_the_tree_has_the_update_and_each_pod() -> None:
     assert "   └─ policy-0-0  Pending  on n1  is Active  weights (1, 7)  not ready  60m" in tree
 
 
+def test_members_in_the_trainers_pods_are_shown() -> None:
+    members = [{"name": "trainer-0", "node": "n2", "state": "Active", "ready": True}]
+    tree = render_summary(summarize_pool(pool({}, members=members), [], NOW))
+    assert tree.endswith("└─ other members\n   └─ trainer-0  Member  on n2  is Active  ready")
+
+
 @pytest.mark.parametrize(
     ("words", "holds"),
     [("ready", True), ("asleep", False), ("weights=7", True), ("weights=8", False),
@@ -209,6 +216,9 @@ def test_wrong_usage_exits_with_2(words: list[str]) -> None:
 
 
 def test_the_plugin_has_all_verbs_but_up() -> None:
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    started = f"{run_plugin.__module__}:{run_plugin.__name__}"
+    assert project["scripts"]["kubectl-rollout_pool"] == started
     assert "up " in make_parser("rollout").format_help()
     assert "up  " not in make_parser("kubectl rollout-pool").format_help()
 
