@@ -130,6 +130,11 @@ wheel: $(VENV) ## build the wheel and import it in a clean environment
 	$(UV) build --quiet --python $(BIN)/python
 	$(BIN)/python hack/check_wheel.py dist/*.whl
 
+.PHONY: release
+release: $(VENV) ## make wheel, sdist, chart, bill of materials, notes and sums in dist/release
+	@$(CLUSTER_PY) build helm
+	$(BIN)/python hack/release.py build --uv $(UV) --helm $(CACHE)/bin/helm
+
 .PHONY: cluster-build
 cluster-build: ## build Kubernetes and its tools, once
 	@$(CLUSTER_PY) build
@@ -173,6 +178,7 @@ requirements: $(UV) ## resolve the pinned requirements again
 	$(PIN_ANY) --no-deps requirements/templates.in -o requirements/templates.txt
 	$(PIN_ANY) requirements/mutmut.in -c requirements/dev.txt -o requirements/mutmut.txt
 	$(PIN_ANY) requirements/docs.in -c requirements/dev.txt -o requirements/docs.txt
+	$(PIN_ANY) requirements/sbom.in -o requirements/sbom.txt
 
 .PHONY: clean
 clean: ## remove every cluster and all that runs; keeps the cache
