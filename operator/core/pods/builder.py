@@ -234,7 +234,7 @@ def merge_templates(base: Mapping[str, Any], over: Mapping[str, Any]) -> Obj:
     for key, value in over.items():
         if key in ("labels", "annotations", "nodeSelector", "container"):
             out[key] = {**base.get(key, {}), **value}
-        elif key in ("volumes", "initContainers", "sidecars", "resourceClaims"):
+        elif key in ("volumes", "initContainers", "sidecars", "resourceClaims", "imagePullSecrets"):
             out[key] = join_by_key("name", base.get(key, ()), value)
         elif key == "volumeMounts":
             out[key] = join_by_key("mountPath", base.get(key, ()), value)

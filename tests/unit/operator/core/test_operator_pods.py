@@ -381,6 +381,15 @@ def test_grace_is_drain_and_fifteen_seconds_and_no_part_of_the_revision() -> Non
     assert pod_revision(spec_of(drainSeconds=60)) == pod_revision(spec_of())
 
 
+def test_a_pools_pull_secrets_join_those_of_the_chart() -> None:
+    base = EngineDefaults.model_validate(
+        {"image": "worker:1", "podTemplate": {"imagePullSecrets": [{"name": "chart"}]}}
+    )
+    spec = spec_of(podTemplate={"imagePullSecrets": [{"name": "mine"}, {"name": "chart"}]})
+    made = PodBuilder("pool", "ns", "uid", "", spec, base).build_pod(0, 0, 0)
+    assert made["spec"]["imagePullSecrets"] == [{"name": "chart"}, {"name": "mine"}]
+
+
 def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
     same: list[dict[str, Any]] = [
         {"replicas": 9},
