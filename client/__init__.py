@@ -28,7 +28,7 @@ from .errors import (
 )
 from .hooks import Hook, PrometheusHook
 from .pool import AsyncRolloutPool, RolloutPool
-from .results import AttemptReport, GenerateResult
+from .results import AttemptReport, GenerateResult, ScoreResult
 from .steering.control_ports import DirectOptions
 from .steering.pushing.push_tensors import whole_tensors
 from .steering.steering_protocol import Published, PublishProgress, PublishReport, PushedTo
@@ -62,6 +62,7 @@ __all__ = [
     "RolloutPool",
     "RolloutRequest",
     "SamplingParams",
+    "ScoreResult",
     "SteeringFailed",
     "Superseded",
     "TurnFailed",

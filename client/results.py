@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollout_common.wire import GenerateOutput, GenerateResponse, Seconds, Wire
+from rollout_common.wire import (
+    GenerateOutput,
+    GenerateResponse,
+    LogprobsOf,
+    PromptLogprobs,
+    Seconds,
+    TokenId,
+    Usage,
+    Wire,
+)
 
 Outcome = Literal["finished", "aborted", "refused", "broken", "moved"]
 """How an attempt ended; `moved`: the weights changed, and the caller wants one version."""
@@ -47,3 +56,16 @@ class GenerateResult(GenerateResponse):
     def logprobs(self) -> tuple[float, ...] | None:
         """Logprobs of the first output, if asked for."""
         return self.outputs[0].logprobs
+
+
+class ScoreResult(PromptLogprobs):
+    """The scores of given tokens: token_ids [T], logprobs [T], `top_logprobs` [T][k] if asked for.
+
+    They are the tokens at positions `[start, start + T)` of what was sent. The first one of all, at position 0,
+    follows nothing: its logprob is None. `weights` computed all of them.
+    """
+
+    token_ids: tuple[TokenId, ...]
+    logprobs_of: LogprobsOf
+    usage: Usage
+    attempts: tuple[AttemptReport, ...] = ()

@@ -43,6 +43,8 @@ from rollout_common.wire import (
     WeightsSpan,
 )
 
+from .token_scores import PromptScores, TopTokens
+
 ENGINES = ("hf", "vllm", "sglang")
 """The engines that have adapters; `engines.create_engine` makes them."""
 
@@ -97,10 +99,13 @@ class EngineRequest:
 
     `request_id`: no other request in flight has it. `token_ids`: [P] prompt. `logprobs`: which kind
     to record, None for none. `max_tokens` of `sampling` is resolved: prompt + max_tokens
-    fit the model's length; without a `seed` the draw is random. `priority`: lower
+    fit the model's length; without a `seed` the draw is random. With `max_tokens` 0 the prompt is only scored: the
+    one delta has no token. `priority`: lower
     starts first. `session_id`: outputs with the same one should run on the same data-parallel rank; an
     engine with one rank ignores it.
     `streamed`: a client reads the stream; else tokens after the first may come several at a time.
+    `scored`: positions [from, to) of the prompt to score, with its model's own distribution. `top_logprobs`: how many
+    of the most likely tokens to record at each scored position and with each token, of the kind `logprobs`.
     """
 
     request_id: str
@@ -111,6 +116,8 @@ class EngineRequest:
     cache_salt: str | None = None
     session_id: str | None = None
     streamed: bool = True
+    scored: tuple[int, int] | None = None
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,8 @@ class EngineDelta:
     `cached_tokens`: tokens of the prompt found in the prefix cache; `preemptions`: how often it lost its
     KV to others; of both, the greatest of all deltas counts. `queued_seconds`: how long the request
     waited in the engine before its first step, the same in every delta. `not_finite`: the weights whose
-    logits were not finite, which aborted the output.
+    logits were not finite, which aborted the output. `top`: a row for each token, if requested.
+    `prompt`: the scores of the prompt, if requested; in the first delta with a token, or in the only one.
     """
 
     token_ids: tuple[int, ...]
@@ -135,6 +143,8 @@ class EngineDelta:
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0
+    top: TopTokens | None = None
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

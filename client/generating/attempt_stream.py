@@ -16,9 +16,11 @@ from pydantic import ValidationError
 from rollout_client.routing.member_clients import describe_error
 from rollout_client.routing.router import AttemptLease
 from rollout_client.worker_control import parse_problem
-from rollout_common.wire import GenerateRequest, StreamDelta, StreamDone, WeightsId
+from rollout_common.wire import GenerateRequest, PromptLogprobs, StreamDelta, StreamDone, WeightsId
 
-from .output_draft import BadDelta
+from .score_drafts import BadDelta
+
+TakeFrame = Callable[[StreamDelta | PromptLogprobs], None]
 
 MAX_PROBLEM_BYTES = 65536
 MAX_EVENT_BYTES = 64 * 2**20
@@ -47,10 +49,10 @@ async def run_attempt(
     client: httpx.AsyncClient,
     lease: AttemptLease,
     request: GenerateRequest,
-    take: Callable[[StreamDelta], None],
+    take: TakeFrame,
     seconds: float,
 ) -> StreamDone:
-    """Send a request with `stream`, and call `take` with each delta until the worker ends it.
+    """Send a request with `stream`, and call `take` with each delta, and each part of a scored prompt.
 
     The lease notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
 
@@ -77,7 +79,7 @@ async def _exchange_stream(
     client: httpx.AsyncClient,
     lease: AttemptLease,
     request: GenerateRequest,
-    take: Callable[[StreamDelta], None],
+    take: TakeFrame,
 ) -> StreamDone:
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
     done: StreamDone | None = None
@@ -103,11 +105,13 @@ def _generate_url(url: str) -> httpx.URL:
     return httpx.URL(f"{url}/v1/generate")
 
 
-def _handle_event(name: str, data: bytes, take: Callable[[StreamDelta], None]) -> StreamDone | None:
+def _handle_event(name: str, data: bytes, take: TakeFrame) -> StreamDone | None:
     """Pass a delta on, or return the end; fields of newer workers are ignored."""
     match name:
         case "delta":
             take(StreamDelta.model_validate_json(data, extra="ignore"))
+        case "prompt_logprobs":
+            take(PromptLogprobs.model_validate_json(data, extra="ignore"))
         case "done":
             return StreamDone.model_validate_json(data, extra="ignore")
         case "error":

@@ -64,6 +64,7 @@ class AttemptState:
         last: Weights of the last token.
         failures: Attempts that broke before this one.
         dry: Attempts in a row, before this one, that gave no token.
+        scored: The prompt's scores are there, or were not asked for.
         end_tokens: The model's own ids that end outputs; empty until a worker has sent them.
     """
 
@@ -76,6 +77,7 @@ class AttemptState:
     last: wire.WeightsId | None = None
     failures: int = 0
     dry: int = 0
+    scored: bool = True
     end_tokens: Set[int] = frozenset()
 
 
@@ -148,6 +150,8 @@ def judge_answer(output: wire.DoneOutput | None, at: AttemptState) -> AttemptVer
     """Judge the worker's own end of a stream."""
     if output is None:
         return judge_broken_attempt("it ended a stream without an output", at)
+    if output.stop_reason is not wire.StopReason.ABORTED and not at.scored:
+        return judge_broken_attempt("it ended a stream without the scores of the prompt", at)
     if output.stop_reason is not wire.StopReason.ABORTED:
         return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
     if output.abort_slug == wire.NOT_FINITE:
@@ -240,6 +244,8 @@ def finish_if_whole(at: AttemptState) -> FinishOutput | None:
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else at.end_tokens)}
     if tokens and tokens[-1] in stops and len(tokens) > sampling.min_tokens:
         return FinishOutput(wire.StopReason.STOP, wire.StopMatch(token_id=tokens[-1]))
+    if not at.scored:
+        return None
     if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
         return FinishOutput(wire.StopReason.LENGTH)
     return None

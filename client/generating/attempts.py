@@ -72,7 +72,9 @@ class OutputGeneration:
     """How many of the last tokens may still be sampled again: a stream holds them back."""
 
     def __post_init__(self) -> None:
-        self.draft = OutputDraft(self.index)
+        self.draft = OutputDraft(
+            self.index, self.request.scored_range, has_top=self.request.top_logprobs > 0
+        )
         self.usage = OutputUsage()
         self._failures = 0
         self._dry = 0
@@ -180,7 +182,7 @@ class OutputGeneration:
             self.request, self.draft, self._current_bounds(), request_id=self._attempt_id,
             session_id=self.policy.session_id, seconds=left,
         )  # fmt: skip
-        take = partial(self._take_delta, member.url)
+        take = partial(self._take_frame, member.url)
         try:
             with self.shared.connections.client_for(member.url) as client:
                 done = await run_attempt(client, lease, request, take, left + ANSWER_GRACE_SECONDS)
@@ -231,10 +233,17 @@ class OutputGeneration:
             last=self.draft.last_weights,
             failures=self._failures,
             dry=self._dry,
+            scored=self.draft.prompt.is_whole,
             end_tokens=frozenset(self._info.eos_token_ids if self._info else ()),
         )
 
     # What workers send.
+
+    def _take_frame(self, url: str, frame: wire.StreamDelta | wire.PromptLogprobs) -> None:
+        if isinstance(frame, wire.PromptLogprobs):
+            self.draft.prompt.append_frame(frame)
+        else:
+            self._take_delta(url, frame)
 
     def _take_delta(self, url: str, delta: wire.StreamDelta) -> None:
         if len(self.draft) == self._start and delta.token_ids:

@@ -30,6 +30,8 @@ def remaining_request(
         "request_id": request_id,
         "session_id": session_id,
         "token_ids": (*request.token_ids, *tokens) if tokens else request.token_ids,
+        # The scores of the prompt came before the first token.
+        "prompt_logprobs": None if tokens else request.prompt_logprobs,
         "sampling": remaining_sampling(request.sampling, len(tokens)),
         "deadline_seconds": min(MAX_DEADLINE_SECONDS, max(0.001, seconds)),
         "stream": True,

@@ -50,7 +50,10 @@ class GenerateCall:
         for index in range(sampling.n):
             seed = None if sampling.seed is None else (sampling.seed + index) % MAX_SEED
             one = sampling.model_copy(update={"n": 1, "seed": seed})
-            request = self.request.model_copy(update={"sampling": one})
+            changes: dict[str, object] = {"sampling": one}
+            if index:  # the outputs share their prompt: the first one scores it
+                changes["prompt_logprobs"] = None
+            request = self.request.model_copy(update=changes)
             yield f"{self.request_id}.{index}", request
 
     def to_result(self) -> GenerateResult:
@@ -64,6 +67,7 @@ class GenerateCall:
             session_id=self.policy.session_id,
             logprobs_of=next((kind for kind in kinds if kind is not None), None),
             outputs=outputs,
+            prompt_logprobs=self.outputs[0].draft.prompt.to_prompt(),
             usage=Usage(
                 prompt_tokens=len(self.request.token_ids),
                 completion_tokens=sum(len(output.token_ids) for output in outputs),

@@ -41,6 +41,8 @@ class GenerateOptions(TypedDict, total=False):
         session_id: Requests of one conversation go to one replica if possible.
         group_id: The same for the samples of one prompt, which otherwise spread over replicas.
         logprobs: Which kind; default: the pool's.
+        prompt_logprobs: Score the prompt, too: True for all of it, or [from, to].
+        top_logprobs: How many of the most likely tokens to return at each position, at most 256.
         epoch: The epoch of the versions; default: the active one.
         min_version: Wait for a replica with these weights or newer ones.
         exact_version: Wait for a replica with exactly these, and let no others make a token.
@@ -56,6 +58,8 @@ class GenerateOptions(TypedDict, total=False):
     session_id: str | None
     group_id: str | None
     logprobs: Literal["sampling", "raw", "none"] | None
+    prompt_logprobs: bool | Sequence[int] | None
+    top_logprobs: int
     epoch: int | None
     min_version: int | None
     exact_version: int | None
@@ -63,6 +67,20 @@ class GenerateOptions(TypedDict, total=False):
     priority: int
     deadline_seconds: float
     on_version_change: OnVersionChange
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Further arguments of `score`, all by name; they mean what they mean to `generate`."""
+
+    request_id: str | None
+    session_id: str | None
+    group_id: str | None
+    epoch: int | None
+    min_version: int | None
+    exact_version: int | None
+    cache_salt: str | None
+    priority: int
+    deadline_seconds: float
 
 
 OWN_OPTIONS = ("group_id", "on_version_change")

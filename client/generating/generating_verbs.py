@@ -6,17 +6,18 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 from rollout_client.errors import ManyFailed, RequestRefused, RolloutError
 from rollout_client.hooks import guard_progress
-from rollout_client.results import GenerateResult
-from rollout_common.wire import GenerateRequest, WeightsId
+from rollout_client.option_names import check_option_names
+from rollout_client.results import GenerateResult, ScoreResult
+from rollout_common.wire import GenerateRequest, LogprobsOf, SamplingParams, WeightsId
 
 from .attempt_verdicts import RequestPolicy
 from .attempts import PoolContext
 from .generate_call import GenerateCall, GenerationStream
-from .generate_options import GenerateOptions, Prompt, make_request
+from .generate_options import GenerateOptions, Prompt, ScoreOptions, make_request
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 DEFAULT_CONCURRENCY = 512
@@ -62,6 +63,50 @@ class GeneratingVerbs:
         """
         return await self._make_call(prompt, options).run_call()
 
+    async def score(
+        self,
+        token_ids: Prompt,
+        *,
+        start: int = 0,
+        end: int | None = None,
+        top_logprobs: int = 0,
+        logprobs: LogprobsOf = "raw",
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """Return the logprobs of given tokens, each after those before it; nothing is sampled.
+
+        Args:
+            token_ids: [P], a list, an array or a tensor: a prompt, or prompt and output.
+            start: The first position to score.
+            end: The position after the last one; default: P.
+            top_logprobs: How many of the most likely tokens to return at each position, at most 256.
+            logprobs: `raw`: of the model's own distribution.
+            **options: See `ScoreOptions`: `exact_version`, `deadline_seconds`, …
+
+        Raises:
+            RequestError: No replica scored it; says why.
+            ValueError: An argument can't be sent; says which, and why.
+        """
+        check_option_names("score", options, ScoreOptions.__annotations__)
+        given = make_request(token_ids, {})
+        asked: dict[str, Any] = {
+            **options,
+            "sampling": SamplingParams(max_tokens=0),
+            "prompt_logprobs": (start, len(given.token_ids) if end is None else end),
+            "top_logprobs": top_logprobs,
+            "logprobs": logprobs,
+        }
+        result = await self._make_call(given.token_ids, cast(GenerateOptions, asked)).run_call()
+        scores = result.prompt_logprobs
+        assert scores is not None, "a call does not end without them"
+        return ScoreResult(
+            **dict(scores),
+            token_ids=given.token_ids[scores.start : scores.start + len(scores.logprobs)],
+            logprobs_of=result.logprobs_of or logprobs,
+            usage=result.usage,
+            attempts=result.attempts,
+        )
+
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Return a stream of deltas, joined over all attempts; arguments as of `generate`.
 
@@ -85,7 +130,12 @@ class GeneratingVerbs:
         """
         if concurrency < 1:
             raise ValueError("concurrency must be 1 or more")
-        make_request((0,), options)  # an option that is wrong for all prompts raises here
+        tried = {**options}
+        if not isinstance(tried.get("prompt_logprobs"), bool | None):
+            tried["prompt_logprobs"] = True  # a range is within some prompts, and beyond others
+        make_request(
+            (0,), cast(GenerateOptions, tried)
+        )  # what is wrong for all prompts raises here
         waiting = enumerate(prompts)
         running: dict[asyncio.Task[GenerateResult], int] = {}
         try:

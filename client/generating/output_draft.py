@@ -12,16 +12,22 @@ from rollout_client.results import AttemptReport
 from rollout_client.weights_spans import append_span, cut_spans, shifted_span
 from rollout_common import wire
 
-
-class BadDelta(ValueError):
-    """A worker sent tokens, logprobs and spans that do not fit together."""
+from .score_drafts import BadDelta, PromptDraft, TopRows, check_rows
 
 
 class OutputDraft:
-    """Tokens so far: token_ids [T], logprobs [T] if asked for, spans that cover [0, T)."""
+    """Tokens so far: token_ids [T], logprobs [T] and rows of the most likely tokens if asked for, spans that cover [0, T).
 
-    def __init__(self, index: int) -> None:
+    `scored`: positions of the prompt to score. `has_top`: whether each token comes with the most likely ones.
+    """
+
+    def __init__(
+        self, index: int, scored: tuple[int, int] | None = None, *, has_top: bool = False
+    ) -> None:
         self.index = index
+        self.prompt = PromptDraft(scored)
+        self.top = TopRows()
+        self.has_top = has_top
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[wire.WeightsSpan] = []
@@ -35,6 +41,8 @@ class OutputDraft:
         """Begin an attempt after the tokens so far, except for the last `rewind` of them."""
         self._truncate_to(max(0, len(self) - rewind))
         self._base = len(self)
+        if not self._base:  # the same weights score the prompt and make the first token
+            self.prompt.clear_frames()
 
     def clear_tokens(self) -> None:
         """Drop all tokens: the output starts over."""
@@ -44,6 +52,7 @@ class OutputDraft:
     def _truncate_to(self, length: int) -> None:
         del self.token_ids[length:]
         del self.logprobs[length:]
+        self.top.truncate(length)
         cut_spans(self.spans, length)
 
     def append_delta(self, delta: wire.StreamDelta) -> None:
@@ -55,6 +64,11 @@ class OutputDraft:
             self.has_logprobs = True
         elif self.has_logprobs and count:
             raise BadDelta("logprobs stopped in the middle of an output")
+        if self.has_top and delta.top_logprobs is None and count:
+            raise BadDelta(f"{count} tokens came without their top_logprobs")
+        check_rows(delta.top_logprobs, count)
+        if count and not self.prompt.is_whole:
+            raise BadDelta("tokens came before the scores of their prompt")
         end = len(self)
         for span in delta.weights:
             if self._base + span.start != end:
@@ -65,6 +79,7 @@ class OutputDraft:
             raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
+        self.top.extend(delta.top_logprobs)
 
     @property
     def first_weights(self) -> wire.WeightsId | None:
@@ -87,6 +102,7 @@ class OutputDraft:
             index=self.index,
             token_ids=tuple(self.token_ids[start:end]),
             logprobs=tuple(self.logprobs[start:end]) if self.has_logprobs else None,
+            top_logprobs=self.top.to_wire(start, end) if self.has_top else None,
             weights=spans,
         )
 
@@ -103,6 +119,7 @@ class OutputDraft:
             index=self.index,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs) if self.has_logprobs or logprobs else None,
+            top_logprobs=self.top.to_wire() if self.has_top else None,
             stop_reason=stop_reason,
             stop_match=stop_match,
             abort_reason=abort_reason,

@@ -235,6 +235,7 @@ class RolloutPool:
     # Generate.
 
     generate = call_blocking(AsyncRolloutPool.generate)
+    score = call_blocking(AsyncRolloutPool.score)
     generate_many = call_blocking(AsyncRolloutPool.generate_many)
     as_completed = iterate_blocking(AsyncRolloutPool.as_completed)
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, LiteralString, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
 from .wire_base import (
     MAX_TOKEN_ID,
     AbortReason,
@@ -85,7 +94,9 @@ class SamplingParams(Body):
     """
 
     max_tokens: Int | None = Field(
-        default=None, ge=1, description="null: up to the maximum length."
+        default=None,
+        ge=0,
+        description="null: up to the maximum length; 0: only score the prompt (`prompt_logprobs`).",
     )
     min_tokens: Int = Field(default=0, ge=0)
     temperature: Float = Field(default=1.0, ge=0, le=100)
@@ -130,6 +141,16 @@ class GenerateRequest(Body):
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
         default=None, description="null: the pool's default; 'none': no logprobs."
     )
+    prompt_logprobs: PromptRange | None = Field(
+        default=None,
+        description="Score the prompt: true for all of its tokens, [from, to] for those positions.",
+    )
+    top_logprobs: Int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="How many of the most likely tokens to return at each scored or sampled position.",
+    )
     epoch: Identity | None = Field(
         default=None, description="Epoch that the version bounds refer to; null: the active epoch."
     )
@@ -141,6 +162,47 @@ class GenerateRequest(Body):
     )
     deadline_seconds: Float = Field(default=600, gt=0, le=86400)
     stream: Bool = False
+
+    @property
+    def scored_range(self) -> tuple[int, int] | None:
+        """Positions of the prompt to score, the second excluded; None: none."""
+        if isinstance(self.prompt_logprobs, bool):
+            return (0, len(self.token_ids)) if self.prompt_logprobs else None
+        return self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        found = next(self._find_mistakes(), None)
+        if found is not None:
+            path, given, text = found
+            error = InitErrorDetails(
+                type=PydanticCustomError("fields_do_not_fit", text), loc=path, input=given
+            )
+            raise ValidationError.from_exception_data("GenerateRequest", [error])
+        return self
+
+    def _find_mistakes(self) -> Iterator[tuple[tuple[str, ...], object, LiteralString]]:
+        """Yield path, value and message of what does not fit the other fields."""
+        scored, sampling = self.scored_range, self.sampling
+        if scored is not None and scored[1] > len(self.token_ids):
+            text = "must end within the prompt: lower its second number"
+            yield ("prompt_logprobs",), self.prompt_logprobs, text
+        if self.logprobs == "none" and (scored or self.top_logprobs):
+            field = "prompt_logprobs" if scored else "top_logprobs"
+            yield (
+                (field,),
+                getattr(self, field),
+                "needs logprobs: leave logprobs out, or ask for raw",
+            )
+        if sampling.max_tokens == 0 and scored is None:
+            text = "must be greater than 0, unless the prompt is scored: add prompt_logprobs"
+            yield ("sampling", "max_tokens"), 0, text
+        if sampling.max_tokens == 0 and sampling.n > 1:
+            yield (
+                ("sampling", "n"),
+                sampling.n,
+                "must be 1 where max_tokens is 0: the prompt is one",
+            )
 
 
 class StopMatch(Wire):
@@ -176,12 +238,13 @@ AbortDetail = Annotated[
 class GenerateOutput(Wire):
     """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
 
-    `logprobs` is omitted if the request asked for none.
+    `logprobs` is omitted if the request asked for none, `top_logprobs` unless it asked for some.
     """
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
+    top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
@@ -208,11 +271,15 @@ class Timing(Wire):
 
 
 class GenerateResponse(Wire):
-    """Response of `POST /v1/generate`."""
+    """Response of `POST /v1/generate`.
+
+    `prompt_logprobs` is omitted unless asked for, and if the request was aborted before the prompt was scored.
+    """
 
     request_id: str
     logprobs_of: Literal["sampling", "raw"] | None
     outputs: tuple[GenerateOutput, ...]
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_absent)
     usage: Usage
     timing: Timing
 
@@ -223,6 +290,7 @@ class StreamDelta(Wire):
     index: int
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
+    top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
     weights: tuple[WeightsSpan, ...]
 
 
@@ -268,6 +336,10 @@ class Capabilities(Wire):
         description="Fields of `sampling` that may differ from their defaults when `sampling`"
         " logprobs are requested.",
     )
+    prompt_logprobs: bool = Field(
+        default=False, description="It scores prompts: `prompt_logprobs`, and `max_tokens: 0`."
+    )
+    top_logprobs: int = Field(default=0, description="Largest `top_logprobs`; 0: it has none.")
     seed: bool = Field(
         description="The same seed samples the same tokens, whatever else is in the batch."
     )

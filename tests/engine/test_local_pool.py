@@ -119,3 +119,17 @@ def test_the_example_learns_to_count(tmp_path: Path) -> None:
     assert rewards[-1] > 0.4, f"after {time.monotonic() - began:.0f} s: {rewards}"
     differences = [float(each) for each in re.findall(r"dlogp\| (\S+)", done.stdout)]
     assert max(differences) < 1e-3
+
+
+@pytest.mark.soak  # every day test_client_docs.py scores by the code of docs/generate.md
+def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "distill" / "distill.py"
+    done = subprocess.run(
+        [sys.executable, example, "--steps", "15", "--port", str(free_port())],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    steps = re.findall(r"divergence (\d\.\d+)  counts (\d\.\d+)", done.stdout)
+    assert len(steps) == 15, done.stdout + done.stderr
+    divergences, counts = ([float(each) for each in column] for column in zip(*steps, strict=True))
+    assert divergences[-1] < divergences[0] / 4, divergences
+    assert counts[0] < 0.2 < 0.6 < counts[-1], counts

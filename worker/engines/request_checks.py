@@ -74,6 +74,13 @@ def with_max_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest
     return replace(request, sampling=request.sampling.model_copy(update={"max_tokens": left}))
 
 
+def with_known_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest:
+    """Return the request with at most as many `top_logprobs` as there are tokens: engines would fail at more."""
+    if request.top_logprobs <= model.vocab_size:
+        return request
+    return replace(request, top_logprobs=model.vocab_size)
+
+
 def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
     """Raise `InvalidRequest` with the field and the fix for what no engine can serve with this model."""
     sampling = request.sampling
@@ -89,7 +96,7 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
             raise InvalidRequest(field, f"token id {odd[0]} is not in the vocabulary: {known}")
     if not request.token_ids:
         raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
-    needed = len(request.token_ids) + (sampling.max_tokens or 1)
+    needed = len(request.token_ids) + (1 if sampling.max_tokens is None else sampling.max_tokens)
     if needed > model.max_length:
         raise InvalidRequest(
             "sampling.max_tokens",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -90,13 +91,30 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
                 events, _problem_event, worker.flights, [flight], body.deadline_seconds
             )
         await finish_flights(worker.flights, [flight], body.deadline_seconds, request)
+        if flight.has_scores:
+            return StreamingResponse(flight.response_pieces(), media_type="application/json")
         return Response(flight.to_response().model_dump_json(), media_type="application/json")
 
 
 async def _stream_events(flight: InFlightRequest, seconds: float) -> AsyncGenerator[bytes, None]:
+    scored = flight.outputs[0]
+    sent = scored.request.scored is None
     async for delta in flight.stream_deltas(seconds):
+        if not sent and scored.prompt is not None:  # before the first token of its output
+            sent = True
+            async for event in _prompt_events(flight):
+                yield event
         yield _format_event("delta", delta)
+    if not sent:
+        async for event in _prompt_events(flight):
+            yield event
     yield _format_event("done", flight.final_event())
+
+
+async def _prompt_events(flight: InFlightRequest) -> AsyncGenerator[bytes, None]:
+    for frame in flight.prompt_frames():
+        yield _format_event("prompt_logprobs", frame)
+        await asyncio.sleep(0)  # there may be hundreds
 
 
 def _problem_event(error: ProblemError) -> bytes:

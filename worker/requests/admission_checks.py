@@ -21,6 +21,8 @@ from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
 
+from .scoring_checks import check_scoring
+
 MAX_SEED = 2**63
 
 _DEFAULTS = SamplingParams()
@@ -159,11 +161,17 @@ def expand_request(
             cache_salt=request.cache_salt,
             session_id=request.session_id,
             streamed=request.stream,
+            # The outputs share their prompt: the first one scores it.
+            scored=request.scored_range if index == 0 else None,
+            top_logprobs=request.top_logprobs,
         )
         for index in range(request.sampling.n)
     ]
     try:
         check_capabilities(requests[0], engine.capabilities)
+        if requests[0].scored or requests[0].top_logprobs:
+            altering = altering_fields(sampling)
+            check_scoring(requests, engine.capabilities, info.engine, altering)
         engine.validate(requests[0])
     except InvalidRequest as error:
         raise invalid_problem(error) from error
@@ -181,10 +189,10 @@ def _resolve_max_tokens(request: GenerateRequest, max_length: int) -> int:
     prompt = len(request.token_ids)
     wanted = request.sampling.max_tokens
     room = max_length - prompt
-    needed = wanted or max(1, request.sampling.min_tokens)
+    needed = max(1, request.sampling.min_tokens) if wanted is None else wanted
     if room < needed:
         raise _too_long_problem(prompt, needed, max_length)
-    return wanted or room
+    return room if wanted is None else wanted
 
 
 def check_prompt_length(tokens: int, max_length: int) -> None:
@@ -257,8 +265,8 @@ def check_capabilities(request: EngineRequest, able: Capabilities) -> None:
 
 def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
     """Serve either kind where both have the same values; otherwise it must be declared."""
-    altering = _altering_fields(request.sampling)
-    if request.logprobs is None:
+    altering = altering_fields(request.sampling)
+    if request.logprobs is None or request.sampling.max_tokens == 0:
         return
     if not able.logprobs:
         raise _unsupported_field("logprobs", "it records no logprobs, use 'none'")
@@ -282,7 +290,7 @@ def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
         )
 
 
-def _altering_fields(sampling: SamplingParams) -> frozenset[str]:
+def altering_fields(sampling: SamplingParams) -> frozenset[str]:
     """Fields that change the distribution from the model's own; T = 0 counts as T = 1."""
     changed = _changed_fields(sampling) - _NEUTRAL
     if sampling.temperature == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +19,10 @@ from rollout_common import wire
 from rollout_common.wire import AbortReason, StopReason, WeightsId, WeightsSpan
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
+from rollout_worker.token_scores import PromptScores, TopTokens
 
 from .admission_checks import invalid_problem
+from .score_frames import frame_positions, prompt_frames, response_pieces
 from .settings import ABORT_TIMEOUT_SECONDS, ANSWER_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ class RunningOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[WeightsSpan] = field(default_factory=list)
+    top: TopTokens | None = None
+    """The most likely tokens at each of its tokens, if requested."""
+    prompt: PromptScores | None = None
+    """The scores of the prompt, once they are there."""
     stop_reason: StopReason | None = None
     stop_match: wire.StopMatch | None = None
     abort_reason: AbortReason | None = None
@@ -54,6 +60,10 @@ class RunningOutput:
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
+        if delta.top is not None:
+            self.top = self.top or TopTokens(delta.top.width)
+            self.top.extend(delta.top)
+        self.prompt = delta.prompt or self.prompt
         for span in delta.spans:
             self._append_span(span)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
@@ -73,23 +83,30 @@ class RunningOutput:
             self.spans.append(span)
 
     def delta_since(self, start: int) -> wire.StreamDelta | None:
-        """Return what there is from token `start` on, or None."""
+        """Return what there is from token `start` on, or None; no more than fits into a frame."""
         end = len(self.token_ids)
         if start == end:
             return None
+        if self.top is not None:
+            end = min(end, start + frame_positions(self.top.width))
         return wire.StreamDelta(
             index=self.index,
-            token_ids=tuple(self.token_ids[start:]),
-            logprobs=None if self.request.logprobs is None else tuple(self.logprobs[start:]),
-            weights=tuple(self._spans_from(start)),
+            token_ids=tuple(self.token_ids[start:end]),
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs[start:end]),
+            top_logprobs=None if self.top is None else self.top.to_wire(start, end),
+            weights=tuple(self._spans_between(start, end)),
         )
 
-    def _spans_from(self, start: int) -> list[WeightsSpan]:
+    def _spans_between(self, start: int, end: int) -> list[WeightsSpan]:
         found: list[WeightsSpan] = []
         for span in reversed(self.spans):  # a reader that keeps up wants the last one only
             if span.end <= start:
                 break
-            found.append(span if span.start >= start else span.model_copy(update={"start": start}))
+            if start <= span.start and span.end <= end:
+                found.append(span)
+            elif span.start < end:
+                within = {"start": max(start, span.start), "end": min(end, span.end)}
+                found.append(span.model_copy(update=within))
         return found[::-1]
 
     def mark_aborted(self, reason: AbortReason) -> None:
@@ -172,6 +189,11 @@ class InFlightRequest:
             await self.done.wait()
         self.check_answered()
 
+    def prompt_frames(self) -> Iterator[wire.PromptLogprobs]:
+        """Yield the scores of the prompt, if there are any, in frames of a stream."""
+        scores = self.outputs[0].prompt
+        return iter(()) if scores is None else prompt_frames(scores)
+
     async def stream_deltas(self, deadline_seconds: float) -> AsyncIterator[wire.StreamDelta]:
         """Yield its tokens as they come, to one reader, until it ends; raises as `check_answered` does."""
         until = asyncio.get_running_loop().time() + deadline_seconds + ANSWER_TIMEOUT_SECONDS
@@ -186,6 +208,10 @@ class InFlightRequest:
                 if delta is not None:
                     read[place] += len(delta.token_ids)
                     yield delta
+                if read[place] < len(output.token_ids):  # more than a frame holds
+                    self.fresh.set()
+                    ended = False
+                    await asyncio.sleep(0)
         self.check_answered()
 
     def to_response(self) -> wire.GenerateResponse:
@@ -197,6 +223,18 @@ class InFlightRequest:
             usage=self._token_usage(),
             timing=self._measured_timing(),
         )
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether its answer may be long: it has scores of the prompt, or the most likely tokens."""
+        request = self.outputs[0].request
+        return request.top_logprobs > 0 or request.scored is not None
+
+    def response_pieces(self) -> AsyncIterator[bytes]:
+        """Return the JSON of `to_response` with all scores, piece by piece."""
+        none = TopTokens(1) if self.outputs[0].request.top_logprobs else None
+        tops = [output.top or none for output in self.outputs]
+        return response_pieces(self.to_response(), tops, self.outputs[0].prompt)
 
     def final_event(self) -> wire.StreamDone:
         """The closing event of a finished flight."""

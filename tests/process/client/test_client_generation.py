@@ -97,6 +97,34 @@ async def test_a_cut_stream_goes_on_where_it_stopped(
     assert first["deadline_seconds"] > third["deadline_seconds"] > 590
 
 
+def scored(start: int, *logprobs: float | None, version: int = 0) -> bytes:
+    """A part of a prompt's scores."""
+    weights = {"epoch": 0, "version": version}
+    return event("prompt_logprobs", {"start": start, "logprobs": logprobs, "weights": weights})
+
+
+async def test_a_prompt_is_scored_by_one_attempt(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """Whoever loses its worker in the middle scores the prompt again, and is not whole before."""
+    worker.steps = [
+        tokens([], None, tail=scored(0, None, -1.0)),
+        tokens([], tail=scored(0, None, -1.0)),
+        tokens([], tail=scored(0, None, -2.0, version=3) + scored(2, -3.0, version=3)),
+    ]
+    result = await pool.score(PROMPT)
+    assert (result.logprobs, result.weights.version) == ((None, -2.0, -3.0), 3)
+    assert (result.token_ids, result.logprobs_of) == (tuple(PROMPT), "sampling")
+    assert [a.outcome for a in result.attempts] == ["broken", "broken", "finished"]
+    assert [b["prompt_logprobs"] for b in worker.bodies] == [[0, 3]] * 3
+    assert worker.bodies[0]["sampling"] == {"max_tokens": 0}
+    assert worker.bodies[0]["logprobs"] == "raw"
+    with pytest.raises(ValueError, match="prompt_logprobs: must end within the prompt"):
+        await pool.score(PROMPT, end=4)
+    with pytest.raises(TypeError, match="score has no argument 'sampling'"):
+        await pool.score(PROMPT, sampling={})  # type: ignore[call-arg]
+
+
 async def test_an_eos_before_the_cut_is_the_end(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:

@@ -224,6 +224,8 @@ def sound(output: Output) -> None:
     if "logprobs" in output:
         assert len(output["logprobs"]) == count
         assert all(-1e4 < p <= 1e-6 for p in output["logprobs"]), output["logprobs"]
+    for rows in output.get("top_logprobs", {}).values():
+        assert len(rows) == count
     assert (output["stop_reason"] == "aborted") is (output["abort_reason"] is not None)
     assert (output["stop_match"] is not None) is (output["stop_reason"] == "stop")
 
@@ -245,8 +247,17 @@ def pieces(events: list[tuple[str, dict[str, Any]]], index: int) -> Output:
         **end,
         "token_ids": [token for delta in mine for token in delta["token_ids"]],
         **({"logprobs": kept} if kept else {}),
+        **_joined_rows([delta["top_logprobs"] for delta in mine if "top_logprobs" in delta]),
         "weights": _merged(span for delta in mine for span in delta["weights"]),
     }
+
+
+def _joined_rows(tops: list[dict[str, Any]]) -> dict[str, Any]:
+    """The most likely tokens of all deltas, if there are any."""
+    if not tops:
+        return {}
+    fields = ("token_ids", "logprobs")
+    return {"top_logprobs": {name: [row for top in tops for row in top[name]] for name in fields}}
 
 
 def _merged(spans: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:

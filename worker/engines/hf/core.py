@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from rollout_common.wire import CHECKPOINT, AbortReason, WeightsId
 from rollout_worker.engine import EngineDelta, KvPolicy
 from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.token_scores import TopTokens
 
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 DeltaDelivery = tuple[OutputSequence, EngineDelta]
 
+SCORED_LOGITS = 1 << 26
+"""Logits of prompts that are scored in one pass: 256 MB in float32, some 400 positions of a vocabulary of 152,000."""
 LEAST_PREFILL, MOST_PREFILL = 64, 8192
 """Bounds of the tokens of prefixes in a step, however slow or fast the device."""
 _AVERAGE_WEIGHT = 0.2
@@ -255,36 +260,74 @@ class BatchCore:
         # The thread's own time: that of other threads on a busy machine says nothing about the pass.
         begin = time.thread_time()
         row_of = {id(sequence): row for row, sequence in enumerate(self.running)}
-        singles = [sequence for sequence in group if sequence.pending_tokens == 1]
+        singles = [each for each in group if each.pending_tokens == 1 and each.scoring is None]
         parts = self._plan_prefill(group)
 
         def feed(sequence: OutputSequence, count: int) -> RowFeed:
             start = sequence.cached
-            return RowFeed(row_of[id(sequence)], start, sequence.tokens[start : start + count])
+            tokens = sequence.tokens[start : start + count]
+            wanted = [*sequence.scored_tokens(count)]
+            if sequence.is_drawn_after(count):
+                wanted.append(count - 1)
+            return RowFeed(row_of[id(sequence)], start, tokens, wanted)
 
         feeds = [feed(sequence, 1) for sequence in singles], [feed(s, n) for s, n in parts]
         self._reserve_kv(max(each.end for part in feeds for each in part))
-        rows = [*singles, *(s for s, count in parts if count == s.pending_tokens)]
-        logits = self._forward.run_pass(*feeds, asked=len(rows) - len(singles))
+        rows = [*singles, *(s for s, count in parts if s.is_drawn_after(count))]
+        logits = self._score_prompts(self._forward.run_pass(*feeds), len(singles), parts)
+        self._weights.check_unchanged()  # the pass may have read what was changed while it ran
         for sequence, count in (*((s, 1) for s in singles), *parts):
             sequence.cached += count
+            self._finish_prompt(sequence, weights)
         if rows:
-            drawn = self._samplers[pinned].draw_tokens(logits, rows)
-            self._weights.check_unchanged()  # the pass may have read what was changed while it ran
-            for sequence, token, logprob in zip(rows, *drawn, strict=True):
-                self._take_token(sequence, token, logprob, weights)
+            tops: dict[int, TopTokens] = {}
+            drawn = self._samplers[pinned].draw_tokens(logits, rows, tops)
+            for row, (sequence, token, logprob) in enumerate(zip(rows, *drawn, strict=True)):
+                if not sequence.done:  # its prompt's scores are not finite
+                    self._take_token(sequence, token, logprob, weights, tops.get(row))
         fed = sum(count for _, count in parts)
         self.totals.decode_tokens += len(singles)
         self.totals.prefill_tokens += fed
         self._pace.note_pass(time.thread_time() - begin, fed)
 
+    def _score_prompts(
+        self, logits: Tensor, singles: int, parts: Sequence[tuple[OutputSequence, int]]
+    ) -> Tensor:
+        """Score what the pass read of prompts; return the logits [K, V] to draw from, without those of the prompts."""
+        kept, at = [*range(singles)], singles
+        for sequence, count in parts:
+            scored = len(sequence.scored_tokens(count))
+            if scored:
+                sequence.score_tokens(logits[at : at + scored], count)
+                at += scored
+            if sequence.is_drawn_after(count):
+                kept.append(at)
+                at += 1
+        return logits if len(kept) == len(logits) else logits[kept]
+
+    def _finish_prompt(self, sequence: OutputSequence, weights: WeightsId) -> None:
+        if sequence.scoring is None or sequence.pending_tokens:
+            return
+        sequence.finish_prompt(weights, self._forward.vocab_size)
+        if sequence.done:
+            self._log_not_finite(sequence)
+            self._unsent.append(sequence)
+
     def _plan_prefill(self, group: list[OutputSequence]) -> list[tuple[OutputSequence, int]]:
-        """Return outputs and how much of their prefixes to feed, in order; all but the last to the end."""
-        todo = [sequence for sequence in group if sequence.pending_tokens > 1]
+        """Return outputs and how much of their prefixes to feed, in order."""
+        todo = [each for each in group if each.pending_tokens > 1 or each.scoring is not None]
         budget = self._pace.prefill_budget()
+        room = max(1, SCORED_LOGITS // self._forward.vocab_size)
         found = []
         for sequence in sorted(todo, key=lambda s: (s.request.priority, s.arrival)):
             count = min(sequence.pending_tokens, budget)
+            scored = sequence.scored_tokens(count)
+            if len(scored) > room:
+                count = scored.start + room
+                scored = sequence.scored_tokens(count)
+            if not count:
+                continue
+            room -= len(scored)
             found.append((sequence, count))
             budget -= count
             if not budget:
@@ -297,20 +340,30 @@ class BatchCore:
         self._kv.reserve_rows(len(self.running), columns, longest)
 
     def _take_token(
-        self, sequence: OutputSequence, token: int, logprob: float, weights: WeightsId
+        self,
+        sequence: OutputSequence,
+        token: int,
+        logprob: float,
+        weights: WeightsId,
+        top: TopTokens | None,
     ) -> None:
         waits = sequence.has_undelivered
         if math.isfinite(logprob):
-            sequence.append_token(token, logprob, weights)
+            sequence.append_token(token, logprob, weights, top)
         else:
-            logger.error(
-                "weights %s give logits that are not finite; request %s is aborted",
-                weights,
-                sequence.request.request_id,
-            )
             sequence.abort_output(AbortReason.ENGINE, not_finite=weights)
+            self._log_not_finite(sequence)
         if not waits:
             self._unsent.append(sequence)
+
+    @staticmethod
+    def _log_not_finite(sequence: OutputSequence) -> None:
+        if sequence.not_finite is not None:
+            logger.error(
+                "weights %s give logits that are not finite; request %s is aborted",
+                sequence.not_finite,
+                sequence.request.request_id,
+            )
 
     def _free_rows(self) -> None:
         """Free the rows of outputs that ended: the last row moves into each."""

@@ -16,11 +16,12 @@ from .kv import KvRows
 
 @dataclass(frozen=True, slots=True)
 class RowFeed:
-    """Tokens to feed to a row that already holds `start` tokens."""
+    """Tokens to feed to a row that already holds `start` tokens; `wanted`: those whose logits are, by index."""
 
     row: int
     start: int
     tokens: Sequence[int]
+    wanted: Sequence[int] = ()
 
     @property
     def end(self) -> int:
@@ -36,15 +37,16 @@ class ForwardRunner:
         self._kv = kv
         self._device = model.device
         text = model.config.get_text_config()
+        self.vocab_size: int = text.vocab_size
         kinds = getattr(text, "layer_types", None)
         self._window: int | None = getattr(text, "sliding_window", None)
         self._slides = [kind == "sliding_attention" for kind in kinds] if kinds else None
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def run_pass(self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed], asked: int) -> Tensor:
+    def run_pass(self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed]) -> Tensor:
         """Feed one token to each row of `singles`, and several to each of `pieces`.
 
-        Returns the logits [K, V] after the singles and after the last tokens of the first `asked` pieces.
+        Returns the logits [K, V] after the singles, and after the wanted tokens of each piece.
         """
         feeds = (*singles, *pieces)
         ids = torch.tensor([[token for feed in feeds for token in feed.tokens]])
@@ -57,9 +59,9 @@ class ForwardRunner:
         )
         last = list(range(len(singles)))
         end = len(singles)
-        for feed in pieces[:asked]:
+        for feed in pieces:
+            last += [end + index for index in feed.wanted]
             end += len(feed.tokens)
-            last.append(end - 1)
         self._kv.places = (places[0], places[1])
         current_pass.now = ForwardPass(
             self._make_blocks(singles, pieces, places[1]), bool(singles), self._has_window

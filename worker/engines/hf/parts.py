@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_common.wire import Capabilities
+from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.options import EngineOptions
 
@@ -121,6 +121,8 @@ def make_capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
     """Return what the engine can do; `reloads`: it can read the model's weights again."""
     return Capabilities(
         logprobs=("sampling", "raw"),
+        prompt_logprobs=True,
+        top_logprobs=MAX_TOP_LOGPROBS,
         seed=True,
         priority=True,
         stop_strings=stop_strings,

@@ -21,8 +21,10 @@ from rollout_worker.engines.request_checks import (
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
-from rollout_worker.engines.sampling.token_draw import draw_tokens
+from rollout_worker.engines.sampling.scoring import PromptScoring
+from rollout_worker.engines.sampling.token_draw import LikeliestTokens, draw_tokens
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.token_scores import PromptScores, TopTokens
 
 from .weights.loading import LoadedModel
 
@@ -56,14 +58,21 @@ class OutputSequence:
     _prompt: int = 0
     _delivered: int = 0
     _logprobs: list[float] = field(default_factory=list)
+    _top: TopTokens | None = None
+    scoring: PromptScoring | None = None
+    """Of the prompt, until it is complete."""
+    _scores: PromptScores | None = None
     _changes: list[WeightsChange] = field(default_factory=list)
     _verdict: StopVerdict | None = None
     _abort: AbortReason | None = None
-    _not_finite: WeightsId | None = None
+    not_finite: WeightsId | None = None
+    """The weights whose logits were not finite, which aborted it."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
         self._prompt = len(self.tokens)
+        if self.request.scored is not None:
+            self.scoring = PromptScoring(*self.request.scored, self.request.top_logprobs)
 
     @property
     def produced(self) -> int:
@@ -83,7 +92,7 @@ class OutputSequence:
     @property
     def reserved_tokens(self) -> int:
         """The most tokens that prompt and output can become."""
-        return self._prompt + (self.request.sampling.max_tokens or 1)
+        return self._prompt + (self.request.sampling.max_tokens or 0)
 
     @property
     def is_urgent(self) -> bool:
@@ -99,22 +108,59 @@ class OutputSequence:
         """Note that the KV cache holds nothing of it any more."""
         self.cached = 0
         self.stale = False
+        if self.scoring is not None:
+            self.scoring.forget_scores()
 
-    def append_token(self, token: int, logprob: float, weights: WeightsId) -> None:
-        """Append a drawn token; sets `done` with the last one."""
+    def scored_tokens(self, count: int) -> range:
+        """Return which of the next `count` tokens are followed by positions to score, by index."""
+        if self.scoring is None:
+            return range(0)
+        found = self.scoring.wanted_in(self.cached, self.cached + count)
+        return range(found.start - self.cached, found.stop - self.cached)
+
+    def score_tokens(self, logits: Tensor, count: int) -> None:
+        """Score the positions after `scored_tokens(count)`, from the logits [S, V] after these."""
+        assert self.scoring is not None
+        found = self.scoring.wanted_in(self.cached, self.cached + count)
+        self.scoring.add_scores(logits, self.tokens[found.start + 1 : found.stop + 1])
+
+    def is_drawn_after(self, count: int) -> bool:
+        """Return whether a token is drawn once the model has read `count` more."""
+        return count == self.pending_tokens and self.request.sampling.max_tokens != 0
+
+    def finish_prompt(self, weights: WeightsId, vocab: int) -> None:
+        """Note that the prompt is scored as a whole; ends an output of no tokens."""
+        assert self.scoring is not None
+        scores = self.scoring.finish_scores(weights, vocab)
+        self.scoring = None
+        if not scores.are_finite:
+            self.abort_output(AbortReason.ENGINE, not_finite=weights)
+            return
+        self._scores = scores
+        if self.request.sampling.max_tokens == 0:
+            self.done, self._verdict = True, (StopReason.LENGTH, None)
+
+    def append_token(
+        self, token: int, logprob: float, weights: WeightsId, top: TopTokens | None = None
+    ) -> None:
+        """Append a drawn token, perhaps with a row of the most likely ones; sets `done` with the last one."""
         start = self.produced
         last = self._changes[-1] if self._changes else None
         if last is None or last[1] is not weights or last[2] is not self.stale:
             self._changes.append((start, weights, self.stale))
         self.tokens.append(token)
         self._logprobs.append(logprob)
+        if self._top is None:
+            self._top = top
+        elif top is not None:
+            self._top.extend(top)
         self._verdict = self.stop.check_token(token, start + 1)
         self.done = self._verdict is not None
 
     def abort_output(self, reason: AbortReason, not_finite: WeightsId | None = None) -> None:
         """End it before its time, perhaps because of weights whose logits are not finite; it keeps its tokens."""
         self.done = True
-        self._abort, self._not_finite = reason, not_finite
+        self._abort, self.not_finite = reason, not_finite
 
     def take_delta(self) -> EngineDelta:
         """Return what is new since the last call, with the reason once the output has ended."""
@@ -130,10 +176,13 @@ class OutputSequence:
             stop_reason=reason,
             stop_match=match,
             abort_reason=self._abort,
-            not_finite=self._not_finite,
+            not_finite=self.not_finite,
             preemptions=self.preemptions,
             queued_seconds=(self.started or time.monotonic()) - self.entered,
+            top=self._top,
+            prompt=self._scores,
         )
+        self._top = self._scores = None
         self._delivered = end
         self._logprobs.clear()
         self._changes.clear()
@@ -166,12 +215,16 @@ class BatchSampler:
         self._temperatures = torch.empty(0, 1)
 
     def draw_tokens(
-        self, logits: Tensor, sequences: Sequence[OutputSequence]
+        self,
+        logits: Tensor,
+        sequences: Sequence[OutputSequence],
+        tops: dict[int, TopTokens] | None = None,
     ) -> tuple[list[int], list[float]]:
         """Draw a token for each row from `logits` [B, V].
 
         Returns tokens [B] and natural log-probabilities [B]. A log-probability that is not finite says that the
-        row's logits were not, and its token means nothing.
+        row's logits were not, and its token means nothing. `tops` gets the most likely tokens of the rows that
+        ask for them.
         """
         if list(sequences) != self._sequences:
             self._sequences = list(sequences)
@@ -182,5 +235,10 @@ class BatchSampler:
         last = [len(each.row.prompt) + each.produced - 1 for each in sequences]
         positions = torch.tensor(last, device=logits.device)
         work = logits.to(torch.float32, copy=True)
-        tokens, logprobs = draw_tokens(work, self._rows, self._temperatures, positions)
+        found: LikeliestTokens = {}
+        tokens, logprobs = draw_tokens(work, self._rows, self._temperatures, positions, found)
+        for row, (ids, likely) in found.items():
+            assert tops is not None, "the caller knows that a row asks for it"
+            tops[row] = TopTokens(len(ids))
+            tops[row].append_row(ids.tolist(), likely.tolist())
         return tokens.tolist(), logprobs.tolist()

@@ -17,6 +17,8 @@ def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, An
         "greedy": sampling.temperature == 0,
         "raw": request.logprobs == "raw",
     }
+    if request.top_logprobs:
+        asks["top"] = request.top_logprobs
     if sampling.seed is not None:
         asks["seed"] = sampling.seed
     truncated = sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1

@@ -94,6 +94,11 @@ class SampledRows:
         return self._device_tensor(marks, torch.bool) if any(marks) else None
 
     @cached_property
+    def top_rows(self) -> list[tuple[int, int]]:
+        """Rows that ask for their most likely tokens, and how many."""
+        return [(index, self.rows[index].asks["top"]) for index in self._rows_with("top")]
+
+    @cached_property
     def prompt_lengths(self) -> Tensor:
         """[B] lengths of the prompts."""
         return self._device_tensor([len(row.prompt) for row in self.rows], torch.long)

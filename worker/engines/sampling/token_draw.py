@@ -8,6 +8,8 @@ request is retracted, and its logprobs ignore truncation.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -21,17 +23,28 @@ PIECE_LOGITS = 1 << 25
 """Logits computed at once: a step takes memory for a few copies of them in float32, however many rows it has."""
 
 
+LikeliestTokens = dict[int, tuple[Tensor, Tensor]]
+"""Ids [k] and logprobs [k] of the most likely tokens, by row."""
+
+
 def draw_tokens(
-    logits: Tensor, rows: SampledRows, temperatures: Tensor, positions: Tensor
+    logits: Tensor,
+    rows: SampledRows,
+    temperatures: Tensor,
+    positions: Tensor,
+    top: LikeliestTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for each row of `logits` [B, V]; return tokens [B] and their logprobs [B].
 
-    `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token.
+    `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token. `top` gets the most likely
+    tokens of the rows that ask for them.
     """
     pieces = rows.split_rows(max(1, PIECE_LOGITS // logits.shape[1]))
     sizes = [len(piece) for piece in pieces]
     columns = (torch.split(each, sizes) for each in (logits, temperatures, positions))
-    drawn = [_draw_piece(*part) for part in zip(pieces, *columns, strict=True)]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    parts = zip(pieces, starts, zip(*columns, strict=True), strict=True)
+    drawn = [_draw_piece(piece, start, top, *part) for piece, start, part in parts]
     if len(drawn) == 1:
         return drawn[0]
     tokens, logprobs = zip(*drawn, strict=True)
@@ -39,7 +52,12 @@ def draw_tokens(
 
 
 def _draw_piece(
-    rows: SampledRows, logits: Tensor, temperatures: Tensor, positions: Tensor
+    rows: SampledRows,
+    start: int,
+    top: LikeliestTokens | None,
+    logits: Tensor,
+    temperatures: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     work = logits.to(torch.float32, copy=rows.raw_rows is not None)
     norm = work.logsumexp(dim=-1) if rows.raw_rows is not None else None
@@ -60,7 +78,27 @@ def _draw_piece(
     if rows.raw_rows is not None and norm is not None:
         chosen = torch.where(rows.raw_rows, _values_at(logits, tokens).float() - norm, chosen)
     rows.count_tokens(tokens)
+    if top is not None and rows.top_rows:
+        found = _likeliest_tokens(rows, logprobs, logits, norm)
+        top |= {start + row: each for row, each in found.items()}
     return tokens, chosen
+
+
+def _likeliest_tokens(
+    rows: SampledRows, logprobs: Tensor, logits: Tensor, norm: Tensor | None
+) -> LikeliestTokens:
+    """Return the most likely tokens of the rows that ask for them, with logprobs of the row's kind."""
+    at = torch.tensor([row for row, _ in rows.top_rows], device=logprobs.device)
+    part = logprobs[at]
+    if rows.raw_rows is not None and norm is not None:
+        raw = logits[at].float() - norm[at].unsqueeze(1)
+        part = torch.where(rows.raw_rows[at].unsqueeze(1), raw, part)
+    most = max(count for _, count in rows.top_rows)
+    values, ids = part.topk(min(most, part.shape[1]), dim=-1)
+    return {
+        row: (ids[place, :count], values[place, :count])
+        for place, (row, count) in enumerate(rows.top_rows)
+    }
 
 
 def _values_at(values: Tensor, tokens: Tensor) -> Tensor:

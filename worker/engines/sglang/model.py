@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_common.wire import Capabilities
+from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities
 from rollout_worker.engine import EngineError, EngineRequest, TensorEntry, WeightsLayout
 from rollout_worker.engines.model_folder import (
     COMPUTE_DTYPES,
@@ -116,6 +116,8 @@ def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilit
     exact = bool(facts.get("disable_overlap_schedule", False))
     return Capabilities(
         logprobs=("sampling", "raw"),
+        prompt_logprobs=True,
+        top_logprobs=MAX_TOP_LOGPROBS,
         seed=True,
         priority=True,
         stop_strings=tokenizer,

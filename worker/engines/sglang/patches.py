@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
-from rollout_worker.engines.sampling.token_draw import draw_tokens
+from rollout_worker.engines.sampling.token_draw import LikeliestTokens, draw_tokens
 
 from . import loader, spilling
 from .settings import UNREAD_INTERVAL_SECONDS
@@ -155,9 +155,15 @@ class RolloutSampler(sampler.Sampler):  # type: ignore[misc]
                 **more,
             )
         logits = self._preprocess_logits(logits, sampling_info)
-        tokens, logprobs = draw_tokens(logits, rows, sampling_info.temperatures, positions)
+        top: LikeliestTokens = {}
+        tokens, logprobs = draw_tokens(logits, rows, sampling_info.temperatures, positions, top)
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
+        if top:
+            none = tokens.new_empty(0), logprobs.new_empty(0)
+            ids, values = zip(*(top.get(row, none) for row in range(len(rows))), strict=True)
+            logits_output.next_token_top_logprobs_idx = list(ids)
+            logits_output.next_token_top_logprobs_val = list(values)
         tokens = tokens.to(torch.int32)
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens

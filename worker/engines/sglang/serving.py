@@ -27,6 +27,7 @@ from sglang.version import __version__
 from . import patches
 from .child_connection import MAX_LINE_BYTES, encode_frame
 from .settings import with_graph_tags
+from .sglang_scores import pack_prompt
 from .sglang_streams import to_child_tokens
 
 logger = logging.getLogger(__name__)
@@ -143,12 +144,13 @@ class _ChildServer:
     async def _start_request(self, args: dict[str, Any]) -> None:
         """Hand a request to the schedulers; an `_OutputReader` gets what they make."""
         rid, manager = args["rid"], self._manager
+        scored = args.pop("scored")
         try:
             request = messages.GenerateReqInput(stream=True, **args)
             request.normalize_batch_and_arguments()
             manager._init_req_state(request)
             state = manager.rid_to_state[rid]
-            state.event = _OutputReader(rid, state.out_list, self._deliver_tokens)
+            state.event = _OutputReader(rid, state.out_list, self._deliver_tokens, scored)
             await manager._send_one_request(await manager._tokenize_one_request(request))
         except Exception as error:
             logger.exception("request %s failed", rid)
@@ -245,13 +247,24 @@ class _ChildServer:
 class _OutputReader:
     """Stands in for the event of a request: passes outputs on where SGLang would wake a reader."""
 
-    def __init__(self, rid: str, outputs: list[Any], deliver: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        rid: str,
+        outputs: list[Any],
+        deliver: Callable[[Any], None],
+        scored: tuple[int, int] | None,
+    ) -> None:
         self._rid = rid
         self._outputs = outputs
         self._deliver = deliver
+        self._scored = scored  # until the scores of the prompt have come
 
     def set(self) -> None:
         """Pass on what SGLang has put into the list, which it does before it sets its event."""
         for output in self._outputs:
-            self._deliver(to_child_tokens(self._rid, output))
+            tokens = to_child_tokens(self._rid, output)
+            if self._scored is not None and output["meta_info"].get("input_token_logprobs"):
+                tokens[-1]["prompt"] = pack_prompt(output["meta_info"], *self._scored)
+                self._scored = None
+            self._deliver(tokens)
         self._outputs.clear()

@@ -18,6 +18,7 @@ from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import (
     check_id_unused,
     make_stop_checker,
+    with_known_tokens,
     with_max_tokens,
 )
 
@@ -133,7 +134,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         self.validate(request)
         parts, name = self._require_parts(), request.request_id
         check_id_unused(name, self._streams)
-        request = with_max_tokens(request, parts.model)
+        request = with_known_tokens(with_max_tokens(request, parts.model), parts.model)
         stops = make_stop_checker(request.sampling, parts.model)
         stream = SglangStream(request, next(self._arrivals), parts.model.eos_token_ids, stops)
         self._streams[name] = stream

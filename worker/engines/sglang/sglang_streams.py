@@ -18,6 +18,12 @@ from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.token_scores import PromptScores, TopTokens
+
+from .sglang_scores import pack_top, score_fields, unpack_prompt, unpack_top
+
+ABORTED_TYPE = "abort"
+"""The type of SGLang's reason for requests that it ended before their end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,20 +68,37 @@ class SglangStream:
         self.cached, self.retractions = about["cached"], about["retractions"]
         if self.produced == 0:
             self.queued += about["queued"] or 0.0
+        prompt = self._take_prompt(about)
+        if self.request.sampling.max_tokens == 0:
+            ids = ()
         verdict, used, abort, finish = None, 0, None, about["finish"]
-        for token in ids:
-            used += 1
+        for used, token in enumerate(ids, 1):
             verdict = self.stop.check_token(token, self.produced + used)
             if verdict is not None:
                 break
         reason, match = verdict or (None, None)
         if finish is not None and reason is None:
             reason, abort = StopReason.ABORTED, AbortReason.ENGINE
+            if self.request.sampling.max_tokens == 0 and finish["type"] != ABORTED_TYPE:
+                reason, abort = StopReason.LENGTH, None
+        bad = None
+        if prompt is not None and not prompt.are_finite:
+            bad, prompt, used = prompt.weights, None, 0
+            reason, match, abort = StopReason.ABORTED, None, AbortReason.ENGINE
         self.done = reason is not None
         start, self.produced = self.produced, self.produced + used
         spans = spans_within(self.changes, start, self.produced)
-        self._put_delta(ids[:used], (logprobs or ())[:used], spans, reason, match, abort)
+        top = None
+        if self.request.top_logprobs and ids:
+            top = unpack_top(about["top"]).slice_rows(0, used)
+        kept = (logprobs or ())[:used]
+        self._put_delta(ids[:used], kept, spans, reason, match, abort, top, prompt, bad)
         return self.done and finish is None
+
+    def _take_prompt(self, about: dict[str, Any]) -> PromptScores | None:
+        if "prompt" not in about or self.request.scored is None:
+            return None
+        return unpack_prompt(about["prompt"], self.request.scored[0], self.changes[0][1])
 
     def end_output(self, reason: AbortReason) -> None:
         """End the output with what it has."""
@@ -97,6 +120,9 @@ class SglangStream:
         reason: StopReason | None,
         match: StopMatch | None,
         abort: AbortReason | None,
+        top: TopTokens | None = None,
+        prompt: PromptScores | None = None,
+        not_finite: WeightsId | None = None,
     ) -> None:
         self.deltas.put_nowait(
             EngineDelta(
@@ -109,6 +135,9 @@ class SglangStream:
                 cached_tokens=self.cached,
                 preemptions=self.retractions,
                 queued_seconds=self.queued,
+                top=top,
+                prompt=prompt,
+                not_finite=not_finite,
             )
         )
 
@@ -133,7 +162,7 @@ def make_child_request(
             "custom_params": asks,
         },
         "return_logprob": request.logprobs is not None,
-        "logprob_start_len": -1,
+        **score_fields(request),
         "priority": request.priority,
         # A prefix is never shared between different weights.
         "extra_key": f"{weights.epoch}.{weights.version}:{request.cache_salt or ''}",
@@ -159,4 +188,6 @@ def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
     found = meta.get("output_token_logprobs")
     # SGLang may send more logprobs than ids: the last ones are those of the ids.
     logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
+    if ids and meta.get("output_top_logprobs"):
+        about["top"] = pack_top(meta["output_top_logprobs"][-len(ids) :])
     return [rid, ids, logprobs, about]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import logging
@@ -41,6 +42,8 @@ from .under_ray import HEAD_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+SCORED_POSITIONS = 512
+"""Positions of a prompt that are scored at once: 0.3 GB of logits with a vocabulary of 152,000."""
 MADV_DONTNEED = 4
 PAGE_BYTES = mmap.PAGESIZE
 CORE_TITLE = "::EngineCore"
@@ -86,6 +89,25 @@ def _kill_after(watched: int, victim: int) -> None:
     threading.Thread(target=watch, name="rollout-parent", daemon=True).start()
 
 
+def _score_in_pieces(
+    runner: Any, score: Any, hidden: torch.Tensor, scheduled: dict[str, int]
+) -> dict[str, Any]:
+    """Score the prompts of a step as vLLM's `score` does, but few positions of each at a time."""
+    found: dict[str, Any] = {}
+    for name in [each for each in runner.num_prompt_logprobs if each in scheduled]:
+        request, count = runner.requests[name], scheduled[name]
+        computed = request.num_computed_tokens
+        try:
+            for done in range(0, count, SCORED_POSITIONS):
+                # As if the step had read no more than this.
+                request.num_computed_tokens = computed + done
+                piece = {name: min(SCORED_POSITIONS, count - done)}
+                found |= score(hidden[done:], piece)
+        finally:
+            request.num_computed_tokens = computed
+    return found
+
+
 _end_with_parent()
 # vLLM imports this before its worker touches the device (vLLM 0.32: `init_worker`, then `init_device`).
 join()
@@ -101,6 +123,18 @@ class Extension:
     """The recorded load of this model."""
     _rollout_unrecordable: TensorRows | None = None
     """The tensors of a version whose load can't be recorded."""
+
+    def rollout_bound_scores(self) -> None:
+        """Have prompts scored piece by piece.
+
+        vLLM's first runner (0.32) computes the logits of all that a step reads of a prompt at once: 20 GB of a
+        prompt of 32k tokens and a vocabulary of 152,000, and as much again for their logprobs. Its second one has
+        pieces of its own.
+        """
+        runner = self.model_runner
+        score = getattr(runner, "_get_prompt_logprobs_dict", None)
+        if score is not None:
+            runner._get_prompt_logprobs_dict = functools.partial(_score_in_pieces, runner, score)
 
     def rollout_prepare(self) -> None:
         """Make the buffers that a later pipeline stage receives into.

@@ -74,7 +74,10 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
         for token, bias in sampling.logit_bias.items()
     }
     return Params(
-        max_tokens=sampling.max_tokens or model.max_length - len(request.token_ids),
+        # vLLM makes at least one token; that of a request for scores alone is dropped.
+        max_tokens=max(1, sampling.max_tokens)
+        if sampling.max_tokens is not None
+        else model.max_length - len(request.token_ids),
         min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -90,7 +93,8 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
         stop_token_ids=sorted(stop_ids(sampling, model.eos_token_ids)),
         ignore_eos=True,
         seed=sampling.seed,
-        logprobs=None if request.logprobs is None else 0,
+        logprobs=None if request.logprobs is None else request.top_logprobs,
+        prompt_logprobs=None if request.scored is None else request.top_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

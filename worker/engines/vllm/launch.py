@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_common.turn.sharing import SOCKET
-from rollout_common.wire import Progress
+from rollout_common.wire import MAX_TOP_LOGPROBS, Progress
 from rollout_worker.engine import EngineError, GangMembership, WeightsLayout
 from rollout_worker.engines.model_folder import (
     checkpoint_dtype,
@@ -32,6 +32,7 @@ from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
 from .intake import VllmModel
+from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
 from .under_ray import prepare_ray
@@ -42,6 +43,8 @@ EXTENSION_PATH = "rollout_worker.engines.vllm.extension.Extension"
 LOGPROBS_MODES = {"sampling": "processed_logprobs", "raw": "raw_logprobs"}
 PROCESS_TITLE = "VLLM::"
 """Where the titles of vLLM's processes begin."""
+SLACK_TOKENS = 1
+"""vLLM makes a token of every request, even of one that only scores a prompt of the maximum length."""
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
 
@@ -158,7 +161,7 @@ def launch_vllm(
         llm.shutdown()
         raise
     model = VllmModel(
-        max_length=int(config.model_config.max_model_len),
+        max_length=int(config.model_config.max_model_len) - SLACK_TOKENS,
         vocab_size=int(config.model_config.get_vocab_size()),
         eos_token_ids=eos,
         tokenizer=tokenizer,
@@ -219,6 +222,7 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
     _check_drafts(config)
     if cpu or options.max_batch_tokens is not None:
         _bound_kv_cache(config, options)
+    config.model_config.max_model_len += SLACK_TOKENS
     return config
 
 
@@ -242,6 +246,8 @@ def _engine_arguments(
         "enable_sleep_mode": not cpu,
         "disable_log_stats": False,
     }
+    if "max_logprobs" not in settings.given:
+        ours["max_logprobs"] = MAX_TOP_LOGPROBS
     if options.gang is not None:
         ours |= {
             "nnodes": options.gang.nodes,
@@ -260,6 +266,12 @@ def _engine_arguments(
         if "enable_chunked_prefill" not in settings.given:
             ours["enable_chunked_prefill"] = False  # with it, vLLM's core dies of a seed on a CPU
     return ours
+
+
+def most_top_logprobs(config: Any) -> int:
+    """Return the largest `top_logprobs` that vLLM takes: `--max-logprobs`, where it is given."""
+    most = int(config.model_config.max_logprobs)
+    return MAX_TOP_LOGPROBS if most < 0 else min(most, MAX_TOP_LOGPROBS)
 
 
 def _check_drafts(config: Any) -> None:
@@ -310,6 +322,8 @@ def _bound_kv_cache(config: Any, options: EngineOptions) -> None:
 def _construct_llm(config: Any, steps: StepCounter) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
+
+    keep_prompt_tensors()
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc,unused-ignore]
         """Counts every step."""

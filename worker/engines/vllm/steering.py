@@ -12,7 +12,11 @@ from typing import Any
 from rollout_common.wire import AbortReason, MemoryTag, SamplingParams
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
-from rollout_worker.engines.request_checks import check_id_unused, make_stop_checker
+from rollout_worker.engines.request_checks import (
+    check_id_unused,
+    make_stop_checker,
+    with_known_tokens,
+)
 
 from .intake import to_sampling_params
 from .launch import LaunchedVllm
@@ -226,6 +230,7 @@ class VllmRequests:
         stops = None
         if request.sampling.stop:
             stops = make_stop_checker(request.sampling, self._launched.model)
+        request = with_known_tokens(request, self._launched.model)
         stream = streams[name] = VllmStream(request, self._arrivals, stops)
         try:
             async for delta in self._run_stream(stream):

@@ -18,7 +18,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason, Capabilities, Progress
+from rollout_common.wire import MAX_TOP_LOGPROBS, AbortReason, Capabilities, Progress
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineInfo, EngineRequest
 from rollout_worker.engines import selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
@@ -65,6 +65,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         self._standing = StandstillDetector()
         self.capabilities = Capabilities(
             logprobs=(options.logprobs,),
+            prompt_logprobs=True,
+            top_logprobs=MAX_TOP_LOGPROBS,
             seed=True,
             priority=True,
             stop_strings=True,
@@ -106,6 +108,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         known = {
             # A seed and a prompt taken in parts end vLLM's core on a CPU.
             "seed": not (launched.cpu and chunked),
+            "top_logprobs": launch.most_top_logprobs(launched.config),
             "stop_strings": model.tokenizer is not None,
             "prefix_cache": cache,
             "cache_salt": cache,
@@ -135,6 +138,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
     async def _assemble_parts(self, launched: launch.LaunchedVllm) -> _VllmParts:
         labels, llm = WeightLabels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
+        await llm.collective_rpc("rollout_bound_scores")
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
         if launched.config.parallel_config.pipeline_parallel_size > 1:

@@ -20,6 +20,9 @@ from rollout_common.wire import (
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.token_scores import PromptScores, TopTokens
+
+from .prompt_scores import read_scores
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
 NOT_FINITE_ENDING: OutputEnding = (StopReason.ABORTED, None, AbortReason.ENGINE)
@@ -73,13 +76,14 @@ class VllmStream:
     """The reader's end of one output.
 
     `admission`: done once it may go to vLLM, or must stop waiting. `inside`, `state`: its id and state in vLLM,
-    while vLLM has it. `returned`: it was requeued before its first token.
+    while vLLM has it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read.
     """
 
     request: EngineRequest
     arrival: int
     stops: StopChecker | None
     produced: int = 0
+    scored: bool = False
     admission: asyncio.Future[None] | None = None
     inside: str | None = None
     state: Any = None
@@ -110,23 +114,43 @@ class VllmStream:
         """Turn what vLLM made into a delta; the last one sets `ended`."""
         completion = output.outputs[0]
         tokens: Sequence[int] = completion.token_ids
-        logprobs: Sequence[float] | None = None
-        if self.request.logprobs is not None:
-            # Each position holds just the sampled token; without tokens, logprobs are None.
-            logprobs = completion.logprobs.logprobs if tokens else []
         starts = self._label_starts(completion)
-        count, ending = self._cut_tokens(tokens, logprobs)
+        chosen, top = split_logprobs(completion.logprobs, len(tokens), self.request)
+        prompt = self._take_prompt_scores(output, starts, labels)
+        count, ending = self._cut_tokens(tokens, chosen)
+        if prompt is not None and not prompt.are_finite:
+            prompt, count, ending = None, 0, NOT_FINITE_ENDING
+        elif self.request.sampling.max_tokens == 0:
+            count, ending = 0, self._scoring_ending(completion)
         bad = None
         if ending is NOT_FINITE_ENDING:
             bad = self._token_weights(self.produced + count, starts, labels)
         ending = ending or self._vllm_ending(completion)
+        rows = None if top is None else top.slice_rows(0, count)
         if self.state is not None and self.state.stats is not None:
             self.preemptions = self.state.stats.num_preemptions
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
         begin, self.produced = self.produced, self.produced + count
         self.ended = ending is not None
         spans = labels.token_spans(starts, begin, self.produced)
-        return self._make_delta(tokens[:count], (logprobs or ())[:count], spans, ending, bad)
+        kept = (chosen or ())[:count]
+        return self._make_delta(tokens[:count], kept, spans, ending, bad, rows, prompt)
+
+    def _take_prompt_scores(
+        self, output: Any, starts: Sequence[tuple[str, int]], labels: WeightLabels
+    ) -> PromptScores | None:
+        """Return the scores of the prompt, which come with the first token."""
+        if self.request.scored is None or self.scored or not output.outputs[0].token_ids:
+            return None
+        self.scored = True
+        weights = self._token_weights(0, starts, labels)
+        return read_scores(self.request, output.prompt_logprobs or None, weights)
+
+    def _scoring_ending(self, completion: Any) -> OutputEnding | None:
+        """Return why an output of no tokens ends: not by the token that vLLM made all the same."""
+        ending = self._vllm_ending(completion)
+        made = ending is not None and ending[0] is not StopReason.ABORTED
+        return (StopReason.LENGTH, None, None) if made else ending
 
     def _make_delta(
         self,
@@ -135,6 +159,8 @@ class VllmStream:
         spans: tuple[WeightsSpan, ...] = (),
         ending: OutputEnding | None = None,
         not_finite: WeightsId | None = None,
+        top: TopTokens | None = None,
+        prompt: PromptScores | None = None,
     ) -> EngineDelta:
         reason, match, abort = ending or (None, None, None)
         return EngineDelta(
@@ -148,6 +174,8 @@ class VllmStream:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             queued_seconds=(self.started or time.monotonic()) - self.entered,
+            top=top,
+            prompt=prompt,
         )
 
     def _token_weights(
@@ -193,3 +221,24 @@ class VllmStream:
         """Return the last delta of an output that vLLM does not have."""
         self.ended = True
         return self._make_delta(ending=(StopReason.ABORTED, None, reason))
+
+
+def split_logprobs(
+    found: Any, count: int, request: EngineRequest
+) -> tuple[Sequence[float] | None, TopTokens | None]:
+    """Return the logprobs of `count` sampled tokens, and the most likely tokens with each, as far as requested.
+
+    `found`: vLLM's flat lists, in which each position begins with the sampled token; None without tokens.
+    """
+    if request.logprobs is None:
+        return None, None
+    if not count:
+        return [], None
+    if not request.top_logprobs:
+        return found.logprobs, None
+    width = len(found.logprobs) // count
+    top = TopTokens(width - 1)
+    for start in range(0, count * width, width):
+        end = start + width
+        top.append_row(found.token_ids[start + 1 : end], found.logprobs[start + 1 : end])
+    return found.logprobs[::width], top

@@ -52,6 +52,21 @@ MISTAKES: list[tuple[type[BaseModel], dict[str, Any]]] = [
             ("deadline_seconds", "5"),
         )
     ),
+    *(
+        (GenerateRequest, {"token_ids": [5, 6], "prompt_logprobs": value})
+        for value in (1, "true", [], [0], [0, 1, 2], [1, 1], [1, 0], [-1, 1], [0, 3], [0, 2.0])
+    ),
+    *((GenerateRequest, {"token_ids": [5], "prompt_logprobs": [False, True]}),),
+    *((GenerateRequest, {"token_ids": [5], "top_logprobs": value}) for value in (True, -1, 257)),
+    *(
+        (GenerateRequest, {"token_ids": [5], "logprobs": "none", **fields})
+        for fields in ({"top_logprobs": 1}, {"prompt_logprobs": True})
+    ),
+    (
+        GenerateRequest,
+        {"token_ids": [5], "prompt_logprobs": True, "sampling": {"max_tokens": 0, "n": 2}},
+    ),
+    (GenerateRequest, {"token_ids": [5], "prompt_logprobs": False, **sampling(max_tokens=0)}),
     *((PauseRequest, {"deadline_seconds": value}) for value in (True, "1", float("nan"))),
     (PauseRequest, {"ttl_seconds": float("nan")}),
     (PauseRequest, {"generation": True}),

@@ -1,0 +1,287 @@
+"""Scores of prompts and the most likely tokens, against plain transformers; the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_worker.schemas import SamplingParams
+from tests.support.engine.contracts import VOCAB, Served, made_by, pieces, sound
+from tests.support.engine.reference import Reference, distribution
+from tests.support.engine.workers import PROMPT, slug
+from tests.support.waiting import until_sync
+
+CLOSE = 1e-3
+MOST = 256
+LONGEST = 2048
+"""The tiny model's maximum length."""
+TEXT = [3 + (index * 37 + index * index) % 4000 for index in range(LONGEST)]
+
+
+def prompt_logprobs(judge: Reference, prompt: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities [P - 1, V] of positions 1 and later."""
+    return judge.logits(prompt[:1], prompt[1:]).log_softmax(-1)
+
+
+def check_rows(top: dict[str, Any], expected: torch.Tensor, k: int) -> None:
+    """Each row has the k likeliest tokens of `expected` [T, V], in their order up to rounding."""
+    assert len(top["token_ids"]) == len(top["logprobs"]) == len(expected)
+    best = expected.topk(k, dim=-1).values
+    for ids, values, row, want in zip(
+        top["token_ids"], top["logprobs"], expected, best, strict=True
+    ):
+        assert len(set(ids)) == len(ids) == len(values) == int((want > -torch.inf).sum())
+        found = torch.tensor(values)
+        assert torch.allclose(found, want[: len(values)], atol=CLOSE)
+        assert torch.allclose(row[ids], found, atol=CLOSE)
+
+
+def check_scores(
+    scored: dict[str, Any], judge: Reference, prompt: Sequence[int], start: int, end: int, k: int
+) -> None:
+    """The scores of positions [start, end) are those of transformers."""
+    assert set(scored) == {"start", "logprobs", "weights"} | ({"top_logprobs"} if k else set())
+    assert (scored["start"], len(scored["logprobs"])) == (start, end - start)
+    values, top = scored["logprobs"], scored.get("top_logprobs")
+    if start == 0:
+        assert values[0] is None
+        values = values[1:]
+        if top is not None:
+            assert (top["token_ids"][0], top["logprobs"][0]) == ([], [])
+            top = {name: rows[1:] for name, rows in top.items()}
+    if end == 1:
+        return
+    rows = prompt_logprobs(judge, prompt)[max(0, start - 1) : end - 1]
+    tokens = torch.tensor(prompt[max(1, start) : end]).unsqueeze(1)
+    expected = rows.gather(1, tokens).squeeze(1).tolist()
+    assert values == pytest.approx(expected, abs=CLOSE)
+    if top is not None:
+        check_rows(top, rows, k)
+
+
+def score(worker: Served, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+    """The answer of a request that only scores."""
+    answer = worker.generate(token_ids=[*prompt], sampling={"max_tokens": 0}, **fields)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    [output] = body["outputs"]
+    sound(output)
+    assert (output["token_ids"], output["stop_reason"]) == ([], "length")
+    assert body["usage"]["completion_tokens"] == 0
+    return body
+
+
+@pytest.mark.parametrize(
+    ("asked", "k"),
+    [(True, 0), (True, 5), ([0, 1], 3), ([1, 2], 2), ([3, 9], 1), ([7, 8], MOST), ([0, 8], 0)],
+    ids=str,
+)
+def test_a_prompt_is_only_scored(
+    worker: Served, reference: dict[int, Reference], asked: Any, k: int
+) -> None:
+    prompt = [*PROMPT, 11, 12, 13, 14, 15][:9]
+    start, end = (0, 9) if asked is True else asked
+    for kind in ("sampling", "raw"):
+        body = score(worker, prompt, prompt_logprobs=asked, top_logprobs=k, logprobs=kind)
+        assert body["logprobs_of"] == kind
+        check_scores(body["prompt_logprobs"], reference[1], prompt, start, end, k)
+
+
+def test_a_prompt_of_one_token_has_no_logprob(worker: Served) -> None:
+    scored = score(worker, [5], prompt_logprobs=True, top_logprobs=2)["prompt_logprobs"]
+    assert scored["logprobs"] == [None]
+    assert scored["top_logprobs"] == {"token_ids": [[]], "logprobs": [[]]}
+
+
+def test_the_longest_prompt_with_the_most_tokens(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    """Whole, and its last part, while others generate."""
+    others = worker.busy(4, 100)
+    for asked, start in ((True, 0), ([2000, LONGEST], 2000)):
+        scored = score(worker, TEXT, prompt_logprobs=asked, top_logprobs=MOST)["prompt_logprobs"]
+        check_scores(scored, reference[1], TEXT, start, LONGEST, MOST)
+    for answer in others():
+        sound(answer.json()["outputs"][0])
+
+
+def test_outputs_come_with_their_most_likely_tokens(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    """And with the scores of their prompt; streamed or not, read as they grow or not."""
+    sampling = {"max_tokens": 60, "ignore_eos": True, "temperature": 0, "n": 2}
+    fields = {"sampling": sampling, "prompt_logprobs": [2, 6], "top_logprobs": 7}
+    answer = worker.generate(token_ids=PROMPT, **fields).json()
+    events = worker.stream(token_ids=PROMPT, **fields)
+    frames = [data for name, data in events if name == "prompt_logprobs"]
+    assert events.index(("prompt_logprobs", frames[0])) < min(
+        index for index, (name, data) in enumerate(events) if name == "delta" and data["index"] == 0
+    )
+    [streamed] = frames
+    for scored in (answer["prompt_logprobs"], streamed):
+        check_scores(scored, reference[1], PROMPT, 2, 6, 7)
+    rest = [each for each in events if each[0] != "prompt_logprobs"]
+    for output in (*answer["outputs"], pieces(rest, 0), pieces(rest, 1)):
+        logits = reference[1].logits(PROMPT, output["token_ids"])
+        check_rows(output["top_logprobs"], logits.log_softmax(-1), 7)
+        chosen = [values[0] for values in output["top_logprobs"]["logprobs"]]
+        assert output["logprobs"] == pytest.approx(chosen, abs=CLOSE), "greedy takes the first"
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 2.0, "repetition_penalty": 1.3, "allowed_token_ids": [5, 60, 700, 800]},
+    {"logit_bias": {7: 3.0, 3918: -2.0}, "presence_penalty": 0.6},
+]
+
+
+@pytest.mark.parametrize("logprobs", ["sampling", "raw"])
+def test_top_tokens_are_of_the_kind_that_was_asked_for(
+    worker: Served, reference: dict[int, Reference], logprobs: str
+) -> None:
+    """What can't be drawn is in no row of the sampling distribution."""
+    for fields in SHAPES:
+        sampling = {**fields, "max_tokens": 12, "ignore_eos": True}
+        answer = worker.generate(
+            token_ids=PROMPT, sampling=sampling, logprobs=logprobs, top_logprobs=20
+        )
+        if logprobs not in worker.able["logprobs"]:
+            assert (answer.status_code, slug(answer)) == (422, "unsupported")
+            assert answer.json()["errors"][0]["field"] == "logprobs"
+            continue
+        [output] = answer.json()["outputs"]
+        tokens, params = output["token_ids"], SamplingParams.model_validate(fields)
+        logits = reference[1].logits(PROMPT, tokens)
+        rows = [
+            distribution(row, PROMPT, tokens[:index], params) for index, row in enumerate(logits)
+        ]
+        expected = torch.stack(rows) if logprobs == "sampling" else logits.log_softmax(-1)
+        check_rows(output["top_logprobs"], expected, 20)
+
+
+def test_a_prompt_is_refused_a_kind_that_it_was_not_drawn_with(worker: Served) -> None:
+    hot = {"max_tokens": 0, "temperature": 0.7}
+    answer = worker.generate(sampling=hot, prompt_logprobs=True, logprobs="sampling")
+    assert (answer.status_code, slug(answer)) == (422, "unsupported")
+    assert answer.json()["errors"][0]["field"] == "prompt_logprobs"
+    assert worker.kind.engine in answer.json()["detail"]
+    assert worker.generate(sampling=hot, prompt_logprobs=True, logprobs="raw").status_code == 200
+    cold = {"max_tokens": 0, "temperature": 0, "top_p": 0.5}
+    assert worker.generate(sampling=cold, prompt_logprobs=True).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "problem", "field"),
+    [
+        ({"top_logprobs": MOST + 1}, 422, "invalid-request", "top_logprobs"),
+        ({"top_logprobs": -1}, 422, "invalid-request", "top_logprobs"),
+        ({"top_logprobs": 1, "logprobs": "none"}, 422, "invalid-request", "top_logprobs"),
+        ({"prompt_logprobs": [0, 9]}, 422, "invalid-request", "prompt_logprobs"),
+        ({"prompt_logprobs": [3, 3]}, 422, "invalid-request", "prompt_logprobs"),
+        ({"prompt_logprobs": [-1, 3]}, 422, "invalid-request", "prompt_logprobs"),
+        ({"prompt_logprobs": 5}, 422, "invalid-request", "prompt_logprobs"),
+        ({"prompt_logprobs": True, "logprobs": "none"}, 422, "invalid-request", "prompt_logprobs"),
+        (
+            {"prompt_logprobs": True, "sampling": {"max_tokens": 0, "n": 2}},
+            422,
+            "invalid-request",
+            "sampling.n",
+        ),
+        (
+            {"prompt_logprobs": True, "token_ids": [5] * (LONGEST + 1), "sampling": {"max_tokens": 0}},
+            413,
+            "too-long",
+            "token_ids",
+        ),
+        ({"prompt_logprobs": True, "token_ids": [5, VOCAB]}, 422, "unsupported", "token_ids"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_scoring_names_the_field(
+    worker: Served, fields: dict[str, Any], status: int, problem: str, field: str
+) -> None:
+    answer = worker.generate(**{"token_ids": PROMPT, **fields})
+    assert (answer.status_code, slug(answer)) == (status, problem)
+    assert answer.json()["errors"][0]["field"] == field
+
+
+@pytest.mark.parametrize("policy", ["Keep", "Recompute"])
+def test_rows_and_scores_survive_an_update(
+    worker: Served, reference: dict[int, Reference], policy: str
+) -> None:
+    """Each token's row is of the weights that made it; the prompt's scores name theirs."""
+    if policy not in worker.able["in_flight"]:
+        pytest.skip(f"the engine has no {policy}")
+    sampling = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    before = worker.state()["weights"]["active"]["version"]
+    running = worker.long(
+        "u", token_ids=PROMPT, sampling=sampling, prompt_logprobs=True, top_logprobs=3
+    )
+    worker.makes(30)
+    worker.load(2, in_flight=policy)
+    body = running.result(60).json()
+    [output] = body["outputs"]
+    sound(output)
+    assert len(made_by(output)) == 2
+    assert body["prompt_logprobs"]["weights"]["version"] == before
+    check_scores(body["prompt_logprobs"], reference[1], PROMPT, 0, len(PROMPT), 3)
+    first = output["weights"][0]["end"]
+    rows = {name: values[:first] for name, values in output["top_logprobs"].items()}
+    check_rows(rows, reference[1].logits(PROMPT, output["token_ids"][:first]).log_softmax(-1), 3)
+    assert len(output["top_logprobs"]["logprobs"]) == 400
+    best = [values[0] for values in output["top_logprobs"]["logprobs"]]
+    assert output["logprobs"] == pytest.approx(best, abs=CLOSE)
+
+
+def test_an_abort_keeps_the_rows(worker: Served) -> None:
+    sampling = {"max_tokens": 1800, "ignore_eos": True}
+    running = worker.long("rows", sampling=sampling, prompt_logprobs=True, top_logprobs=4)
+    worker.makes(20)
+    worker.post("abort", request_ids=["rows"])
+    body = running.result(30).json()
+    [output] = body["outputs"]
+    sound(output)
+    count = len(output["token_ids"])
+    assert 0 < count < 1800
+    assert [len(row) for row in output["top_logprobs"]["token_ids"]] == [4] * count
+    assert body["prompt_logprobs"]["logprobs"][0] is None
+
+
+def test_scores_are_labelled_by_the_weights_that_made_them(
+    worker: Served, reference: dict[int, Reference]
+) -> None:
+    """While new weights come, every score is of the version that it names, whole."""
+    epoch, version = worker.next_version()
+    text, calls = TEXT[:600], []
+    for _ in range(6):
+        ask = partial(score, worker, text, prompt_logprobs=True, top_logprobs=2)
+        calls.append(worker.in_background(ask))
+    worker.load(2, in_flight="Drain")
+    calls += [worker.in_background(ask) for _ in range(2)]
+    seen = set()
+    for call in calls:
+        scored = call.result(60)["prompt_logprobs"]
+        new = (scored["weights"]["epoch"], scored["weights"]["version"]) == (epoch, version)
+        seen.add(new)
+        check_scores(scored, reference[2 if new else 1], text, 0, len(text), 2)
+    assert True in seen
+
+
+def test_a_paused_worker_scores_later(worker: Served) -> None:
+    """A request that is queued in a pause is answered after it."""
+    worker.trainer.post(
+        "/v1/pause", json={"mode": "keep", "deadline_seconds": 5, "ttl_seconds": 60}
+    )
+    answer = worker.generate(sampling={"max_tokens": 0}, prompt_logprobs=True)
+    assert answer.status_code == 503
+    worker.trainer.post("/v1/resume", json={})
+    until_sync(worker.ready, 30, what="the worker to serve")
+    assert score(worker, PROMPT, prompt_logprobs=True)
+
+
+def test_capabilities_name_scores(worker: Served) -> None:
+    assert (worker.able["prompt_logprobs"], worker.able["top_logprobs"]) == (True, MOST)

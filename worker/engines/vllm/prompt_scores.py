@@ -1,0 +1,66 @@
+"""Scores of a prompt on their way out of vLLM, as tensors.
+
+vLLM would make Python objects of every number in the worker's event loop: of millions for a long prompt, which takes
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_common.wire import WeightsId
+from rollout_worker.engine import EngineRequest
+from rollout_worker.token_scores import PromptScores, TopTokens
+
+
+class PromptTensors:
+    """What vLLM's core sent: for positions 1 and later, the prompt's own token, then the most likely ones.
+
+    token_ids, logprobs: [P - 1, 1 + k].
+    """
+
+    def __init__(self, token_ids: Any, logprobs: Any) -> None:
+        self._token_ids, self._logprobs = token_ids, logprobs
+
+    def take_scores(self, start: int, end: int) -> tuple[list[float | None], TopTokens | None]:
+        """Return the logprobs of positions [start, end) with 0 < start, and the most likely tokens there."""
+        values, ids = self._logprobs[start - 1 : end - 1], self._token_ids[start - 1 : end - 1]
+        width = values.shape[1] - 1
+        if not width:
+            return values[:, 0].tolist(), None
+        top = TopTokens(width)
+        top.token_ids.frombytes(ids[:, 1:].int().contiguous().numpy().tobytes())
+        top.logprobs.frombytes(values[:, 1:].float().contiguous().numpy().tobytes())
+        return values[:, 0].tolist(), top
+
+
+def keep_prompt_tensors() -> None:
+    """Have vLLM hand over the scores of prompts as `PromptTensors`."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    def keep(processor: Any, tensors: Sequence[Any]) -> None:
+        processor.prompt_logprobs = PromptTensors(tensors[0], tensors[1])
+
+    LogprobsProcessor._update_prompt_logprobs = keep
+
+
+def read_scores(
+    request: EngineRequest, tensors: PromptTensors | None, weights: WeightsId
+) -> PromptScores:
+    """Return the scores that a request asks for; a prompt of one token has no tensors."""
+    assert request.scored is not None
+    start, end = request.scored
+    logprobs: list[float | None] = []
+    top = TopTokens(request.top_logprobs) if request.top_logprobs else None
+    if start == 0:
+        logprobs.append(None)
+        if top is not None:
+            top.append_row()
+    if end > max(1, start):
+        assert tensors is not None, "vLLM scored no prompt"
+        values, found = tensors.take_scores(max(1, start), end)
+        logprobs += values
+        if top is not None and found is not None:
+            top.extend(found)
+    return PromptScores(start, logprobs, top, weights)
