@@ -173,5 +173,5 @@ def test_every_capability_is_tried_somewhere() -> None:
     assert set(Capabilities.model_fields) == {
         *("logprobs", "sampling", "sampling_logprobs", "seed", "priority", "stop_strings"),
         *("in_flight", "sleep_levels", "memory_release", "prefix_cache", "cache_salt"),
-        *("chat", "tool_parser"),
+        *("chat", "tool_parser", "prompt_logprobs", "top_logprobs"),
     }

@@ -11,56 +11,15 @@ import torch
 
 from rollout_worker.schemas import SamplingParams
 from tests.support.engine.contracts import VOCAB, Served, made_by, pieces, sound
+from tests.support.engine.judging_scores import CLOSE, check_rows, check_scores
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.workers import PROMPT, slug
 from tests.support.waiting import until_sync
 
-CLOSE = 1e-3
 MOST = 256
 LONGEST = 2048
 """The tiny model's maximum length."""
 TEXT = [3 + (index * 37 + index * index) % 4000 for index in range(LONGEST)]
-
-
-def prompt_logprobs(judge: Reference, prompt: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [P - 1, V] of positions 1 and later."""
-    return judge.logits(prompt[:1], prompt[1:]).log_softmax(-1)
-
-
-def check_rows(top: dict[str, Any], expected: torch.Tensor, k: int) -> None:
-    """Each row has the k likeliest tokens of `expected` [T, V], in their order up to rounding."""
-    assert len(top["token_ids"]) == len(top["logprobs"]) == len(expected)
-    best = expected.topk(k, dim=-1).values
-    for ids, values, row, want in zip(
-        top["token_ids"], top["logprobs"], expected, best, strict=True
-    ):
-        assert len(set(ids)) == len(ids) == len(values) == int((want > -torch.inf).sum())
-        found = torch.tensor(values)
-        assert torch.allclose(found, want[: len(values)], atol=CLOSE)
-        assert torch.allclose(row[ids], found, atol=CLOSE)
-
-
-def check_scores(
-    scored: dict[str, Any], judge: Reference, prompt: Sequence[int], start: int, end: int, k: int
-) -> None:
-    """The scores of positions [start, end) are those of transformers."""
-    assert set(scored) == {"start", "logprobs", "weights"} | ({"top_logprobs"} if k else set())
-    assert (scored["start"], len(scored["logprobs"])) == (start, end - start)
-    values, top = scored["logprobs"], scored.get("top_logprobs")
-    if start == 0:
-        assert values[0] is None
-        values = values[1:]
-        if top is not None:
-            assert (top["token_ids"][0], top["logprobs"][0]) == ([], [])
-            top = {name: rows[1:] for name, rows in top.items()}
-    if end == 1:
-        return
-    rows = prompt_logprobs(judge, prompt)[max(0, start - 1) : end - 1]
-    tokens = torch.tensor(prompt[max(1, start) : end]).unsqueeze(1)
-    expected = rows.gather(1, tokens).squeeze(1).tolist()
-    assert values == pytest.approx(expected, abs=CLOSE)
-    if top is not None:
-        check_rows(top, rows, k)
 
 
 def score(worker: Served, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:

@@ -174,6 +174,9 @@ def test_weights_that_give_no_finite_logits_are_told_by_name_and_end_no_engine(
         f"weights ({epoch}, 1) give logits that are not finite (NaN or infinite): publish sound"
     )
     assert raised.value.kept is None or len(raised.value.kept.attempts) == 1
+    for tokens in (0, 4):
+        with pytest.raises(RequestFailed, match="logits that are not finite"):
+            pool.generate([5, 6, 7], sampling={"max_tokens": tokens}, prompt_logprobs=True)
     answer = workers[0].generate(token_ids=[5, 6, 7])
     assert answer.json()["outputs"][0]["abort_slug"] == "not-finite"
     assert [each.state()["restarts"] for each in workers] == restarts

@@ -15,6 +15,7 @@ import pytest
 from rollout_common.turn import Turn, TurnTimeout
 from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
 from tests.support.engine.judging import TEMPERATURES, check
+from tests.support.engine.judging_scores import check_rows, check_scores
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import many_experts, script
 from tests.support.engine.workers import PROMPT, Command, slug
@@ -87,6 +88,20 @@ def test_raw_logprobs(worker: Command, first: Reference, temperature: float) -> 
 
 def test_raw_logprobs_are_the_default_where_they_are_recorded(worker: Command) -> None:
     assert worker.generate(sampling={"max_tokens": 2}).json()["logprobs_of"] == "raw"
+
+
+def test_scores_where_raw_logprobs_are_recorded(worker: Command, first: Reference) -> None:
+    """Of a prompt of the maximum length, of which vLLM makes a token more; and of a hot output."""
+    text = [3 + (index * 37) % 4000 for index in range(512)]
+    sampling = {"max_tokens": 0, "temperature": 0.7, "repetition_penalty": 1.2}
+    answer = worker.generate(
+        token_ids=text, sampling=sampling, prompt_logprobs=[400, 512], top_logprobs=9
+    ).json()
+    check_scores(answer["prompt_logprobs"], first, text, 400, 512, 9)
+    hot = {"max_tokens": 9, "temperature": 1.7, "top_k": 5, "ignore_eos": True}
+    [output] = worker.generate(sampling=hot, top_logprobs=9).json()["outputs"]
+    rows = first.logits(PROMPT, output["token_ids"]).log_softmax(-1)
+    check_rows(output["top_logprobs"], rows, 9)
 
 
 def test_an_update_reaches_a_tied_output_head(

@@ -236,9 +236,14 @@ def split_logprobs(
         return [], None
     if not request.top_logprobs:
         return found.logprobs, None
-    width = len(found.logprobs) // count
-    top = TopTokens(width - 1)
-    for start in range(0, count * width, width):
-        end = start + width
-        top.append_row(found.token_ids[start + 1 : end], found.logprobs[start + 1 : end])
-    return found.logprobs[::width], top
+    top = TopTokens(request.top_logprobs)
+    for start, end in zip(found.start_indices, found.end_indices, strict=True):
+        likeliest = [*range(start + 1, end)]
+        if end - start == request.top_logprobs:
+            # Where vLLM joins outputs for a slow reader, no token stays in a row twice: a sampled one that is among
+            # the most likely has only its first place, with its rank.
+            likeliest = sorted(range(start, end), key=found.ranks.__getitem__)
+        top.append_row(
+            [found.token_ids[at] for at in likeliest], [found.logprobs[at] for at in likeliest]
+        )
+    return [found.logprobs[start] for start in found.start_indices], top

@@ -24,7 +24,7 @@ from rollout_worker.engines.vllm import launch, settings, under_ray
 from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.engines.vllm.launch import StepCounter
 from rollout_worker.engines.vllm.steering import SchedulerControl
-from rollout_worker.engines.vllm.vllm_streams import VllmStream, WeightLabels
+from rollout_worker.engines.vllm.vllm_streams import VllmStream, WeightLabels, split_logprobs
 from rollout_worker.observe.processes import (
     StandstillDetector,
     find_descendants,
@@ -370,3 +370,28 @@ def test_graphs_and_communicators_sleep_where_others_get_the_device(
         "the user's own wins"
     )
     assert found(cpu=True) == set()
+
+
+@pytest.mark.parametrize(("sampled", "rank"), [(7, 1), (9, 2), (4, 5)])
+def test_the_most_likely_tokens_are_read_of_joined_outputs_too(sampled: int, rank: int) -> None:
+    """vLLM gives the sampled token first, again among the others; joining removes what is there twice."""
+    value = {7: -0.5, 9: -1.5, 4: -4.0}[sampled]
+    entries = [(sampled, value, rank), (7, -0.5, 1), (9, -1.5, 2)]
+    joined = list({token: (token, value, place) for token, value, place in entries}.values())
+    request = EngineRequest("r", (1,), SamplingParams(), "sampling", top_logprobs=2)
+    for position in (entries, joined):
+        flat = [*position, *entries]
+        ids, values, ranks = map(list, zip(*flat, strict=True))
+        ends = [len(position), len(flat)]
+        found = SimpleNamespace(
+            token_ids=ids,
+            logprobs=values,
+            ranks=ranks,
+            start_indices=[0, ends[0]],
+            end_indices=ends,
+        )
+        chosen, top = split_logprobs(found, 2, request)
+        assert chosen == [value, value]
+        assert top is not None
+        assert top.to_wire(0, 2).token_ids == ((7, 9), (7, 9))
+        assert top.to_wire(0, 2).logprobs == ((-0.5, -1.5), (-0.5, -1.5))
