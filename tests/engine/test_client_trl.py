@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.engine.engine_kinds import ROOT
-from tests.support.engine.gangs import free_port
+from tests.support.engine.gangs import free_port_row
 
 VERL = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-verl")
 
@@ -21,7 +21,7 @@ def test_trl_learns_from_a_pool_that_gets_each_of_its_steps(tmp_path: Path) -> N
     path = os.pathsep.join((str(packages), str(ROOT / "src")))
     example = (ROOT / "examples" / "trl" / "count.py", "--steps", "5", "--replicas", "1")
     done = subprocess.run(
-        [sys.executable, *example, "--port", str(free_port())],
+        [sys.executable, *example, "--port", str(free_port_row())],
         capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", done.stdout)]

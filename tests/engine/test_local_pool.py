@@ -17,7 +17,7 @@ import pytest
 
 from rollout_client.local import LocalPlan, LocalPoolFailed, LocalWorkers
 from tests.support.engine.engine_kinds import ROOT
-from tests.support.engine.gangs import free_port
+from tests.support.engine.gangs import free_port_row
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.processes import descendants
 from tests.support.waiting import until_sync
@@ -42,7 +42,7 @@ def test_the_shown_program_generates_and_a_worker_that_dies_ends_all(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    flags = ("--model", tiny_models.model(1), "--replicas", 2, "--port", free_port())
+    flags = ("--model", tiny_models.model(1), "--replicas", 2, "--port", free_port_row())
     with running(log, *flags, "--", "--dtype", "float32") as process:
         until_sync(lambda: "Ctrl-C ends" in log.read_text(), 120, what="both workers")
         shown = log.read_text()
@@ -70,7 +70,7 @@ def test_a_signal_ends_the_workers_while_they_load(
     number: signal.Signals, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with running(log, "--model", tiny_models.model(1), "--port", free_port()) as process:
+    with running(log, "--model", tiny_models.model(1), "--port", free_port_row()) as process:
         until_sync(lambda: "worker 0: " in log.read_text(), 60, what="the worker's start")
         workers = descendants(process.pid)
         process.send_signal(number)
@@ -89,16 +89,16 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"port {port} can't be used" in done.stderr
     assert "choose another --port" in done.stderr
-    plan = LocalPlan("hf", str(tmp_path), replicas=2, port=free_port(), gpus=99)
+    plan = LocalPlan("hf", str(tmp_path), replicas=2, port=free_port_row(), gpus=99)
     with pytest.raises(LocalPoolFailed, match="fewer --replicas or --gpus"):
         LocalWorkers(plan, tmp_path, print).__enter__()
-    empty = LocalPlan("hf", str(tmp_path), port=free_port())
+    empty = LocalPlan("hf", str(tmp_path), port=free_port_row())
     with (
         LocalWorkers(empty, tmp_path, print) as workers,
         pytest.raises(LocalPoolFailed, match=r"engine of worker 0: .*config\.json"),
     ):
         workers.wait_until_ready()
-    wrong = LocalPlan("hf", str(tmp_path), port=free_port(), flags=("--no-such-flag",))
+    wrong = LocalPlan("hf", str(tmp_path), port=free_port_row(), flags=("--no-such-flag",))
     with (
         LocalWorkers(wrong, tmp_path, print) as workers,
         pytest.raises(LocalPoolFailed, match="unrecognized arguments: --no-such-flag"),
@@ -110,7 +110,7 @@ def test_the_example_learns_to_count(tmp_path: Path) -> None:
     began = time.monotonic()
     example = ROOT / "examples" / "local" / "count.py"
     done = subprocess.run(
-        [sys.executable, example, "--steps", "10", "--port", str(free_port())],
+        [sys.executable, example, "--steps", "10", "--port", str(free_port_row())],
         capture_output=True, text=True, timeout=300, cwd=tmp_path,
     )  # fmt: skip
     rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", done.stdout)]
@@ -125,7 +125,7 @@ def test_the_example_learns_to_count(tmp_path: Path) -> None:
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
     example = ROOT / "examples" / "distill" / "distill.py"
     done = subprocess.run(
-        [sys.executable, example, "--steps", "15", "--port", str(free_port())],
+        [sys.executable, example, "--steps", "15", "--port", str(free_port_row())],
         capture_output=True, text=True, timeout=300, cwd=tmp_path,
     )  # fmt: skip
     steps = re.findall(r"divergence (\d\.\d+)  counts (\d\.\d+)", done.stdout)

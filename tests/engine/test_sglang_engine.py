@@ -240,7 +240,8 @@ async def dies(engine: SglangEngine, how: signal.Signals) -> None:
     finally:
         await engine.stop()
     await task
-    assert output.abort_reason is AbortReason.ENGINE
+    # On a busy machine it may have made all tokens before the third was read here.
+    assert output.abort_reason is AbortReason.ENGINE or len(output.token_ids) == 240
     assert len(output.token_ids) >= 3
     assert session_processes(leader) == []
     assert not folder.exists()

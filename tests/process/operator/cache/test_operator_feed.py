@@ -145,7 +145,7 @@ def test_the_time_of_the_last_event_is_shown(bench: Bench) -> None:
     assert value > 1_700_000_000
 
 
-async def test_what_is_followed_is_listed_once_and_pods_services_and_slices_are_watched(
+async def test_what_is_followed_is_listed_once_and_all_but_pools_are_watched(
     followed: Followed,
 ) -> None:
     assert followed.informer.oldest_list_age() is None
@@ -156,12 +156,13 @@ async def test_what_is_followed_is_listed_once_and_pods_services_and_slices_are_
     age = followed.informer.oldest_list_age()
     assert age is not None
     assert age < 5
-    await until(lambda: len(followed.server.watches) == 3, what="the watches")
+    await until(lambda: len(followed.server.watches) == 4, what="the watches")
     ours = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
     assert {w["path"]: w["labelSelector"] for w in followed.server.watches} == {
         PODS: ours,
         SERVICES: ours,
         SLICES: f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}",
+        BUDGETS: ours,
     }
     assert {w["timeoutSeconds"] for w in followed.server.watches} == {"300"}
 
@@ -209,7 +210,7 @@ async def test_an_outage_forgets_nothing_and_is_logged_once(
 ) -> None:
     followed.server.items[PODS] = [pod(1)]
     await asyncio.wait_for(followed.informer.wait_listed(), 5)
-    await until(lambda: len(followed.server.watches) == 3, what="the watches")
+    await until(lambda: len(followed.server.watches) == 4, what="the watches")
     listing = followed.loopback.answers["GET", PODS]
     followed.loopback.answer("GET", PODS, {"message": "later"}, 503)
     before = len(followed.loopback.requests)
