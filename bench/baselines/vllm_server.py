@@ -36,6 +36,7 @@ def _words(model: Path, dtype: str, port: int) -> Sequence[str]:
         *("--model", str(model), "--tokenizer", str(model), "--skip-tokenizer-init"),
         *("--dtype", dtype, "--max-model-len", str(MAX_LENGTH)),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--max-logprobs", "256"),
         *("--enforce-eager", "--no-enable-chunked-prefill", *FLAGS),
     ]
 

@@ -52,6 +52,7 @@ class PoolActor:
 
     generate = call_in_actor(AsyncRolloutPool.generate)
     generate_many = call_in_actor(AsyncRolloutPool.generate_many)
+    score = call_in_actor(AsyncRolloutPool.score)
     wait_serving = call_in_actor(AsyncRolloutPool.wait_serving)
     info = call_in_actor(AsyncRolloutPool.info)
     acquire = call_in_actor(AsyncRolloutPool.acquire)

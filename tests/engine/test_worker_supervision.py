@@ -32,7 +32,8 @@ def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
 def break_step(worker: InProcess, fault: Any = None) -> None:
     """Let the engine's next forward pass do something else; called in the worker's loop."""
     engine: Any = worker.worker.runtime.engine
-    engine._parts.core._forward = SimpleNamespace(run_pass=fault)
+    core = engine._parts.core
+    core._forward = SimpleNamespace(run_pass=fault, vocab_size=core._forward.vocab_size)
 
 
 def nothing_left(*_: Any, **__: Any) -> Any:

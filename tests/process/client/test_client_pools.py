@@ -70,6 +70,7 @@ def test_every_verb_refuses_options_that_do_not_exist() -> None:
             "generate": lambda **odd: pool.generate([1], **odd),
             "stream": lambda **odd: pool.stream([1], **odd).__enter__(),
             "generate_many": lambda **odd: pool.generate_many([[1]], **odd),
+            "score": lambda **odd: pool.score([1], **odd),
             "as_completed": lambda **odd: list(pool.as_completed([[1]], **odd)),
             "publish_weights": lambda **odd: pool.publish_weights(1, "/w", **odd),
             "turn": lambda **odd: pool.turn(**odd).__enter__(),
