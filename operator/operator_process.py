@@ -18,7 +18,7 @@ from typing import Any
 from .cache.settings import RELIST_DELAY_SECONDS
 from .config import ConfigError, OperatorConfig
 from .heap_freezing import keep_heap_frozen
-from .kube.lease import LeadershipLost
+from .kube.shard_lease import LeadershipLost
 from .passes.pass_context import PassContext, ReconcileFunction
 from .probe_server import LoopLag, ProbeServer
 from .settings import (

@@ -12,8 +12,9 @@ from localkube import Cluster
 from rollout_operator.api.names import ANNOTATION_SHARDS
 from rollout_operator.kube import lease
 from rollout_operator.kube.kube_client import KubeClient
-from rollout_operator.kube.lease import Leadership, LeadershipLost, SoleLeader
+from rollout_operator.kube.lease import Leadership, SoleLeader
 from rollout_operator.kube.settings import LEASE_DURATION_SECONDS, RENEW_DEADLINE_SECONDS
+from rollout_operator.kube.shard_lease import LeadershipLost
 from tests.support.waiting import until
 
 NAMESPACE = "leadership"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_common.wire import StopReason, StreamDelta, WeightsSpan
-from rollout_worker.requests.in_flight_requests import InFlightRequest, RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.requests.running_output import RunningOutput
 
 from .model_text import StreamedText
 from .openai_models import ChatRequest, CompletionRequest

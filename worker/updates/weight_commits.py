@@ -32,7 +32,8 @@ from rollout_worker.engine import (
     KvPolicy,
     WeightsRejected,
 )
-from rollout_worker.requests.in_flight_requests import InFlightRequests, RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequests
+from rollout_worker.requests.running_output import RunningOutput
 
 from .settings import (
     DRAIN_POLL_SECONDS,

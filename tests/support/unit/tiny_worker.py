@@ -13,7 +13,8 @@ import pytest
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import Engine
-from rollout_worker.requests.in_flight_requests import InFlightRequest, RunningOutput
+from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.requests.running_output import RunningOutput
 from rollout_worker.schemas import (
     CommitRequest,
     CommitResponse,

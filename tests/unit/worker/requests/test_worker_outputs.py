@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.requests.in_flight_requests import RunningOutput
+from rollout_worker.requests.running_output import RunningOutput
 from rollout_worker.schemas import (
     AbortReason,
     SamplingParams,
