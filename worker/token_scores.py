@@ -67,6 +67,29 @@ class PromptScores:
     top: TopTokens | None
     weights: WeightsId
 
+    @classmethod
+    def from_computed(
+        cls,
+        start: int,
+        logprobs: Sequence[float],
+        top: TopTokens | None,
+        weights: WeightsId,
+        width: int,
+    ) -> PromptScores:
+        """Return the scores from what an engine computes: of no token that is the first, since that follows nothing.
+
+        `width`: of the rows of `top`; 0: none were asked for.
+        """
+        if start:
+            return cls(start, logprobs, top, weights)
+        rows = None
+        if width:
+            rows = TopTokens(width)
+            rows.append_row()
+            if top is not None:
+                rows.extend(top)
+        return cls(start, [None, *logprobs], rows, weights)
+
     @property
     def are_finite(self) -> bool:
         """Whether all logprobs are numbers; weights that are not finite give others."""

@@ -39,7 +39,7 @@ def test_pieces_of_any_size_give_what_one_gives(seed: int) -> None:
                 logits[wanted.start : wanted.stop], tokens[wanted.start + 1 :][: len(wanted)]
             )
         at += count
-    found = scoring.finish_scores(WEIGHTS, VOCAB)
+    found = scoring.finish_scores(WEIGHTS)
     first = max(1, start)
     values, top = score_tokens(logits[first - 1 : end - 1], tokens[first:end], 3)
     assert list(found.logprobs) == pytest.approx(([None] if start == 0 else []) + values)

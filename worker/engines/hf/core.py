@@ -275,16 +275,16 @@ class BatchCore:
         self._reserve_kv(max(each.end for part in feeds for each in part))
         rows = [*singles, *(s for s, count in parts if s.is_drawn_after(count))]
         logits = self._score_prompts(self._forward.run_pass(*feeds), len(singles), parts)
-        self._weights.check_unchanged()  # the pass may have read what was changed while it ran
+        tops: dict[int, TopTokens] = {}
+        drawn = self._samplers[pinned].draw_tokens(logits, rows, tops) if rows else ([], [])
+        # The pass may have read what was changed while it ran; it ends, on a GPU, when its results are read.
+        self._weights.check_unchanged()
         for sequence, count in (*((s, 1) for s in singles), *parts):
             sequence.cached += count
             self._finish_prompt(sequence, weights)
-        if rows:
-            tops: dict[int, TopTokens] = {}
-            drawn = self._samplers[pinned].draw_tokens(logits, rows, tops)
-            for row, (sequence, token, logprob) in enumerate(zip(rows, *drawn, strict=True)):
-                if not sequence.done:  # its prompt's scores are not finite
-                    self._take_token(sequence, token, logprob, weights, tops.get(row))
+        for row, (sequence, token, logprob) in enumerate(zip(rows, *drawn, strict=True)):
+            if not sequence.done:  # its prompt's scores are not finite
+                self._take_token(sequence, token, logprob, weights, tops.get(row))
         fed = sum(count for _, count in parts)
         self.totals.decode_tokens += len(singles)
         self.totals.prefill_tokens += fed
@@ -308,7 +308,7 @@ class BatchCore:
     def _finish_prompt(self, sequence: OutputSequence, weights: WeightsId) -> None:
         if sequence.scoring is None or sequence.pending_tokens:
             return
-        sequence.finish_prompt(weights, self._forward.vocab_size)
+        sequence.finish_prompt(weights)
         if sequence.done:
             self._log_not_finite(sequence)
             self._unsent.append(sequence)

@@ -17,6 +17,7 @@ from rollout_worker.engines.request_checks import (
     StopVerdict,
     make_stop_checker,
     stop_ids,
+    with_known_tokens,
     with_max_tokens,
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
@@ -128,10 +129,10 @@ class OutputSequence:
         """Return whether a token is drawn once the model has read `count` more."""
         return count == self.pending_tokens and self.request.sampling.max_tokens != 0
 
-    def finish_prompt(self, weights: WeightsId, vocab: int) -> None:
+    def finish_prompt(self, weights: WeightsId) -> None:
         """Note that the prompt is scored as a whole; ends an output of no tokens."""
         assert self.scoring is not None
-        scores = self.scoring.finish_scores(weights, vocab)
+        scores = self.scoring.finish_scores(weights)
         self.scoring = None
         if not scores.are_finite:
             self.abort_output(AbortReason.ENGINE, not_finite=weights)
@@ -193,7 +194,7 @@ def make_sequence(
     request: EngineRequest, loaded: LoadedModel, arrival: int, sink: Callable[[EngineDelta], None]
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
-    request = with_max_tokens(request, loaded)
+    request = with_known_tokens(with_max_tokens(request, loaded), loaded)
     asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
     # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.
     asks.setdefault("seed", secrets.randbits(63))

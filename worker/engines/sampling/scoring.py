@@ -38,7 +38,7 @@ class PromptScoring:
     start: int
     end: int
     top_logprobs: int
-    logprobs: list[float | None] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     top: TopTokens | None = None
 
     def forget_scores(self) -> None:
@@ -58,15 +58,8 @@ class PromptScoring:
             self.top.extend(top)
         self.logprobs += chosen
 
-    def finish_scores(self, weights: WeightsId, vocab: int) -> PromptScores:
-        """Return the whole; position 0 follows nothing, so it has no logprob and an empty row."""
-        logprobs, top = self.logprobs, self.top
-        if self.top_logprobs and (top is None or self.start == 0):
-            top = TopTokens(min(self.top_logprobs, vocab))
-            if self.start == 0:
-                top.append_row()
-            if self.top is not None:
-                top.extend(self.top)
-        if self.start == 0:
-            logprobs = [None, *logprobs]
-        return PromptScores(self.start, logprobs, top, weights)
+    def finish_scores(self, weights: WeightsId) -> PromptScores:
+        """Return the whole."""
+        return PromptScores.from_computed(
+            self.start, self.logprobs, self.top, weights, self.top_logprobs
+        )

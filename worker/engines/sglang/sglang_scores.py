@@ -38,55 +38,48 @@ def first_counted(start: int) -> int:
 
 
 def pack_prompt(meta: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-    """Return the scores of positions [start, end) of a prompt, from SGLang's `meta_info`."""
+    """Return the scores of positions [start, end) of a prompt, without position 0, from SGLang's `meta_info`."""
     first = first_counted(start)
-    values = [entry[0] for entry in meta["input_token_logprobs"][start - first : end - first]]
+    values = [entry[0] for entry in meta["input_token_logprobs"][1 : end - first]]
     found = array("f", [math.nan if value is None else value for value in values])
     packed: dict[str, Any] = {"logprobs": _encode(found.tobytes())}
     shape = meta.get("input_top_logprobs_shape")
     if shape is not None:
         before = first + meta["input_top_logprobs_null_prefix"]
         rows = slice(*((at - before) * shape[1] * NUMBER_BYTES for at in (max(start, before), end)))
-        for name, key in (("token_ids", "idx"), ("top_logprobs", "val")):
-            flat = base64.b64decode(meta[f"input_top_logprobs_{key}_flat_b64"])
-            packed[name] = _encode(flat[rows])
-        packed["width"] = shape[1]
+        ids, logprobs = (
+            base64.b64decode(meta[f"input_top_logprobs_{key}_flat_b64"])[rows]
+            for key in ("idx", "val")
+        )
+        packed["top"] = _pack_rows(shape[1], ids, logprobs)
     return packed
 
 
 def unpack_prompt(packed: dict[str, Any], start: int, weights: WeightsId) -> PromptScores:
-    """Return what `pack_prompt` made; position 0 has no logprob and an empty row."""
+    """Return what `pack_prompt` made."""
     values = array("f", base64.b64decode(packed["logprobs"]))
-    logprobs: list[float | None] = [*values]
-    if start == 0:
-        logprobs[0] = None
-    top = None
-    if "width" in packed:
-        top = TopTokens(packed["width"])
-        if start == 0:
-            top.append_row()
-        top.token_ids.frombytes(base64.b64decode(packed["token_ids"]))
-        top.logprobs.frombytes(base64.b64decode(packed["top_logprobs"]))
-    return PromptScores(start, logprobs, top, weights)
+    top = unpack_top(packed["top"]) if "top" in packed else None
+    width = 0 if top is None else top.width
+    return PromptScores.from_computed(start, values.tolist(), top, weights, width)
 
 
 def pack_top(rows: Sequence[Sequence[tuple[float, int, None]]]) -> dict[str, Any]:
     """Return the most likely tokens of a step, one row for each of its tokens."""
     ids = array("i", [entry[1] for row in rows for entry in row])
     values = array("f", [entry[0] for row in rows for entry in row])
-    return {
-        "width": len(rows[0]),
-        "token_ids": _encode(ids.tobytes()),
-        "logprobs": _encode(values.tobytes()),
-    }
+    return _pack_rows(len(rows[0]), ids.tobytes(), values.tobytes())
 
 
 def unpack_top(packed: dict[str, Any]) -> TopTokens:
-    """Return what `pack_top` made."""
+    """Return what `_pack_rows` made."""
     top = TopTokens(packed["width"])
     top.token_ids.frombytes(base64.b64decode(packed["token_ids"]))
     top.logprobs.frombytes(base64.b64decode(packed["logprobs"]))
     return top
+
+
+def _pack_rows(width: int, token_ids: bytes, logprobs: bytes) -> dict[str, Any]:
+    return {"width": width, "token_ids": _encode(token_ids), "logprobs": _encode(logprobs)}
 
 
 def _encode(data: bytes) -> str:

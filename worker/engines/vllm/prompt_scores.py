@@ -23,7 +23,7 @@ class PromptTensors:
     def __init__(self, token_ids: Any, logprobs: Any) -> None:
         self._token_ids, self._logprobs = token_ids, logprobs
 
-    def take_scores(self, start: int, end: int) -> tuple[list[float | None], TopTokens | None]:
+    def take_scores(self, start: int, end: int) -> tuple[list[float], TopTokens | None]:
         """Return the logprobs of positions [start, end) with 0 < start, and the most likely tokens there."""
         values, ids = self._logprobs[start - 1 : end - 1], self._token_ids[start - 1 : end - 1]
         width = values.shape[1] - 1
@@ -51,16 +51,10 @@ def read_scores(
     """Return the scores that a request asks for; a prompt of one token has no tensors."""
     assert request.scored is not None
     start, end = request.scored
-    logprobs: list[float | None] = []
-    top = TopTokens(request.top_logprobs) if request.top_logprobs else None
-    if start == 0:
-        logprobs.append(None)
-        if top is not None:
-            top.append_row()
-    if end > max(1, start):
+    first = max(1, start)
+    values: list[float] = []
+    top = None
+    if end > first:
         assert tensors is not None, "vLLM scored no prompt"
-        values, found = tensors.take_scores(max(1, start), end)
-        logprobs += values
-        if top is not None and found is not None:
-            top.extend(found)
-    return PromptScores(start, logprobs, top, weights)
+        values, top = tensors.take_scores(first, end)
+    return PromptScores.from_computed(start, values, top, weights, request.top_logprobs)
