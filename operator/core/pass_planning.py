@@ -47,15 +47,16 @@ def plan_pass(
     spec = with_member_count(spec, seen)
     heads = _wanted_heads(spec, seen)
     surge = count_surge(spec, seen, _healthy_replicas(spec, heads))
+    surged = spec.model_copy(update={"replicas": spec.replicas + surge}) if surge else spec
     if surge:
-        heads = _wanted_heads(spec, seen, surge)
+        heads = _wanted_heads(surged, seen)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
     if spec.mode is PoolMode.HYBRID:
         pods = plan_hybrid_pods(spec, seen)
     else:
         settling = _settling_replicas(spec, heads, weights, now, wait)
         healthy = _healthy_replicas(spec, heads)
-        pods = plan_pods(spec, seen, now, healthy, wait, settling, surge)
+        pods = plan_pods(surged, seen, now, healthy, wait, settling, surge)
     going = {d.uid for d in pods.delete}
     # A pod whose deletion the API server refuses stays: an update of weights would wait for it forever.
     leaving = going - seen.undeleted
@@ -64,11 +65,8 @@ def plan_pass(
     for uid, head in heads.items():
         gates += filter(None, [planner.plan_gate(head, uid in leaving)])
         calls += [] if uid in leaving else planner.plan_calls(head)
-    gangs, errors = group_gangs(spec, seen, surge), stored.last_errors
-    all_of_them = spec.model_copy(update={"replicas": spec.replicas + surge}) if surge else spec
-    ailments = find_replica_troubles(
-        all_of_them, seen, gangs, heads.values(), pods, errors, now, wait
-    )
+    gangs, errors = group_gangs(surged, seen), stored.last_errors
+    ailments = find_replica_troubles(surged, seen, gangs, heads.values(), pods, errors, now, wait)
     target, at_rest = target_version(spec).identity, _was_at_rest(spec, stored)
     view = PoolView(spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, surge)
     status = build_status(view, stored, now)
@@ -92,16 +90,13 @@ def plan_pass(
     )
 
 
-def _wanted_heads(
-    spec: RolloutReplicaSpec, seen: ObservedPool, surge: int = 0
-) -> dict[str, ReplicaHead]:
-    """Living heads of wanted replicas, and of `surge` more, by uid, lowest replica first."""
+def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, ReplicaHead]:
+    """Living heads of wanted replicas by uid, lowest replica first."""
     if spec.suspend:
         return {}
     theirs = spec.mode is PoolMode.HYBRID
     found = (p for p in seen.pods if p.rank == 0 and not p.is_deleting and (p.owned or theirs))
-    count = spec.replicas + surge
-    wanted = sorted((p for p in found if p.replica < count), key=lambda p: p.replica)
+    wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
     members: dict[int, list[Pod]] = {}
     for pod in sorted(seen.pods, key=lambda p: p.rank):
         if pod.rank and pod.owned and not pod.is_deleting:

@@ -86,9 +86,9 @@ class PodGang:
         return all(is_current_revision(pod.revision, spec) for pod in self.living)
 
 
-def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool, surge: int = 0) -> dict[int, PodGang]:
-    """Gangs by replica index: those wanted, `surge` more, and surplus ones that still have pods."""
-    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas + surge)}
+def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[int, PodGang]:
+    """Gangs by replica index: those wanted, and surplus ones that still have pods."""
+    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
     for pod in seen.pods:
         by_index.setdefault(pod.replica, []).append(pod)
     nodes = spec.parallelism.nodes
@@ -113,7 +113,7 @@ def plan_pods(
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
-        surge: replicas in addition to the wanted ones, as of `surge.count_surge`.
+        surge: how many of `spec.replicas` a rolling update adds, as of `surge.count_surge`.
     """
     planner = _PodPlanner(spec, seen, now, wait, surge)
     planner.force_late_deletions()
@@ -138,14 +138,14 @@ class _PodPlanner:
         surge: int,
     ) -> None:
         self.plan = PodPlan()
-        self._surge, self._replicas = surge, spec.replicas + surge
+        self._surge = surge
         self._spec = spec
         self._seen = seen
         self._now = now
         self._wait = wait
-        self._gangs = group_gangs(spec, seen, surge)
+        self._gangs = group_gangs(spec, seen)
         self._places = PoolPlacements(spec, seen)
-        self._wanted = [g for g in self._gangs.values() if g.index < self._replicas]
+        self._wanted = [g for g in self._gangs.values() if g.index < spec.replicas]
 
     def force_late_deletions(self) -> None:
         for pod in (*self._seen.pods, *self._seen.predecessors):
@@ -158,7 +158,7 @@ class _PodPlanner:
     def delete_surplus(self) -> None:
         reason = "the pool is suspended" if self._spec.suspend else "scaled down"
         for gang in self._gangs.values():
-            if self._spec.suspend or gang.index >= self._replicas:
+            if self._spec.suspend or gang.index >= self._spec.replicas:
                 over = any(pod.is_surge for pod in gang.pods)
                 self._delete_gang(gang, _SURGE_OVER_REASON if over else reason)
 
@@ -207,7 +207,7 @@ class _PodPlanner:
 
     def report(self) -> None:
         """Note what replicas wait for, and which are between their old pods and their new ones."""
-        wanted = 0 if self._spec.suspend else self._replicas
+        wanted = 0 if self._spec.suspend else self._spec.replicas
         kept = {
             index: count
             for index, count in self._seen.restarts_of.items()
