@@ -33,6 +33,11 @@ def load_access(kubeconfig: str | Path | None = None, context: str | None = None
         raise _cluster_error(error) from error
 
 
+def pools_path(namespace: str) -> str:
+    """Return the API server's path of a namespace's RolloutReplicas."""
+    return f"/apis/rollout.dev/v1alpha1/namespaces/{namespace}/rolloutreplicas"
+
+
 class ClusterClient(ApiClient):
     """Requests with deadlines to the API server of an access."""
 

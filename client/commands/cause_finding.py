@@ -17,7 +17,7 @@ from typing import Any
 from rollout_common.kube.access import Obj
 
 from .pool_facts import PoolFacts
-from .pool_summary import format_age, parse_time
+from .pool_summary import conditions_of, format_age, has_condition, parse_time
 from .settings import LEASE_SECONDS, SPEC_SECONDS, WARNING_SECONDS
 
 TEXT_RULES = tuple(
@@ -110,12 +110,12 @@ def recent_warnings(facts: PoolFacts) -> list[str]:
 
 def is_settled(pool: Obj) -> bool:
     """Whether the pool does what its latest spec asks for, and serves the target."""
-    conditions = _conditions(pool)
+    conditions = conditions_of(pool)
     wanted = {"Asleep": "Asleep", "Paused": ""}.get(str(pool["spec"].get("state")), "Ready")
     wanted = "Suspended" if pool["spec"].get("suspend") else wanted
-    reached = not wanted or _is_true(conditions, wanted)
+    reached = not wanted or has_condition(pool, wanted)
     synced = conditions.get("WeightsSynced", {}).get("status") != "False" or wanted != "Ready"
-    return reached and synced and not _is_true(conditions, "Degraded")
+    return reached and synced and not has_condition(pool, "Degraded")
 
 
 def _gather_evidence(facts: PoolFacts) -> Iterator[tuple[str, str]]:
@@ -163,13 +163,14 @@ def _operator_evidence(facts: PoolFacts) -> Iterator[tuple[str, str]]:
 
 def _node_evidence(facts: PoolFacts) -> Iterator[tuple[str, str]]:
     for name, node in facts.nodes.items():
-        conditions = {each["type"]: each for each in node["status"].get("conditions") or ()}
-        if not _is_true(conditions, "Ready"):
+        if not has_condition(node, "Ready"):
             pods = [p["metadata"]["name"] for p in facts.pods if p["spec"].get("nodeName") == name]
-            said = conditions.get("Ready", {}).get("message", "it reports no condition Ready")
+            said = (
+                conditions_of(node).get("Ready", {}).get("message", "it reports no condition Ready")
+            )
             yield "node-lost", f"node {name} of {', '.join(pods)} is not ready: {said}"
     for pod in facts.pods:
-        for each in (pod.get("status") or {}).get("conditions") or ():
+        for each in conditions_of(pod).values():
             if each.get("reason") == "DeletionByTaintManager" and each["status"] == "True":
                 yield "node-lost", f"{pod['metadata']['name']}: {each.get('message')}"
 
@@ -177,7 +178,7 @@ def _node_evidence(facts: PoolFacts) -> Iterator[tuple[str, str]]:
 def _status_messages(facts: PoolFacts) -> Iterator[str]:
     """Yield what the operator says."""
     status = facts.pool.get("status") or {}
-    for kind, each in _conditions(facts.pool).items():
+    for kind, each in conditions_of(facts.pool).items():
         if (kind, each["status"]) in (("Degraded", "True"), ("Progressing", "True")):
             yield f"{kind}, {each['reason']}: {each.get('message', '')}"
     for each in status.get("members") or ():
@@ -208,7 +209,7 @@ def _worker_messages(facts: PoolFacts) -> Iterator[str]:
 
 def _pod_messages(pod: Obj) -> Iterator[str]:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
-    for each in status.get("conditions") or ():
+    for each in conditions_of(pod).values():
         waits = status.get("phase") == "Pending" and each["status"] == "False"
         if waits and each["type"] == "PodScheduled":
             yield f"{name}: {each.get('reason')}: {each.get('message')}"
@@ -226,7 +227,7 @@ def _pod_messages(pod: Obj) -> Iterator[str]:
 
 def _trouble_conditions(pool: Obj) -> Iterator[tuple[str, str]]:
     """Yield the conditions that say what is wrong, or what the pool waits for."""
-    conditions = _conditions(pool)
+    conditions = conditions_of(pool)
     for kind, status in (("Degraded", "True"), ("Progressing", "True"), ("WeightsSynced", "False")):
         each = conditions.get(kind)
         if each and each["status"] == status:
@@ -235,11 +236,3 @@ def _trouble_conditions(pool: Obj) -> Iterator[tuple[str, str]]:
     ready = conditions.get("Ready")
     if ready and ready["status"] == "False" and not is_settled(pool):
         yield f"Ready=False/{ready['reason']}", str(ready.get("message") or ready["reason"])
-
-
-def _conditions(pool: Obj) -> dict[str, Obj]:
-    return {each["type"]: each for each in (pool.get("status") or {}).get("conditions") or ()}
-
-
-def _is_true(conditions: dict[str, Obj], kind: str) -> bool:
-    return bool(conditions.get(kind, {}).get("status") == "True")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from rollout_client.cluster_client import ClusterClient, load_access
+from rollout_client.cluster_client import ClusterClient, load_access, pools_path
 from rollout_client.errors import ClusterError
 from rollout_common.kube.access import Obj
 
 from .command_output import CommandFailed
 
-POOLS = "/apis/rollout.dev/v1alpha1/namespaces/{}/rolloutreplicas"
 LABEL_POOL = "rollout.dev/pool"
 
 
@@ -32,7 +31,7 @@ class PoolAccess:
     @property
     def collection(self) -> str:
         """Path of the namespace's pools."""
-        return POOLS.format(self.namespace)
+        return pools_path(self.namespace)
 
     async def read_pool(self) -> Obj:
         """Return the RolloutReplica."""

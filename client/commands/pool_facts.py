@@ -17,6 +17,7 @@ from rollout_client.worker_control import ControlError, ControlUnreachable, Work
 from rollout_common.kube.access import Obj
 
 from .pool_access import PoolAccess
+from .pool_summary import has_condition
 from .settings import PROBE_SECONDS
 
 T = TypeVar("T")
@@ -75,10 +76,9 @@ class FactReader:
         self._operator_namespace = operator_namespace
         self._log_lines = log_lines
         self._pod_limit = pod_limit
-        self._token = None if token_file is None else token_file.read_text().strip()
-        self._slots = asyncio.Semaphore(
-            16
-        )  # of a large pool the API server is not asked for all at once
+        self._token = _read_token(token_file)
+        # Of a large pool the API server is not asked for all at once.
+        self._slots = asyncio.Semaphore(16)
         self.unread: list[str] = []
 
     async def read_facts(self) -> PoolFacts:
@@ -94,14 +94,14 @@ class FactReader:
                 {},
             ),
         )
-        looked_at = sorted(pods, key=_is_pod_ready)[: self._pod_limit]
+        looked_at = sorted(pods, key=lambda pod: has_condition(pod, "Ready"))[: self._pod_limit]
         if len(looked_at) < len(pods):
             self.unread.append(f"logs and states of {len(pods) - len(looked_at)} more pods")
         names = [str(pod["metadata"]["name"]) for pod in looked_at]
         every = {self._pool.name, *(str(pod["metadata"]["name"]) for pod in pods)}
         nodes, states, logs = await asyncio.gather(
             self._read_nodes(looked_at),
-            asyncio.gather(*map(self._read_state, looked_at)),
+            self._read_states(looked_at),
             asyncio.gather(*map(self._read_log, names)),
         )
         return PoolFacts(
@@ -146,25 +146,29 @@ class FactReader:
         params = {"tailLines": str(self._log_lines), "container": "worker"}
         return await self.attempt_read(f"log of {name}", self._pool.kube.get_text(path, params), "")
 
-    async def _read_state(self, pod: Obj) -> Obj:
+    async def _read_states(self, pods: list[Obj]) -> list[Obj]:
+        # All at once: those that are silent take no time from the others.
+        unlimited = httpx.Limits()
+        async with httpx.AsyncClient(trust_env=False, limits=unlimited) as http:
+            return await asyncio.gather(*(self._read_state(http, pod) for pod in pods))
+
+    async def _read_state(self, http: httpx.AsyncClient, pod: Obj) -> Obj:
         name, status = str(pod["metadata"]["name"]), pod.get("status") or {}
         address = status.get("podIP")
         if not address or status.get("phase") != "Running":
             return {}
-        try:
-            token = self._token or MOUNTED_TOKEN.read_text().strip()
-        except OSError:
+        token = self._token
+        if token is None:
             return await self._ask_data_port(name)
         host = f"[{address}]" if ":" in address else address
+
+        async def give_token() -> str:
+            return token
+
         try:
-            async with httpx.AsyncClient(trust_env=False) as client:
-
-                async def give_token() -> str:
-                    return token
-
-                control = WorkerControl(f"http://{host}:8001", give_token, client)
-                state = await control.state(timeout=PROBE_SECONDS)
-                return state.model_dump(mode="json", exclude_none=True)
+            control = WorkerControl(f"http://{host}:8001", give_token, http)
+            state = await control.state(timeout=PROBE_SECONDS)
+            return state.model_dump(mode="json", exclude_none=True)
         except (ControlError, ControlUnreachable) as error:
             self.unread.append(f"control port of {name}: {error}")
             return await self._ask_data_port(name)
@@ -184,6 +188,11 @@ class FactReader:
             return {}
 
 
-def _is_pod_ready(pod: Obj) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+def _read_token(given: Path | None) -> str | None:
+    """Return the token for control ports; None: none is given, and none is mounted."""
+    if given is not None and (token := given.read_text().strip()):
+        return token
+    try:
+        return MOUNTED_TOKEN.read_text().strip()
+    except OSError:
+        return None

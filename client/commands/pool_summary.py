@@ -96,6 +96,16 @@ def turns_of(pool: Obj) -> list[Obj]:
     ]
 
 
+def conditions_of(obj: Obj) -> dict[str, Obj]:
+    """Return the conditions of a pool, a pod or a node by type."""
+    return {each["type"]: each for each in (obj.get("status") or {}).get("conditions") or ()}
+
+
+def has_condition(obj: Obj, kind: str) -> bool:
+    """Whether a condition is True."""
+    return bool(conditions_of(obj).get(kind, {}).get("status") == "True")
+
+
 def parse_time(text: str | None) -> datetime | None:
     """Return a time of the API server; None: there is none."""
     return datetime.fromisoformat(text) if text else None
@@ -126,14 +136,13 @@ def _summarize_update(weights: Obj, now: datetime) -> Obj | None:
 
 def _summarize_pod(pod: Obj, member: Obj, now: datetime) -> Obj:
     status = pod.get("status") or {}
-    conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
     began = parse_time(pod["metadata"].get("creationTimestamp"))
     gone = "deletionTimestamp" in pod["metadata"]
     return {
         "name": pod["metadata"]["name"],
         "phase": "Terminating" if gone else status.get("phase") or "Pending",
         "node": (pod.get("spec") or {}).get("nodeName"),
-        "ready": conditions.get("Ready") == "True",
+        "ready": has_condition(pod, "Ready"),
         "ageSeconds": (now - began).total_seconds() if began else 0.0,
         "state": member.get("state"),
         "weights": _identity_of(member) if "version" in member else None,

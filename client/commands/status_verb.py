@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from rollout_common.kube.access import Obj
 
 from .command_output import EXIT_OK, print_json, print_text
-from .pool_access import PoolAccess
+from .pool_access import LABEL_POOL, PoolAccess
 from .pool_summary import render_summary, render_turns, summarize_pool, turns_of
 from .settings import POLL_SECONDS
 
@@ -48,7 +48,7 @@ async def _read_summaries(pool: PoolAccess) -> list[Obj]:
         found, pods = await asyncio.gather(pool.read_pool(), pool.read_pods())
         return [summarize_pool(found, pods, datetime.now(UTC))]
     pools = (await pool.kube.get(pool.collection)).get("items") or []
-    all_pods = await pool.list_objects("pods", {"labelSelector": "rollout.dev/pool"})
+    all_pods = await pool.list_objects("pods", {"labelSelector": LABEL_POOL})
     return [
         summarize_pool(each, _pods_of(each, all_pods), datetime.now(UTC))
         for each in sorted(pools, key=lambda each: str(each["metadata"]["name"]))
@@ -57,4 +57,4 @@ async def _read_summaries(pool: PoolAccess) -> list[Obj]:
 
 def _pods_of(pool: Obj, pods: list[Obj]) -> list[Obj]:
     name = pool["metadata"]["name"]
-    return [pod for pod in pods if pod["metadata"]["labels"]["rollout.dev/pool"] == name]
+    return [pod for pod in pods if pod["metadata"]["labels"][LABEL_POOL] == name]

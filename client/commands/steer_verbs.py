@@ -12,6 +12,7 @@ from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.replica_status import ANNOTATION_EPOCH
 from rollout_client.steering.steering_protocol import PoolState, PublishProgress
 from rollout_client.steering.steering_verbs import SteeringVerbs
+from rollout_common.kube.access import Obj
 
 from .command_output import EXIT_FAILED, EXIT_OK, CommandFailed, print_text, progress_report
 from .pool_access import PoolAccess
@@ -83,10 +84,8 @@ async def run_state(given: argparse.Namespace, pool: PoolAccess) -> int:
     return EXIT_OK if ready or state != "Active" else EXIT_FAILED
 
 
-def _next_version(pool: dict[str, object]) -> int:
+def _next_version(pool: Obj) -> int:
     spec, status = pool.get("spec") or {}, pool.get("status") or {}
-    assert isinstance(spec, dict)
-    assert isinstance(status, dict)
     known = [
         (spec.get("weights") or {}).get("target"),
         (status.get("weights") or {}).get("committed"),

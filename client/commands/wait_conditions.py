@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from rollout_common.kube.access import Obj
 
+from .pool_summary import conditions_of, has_condition
+
 Holds = Callable[[Obj], bool]
 """Whether a RolloutReplica has what is waited for."""
 
@@ -22,7 +24,7 @@ def parse_wait(text: str) -> Holds:
         argparse.ArgumentTypeError: It names none.
     """
     if text in _CONDITIONS:
-        return lambda pool: _has_condition(pool, _CONDITIONS[text])
+        return lambda pool: _is_current(pool, _CONDITIONS[text])
     found = _WEIGHTS.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(
@@ -34,14 +36,9 @@ def parse_wait(text: str) -> Holds:
     return lambda pool: _committed(pool) >= (int(epoch), version)
 
 
-def _has_condition(pool: Obj, kind: str) -> bool:
-    generation = pool["metadata"].get("generation", 0)
-    return any(
-        each["type"] == kind
-        and each["status"] == "True"
-        and each.get("observedGeneration", 0) >= generation
-        for each in (pool.get("status") or {}).get("conditions") or ()
-    )
+def _is_current(pool: Obj, kind: str) -> bool:
+    seen = conditions_of(pool).get(kind, {}).get("observedGeneration", 0)
+    return has_condition(pool, kind) and seen >= pool["metadata"].get("generation", 0)
 
 
 def _committed(pool: Obj) -> tuple[int, int]:

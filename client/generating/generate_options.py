@@ -32,7 +32,21 @@ Prompt = GenerateRequest | Sequence[int] | _Array
 """A whole request, or token_ids [P]: a list, an array, a tensor."""
 
 
-class GenerateOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
+    """Further arguments of `score`, all by name; they mean what they mean to `generate`."""
+
+    request_id: str | None
+    session_id: str | None
+    group_id: str | None
+    epoch: int | None
+    min_version: int | None
+    exact_version: int | None
+    cache_salt: str | None
+    priority: int
+    deadline_seconds: float
+
+
+class GenerateOptions(ScoreOptions, total=False):
     """Arguments of `generate` and `stream`, all by name; the worker has defaults for the rest.
 
     Attributes:
@@ -54,33 +68,10 @@ class GenerateOptions(TypedDict, total=False):
     """
 
     sampling: SamplingParams | Mapping[str, object]
-    request_id: str | None
-    session_id: str | None
-    group_id: str | None
     logprobs: Literal["sampling", "raw", "none"] | None
     prompt_logprobs: bool | Sequence[int] | None
     top_logprobs: int
-    epoch: int | None
-    min_version: int | None
-    exact_version: int | None
-    cache_salt: str | None
-    priority: int
-    deadline_seconds: float
     on_version_change: OnVersionChange
-
-
-class ScoreOptions(TypedDict, total=False):
-    """Further arguments of `score`, all by name; they mean what they mean to `generate`."""
-
-    request_id: str | None
-    session_id: str | None
-    group_id: str | None
-    epoch: int | None
-    min_version: int | None
-    exact_version: int | None
-    cache_salt: str | None
-    priority: int
-    deadline_seconds: float
 
 
 OWN_OPTIONS = ("group_id", "on_version_change")

@@ -18,7 +18,7 @@ from contextlib import aclosing
 
 from typing_extensions import override
 
-from rollout_client.cluster_client import ClusterClient, ReportTrouble
+from rollout_client.cluster_client import ClusterClient, ReportTrouble, pools_path
 from rollout_client.errors import (
     ClusterError,
     EpochLost,
@@ -82,7 +82,7 @@ class ClusterSteering(Steering):
         self._kube = kube
         self._heads = heads
         self._name = name
-        self._collection = f"/apis/rollout.dev/v1alpha1/namespaces/{namespace}/rolloutreplicas"
+        self._collection = pools_path(namespace)
         self._path = f"{self._collection}/{name}"
         self._epoch = 0
 
