@@ -39,6 +39,7 @@ from rollout_common.wire import (
     SamplingParams,
     StopMatch,
     StopReason,
+    StructuredOutput,
     WeightsId,
     WeightsSpan,
 )
@@ -94,6 +95,14 @@ class ProcessSpent(EngineCrashed):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output's text must match, checked: `source` as requested, `compiled` in llguidance's serialised form."""
+
+    source: StructuredOutput
+    compiled: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One output to generate. The service splits a request for `n` outputs, with a derived seed for each.
 
@@ -106,6 +115,7 @@ class EngineRequest:
     `streamed`: a client reads the stream; else tokens after the first may come several at a time.
     `scored`: positions [from, to) of the prompt to score, with its model's own distribution. `top_logprobs`: how many
     of the most likely tokens to record at each scored position and with each token, of the kind `logprobs`.
+    `grammar`: tokens that can't lead to a matching text are not drawn, and EOS only after one.
     """
 
     request_id: str
@@ -118,6 +128,7 @@ class EngineRequest:
     streamed: bool = True
     scored: tuple[int, int] | None = None
     top_logprobs: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,7 @@ class EngineDelta:
     `cached_tokens`: tokens of the prompt found in the prefix cache; `preemptions`: how often it lost its
     KV to others; of both, the greatest of all deltas counts. `queued_seconds`: how long the request
     waited in the engine before its first step, the same in every delta. `not_finite`: the weights whose
-    logits were not finite, which aborted the output. `top`: a row for each token, if requested.
+    logits were not finite, which aborted the output; `grammar_error`: why its grammar can't go on, which did. `top`: a row for each token, if requested.
     `prompt`: the scores of the prompt, if requested; in the first delta with a token, or in the only one.
     """
 
@@ -140,6 +151,7 @@ class EngineDelta:
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
     not_finite: WeightsId | None = None
+    grammar_error: str | None = None
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0

@@ -14,14 +14,24 @@ from rollout_common.wire import (
     AbortReason,
     GenerateRequest,
     Lifecycle,
+    StructuredOutput,
     WorkerInfo,
     WorkerState,
 )
 from rollout_common.wire.problems import ProblemError
 
 from .core.worker_runtime import StateSequence, WorkerRuntime
-from .engine import Engine, EngineError, EngineMember, GangMembership, can_wake_empty
+from .engine import (
+    Engine,
+    EngineError,
+    EngineMember,
+    GangMembership,
+    Grammar,
+    InvalidRequest,
+    can_wake_empty,
+)
 from .engines import EngineOptions, create_engine, create_member
+from .engines.grammars.grammar_checker import GrammarChecker
 from .engines.shared_memory.staging_budget import StagingBudget
 from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
@@ -32,6 +42,7 @@ from .requests.admission_checks import (
     check_version,
     engine_failed_problem,
     expand_request,
+    invalid_problem,
     serving_refusal,
 )
 from .requests.http_requests import BodyLimits, data_body_limits
@@ -110,6 +121,7 @@ class WorkerService:
         self.flights = InFlightRequests(self.runtime)
         staging = StagingBudget(settings.staging_memory)
         self.updates = WeightUpdates(self.runtime, staging)
+        self.grammars = GrammarChecker(self.model_folder)
         self.commits = WeightCommits(self.runtime, self.updates, self.flights)
         self.governor = LifecycleGovernor(self.runtime, self.updates, self.flights)
         self.verbs = ControlVerbs(self.runtime, self.flights, self.governor)
@@ -126,16 +138,45 @@ class WorkerService:
 
     async def run_until_cancelled(self) -> None:
         """Supervise and govern until cancelled; a bug in either ends the process."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.supervisor.supervise_engine())
-            tasks.create_task(self.governor.follow_holds())
-            if self.runtime.gang is not None:
-                tasks.create_task(self.runtime.gang.watch_members())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.supervisor.supervise_engine())
+                tasks.create_task(self.governor.follow_holds())
+                if self.runtime.gang is not None:
+                    tasks.create_task(self.runtime.gang.watch_members())
+        finally:
+            await self.grammars.stop()
 
     # The data port.
 
-    def submit_request(self, request: GenerateRequest) -> InFlightRequest:
-        """Accept a request, or refuse it without side effects.
+    async def check_grammar(self, structured: StructuredOutput | None) -> Grammar | None:
+        """Return the checked grammar of a request for `submit_request`, None without one; takes seconds at the most.
+
+        Raises:
+            ProblemError: 422 that names the field; 503 while nothing is served.
+        """
+        if structured is None:
+            return None
+        with self._counting_refusals():
+            self._check_serving()
+            engine, info = self.runtime.loaded_engine()
+            try:
+                if not engine.capabilities.structured:
+                    text = (
+                        f"the {info.engine} engine can't mask tokens for this model: leave it out, or add a"
+                        " tokenizer.json and an eos_token_id to the model's folder"
+                    )
+                    raise InvalidRequest("structured", text)
+                return await self.grammars.check_structured(structured, info.eos_token_ids)
+            except InvalidRequest as error:
+                raise invalid_problem(error) from error
+            except EngineError as error:
+                raise ProblemError("internal-error", f"structured: {error}") from error
+
+    def submit_request(
+        self, request: GenerateRequest, grammar: Grammar | None = None
+    ) -> InFlightRequest:
+        """Accept a request, or refuse it without side effects; `grammar`: as `check_grammar` returned it.
 
         Never awaits: checks and registration are one step, so no commit can come in between.
 
@@ -144,12 +185,12 @@ class WorkerService:
         """
         with self._counting_refusals():
             try:
-                return self._admit_request(request)
+                return self._admit_request(request, grammar)
             except EngineError as error:
                 self.runtime.report_crash(str(error))  # before the supervisor has noticed
                 raise engine_failed_problem() from error
 
-    def _admit_request(self, request: GenerateRequest) -> InFlightRequest:
+    def _admit_request(self, request: GenerateRequest, grammar: Grammar | None) -> InFlightRequest:
         self._check_serving()
         engine, info = self.runtime.loaded_engine()
         active = self.updates.active_identity
@@ -164,7 +205,9 @@ class WorkerService:
                 " request first",
             )
         check_queue_room(self.runtime, self.flights.waiting_count, request.sampling.n)
-        requests = expand_request(request, request_id, engine, info, self.settings.logprobs)
+        requests = expand_request(
+            request, request_id, engine, info, self.settings.logprobs, grammar
+        )
         flight = InFlightRequest(request_id, requests, exact)
         self.flights.launch_request(flight, request.deadline_seconds)
         return flight

@@ -154,8 +154,8 @@ def judge_answer(output: wire.DoneOutput | None, at: AttemptState) -> AttemptVer
         return judge_broken_attempt("it ended a stream without the scores of the prompt", at)
     if output.stop_reason is not wire.StopReason.ABORTED:
         return AttemptVerdict("finished", "", FinishOutput(output.stop_reason, output.stop_match))
-    if output.abort_slug == wire.NOT_FINITE:
-        why = output.abort_detail or wire.NOT_FINITE
+    if output.abort_slug is not None:  # trying again can't help
+        why = output.abort_detail or output.abort_slug
         failed = GiveUp(errors.RequestFailed(why, replica=at.replica))
         return AttemptVerdict("aborted", why, finish_if_whole(at) or failed)
     match output.abort_reason or wire.AbortReason.ENGINE:

@@ -258,7 +258,7 @@ class OutputGeneration:
 
     def _update_retractable(self) -> None:
         tokens, known = len(self.draft), self._info is not None
-        self._rewind = rewind_length(self.request.sampling, tokens, end_known=known)
+        self._rewind = rewind_length(self.request, tokens, end_known=known)
         restarts = self.policy.on_version_change == "restart"
         self.retractable = tokens if restarts else self._rewind
 

@@ -74,16 +74,20 @@ def remaining_sampling(sampling: SamplingParams, tokens: int) -> SamplingParams:
     return sampling.model_copy(update=changes)
 
 
-def rewind_length(sampling: SamplingParams, tokens: int, *, end_known: bool) -> int:
+def rewind_length(request: GenerateRequest, tokens: int, *, end_known: bool) -> int:
     """Return how many of the last tokens the next attempt must sample again.
 
     - All of them with presence or frequency penalties. These count sampled tokens only: the next
-      worker takes the tokens so far as prompt, and would not count them.
+      worker takes the tokens so far as prompt, and would not count them. So would a structured output: the
+      next worker's grammar begins with what it samples.
     - Those that may be the beginning of a stop string: a worker looks for stop strings only in what
       it samples. Every token has at least one byte, so that many tokens hold any beginning.
     - The last one, unless the worker has said which ids end outputs (`end_known`): an output that was
       cut off right after its end must not continue.
     """
+    sampling = request.sampling
+    if request.structured is not None:
+        return tokens
     if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
         return tokens
     unsure = not sampling.ignore_eos and not end_known

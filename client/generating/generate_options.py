@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 from pydantic import BaseModel, ValidationError
 
 from rollout_client.option_names import check_option_names, did_you_mean
-from rollout_common.wire import GenerateRequest, SamplingParams
+from rollout_common.wire import GenerateRequest, SamplingParams, StructuredOutput
 
 from .settings import DEFAULT_DEADLINE_SECONDS
 
@@ -57,6 +57,7 @@ class GenerateOptions(ScoreOptions, total=False):
         logprobs: Which kind; default: the pool's.
         prompt_logprobs: Score the prompt, too: True for all of it, or [from, to].
         top_logprobs: How many of the most likely tokens to return at each position, at most 256.
+        structured: What the text must match: `{"json_schema": …}`, `regex`, `grammar` or `choice`.
         epoch: The epoch of the versions; default: the active one.
         min_version: Wait for a replica with these weights or newer ones.
         exact_version: Wait for a replica with exactly these, and let no others make a token.
@@ -71,6 +72,7 @@ class GenerateOptions(ScoreOptions, total=False):
     logprobs: Literal["sampling", "raw", "none"] | None
     prompt_logprobs: bool | Sequence[int] | None
     top_logprobs: int
+    structured: StructuredOutput | Mapping[str, object] | None
     on_version_change: OnVersionChange
 
 

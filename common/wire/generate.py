@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
+from .structured import StructuredOutput
 from .wire_base import (
     MAX_TOKEN_ID,
     AbortReason,
@@ -151,6 +152,9 @@ class GenerateRequest(Body):
         le=MAX_TOP_LOGPROBS,
         description="How many of the most likely tokens to return at each scored or sampled position.",
     )
+    structured: StructuredOutput | None = Field(
+        default=None, description="What the output's text must match; null: anything."
+    )
     epoch: Identity | None = Field(
         default=None, description="Epoch that the version bounds refer to; null: the active epoch."
     )
@@ -184,6 +188,8 @@ class GenerateRequest(Body):
     def _find_mistakes(self) -> Iterator[tuple[tuple[str, ...], object, LiteralString]]:
         """Yield path, value and message of what does not fit the other fields."""
         scored, sampling = self.scored_range, self.sampling
+        if self.structured is not None:
+            yield from _structure_conflicts(sampling)
         if scored is not None and scored[1] > len(self.token_ids):
             text = "must end within the prompt: lower its second number"
             yield ("prompt_logprobs",), self.prompt_logprobs, text
@@ -197,12 +203,33 @@ class GenerateRequest(Body):
         if sampling.max_tokens == 0 and scored is None:
             text = "must be greater than 0, unless the prompt is scored: add prompt_logprobs"
             yield ("sampling", "max_tokens"), 0, text
+        if sampling.max_tokens == 0 and self.structured is not None:
+            yield (
+                ("structured",),
+                "…",
+                "must be left out where max_tokens is 0, which makes no text",
+            )
         if sampling.max_tokens == 0 and sampling.n > 1:
             yield (
                 ("sampling", "n"),
                 sampling.n,
                 "must be 1 where max_tokens is 0: the prompt is one",
             )
+
+
+def _structure_conflicts(
+    sampling: SamplingParams,
+) -> Iterator[tuple[tuple[str, ...], object, LiteralString]]:
+    """Yield what would leave no token to draw where a structured output may only end, or could never end."""
+    if sampling.ignore_eos:
+        text = "must be left out with structured: EOS ends a text that is complete"
+        yield ("sampling", "ignore_eos"), True, text
+    if sampling.min_tokens:
+        text = "must be left out with structured: a complete text ends, however short it is"
+        yield ("sampling", "min_tokens"), sampling.min_tokens, text
+    if sampling.allowed_token_ids is not None:
+        text = "must be left out with structured, which allows tokens by the text they make"
+        yield ("sampling", "allowed_token_ids"), "…", text
 
 
 class StopMatch(Wire):
@@ -226,7 +253,7 @@ AbortSlug = Annotated[
     str | None,
     Field(
         exclude_if=_is_absent,
-        description="What aborted it, where trying again can't help: `not-finite`.",
+        description="What aborted it, where trying again can't help: `not-finite`, `grammar-failed`.",
     ),
 ]
 AbortDetail = Annotated[
@@ -340,6 +367,9 @@ class Capabilities(Wire):
         default=False, description="It scores prompts: `prompt_logprobs`, and `max_tokens: 0`."
     )
     top_logprobs: int = Field(default=0, description="Largest `top_logprobs`; 0: it has none.")
+    structured: bool = Field(
+        default=False, description="It masks tokens that `structured` excludes."
+    )
     seed: bool = Field(
         description="The same seed samples the same tokens, whatever else is in the batch."
     )

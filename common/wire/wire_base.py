@@ -18,6 +18,7 @@ from pydantic_core import InitErrorDetails, PydanticKnownError
 
 __all__ = [
     "CHECKPOINT",
+    "GRAMMAR_FAILED",
     "MAX_IDENTITY",
     "MAX_TOKEN_ID",
     "NOT_FINITE",
@@ -202,6 +203,9 @@ class AbortReason(StrEnum):
     DEADLINE = "deadline"
     ENGINE = "engine"
 
+
+GRAMMAR_FAILED = "grammar-failed"
+"""`abort_slug` of an output whose grammar became too large to follow."""
 
 NOT_FINITE = "not-finite"
 """`abort_slug` of an output whose weights gave logits from which nothing can be sampled."""

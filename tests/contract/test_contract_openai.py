@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,9 +167,58 @@ def test_tools_reach_the_template(client: Any, worker: Served, tokenizer: Any) -
     assert '"name": "add"' in tokenizer.decode(answer.prompt_token_ids)
     answer = client.chat.completions.create(**asked, tool_choice="none")
     assert '"name": "add"' in tokenizer.decode(answer.prompt_token_ids), "TRL parses calls itself"
+
+
+def test_a_response_format_is_met(client: Any) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    closed = {**schema, "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed}}
+    answer: Any = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=40, response_format=form, n=3
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert type(json.loads(choice.message.content)["ok"]) is bool
+    completion: Any = client.completions.create(
+        model="tiny", prompt="a", max_tokens=40, extra_body={"response_format": form}
+    )
+    assert "ok" in json.loads(completion.choices[0].text)
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "odd"}}}
     with pytest.raises(openai.UnprocessableEntityError) as refused:
-        client.chat.completions.create(**asked, tool_choice="required")
-    assert refused.value.param == "tool_choice"
+        client.chat.completions.create(model="tiny", messages=CHAT, response_format=bad)
+    assert refused.value.param == "response_format"
+
+
+def test_a_tool_call_can_be_forced(client: Any) -> None:
+    """Any, a named one, and only one; streamed, too."""
+    flag = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    closed = {**flag, "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": closed}}
+        for name in ("light", "heat")
+    ]
+    asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": 400, "tools": tools}
+    named: Any = {"type": "function", "function": {"name": "heat"}}
+    for choice in ("required", named):
+        answer: Any = client.chat.completions.create(
+            **asked, tool_choice=choice, parallel_tool_calls=False, n=3
+        )
+        for each in answer.choices:
+            assert each.finish_reason == "tool_calls"
+            [call] = each.message.tool_calls
+            assert call.function.name in ("light", "heat") if choice == "required" else "heat"
+            assert type(json.loads(call.function.arguments)["on"]) is bool
+            assert not each.message.content
+    chunks: list[Any] = list(
+        client.chat.completions.create(**asked, tool_choice=named, stream=True)
+    )
+    calls = [c for chunk in chunks for each in chunk.choices for c in each.delta.tool_calls or ()]
+    assert [call.function.name for call in calls] == ["heat"]
+    missing: Any = {"type": "function", "function": {"name": "cool"}}
+    for wrong in (missing, "always"):
+        with pytest.raises(openai.UnprocessableEntityError) as refused:
+            client.chat.completions.create(**asked, tool_choice=wrong)
+        assert refused.value.param == "tool_choice"
 
 
 def test_special_tokens_are_added_and_shown_as_asked(client: Any, tokenizer: Any) -> None:

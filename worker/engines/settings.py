@@ -17,6 +17,21 @@ TALLY_POLL_SECONDS = 0.005
 STOP_POLL_SECONDS = 0.2
 """Between two looks of a waiting call at whether the engine was stopped: a stop waits so long at the most."""
 
+GRAMMAR_START_SECONDS = 30.0
+"""For the process that checks grammars to start and read a tokenizer: 1 to 2 s on a machine with nothing else to do."""
+
+GRAMMAR_CPU_SECONDS = 3.0
+"""Of a processor for one check: a schema of 5,000 properties takes 1 s, and no request should wait longer."""
+
+GRAMMAR_CHECK_SECONDS = 30.0
+"""For one check, whose CPU time the process itself limits to 3 s: on a busy machine that takes longer."""
+
+MAX_CHECKED_GRAMMARS = 1024
+"""Grammars whose verdicts a worker remembers: those of a run are few, or each is used once."""
+
+MAX_COMPILED_GRAMMARS = 256
+"""Compiled grammars that are kept for the next output; one takes 0.1 to 10 MB."""
+
 FREEING_WAIT_SECONDS = 10.0
 """For memory that is being freed before more is taken: a thread frees gigabytes in less."""
 

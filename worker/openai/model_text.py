@@ -132,6 +132,10 @@ class ModelText:
 
         return await self._run_in_thread(render)
 
+    async def special_tokens(self) -> list[str]:
+        """Return the tokenizer's special tokens, which no text becomes."""
+        return await self._run_in_thread(lambda tokenizer: list(tokenizer.all_special_tokens))
+
     async def make_decoder(self) -> Callable[[Sequence[int], bool], str]:
         """Return a function (ids, keep special tokens) -> text, fast enough for the event loop."""
         tokenizer = await self._run_in_thread(lambda tokenizer: tokenizer)

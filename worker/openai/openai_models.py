@@ -57,6 +57,10 @@ INSTEAD: Final[Mapping[str, str]] = {
     "enable_thinking": _TEMPLATE,
     "reasoning_effort": _TEMPLATE,
     "thinking_token_budget": "use max_tokens",
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
+        "use response_format, or `structured` of /v1/generate",
+    ),
 }
 """What a client should do instead of using a field; it should leave out all others."""
 
@@ -152,12 +156,16 @@ class OpenAIRequest(OpenAIBody):
                 f"model {self.model!r} is not served here: use {served!r}",
                 errors=[{"field": "model", "message": "unknown"}],
             )
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise unsupported_field("response_format", "leave it out")
         _check_unused_fields(self.model_extra or {})
 
     def to_generate_request(
-        self, request_id: str, token_ids: list[int], *, logprobs: bool, max_tokens: int | None
+        self,
+        request_id: str,
+        token_ids: list[int],
+        *,
+        logprobs: bool,
+        max_tokens: int | None,
+        structured: Mapping[str, Any] | None = None,
     ) -> GenerateRequest:
         """The request in the worker's own terms.
 
@@ -177,6 +185,7 @@ class OpenAIRequest(OpenAIBody):
             "cache_salt": self.cache_salt,
             "session_id": self.session_id,
             "stream": bool(self.stream),
+            "structured": structured,
         }
         try:
             return GenerateRequest.model_validate(body)
@@ -268,10 +277,6 @@ class ChatRequest(OpenAIRequest):
         if self.top_logprobs:
             raise unsupported_field(
                 "top_logprobs", "only sampled tokens have logprobs: leave it out"
-            )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise unsupported_field(
-                "tool_choice", "tool calls can't be forced: use 'auto' or 'none'"
             )
 
 

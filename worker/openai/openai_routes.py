@@ -36,6 +36,12 @@ from rollout_worker.service import WorkerService
 from .model_text import ModelText
 from .openai_models import ChatRequest, CompletionRequest, openai_error_words, unsupported_field
 from .openai_responses import OpenAIExchange, StreamedChunks
+from .openai_structured import (
+    forced_functions,
+    rename_structured_error,
+    response_structure,
+    tool_call_structure,
+)
 from .settings import DEFAULT_DEADLINE_SECONDS
 from .tool_calls import tool_parser_of
 
@@ -133,7 +139,20 @@ def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) 
             continue_final_message=body.continue_final_message,
         )
         call = _OpenAICall(worker, texts, request, body, min_version)
-        call.tools = body.may_call_tools and tool_parser_of(await texts.chat_template()) is not None
+        parser = tool_parser_of(await texts.chat_template())
+        call.tools = body.may_call_tools and parser is not None
+        if functions := forced_functions(body):
+            if parser is None:
+                raise unsupported_field(
+                    "tool_choice",
+                    "the model's chat template has no known format of calls: use 'auto'",
+                )
+            call.structured_by = "tools"
+            call.structured = tool_call_structure(
+                functions,
+                await texts.special_tokens(),
+                several=body.tool_choice == "required" and body.parallel_tool_calls is not False,
+            )
         return await call.answer_request(
             "chatcmpl", [ids], body.token_limit, logprobs=bool(body.logprobs)
         )
@@ -196,6 +215,8 @@ class _OpenAICall:
         self._texts = texts
         self._min_version = min_version
         self.tools = False
+        self.structured = response_structure(body.response_format)
+        self.structured_by = "response_format"
 
     async def answer_request(
         self, kind: str, prompts: Sequence[list[int]], max_tokens: int | None, *, logprobs: bool
@@ -213,11 +234,13 @@ class _OpenAICall:
                     ids,
                     logprobs=logprobs,
                     max_tokens=max_tokens,
+                    structured=self.structured,
                 ).model_copy(update={"min_version": self._min_version})
-                flights.append(self._worker.submit_request(asked))
-        except ProblemError:
+                grammar = await self._worker.check_grammar(asked.structured)
+                flights.append(self._worker.submit_request(asked, grammar))
+        except ProblemError as error:
             await abort_abandoned(self._worker.flights, flights)
-            raise
+            raise rename_structured_error(error, self.structured_by) from error
         served = self._worker.settings.served_name
         exchange = OpenAIExchange(name, served, self._body, flights, decode, self.tools)
         if self._body.stream:

@@ -19,7 +19,7 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
+from rollout_worker.engine import Engine, EngineInfo, EngineRequest, Grammar, InvalidRequest
 
 from .scoring_checks import check_scoring
 
@@ -136,6 +136,7 @@ def expand_request(
     engine: Engine,
     info: EngineInfo,
     default_logprobs: LogprobsOf,
+    grammar: Grammar | None = None,
 ) -> Sequence[EngineRequest]:
     """Return one engine request per output, with lengths, logprobs and seeds resolved.
 
@@ -164,13 +165,14 @@ def expand_request(
             # The outputs share their prompt: the first one scores it.
             scored=request.scored_range if index == 0 else None,
             top_logprobs=request.top_logprobs,
+            grammar=grammar,
         )
         for index in range(request.sampling.n)
     ]
     try:
         check_capabilities(requests[0], engine.capabilities)
         if requests[0].scored or requests[0].top_logprobs:
-            altering = altering_fields(sampling)
+            altering = altering_fields(requests[0])
             check_scoring(requests, engine.capabilities, info.engine, altering)
         engine.validate(requests[0])
     except InvalidRequest as error:
@@ -265,7 +267,7 @@ def check_capabilities(request: EngineRequest, able: Capabilities) -> None:
 
 def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
     """Serve either kind where both have the same values; otherwise it must be declared."""
-    altering = altering_fields(request.sampling)
+    altering = altering_fields(request)
     if request.logprobs is None or request.sampling.max_tokens == 0:
         return
     if not able.logprobs:
@@ -279,7 +281,7 @@ def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
             f"with {names} set, {request.logprobs!r} logprobs differ from the ones it"
             f" records ({others}): ask for {others}, or leave those parameters at their defaults",
         )
-    beyond = altering.difference(able.sampling_logprobs)
+    beyond = altering.difference(able.sampling_logprobs, {"structured"})
     if request.logprobs == "sampling" and beyond:
         instead = "ask for 'raw'" if "raw" in able.logprobs else "use 'none'"
         names = ", ".join(sorted(beyond))
@@ -290,12 +292,12 @@ def _check_logprobs(request: EngineRequest, able: Capabilities) -> None:
         )
 
 
-def altering_fields(sampling: SamplingParams) -> frozenset[str]:
+def altering_fields(request: EngineRequest) -> frozenset[str]:
     """Fields that change the distribution from the model's own; T = 0 counts as T = 1."""
-    changed = _changed_fields(sampling) - _NEUTRAL
-    if sampling.temperature == 0:
+    changed = _changed_fields(request.sampling) - _NEUTRAL
+    if request.sampling.temperature == 0:
         changed -= _TRUNCATION | {"temperature"}
-    return changed
+    return changed if request.grammar is None else changed | {"structured"}
 
 
 def _changed_fields(sampling: SamplingParams) -> frozenset[str]:

@@ -32,6 +32,8 @@ class RunningOutput:
     abort_reason: AbortReason | None = None
     not_finite: WeightsId | None = None
     """The weights that gave it logits that are not finite, and so aborted it."""
+    grammar_error: str | None = None
+    """Why its grammar could not go on, which aborted it."""
     cached_tokens: int = 0
     preemptions: int = 0
     queued_seconds: float = 0.0
@@ -60,6 +62,7 @@ class RunningOutput:
             self.stop_match = delta.stop_match
             self.abort_reason = delta.abort_reason
             self.not_finite = delta.not_finite
+            self.grammar_error = delta.grammar_error
 
     def _append_span(self, span: WeightsSpan) -> None:
         last = self.spans[-1] if self.spans else None
@@ -114,6 +117,9 @@ class RunningOutput:
                 " sound weights under a higher version"
             )
             found |= {"abort_slug": wire.NOT_FINITE, "abort_detail": detail}
+        elif self.grammar_error is not None:
+            detail = f"structured: can't be followed further: {self.grammar_error[:500]}; make it simpler"
+            found |= {"abort_slug": wire.GRAMMAR_FAILED, "abort_detail": detail}
         return found
 
     def to_result(self) -> wire.GenerateOutput:

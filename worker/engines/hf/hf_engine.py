@@ -26,10 +26,12 @@ from rollout_worker.engine import (
     EngineError,
     EngineInfo,
     EngineRequest,
+    Grammar,
     InvalidRequest,
     ProcessSpent,
 )
 from rollout_worker.engines.adapter import EngineAdapter
+from rollout_worker.engines.grammars.grammar_state import GrammarState
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
 from rollout_worker.sources.source_reading import ReadCancelled
@@ -59,8 +61,10 @@ class HfEngine(EngineAdapter[HfParts]):
         self._settings = parse_settings(options.args)
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
+        self._compiling: dict[str, AbortReason | None] = {}
+        """Requests whose grammar is being compiled, with what aborted them."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.capabilities = make_capabilities(stop_strings=True, reloads=True)
+        self.capabilities = make_capabilities(stop_strings=True, structured=True, reloads=True)
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
@@ -91,7 +95,9 @@ class HfEngine(EngineAdapter[HfParts]):
         )
         self._parts.thread.start()
         self.capabilities = make_capabilities(
-            stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
+            stop_strings=loaded.tokenizer is not None,
+            structured=self._parts.grammars is not None,
+            reloads=bool(loaded.targets),
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         version, root_hash = transformers.__version__, loaded.root_hash
@@ -146,10 +152,16 @@ class HfEngine(EngineAdapter[HfParts]):
         finished = False
         try:
             self._arrivals += 1
-            arrival = self._arrivals
+            arrival, grammar = self._arrivals, None
+            if request.grammar is not None:
+                grammar = await self._compile_grammar(name, request.grammar)
+                if (reason := self._compiling.pop(name)) is not None:
+                    finished = True
+                    yield _aborted_delta(request, reason)
+                    return
             await self._run_command(
                 lambda core: core.add_request(
-                    make_sequence(request, parts.loaded, arrival, deltas.put_nowait)
+                    make_sequence(request, parts.loaded, arrival, deltas.put_nowait, grammar)
                 )
             )
             while not finished:
@@ -164,9 +176,26 @@ class HfEngine(EngineAdapter[HfParts]):
                     lambda: parts.core.abort_requests([name], AbortReason.CLIENT)
                 )
 
+    async def _compile_grammar(self, name: str, grammar: Grammar) -> GrammarState:
+        """Compile in a thread; `_compiling` notes aborts until it is done."""
+        compiler = self._require_parts().grammars
+        assert compiler is not None, "the capabilities say so"
+        self._compiling[name] = None
+        try:
+            return await asyncio.to_thread(compiler.compile_grammar, grammar.compiled)
+        except ValueError as error:
+            del self._compiling[name]
+            raise InvalidRequest("structured", f"can't be compiled: {error}") from error
+        except BaseException:
+            del self._compiling[name]
+            raise
+
     @override
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
-        return await self._run_command(lambda core: core.abort_requests(request_ids, reason))
+        early = {name for name in self._compiling if request_ids is None or name in request_ids}
+        self._compiling |= dict.fromkeys(early, reason)
+        known = await self._run_command(lambda core: core.abort_requests(request_ids, reason))
+        return known | early
 
     @override
     async def hold_admission(self) -> None:
@@ -230,12 +259,14 @@ class HfEngine(EngineAdapter[HfParts]):
         self._ended = why
         self.on_end(why)
         for request, deltas in self._streams.values():
-            deltas.put_nowait(
-                EngineDelta(
-                    token_ids=(),
-                    logprobs=None if request.logprobs is None else (),
-                    spans=(),
-                    stop_reason=StopReason.ABORTED,
-                    abort_reason=AbortReason.ENGINE,
-                )
-            )
+            deltas.put_nowait(_aborted_delta(request, AbortReason.ENGINE))
+
+
+def _aborted_delta(request: EngineRequest, reason: AbortReason) -> EngineDelta:
+    return EngineDelta(
+        token_ids=(),
+        logprobs=None if request.logprobs is None else (),
+        spans=(),
+        stop_reason=StopReason.ABORTED,
+        abort_reason=reason,
+    )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities
 from rollout_worker.engine import EngineError
+from rollout_worker.engines.grammars.grammar_checker import supports_grammars
+from rollout_worker.engines.grammars.grammar_state import GrammarCompiler
 from rollout_worker.engines.options import EngineOptions
 
 from .core import BatchCore, DeltaDelivery, PrefillPace
@@ -47,6 +49,7 @@ class HfParts:
     core: BatchCore
     thread: StepThread
     versions: HfVersions
+    grammars: GrammarCompiler | None
 
     @property
     def running(self) -> frozenset[str]:
@@ -114,15 +117,20 @@ def assemble_parts(
         pace=PrefillPace(settings.prefill_tokens, FIRST_PREFILL_TOKENS[loaded.device]),
     )
     thread = StepThread(core, on_crash)
-    return HfParts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread))
+    grammars = None
+    if supports_grammars(loaded.tokenizer, loaded.eos_token_ids):
+        grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    versions = HfVersions(memory, core, thread)
+    return HfParts(loaded, kv, memory, core, thread, versions, grammars)
 
 
-def make_capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
+def make_capabilities(*, stop_strings: bool, structured: bool, reloads: bool) -> Capabilities:
     """Return what the engine can do; `reloads`: it can read the model's weights again."""
     return Capabilities(
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        structured=structured,
         seed=True,
         priority=True,
         stop_strings=stop_strings,

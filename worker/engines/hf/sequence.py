@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout_common.wire import AbortReason, StopReason, WeightsId
 from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.engines.grammars.grammar_state import GrammarState, fill_masks
 from rollout_worker.engines.request_checks import (
     StopChecker,
     StopVerdict,
@@ -66,6 +67,8 @@ class OutputSequence:
     _changes: list[WeightsChange] = field(default_factory=list)
     _verdict: StopVerdict | None = None
     _abort: AbortReason | None = None
+    grammar: GrammarState | None = None
+    grammar_error: str | None = None
     not_finite: WeightsId | None = None
     """The weights whose logits were not finite, which aborted it."""
 
@@ -157,6 +160,10 @@ class OutputSequence:
             self._top.extend(top)
         self._verdict = self.stop.check_token(token, start + 1)
         self.done = self._verdict is not None
+        if self.grammar is not None and not self.done:
+            self.grammar_error = self.grammar.accept_token(token)
+            if self.grammar_error is not None:
+                self.abort_output(AbortReason.ENGINE)
 
     def abort_output(self, reason: AbortReason, not_finite: WeightsId | None = None) -> None:
         """End it before its time, perhaps because of weights whose logits are not finite; it keeps its tokens."""
@@ -178,6 +185,7 @@ class OutputSequence:
             stop_match=match,
             abort_reason=self._abort,
             not_finite=self.not_finite,
+            grammar_error=self.grammar_error,
             preemptions=self.preemptions,
             queued_seconds=(self.started or time.monotonic()) - self.entered,
             top=self._top,
@@ -191,7 +199,11 @@ class OutputSequence:
 
 
 def make_sequence(
-    request: EngineRequest, loaded: LoadedModel, arrival: int, sink: Callable[[EngineDelta], None]
+    request: EngineRequest,
+    loaded: LoadedModel,
+    arrival: int,
+    sink: Callable[[EngineDelta], None],
+    grammar: GrammarState | None = None,
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_known_tokens(with_max_tokens(request, loaded), loaded)
@@ -204,6 +216,7 @@ def make_sequence(
         stop=make_stop_checker(request.sampling, loaded),
         arrival=arrival,
         sink=sink,
+        grammar=grammar,
     )
 
 
@@ -237,7 +250,10 @@ class BatchSampler:
         positions = torch.tensor(last, device=logits.device)
         work = logits.to(torch.float32, copy=True)
         found: LikeliestTokens = {}
-        tokens, logprobs = draw_tokens(work, self._rows, self._temperatures, positions, found)
+        masks = fill_masks([each.grammar for each in sequences], logits.device)
+        tokens, logprobs = draw_tokens(
+            work, self._rows, self._temperatures, positions, found, masks
+        )
         for row, (ids, likely) in found.items():
             assert tops is not None, "the caller knows that a row asks for it"
             tops[row] = TopTokens(len(ids))

@@ -1,6 +1,6 @@
 """Draw a token for each row of a batch, as its request asks.
 
-Order of application: bias and allowed ids, penalties, `min_tokens`, temperature, `min_p`, `top_k`,
+Order of application: bias and allowed ids, penalties, `min_tokens`, grammar, temperature, `min_p`, `top_k`,
 `top_p`. A token is found by inverting the cumulative distribution at one random number, the same on
 every device. SGLang does not use its own sampler: its penalties ignore the prompt and forget the output when a
 request is retracted, and its logprobs ignore truncation.
@@ -12,6 +12,8 @@ import itertools
 
 import torch
 from torch import Tensor
+
+from rollout_worker.engines.grammars.grammar_state import apply_masks
 
 from .batch_rows import SampledRows
 from .truncation import truncate_logits
@@ -33,18 +35,20 @@ def draw_tokens(
     temperatures: Tensor,
     positions: Tensor,
     top: LikeliestTokens | None = None,
+    masks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for each row of `logits` [B, V]; return tokens [B] and their logprobs [B].
 
     `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token. `top` gets the most likely
-    tokens of the rows that ask for them.
+    tokens of the rows that ask for them. `masks` [B, words]: which tokens the grammars allow, if any row has one.
     """
     pieces = rows.split_rows(max(1, PIECE_LOGITS // logits.shape[1]))
     sizes = [len(piece) for piece in pieces]
     columns = (torch.split(each, sizes) for each in (logits, temperatures, positions))
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
-    parts = zip(pieces, starts, zip(*columns, strict=True), strict=True)
-    drawn = [_draw_piece(piece, start, top, *part) for piece, start, part in parts]
+    allowed = [None] * len(pieces) if masks is None else torch.split(masks, sizes)
+    parts = zip(pieces, starts, allowed, zip(*columns, strict=True), strict=True)
+    drawn = [_draw_piece(piece, start, top, mask, *part) for piece, start, mask, part in parts]
     if len(drawn) == 1:
         return drawn[0]
     tokens, logprobs = zip(*drawn, strict=True)
@@ -55,6 +59,7 @@ def _draw_piece(
     rows: SampledRows,
     start: int,
     top: LikeliestTokens | None,
+    masks: Tensor | None,
     logits: Tensor,
     temperatures: Tensor,
     positions: Tensor,
@@ -62,6 +67,8 @@ def _draw_piece(
     work = logits.to(torch.float32, copy=rows.raw_rows is not None)
     norm = work.logsumexp(dim=-1) if rows.raw_rows is not None else None
     rows.edit_logits(work, positions)
+    if masks is not None:
+        apply_masks(work, masks)
     # Shifting by the maximum first keeps the quotient in range however small the temperature.
     work.sub_(work.amax(dim=-1, keepdim=True)).div_(temperatures)
     if rows.truncated_rows is not None:

@@ -107,7 +107,9 @@ def check_request(request: EngineRequest, model: SglangModel) -> None:
     check_temperature(request, "SGLang", MIN_TEMPERATURE)
 
 
-def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:
+def make_capabilities(
+    *, tokenizer: bool, structured: bool, facts: Mapping[str, Any]
+) -> Capabilities:
     """Return what the engine can do; `facts`: what the child reported of itself, empty before it runs."""
     saver = bool(facts.get("enable_memory_saver", True))
     prefixes = not facts.get("disable_radix_cache", False)
@@ -118,6 +120,7 @@ def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilit
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        structured=structured,
         seed=True,
         priority=True,
         stop_strings=tokenizer,

@@ -25,6 +25,7 @@ from rollout_worker.engines.sampling.token_draw import LikeliestTokens, draw_tok
 
 from . import loader, spilling
 from .settings import UNREAD_INTERVAL_SECONDS
+from .sglang_grammars import install_grammars, take_masks
 
 NEVER_INTERVAL = 1 << 30
 REPLACED_BACKENDS = ("flashinfer", "pytorch")
@@ -48,6 +49,7 @@ def install_patches() -> None:
         return
     _installed = True
     _register_sampler()
+    install_grammars()
     # The methods that `serving` calls in all schedulers.
     Scheduler.rollout_keep = spilling.spill_weights
     Scheduler.rollout_bring_back = spilling.restore_weights
@@ -156,7 +158,9 @@ class RolloutSampler(sampler.Sampler):  # type: ignore[misc]
             )
         logits = self._preprocess_logits(logits, sampling_info)
         top: LikeliestTokens = {}
-        tokens, logprobs = draw_tokens(logits, rows, sampling_info.temperatures, positions, top)
+        masks = take_masks(sampling_info)
+        heat = sampling_info.temperatures
+        tokens, logprobs = draw_tokens(logits, rows, heat, positions, top, masks)
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
         if top:

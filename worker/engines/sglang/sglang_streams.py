@@ -160,6 +160,7 @@ def make_child_request(
             "ignore_eos": True,  # EOS ids are among the stop ids
             "stop_token_ids": sorted(stops),
             "custom_params": asks,
+            **({} if request.grammar is None else {"ebnf": request.grammar.compiled}),
         },
         "return_logprob": request.logprobs is not None,
         **score_fields(request),
@@ -174,8 +175,11 @@ def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
     meta = output["meta_info"]
     finish = meta["finish_reason"]
     if finish is not None and (status := finish.get("status_code")):
-        # A bad request concerns this request alone, other errors the engine.
-        kind = ValueError if status == HTTPStatus.BAD_REQUEST else RuntimeError
+        # A bad request, or a grammar that grew too large, concerns this request alone, other errors the engine.
+        alone = status == HTTPStatus.BAD_REQUEST or str(finish.get("message")).startswith(
+            "Grammar "
+        )
+        kind = ValueError if alone else RuntimeError
         return [rid, [], None, {"error": f"{kind.__name__}: {finish.get('message')}"}]
     about = {
         "finish": finish,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_worker.engine import EngineRequest, InvalidRequest
+from rollout_worker.engine import EngineRequest, Grammar, InvalidRequest
+from rollout_worker.engines.grammars.grammar_checker import grammar_text
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature, stop_ids
 
 MIN_TEMPERATURE = 0.01
@@ -45,6 +46,12 @@ def check_request(request: EngineRequest, model: VllmModel) -> None:
     """Refuse what can't be served: `InvalidRequest` names the field and the fix."""
     check_model_limits(request, model)
     check_temperature(request, "vLLM", MIN_TEMPERATURE, MAX_TEMPERATURE)
+    if request.grammar is not None and request.logprobs == "raw":
+        raise InvalidRequest(
+            "logprobs",
+            "vLLM has no 'raw' logprobs with structured, as it masks the logits that it takes them from: ask for"
+            " 'sampling', or leave structured out",
+        )
     if not model.bounded:
         return
     # Beyond what the sampler's arrays hold, vLLM's core raises, and ends.
@@ -96,9 +103,29 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
         logprobs=None if request.logprobs is None else request.top_logprobs,
         prompt_logprobs=None if request.scored is None else request.top_logprobs,
         flat_logprobs=True,
+        structured_outputs=_to_structured_params(request.grammar),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         # Stop strings are found on our side, token by token.
         stream_interval=1 if request.streamed or sampling.stop else UNREAD_STREAM_INTERVAL,
         skip_clone=True,
     )
+
+
+def _to_structured_params(grammar: Grammar | None) -> Any:
+    """Return vLLM's parameters for a checked grammar, which it compiles by the same library."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if grammar is None:
+        return None
+    kind, text = grammar_text(grammar.source)
+    if kind == "choice":
+        return StructuredOutputsParams(choice=list(grammar.source.choice or ()))
+    return StructuredOutputsParams(**{"json" if kind == "json_schema" else kind: text})
+
+
+def skip_grammar_validation() -> None:
+    """Keep vLLM from compiling each request's grammar in our event loop: it was checked in a process of its own."""
+    from vllm.v1.structured_output import backend_guidance
+
+    backend_guidance.validate_guidance_grammar = lambda *_, **__: None

@@ -17,6 +17,7 @@ from typing import Any
 from rollout_common.turn.sharing import SOCKET
 from rollout_common.wire import MAX_TOP_LOGPROBS, Progress
 from rollout_worker.engine import EngineError, GangMembership, WeightsLayout
+from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.model_folder import (
     checkpoint_dtype,
     checkpoint_layout,
@@ -31,7 +32,7 @@ from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
-from .intake import VllmModel
+from .intake import VllmModel, skip_grammar_validation
 from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
@@ -132,6 +133,8 @@ def prepare_launch(
     read_config(options.model)
     leader = None if options.gang is None else _join_gang(options.gang, settings, cancelled)
     config = _make_config(options, settings, leader)
+    # With grammars of the same library as those that were checked.
+    config.structured_outputs_config.backend = "guidance"
     tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
     return config, checkpoint_layout(open_source(options.model).entries, tied=tied)
 
@@ -237,7 +240,7 @@ def _engine_arguments(
     ours: dict[str, Any] = {
         "model": str(options.model),
         "tokenizer": str(options.model),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not _can_mask_tokens(options),
         "dtype": dtype,
         "max_model_len": options.max_length,
         "logprobs_mode": LOGPROBS_MODES[options.logprobs],
@@ -266,6 +269,14 @@ def _engine_arguments(
         if "enable_chunked_prefill" not in settings.given:
             ours["enable_chunked_prefill"] = False  # with it, vLLM's core dies of a seed on a CPU
     return ours
+
+
+def _can_mask_tokens(options: EngineOptions) -> bool:
+    """Whether vLLM's core can compile grammars; its tokenizer serves nothing else."""
+    tokenizer = load_tokenizer(options.model)
+    eos = read_eos_ids(options.model, read_config(options.model).get("eos_token_id"))
+    # vLLM ends a text with the tokenizer's own EOS, which has to end the output.
+    return supports_grammars(tokenizer, eos & {getattr(tokenizer, "eos_token_id", None)})
 
 
 def most_top_logprobs(config: Any) -> int:
@@ -324,6 +335,7 @@ def _construct_llm(config: Any, steps: StepCounter) -> Any:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     keep_prompt_tensors()
+    skip_grammar_validation()
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc,unused-ignore]
         """Counts every step."""

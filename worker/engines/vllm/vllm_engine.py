@@ -67,6 +67,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             logprobs=(options.logprobs,),
             prompt_logprobs=True,
             top_logprobs=MAX_TOP_LOGPROBS,
+            structured=True,
             seed=True,
             priority=True,
             stop_strings=True,
@@ -110,6 +111,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             "seed": not (launched.cpu and chunked),
             "top_logprobs": launch.most_top_logprobs(launched.config),
             "stop_strings": model.tokenizer is not None,
+            "structured": not launched.config.model_config.skip_tokenizer_init,
             "prefix_cache": cache,
             "cache_salt": cache,
         }

@@ -12,7 +12,13 @@ from rollout_client.generating.continuation import (
 )
 from rollout_client.generating.output_draft import OutputDraft
 from rollout_client.routing.member_records import WeightsBounds
-from rollout_worker.schemas import GenerateRequest, SamplingParams, StreamDelta, WeightsSpan
+from rollout_worker.schemas import (
+    GenerateRequest,
+    SamplingParams,
+    StreamDelta,
+    StructuredOutput,
+    WeightsSpan,
+)
 
 
 def draft(*versions: int) -> OutputDraft:
@@ -68,7 +74,15 @@ def test_a_continuation_draws_other_numbers_but_always_the_same_ones() -> None:
 def test_what_a_break_could_hide_is_sampled_again(
     sampling: SamplingParams, end_known: bool, tokens: int, rewind: int
 ) -> None:
-    assert rewind_length(sampling, tokens, end_known=end_known) == rewind
+    request = GenerateRequest(token_ids=(1,), sampling=sampling)
+    assert rewind_length(request, tokens, end_known=end_known) == rewind
+
+
+def test_a_structured_output_starts_over() -> None:
+    """The next worker's grammar begins with the first token that it samples."""
+    structured = StructuredOutput(choice=("red", "green"))
+    request = GenerateRequest(token_ids=(1,), structured=structured)
+    assert rewind_length(request, 3, end_known=True) == 3
 
 
 @pytest.mark.parametrize(

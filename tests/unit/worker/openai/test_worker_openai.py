@@ -184,9 +184,7 @@ def test_prompts_of_all_shapes(prompt: Any, prompts: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs"),
         ({"model": "other"}, "model"),

@@ -1,0 +1,167 @@
+"""Check the grammars of requests before they are admitted, in a process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from rollout_common.wire import StructuredOutput
+from rollout_worker.engine import EngineError, Grammar, InvalidRequest
+from rollout_worker.engines.model_folder import load_tokenizer
+from rollout_worker.engines.settings import (
+    GRAMMAR_CHECK_SECONDS,
+    GRAMMAR_START_SECONDS,
+    MAX_CHECKED_GRAMMARS,
+)
+
+logger = logging.getLogger(__name__)
+
+PROCESS_MODULE = "rollout_worker.engines.grammars.grammar_process"
+MAX_LINE_BYTES = 16 << 20
+"""Of an answer: a grammar of the largest request, escaped twice, has below 2 MB."""
+MAX_ERROR_LENGTH = 500
+"""Characters of the library's message; the rest repeats the grammar."""
+
+Verdict = dict[str, str]
+"""`{"grammar": serialised}` or `{"error": text}`."""
+
+
+def supports_grammars(tokenizer: Any | None, eos: Collection[int]) -> bool:
+    """Whether grammars can be compiled for a model: by its tokenizer's file, and there is a token for the end."""
+    fast = tokenizer is not None and getattr(tokenizer, "is_fast", False)
+    return bool(fast and eos) and importlib.util.find_spec("llguidance") is not None
+
+
+def tokenizer_text(tokenizer: Any) -> str:
+    """Return a fast tokenizer as the text of its file, without padding and truncation."""
+    from copy import copy
+
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
+class GrammarChecker:
+    """Checks grammars for the tokens of one model, one after the other; remembers its verdicts.
+
+    Args:
+        folder: Returns the folder of the loaded model.
+    """
+
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    async def check_structured(self, structured: StructuredOutput, eos: Collection[int]) -> Grammar:
+        """Return the grammar of a structured output; `eos`: the ids that end one.
+
+        Raises:
+            InvalidRequest: It can't be compiled, or takes too long; names the field and the reason.
+        """
+        kind, text = grammar_text(structured)
+        key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            async with self._lock:
+                verdict = self._verdicts.get(key) or await self._ask_process(kind, text, eos)
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > MAX_CHECKED_GRAMMARS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(key)
+        if "error" in verdict:
+            raise InvalidRequest(f"structured.{kind}", verdict["error"])
+        return Grammar(structured, verdict["grammar"])
+
+    async def _ask_process(self, kind: str, text: str, eos: Collection[int]) -> Verdict:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = self._process = await self._start_process(eos)
+        try:
+            async with asyncio.timeout(GRAMMAR_CHECK_SECONDS):
+                answer = await _exchange_lines(process, {"kind": kind, "text": text})
+        except (TimeoutError, ConnectionError, ValueError):
+            await self.stop()
+            logger.warning("a grammar took too much time or memory to check: %.200s", text)
+            return {
+                "error": "takes too much time or memory to compile: make it simpler, above all large"
+                " counts such as minItems, maxLength or {1000}, and long lists of alternatives"
+            }
+        except BaseException:
+            await self.stop()  # cancelled in the middle: the answer would be taken for the next one
+            raise
+        if "error" in answer:
+            answer = {"error": f"can't be compiled: {answer['error'][:MAX_ERROR_LENGTH]}"}
+        return answer
+
+    async def _start_process(self, eos: Collection[int]) -> asyncio.subprocess.Process:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._folder())
+        if not supports_grammars(tokenizer, eos):
+            raise EngineError("the model has no tokenizer that grammars can be compiled for")
+        text = await asyncio.to_thread(tokenizer_text, tokenizer)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", PROCESS_MODULE),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            env={**os.environ, "RAYON_NUM_THREADS": "1"},
+        )
+        try:
+            async with asyncio.timeout(GRAMMAR_START_SECONDS):
+                await _exchange_lines(process, {"tokenizer": text, "eos": sorted(eos)})
+        except BaseException as error:
+            await _kill_process(process)
+            if isinstance(error, TimeoutError | ConnectionError | ValueError):
+                raise EngineError(
+                    "the process that checks grammars did not start: its messages are in the log"
+                ) from error
+            raise
+        return process
+
+    async def stop(self) -> None:
+        """End the process; the next check starts another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _kill_process(process)
+
+
+def grammar_text(structured: StructuredOutput) -> tuple[str, str]:
+    """Return which of its fields is set, and that as text."""
+    if structured.json_schema is not None:
+        schema = json.dumps(structured.json_schema, ensure_ascii=False, separators=(",", ":"))
+        return "json_schema", schema
+    if structured.choice is not None:
+        return "choice", json.dumps(structured.choice, ensure_ascii=False)
+    if structured.regex is not None:
+        return "regex", structured.regex
+    assert structured.grammar is not None, "exactly one field is set"
+    return "grammar", structured.grammar
+
+
+async def _exchange_lines(process: asyncio.subprocess.Process, message: Any) -> dict[str, Any]:
+    """Send a line and return the answer; raises `ConnectionError` or `ValueError` if the process ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+    await process.stdin.drain()
+    answer: dict[str, Any] = json.loads(await process.stdout.readline())
+    return answer
+
+
+async def _kill_process(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

@@ -1,0 +1,101 @@
+"""Compile checked grammars for a model's tokens, and follow outputs through them.
+
+The masks are those of llguidance (https://github.com/guidance-ai/llguidance), which vLLM and SGLang use, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_worker.engines.settings import MAX_COMPILED_GRAMMARS
+
+from .grammar_checker import tokenizer_text
+
+MASK_BITS = 32
+"""Tokens in a word of a mask."""
+
+
+class GrammarState:
+    """Where one output is in its grammar; owned by the thread that draws its tokens."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self.words = words
+        """Length of its mask."""
+
+    def fill_mask(self, row: Tensor) -> None:
+        """Write into `row` [words] int32 which tokens may come next, a bit for each: EOS alone once the text is complete."""
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+
+    def accept_token(self, token: int) -> str | None:
+        """Advance by a token that the last mask allowed; return why the grammar can't go on, None if it can."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return None  # complete: this is its EOS
+        self._matcher.consume_token(token)
+        return self._matcher.get_error() or None if self._matcher.is_error() else None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model; its methods block, for seconds at the first call, and any thread may call them."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: Collection[int]) -> None:
+        self._tokenizer, self._eos = tokenizer, sorted(eos)
+        # Logits may have more columns than there are tokens.
+        self._vocab = max(vocab_size, len(tokenizer))
+        self._lock = threading.Lock()
+        self._tokens: Any | None = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def compile_grammar(self, grammar: str) -> GrammarState:
+        """Return the state at the beginning of a checked grammar, in llguidance's serialised form.
+
+        Raises:
+            ValueError: It can't be compiled, which the check had found.
+        """
+        from llguidance import LLMatcher
+
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = LLMatcher(self._load_tokens(), grammar, log_level=0)
+                if matcher.is_error():
+                    raise ValueError(matcher.get_error())
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > MAX_COMPILED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return GrammarState(matcher.deep_copy(), -(-self._vocab // MASK_BITS))
+
+    def _load_tokens(self) -> Any:
+        if self._tokens is None:
+            from llguidance import LLTokenizer
+
+            text = tokenizer_text(self._tokenizer)
+            self._tokens = LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
+        return self._tokens
+
+
+def fill_masks(states: Sequence[GrammarState | None], device: torch.device) -> Tensor | None:
+    """Return the masks of a batch's rows, [B, words] int32 with all bits set for rows without a grammar; None if all are."""
+    words = next((state.words for state in states if state is not None), None)
+    if words is None:
+        return None
+    masks = torch.full((len(states), words), -1, dtype=torch.int32)
+    for state, row in zip(states, masks, strict=True):
+        if state is not None:
+            state.fill_mask(row)
+    return masks.to(device)
+
+
+def apply_masks(logits: Tensor, masks: Tensor) -> None:
+    """Set in place what the masks [B, words] exclude of the logits [B, V] to minus infinity."""
+    places = torch.arange(MASK_BITS, device=masks.device, dtype=torch.int32)
+    bits = (masks.unsqueeze(2) >> places) & 1
+    allowed = bits.view(len(masks), -1)[:, : logits.shape[1]].bool()
+    logits.masked_fill_(~allowed, -torch.inf)

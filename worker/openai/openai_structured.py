@@ -1,0 +1,103 @@
+"""What OpenAI's `response_format` and a forced `tool_choice` ask of the text, as a structured output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_common.wire.problems import ProblemError
+
+from .openai_models import ChatRequest, unsupported_field
+from .tool_calls import CLOSE, OPEN
+
+ANY_OBJECT = {"type": "object"}
+
+
+def response_structure(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the structure that a `response_format` asks for, None for text.
+
+    Raises:
+        ProblemError: 422; it names the field.
+    """
+    given = response_format or {}
+    match given.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return {"json_schema": ANY_OBJECT}
+        case "json_schema":
+            described = given.get("json_schema")
+            schema = described.get("schema") if isinstance(described, Mapping) else None
+            if not isinstance(schema, Mapping):
+                raise unsupported_field(
+                    "response_format", "give the schema as an object in json_schema.schema"
+                )
+            return {"json_schema": schema}
+    raise unsupported_field("response_format", "use type text, json_object or json_schema")
+
+
+def forced_functions(body: ChatRequest) -> list[Mapping[str, Any]]:
+    """Return the functions of which the answer must call one, empty if it may be text.
+
+    Raises:
+        ProblemError: 422; it names the field.
+    """
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return []
+    functions = [tool.function for tool in body.tools or ()]
+    if isinstance(choice, Mapping):
+        named = choice.get("function")
+        name = named.get("name") if isinstance(named, Mapping) else None
+        functions = [each for each in functions if each.get("name") == name and name is not None]
+        if not functions:
+            raise unsupported_field("tool_choice", f"no tool is called {name!r}: name one of tools")
+    elif choice != "required":
+        raise unsupported_field(
+            "tool_choice", "use 'auto', 'none', 'required', or a function by name"
+        )
+    if not functions:
+        raise unsupported_field("tool_choice", "there is nothing to call: add tools")
+    if response_structure(body.response_format) is not None:
+        raise unsupported_field(
+            "response_format", "a forced tool_choice sets the format: leave it out"
+        )
+    return functions
+
+
+def tool_call_structure(
+    functions: Sequence[Mapping[str, Any]], specials: Sequence[str], *, several: bool
+) -> dict[str, Any]:
+    """Return the structure of calls of these functions in the format that `tool_calls` parses.
+
+    Args:
+        functions: What may be called: `name`, perhaps `parameters`, a JSON Schema.
+        specials: The tokenizer's special tokens; a grammar names them apart from text.
+        several: Whether the answer may have more than one call.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": each.get("name")},
+                "arguments": each.get("parameters") or ANY_OBJECT,
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for each in functions
+    ]
+    begin, end = (mark if mark in specials else json.dumps(mark) for mark in (OPEN, CLOSE))
+    schema = json.dumps({"anyOf": calls}, ensure_ascii=False)
+    more = ' ("\\n" call)*' if several else ""
+    rules = (f"start: call{more}", f'call: {begin} "\\n" body "\\n" {end}', f"body: %json {schema}")
+    return {"grammar": "\n".join(rules)}
+
+
+def rename_structured_error(error: ProblemError, field: str) -> ProblemError:
+    """Return the refusal of a structure under the name of the field that asked for it."""
+    known = (error.problem.model_extra or {}).get("errors", ())
+    if not any(each["field"].startswith("structured") for each in known):
+        return error
+    return unsupported_field(field, "; ".join(each["message"] for each in known))
