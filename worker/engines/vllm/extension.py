@@ -108,6 +108,17 @@ def _score_in_pieces(
     return found
 
 
+def _allow_matrix_tiles() -> None:
+    """Ask the kernel for the processor's matrix tiles (AMX), where it has them.
+
+    vLLM's attention in bfloat16 uses them without asking, and dies of an illegal instruction unless torch has asked
+    before, which depends on the model (vLLM 0.32).
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+_allow_matrix_tiles()
 _end_with_parent()
 # vLLM imports this before its worker touches the device (vLLM 0.32: `init_worker`, then `init_device`).
 join()
