@@ -119,13 +119,13 @@ class Leadership:
             await self._check_layouts()
             if not await lease.take_lease():
                 continue  # another standby was faster
-            self._ours, self.shard = lease, number
             try:
                 await self._check_layouts()
             except BaseException:
-                self._ours = None
                 await lease.release_lease()
                 raise
+            # Not before: until here a process with another number of shards may lead.
+            self._ours, self.shard = lease, number
             return True
         return False
 
