@@ -44,6 +44,7 @@ from rollout_common.wire import (
     WeightsSpan,
 )
 
+from .replay_records import ExpertRoutes, TokenMasks
 from .token_scores import PromptScores, TopTokens
 
 ENGINES = ("hf", "vllm", "sglang")
@@ -115,7 +116,8 @@ class EngineRequest:
     `streamed`: a client reads the stream; else tokens after the first may come several at a time.
     `scored`: positions [from, to) of the prompt to score, with its model's own distribution. `top_logprobs`: how many
     of the most likely tokens to record at each scored position and with each token, of the kind `logprobs`.
-    `grammar`: tokens that can't lead to a matching text are not drawn, and EOS only after one.
+    `routed_from`: record the experts of all tokens from this position of the prompt on; None: of none. `masks`: record
+    which tokens could be drawn. `grammar`: tokens that can't lead to a matching text are not drawn, and EOS only after one.
     """
 
     request_id: str
@@ -129,6 +131,8 @@ class EngineRequest:
     scored: tuple[int, int] | None = None
     top_logprobs: int = 0
     grammar: Grammar | None = None
+    routed_from: int | None = None
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,8 @@ class EngineDelta:
     waited in the engine before its first step, the same in every delta. `not_finite`: the weights whose
     logits were not finite, which aborted the output; `grammar_error`: why its grammar can't go on, which did. `top`: a row for each token, if requested.
     `prompt`: the scores of the prompt, if requested; in the first delta with a token, or in the only one.
+    `routes`: the experts of the tokens that were read to make these, those of the prompt in the first delta with a token;
+    the first to read a token counts, whatever weights read it again. `masks`: a row for each token.
     """
 
     token_ids: tuple[int, ...]
@@ -157,6 +163,8 @@ class EngineDelta:
     queued_seconds: float = 0.0
     top: TopTokens | None = None
     prompt: PromptScores | None = None
+    routes: ExpertRoutes | None = None
+    masks: TokenMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,20 @@ from pydantic import ValidationError
 from rollout_client.routing.member_clients import describe_error
 from rollout_client.routing.router import AttemptLease
 from rollout_client.worker_control import parse_problem
-from rollout_common.wire import GenerateRequest, PromptLogprobs, StreamDelta, StreamDone, WeightsId
+from rollout_common.wire import (
+    GenerateRequest,
+    PromptLogprobs,
+    RoutedExperts,
+    StreamDelta,
+    StreamDone,
+    WeightsId,
+)
 
 from .score_drafts import BadDelta
 
-TakeFrame = Callable[[StreamDelta | PromptLogprobs], None]
+StreamFrame = StreamDelta | PromptLogprobs | RoutedExperts
+"""What a stream brings before its end."""
+TakeFrame = Callable[[StreamFrame], None]
 
 MAX_PROBLEM_BYTES = 65536
 MAX_EVENT_BYTES = 64 * 2**20
@@ -52,7 +61,7 @@ async def run_attempt(
     take: TakeFrame,
     seconds: float,
 ) -> StreamDone:
-    """Send a request with `stream`, and call `take` with each delta, and each part of a scored prompt.
+    """Send a request with `stream`, and call `take` with each delta, and each part of a prompt's scores and routes.
 
     The lease notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
 
@@ -112,6 +121,8 @@ def _handle_event(name: str, data: bytes, take: TakeFrame) -> StreamDone | None:
             take(StreamDelta.model_validate_json(data, extra="ignore"))
         case "prompt_logprobs":
             take(PromptLogprobs.model_validate_json(data, extra="ignore"))
+        case "routed_experts":
+            take(RoutedExperts.model_validate_json(data, extra="ignore"))
         case "done":
             return StreamDone.model_validate_json(data, extra="ignore")
         case "error":

@@ -29,9 +29,10 @@ from rollout_client.routing.router import AttemptLease, RequestRouter
 from rollout_common import wire
 
 from . import attempt_verdicts as verdicts
-from .attempt_stream import AttemptBroken, AttemptRefused, run_attempt
+from .attempt_stream import AttemptBroken, AttemptRefused, StreamFrame, run_attempt
 from .continuation import remaining_bounds, remaining_request, rewind_length
 from .output_draft import OutputDraft, OutputUsage
+from .record_drafts import MasksDraft, RoutesDraft
 from .settings import ANSWER_GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,13 @@ class OutputGeneration:
     """How many of the last tokens may still be sampled again: a stream holds them back."""
 
     def __post_init__(self) -> None:
+        asked = self.request
         self.draft = OutputDraft(
-            self.index, self.request.scored_range, has_top=self.request.top_logprobs > 0
+            self.index,
+            asked.scored_range,
+            has_top=asked.top_logprobs > 0,
+            routes=RoutesDraft(len(asked.token_ids)) if asked.return_routed_experts else None,
+            masks=MasksDraft() if asked.return_sampling_mask else None,
         )
         self.usage = OutputUsage()
         self._failures = 0
@@ -87,7 +93,6 @@ class OutputGeneration:
         self._info: wire.WorkerInfo | None = None
         """Describes the worker that made the last token; None: not known yet."""
         self._ended: wire.GenerateOutput | None = None
-        asked = self.request
         self._asked = WeightsBounds(asked.epoch, asked.min_version, asked.exact_version)
 
     @property
@@ -239,9 +244,12 @@ class OutputGeneration:
 
     # What workers send.
 
-    def _take_frame(self, url: str, frame: wire.StreamDelta | wire.PromptLogprobs) -> None:
+    def _take_frame(self, url: str, frame: StreamFrame) -> None:
         if isinstance(frame, wire.PromptLogprobs):
             self.draft.prompt.append_frame(frame)
+        elif isinstance(frame, wire.RoutedExperts):
+            if self.draft.routes is not None:
+                self.draft.routes.append_rows(frame)
         else:
             self._take_delta(url, frame)
 

@@ -58,6 +58,8 @@ class GenerateOptions(ScoreOptions, total=False):
         prompt_logprobs: Score the prompt, too: True for all of it, or [from, to].
         top_logprobs: How many of the most likely tokens to return at each position, at most 256.
         structured: What the text must match: `{"json_schema": …}`, `regex`, `grammar` or `choice`.
+        return_routed_experts: Return which experts each token went to, as `routed_experts` of each output.
+        return_sampling_mask: Return which tokens could have been drawn, as `sampling_mask`.
         epoch: The epoch of the versions; default: the active one.
         min_version: Wait for a replica with these weights or newer ones.
         exact_version: Wait for a replica with exactly these, and let no others make a token.
@@ -72,6 +74,8 @@ class GenerateOptions(ScoreOptions, total=False):
     logprobs: Literal["sampling", "raw", "none"] | None
     prompt_logprobs: bool | Sequence[int] | None
     top_logprobs: int
+    return_routed_experts: bool
+    return_sampling_mask: bool
     structured: StructuredOutput | Mapping[str, object] | None
     on_version_change: OnVersionChange
 

@@ -7,11 +7,13 @@ token. What an attempt has sent stays, however the attempt ended.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout_client.results import AttemptReport
 from rollout_client.weights_spans import append_span, cut_spans, shifted_span
 from rollout_common import wire
 
+from .record_drafts import MasksDraft, RoutesDraft
 from .score_drafts import BadDelta, PromptDraft, TopRows, check_rows
 
 
@@ -19,12 +21,20 @@ class OutputDraft:
     """Tokens so far: token_ids [T], logprobs [T] and rows of the most likely tokens if asked for, spans that cover [0, T).
 
     `scored`: positions of the prompt to score. `has_top`: whether each token comes with the most likely ones.
+    `routes`, `masks`: where its replay records are kept; None: not asked for.
     """
 
     def __init__(
-        self, index: int, scored: tuple[int, int] | None = None, *, has_top: bool = False
+        self,
+        index: int,
+        scored: tuple[int, int] | None = None,
+        *,
+        has_top: bool = False,
+        routes: RoutesDraft | None = None,
+        masks: MasksDraft | None = None,
     ) -> None:
         self.index = index
+        self.routes, self.masks = routes, masks
         self.prompt = PromptDraft(scored)
         self.top = TopRows()
         self.has_top = has_top
@@ -41,6 +51,8 @@ class OutputDraft:
         """Begin an attempt after the tokens so far, except for the last `rewind` of them."""
         self._truncate_to(max(0, len(self) - rewind))
         self._base = len(self)
+        if self.routes is not None:
+            self.routes.begin_attempt()
         if not self._base:  # the same weights score the prompt and make the first token
             self.prompt.clear_frames()
 
@@ -53,6 +65,10 @@ class OutputDraft:
         del self.token_ids[length:]
         del self.logprobs[length:]
         self.top.truncate(length)
+        if self.routes is not None:
+            self.routes.truncate(length)
+        if self.masks is not None:
+            self.masks.truncate(length)
         cut_spans(self.spans, length)
 
     def append_delta(self, delta: wire.StreamDelta) -> None:
@@ -77,6 +93,7 @@ class OutputDraft:
             append_span(self.spans, shifted_span(span, self._base))
         if end != len(self) + count:
             raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
+        self._append_records(delta)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self.top.extend(delta.top_logprobs)
@@ -103,8 +120,24 @@ class OutputDraft:
             token_ids=tuple(self.token_ids[start:end]),
             logprobs=tuple(self.logprobs[start:end]) if self.has_logprobs else None,
             top_logprobs=self.top.to_wire(start, end) if self.has_top else None,
+            **self._record_fields(start, end),
             weights=spans,
         )
+
+    def _append_records(self, delta: wire.StreamDelta) -> None:
+        count = len(delta.token_ids)
+        if self.masks is not None:
+            self.masks.append_rows(delta.sampling_mask, count)
+        if self.routes is not None:
+            if delta.routed_experts is not None:
+                self.routes.append_rows(delta.routed_experts)
+            self.routes.check_tokens(len(self) + count)
+
+    def _record_fields(self, start: int, end: int) -> dict[str, Any]:
+        return {
+            "routed_experts": self.routes and self.routes.to_wire(start, end),
+            "sampling_mask": self.masks and self.masks.to_wire(start, end),
+        }
 
     def to_output(
         self,
@@ -120,6 +153,7 @@ class OutputDraft:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs) if self.has_logprobs or logprobs else None,
             top_logprobs=self.top.to_wire() if self.has_top else None,
+            **self._record_fields(0, len(self)),
             stop_reason=stop_reason,
             stop_match=stop_match,
             abort_reason=abort_reason,

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from .replay import RoutedExperts, SamplingMask
 from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
 from .structured import StructuredOutput
 from .wire_base import (
@@ -155,6 +156,12 @@ class GenerateRequest(Body):
     structured: StructuredOutput | None = Field(
         default=None, description="What the output's text must match; null: anything."
     )
+    return_routed_experts: Bool = Field(
+        default=False, description="Return which experts each token went to, prompt included."
+    )
+    return_sampling_mask: Bool = Field(
+        default=False, description="Return which tokens could have been drawn for each token."
+    )
     epoch: Identity | None = Field(
         default=None, description="Epoch that the version bounds refer to; null: the active epoch."
     )
@@ -265,13 +272,16 @@ AbortDetail = Annotated[
 class GenerateOutput(Wire):
     """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
 
-    `logprobs` is omitted if the request asked for none, `top_logprobs` unless it asked for some.
+    `logprobs` is omitted if the request asked for none; `top_logprobs`, `routed_experts` and `sampling_mask` unless
+    it asked for them.
     """
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
     top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
+    routed_experts: RoutedExperts | None = Field(default=None, exclude_if=_is_absent)
+    sampling_mask: SamplingMask | None = Field(default=None, exclude_if=_is_absent)
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
@@ -318,6 +328,8 @@ class StreamDelta(Wire):
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
     top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
+    routed_experts: RoutedExperts | None = Field(default=None, exclude_if=_is_absent)
+    sampling_mask: SamplingMask | None = Field(default=None, exclude_if=_is_absent)
     weights: tuple[WeightsSpan, ...]
 
 
@@ -369,6 +381,12 @@ class Capabilities(Wire):
     top_logprobs: int = Field(default=0, description="Largest `top_logprobs`; 0: it has none.")
     structured: bool = Field(
         default=False, description="It masks tokens that `structured` excludes."
+    )
+    return_routed_experts: bool = Field(
+        default=False, description="The model routes to experts, and it records to which."
+    )
+    return_sampling_mask: bool = Field(
+        default=False, description="It records which tokens could be drawn."
     )
     seed: bool = Field(
         description="The same seed samples the same tokens, whatever else is in the batch."

@@ -5,6 +5,7 @@ process of it, SGLang's own children included. It costs nothing until SGLang is 
 
 - `sgl_kernel` exists for GPUs only. Any `sgl_kernel.*` name is found here and raises when called;
   the models of the tests call none, as SGLang also has torch-native paths.
+- SGLang's recorder of experts locks its memory for a GPU. Here it is plain memory.
 - `torch_memory_saver` needs CUDA's virtual memory. `sglang_cpu_memory` gives pages back by madvise.
 """
 
@@ -17,8 +18,10 @@ import os
 import sys
 import types
 from collections.abc import Sequence
+from typing import Any
 
 ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
+HOST_POOLS = "sglang.srt.mem_cache.pool_host.common"
 
 
 class _Absent:
@@ -62,13 +65,33 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-class _AdapterFinder(importlib.abc.MetaPathFinder):
-    """Puts our memory saver into SGLang's adapter module right after it was loaded."""
+def _replace_saver(module: types.ModuleType) -> None:
+    import sglang_cpu_memory
+
+    sglang_cpu_memory.install(module)
+
+
+def _replace_allocator(module: types.ModuleType) -> None:
+    def allocate_plain(
+        dims: tuple[int, ...], dtype: object, device: str, allocator: Any, **_: object
+    ) -> object:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
+
+
+REPLACEMENTS = {ADAPTER: _replace_saver, HOST_POOLS: _replace_allocator}
+"""What is done to a module right after it was loaded."""
+
+
+class _ReplacingFinder(importlib.abc.MetaPathFinder):
+    """Changes modules of SGLang right after they were loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != ADAPTER:
+        replace = REPLACEMENTS.get(name)
+        if replace is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -76,10 +99,8 @@ class _AdapterFinder(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def load_and_replace(module: types.ModuleType) -> None:
-            import sglang_cpu_memory
-
             load(module)
-            sglang_cpu_memory.install(module)
+            replace(module)
 
         spec.loader.exec_module = load_and_replace  # type: ignore[method-assign]
         return spec
@@ -89,7 +110,7 @@ def install() -> None:
     """Put the finders in place."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.meta_path.insert(0, _KernelFinder())
-    sys.meta_path.insert(0, _AdapterFinder())
+    sys.meta_path.insert(0, _ReplacingFinder())
 
 
 install()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rollout_common.wire import SamplingParams, StopMatch, StopReason
+from rollout_common.wire import MAX_RECORD_BYTES, SamplingParams, StopMatch, StopReason
 from rollout_worker.engine import EngineRequest, InvalidRequest
 from rollout_worker.engines.model_folder import decode_tokens
 
@@ -17,6 +17,8 @@ INCOMPLETE_TOKENS = 3
 """An incomplete character has at most 3 of its 4 bytes, hence is in the last 3 tokens."""
 MAX_INCOMPLETE_TOKENS = 16
 """Tokens after which text that never becomes complete is taken as it is."""
+MAX_MASK_BYTES = 2**28
+"""Of the masks of one output: 14,000 tokens of a vocabulary of 152,000, or 65,000 with a `top_k` of 1,024."""
 REPLACEMENT_CHARACTER = "\ufffd"
 """What bytes decode to that are not a character, or not yet."""
 
@@ -104,6 +106,13 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
             f"{model.max_length}: shorten the prompt or lower max_tokens",
             status=413,
         )
+    worst = min(4 * sampling.top_k or model.vocab_size, -(-model.vocab_size // 8))
+    if request.masks and (sampling.max_tokens or 0) * worst > MAX_MASK_BYTES:
+        raise InvalidRequest(
+            "return_sampling_mask",
+            f"max_tokens {sampling.max_tokens} with up to {worst} bytes each are more than the {MAX_MASK_BYTES} that an"
+            " output holds: set sampling.top_k, or lower sampling.max_tokens",
+        )
     if sampling.stop and model.tokenizer is None:
         raise InvalidRequest(
             "sampling.stop",
@@ -118,6 +127,19 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
             "sampling.allowed_token_ids",
             "min_tokens forbids every allowed id, as all of them end the output: allow "
             "another id or set min_tokens to 0",
+        )
+
+
+def check_route_size(request: EngineRequest, row_bytes: int) -> None:
+    """Raise `InvalidRequest` if the routes of an output are more than a response holds; `row_bytes`: of one token."""
+    if request.routed_from is None:
+        return
+    tokens = len(request.token_ids) + (request.sampling.max_tokens or 0)
+    if tokens * row_bytes > MAX_RECORD_BYTES:
+        raise InvalidRequest(
+            "return_routed_experts",
+            f"{tokens} tokens of {row_bytes} bytes each are more than the {MAX_RECORD_BYTES} that a response holds:"
+            " shorten the prompt, or lower sampling.max_tokens",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -98,23 +98,27 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
 
 
 async def _stream_events(flight: InFlightRequest, seconds: float) -> AsyncGenerator[bytes, None]:
-    scored = flight.outputs[0]
-    sent = scored.request.scored is None
+    first = flight.outputs[0]
+    scores, routes = first.request.scored is None, first.request.routed_from is None
     async for delta in flight.stream_deltas(seconds):
-        if not sent and scored.prompt is not None:  # before the first token of its output
-            sent = True
-            async for event in _prompt_events(flight):
+        if not scores and first.prompt is not None:  # before the first token of its output
+            scores = True
+            async for event in _prompt_events("prompt_logprobs", flight.prompt_frames()):
+                yield event
+        if not routes and first.routes is not None:
+            routes = True
+            async for event in _prompt_events("routed_experts", first.prompt_routes()):
                 yield event
         yield _format_event("delta", delta)
-    if not sent:
-        async for event in _prompt_events(flight):
+    if not scores:
+        async for event in _prompt_events("prompt_logprobs", flight.prompt_frames()):
             yield event
     yield _format_event("done", flight.final_event())
 
 
-async def _prompt_events(flight: InFlightRequest) -> AsyncGenerator[bytes, None]:
-    for frame in flight.prompt_frames():
-        yield _format_event("prompt_logprobs", frame)
+async def _prompt_events(name: str, frames: Iterator[Wire]) -> AsyncGenerator[bytes, None]:
+    for frame in frames:
+        yield _format_event(name, frame)
         await asyncio.sleep(0)  # there may be hundreds
 
 

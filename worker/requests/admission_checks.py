@@ -21,6 +21,7 @@ from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineInfo, EngineRequest, Grammar, InvalidRequest
 
+from .record_checks import check_records
 from .scoring_checks import check_scoring
 
 MAX_SEED = 2**63
@@ -166,6 +167,8 @@ def expand_request(
             scored=request.scored_range if index == 0 else None,
             top_logprobs=request.top_logprobs,
             grammar=grammar,
+            routed_from=_routed_from(request, index),
+            masks=request.return_sampling_mask,
         )
         for index in range(request.sampling.n)
     ]
@@ -174,10 +177,18 @@ def expand_request(
         if requests[0].scored or requests[0].top_logprobs:
             altering = altering_fields(requests[0])
             check_scoring(requests, engine.capabilities, info.engine, altering)
+        check_records(requests, engine.capabilities, info.engine)
         engine.validate(requests[0])
     except InvalidRequest as error:
         raise invalid_problem(error) from error
     return requests
+
+
+def _routed_from(request: GenerateRequest, index: int) -> int | None:
+    if not request.return_routed_experts:
+        return None
+    # The outputs share their prompt: the first one has its experts.
+    return 0 if index == 0 else len(request.token_ids) - 1
 
 
 def invalid_problem(error: InvalidRequest) -> ProblemError:

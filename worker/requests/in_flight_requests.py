@@ -17,7 +17,6 @@ from rollout_common import wire
 from rollout_common.wire import AbortReason, WeightsId
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineCrashed, EngineRequest, InvalidRequest
-from rollout_worker.token_scores import TopTokens
 
 from .admission_checks import invalid_problem
 from .running_output import RunningOutput
@@ -105,15 +104,15 @@ class InFlightRequest:
 
     @property
     def has_scores(self) -> bool:
-        """Whether its answer may be long: it has scores of the prompt, or the most likely tokens."""
+        """Whether its answer may be long: it has scores of the prompt, the most likely tokens, or replay records."""
         request = self.outputs[0].request
-        return request.top_logprobs > 0 or request.scored is not None
+        scored = request.top_logprobs > 0 or request.scored is not None
+        return scored or request.masks or request.routed_from is not None
 
     def response_pieces(self) -> AsyncIterator[bytes]:
         """Return the JSON of `to_response` with all scores, piece by piece."""
-        none = TopTokens(1) if self.outputs[0].request.top_logprobs else None
-        tops = [output.top or none for output in self.outputs]
-        return response_pieces(self.to_response(), tops, self.outputs[0].prompt)
+        arrays = [output.response_arrays() for output in self.outputs]
+        return response_pieces(self.to_response(), arrays, self.outputs[0].prompt)
 
     def final_event(self) -> wire.StreamDone:
         """The closing event of a finished flight."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_common import wire
 from rollout_common.wire import AbortReason, StopReason, WeightsId, WeightsSpan
 from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
-from .score_frames import frame_positions
+from .score_frames import FRAME_BYTES, OutputArrays, frame_positions, route_frames
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +27,10 @@ class RunningOutput:
     spans: list[WeightsSpan] = field(default_factory=list)
     top: TopTokens | None = None
     """The most likely tokens at each of its tokens, if requested."""
+    routes: ExpertRoutes | None = None
+    """The experts of the tokens that were read, if requested."""
+    masks: TokenMasks | None = None
+    """Which tokens could be drawn for each of its tokens, if requested."""
     prompt: PromptScores | None = None
     """The scores of the prompt, once they are there."""
     stop_reason: StopReason | None = None
@@ -52,6 +58,14 @@ class RunningOutput:
             self.top = self.top or TopTokens(delta.top.width)
             self.top.extend(delta.top)
         self.prompt = delta.prompt or self.prompt
+        if delta.routes is not None:
+            if self.routes is None:
+                self.routes = delta.routes
+            else:
+                self.routes.extend(delta.routes)
+        if delta.masks is not None:
+            self.masks = self.masks or TokenMasks(delta.masks.vocab_size)
+            self.masks.extend(delta.masks)
         for span in delta.spans:
             self._append_span(span)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
@@ -78,13 +92,34 @@ class RunningOutput:
             return None
         if self.top is not None:
             end = min(end, start + frame_positions(self.top.width))
+        if self.masks is not None:
+            end = self._masks_end(start, end)
         return wire.StreamDelta(
             index=self.index,
             token_ids=tuple(self.token_ids[start:end]),
             logprobs=None if self.request.logprobs is None else tuple(self.logprobs[start:end]),
             top_logprobs=None if self.top is None else self.top.to_wire(start, end),
+            routed_experts=self._routes_between(start, end),
+            sampling_mask=None if self.masks is None else self.masks.to_wire(start, end),
             weights=tuple(self._spans_between(start, end)),
         )
+
+    def _masks_end(self, start: int, end: int) -> int:
+        """Where a frame from token `start` on ends, with masks of `FRAME_BYTES` but for one row."""
+        assert self.masks is not None
+        size = 0
+        for at in range(start, end):
+            size += len(self.masks.rows[at])
+            if size > FRAME_BYTES:
+                return at + 1
+        return end
+
+    def _routes_between(self, start: int, end: int) -> wire.RoutedExperts | None:
+        """The experts of the tokens that were read to make tokens [start, end)."""
+        if self.routes is None:
+            return None
+        first = len(self.request.token_ids) - 1  # the token that was read to make the first one
+        return self.routes.to_wire(first + start, first + end)
 
     def _spans_between(self, start: int, end: int) -> list[WeightsSpan]:
         found: list[WeightsSpan] = []
@@ -97,6 +132,17 @@ class RunningOutput:
                 within = {"start": max(start, span.start), "end": min(end, span.end)}
                 found.append(span.model_copy(update=within))
         return found[::-1]
+
+    def response_arrays(self) -> OutputArrays:
+        """What it has for each token besides its logprob, for an answer that is not streamed."""
+        top = self.top or (TopTokens(1) if self.request.top_logprobs else None)
+        return OutputArrays(top, self.routes, self.masks)
+
+    def prompt_routes(self) -> Iterator[wire.RoutedExperts]:
+        """Yield the experts of the prompt's tokens that no delta has, in frames of a stream."""
+        if self.routes is None:
+            return iter(())
+        return route_frames(self.routes, len(self.request.token_ids) - 1)
 
     def mark_aborted(self, reason: AbortReason) -> None:
         """Mark it aborted, unless it has ended; the engine is not asked."""

@@ -8,12 +8,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from rollout_common.wire import GenerateResponse, PromptLogprobs
+from rollout_common.wire import GenerateResponse, PromptLogprobs, RoutedExperts
+from rollout_worker.replay_records import ExpertRoutes, TokenMasks, base64_pieces
 from rollout_worker.token_scores import PromptScores, TopTokens
 
 FRAME_VALUES = 2**13
+FRAME_BYTES = 2**20
+"""Of routes in a frame, and of masks beyond the first row."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputArrays:
+    """What an output has for each token besides its logprob; None: not asked for."""
+
+    top: TopTokens | None = None
+    routes: ExpertRoutes | None = None
+    masks: TokenMasks | None = None
 
 
 def frame_positions(top_logprobs: int) -> int:
@@ -28,22 +41,43 @@ def prompt_frames(scores: PromptScores) -> Iterator[PromptLogprobs]:
         yield scores.to_wire(begin, min(begin + step, len(scores.logprobs)))
 
 
+def route_frames(routes: ExpertRoutes, end: int) -> Iterator[RoutedExperts]:
+    """Yield the routes of positions before `end`, frame by frame."""
+    step = max(1, FRAME_BYTES // routes.row_bytes)
+    for begin in range(routes.start, end, step):
+        yield routes.to_wire(begin, min(begin + step, end))
+
+
 async def response_pieces(
-    plain: GenerateResponse, tops: Sequence[TopTokens | None], scores: PromptScores | None
+    plain: GenerateResponse, outputs: Sequence[OutputArrays], scores: PromptScores | None
 ) -> AsyncIterator[bytes]:
-    """Yield the JSON of a response together with the most likely tokens of each output and the scores of the prompt."""
+    """Yield the JSON of a response together with the arrays of each output and the scores of the prompt."""
     yield plain.model_dump_json(exclude={"outputs"})[:-1].encode() + b',"outputs":['
-    for index, (output, top) in enumerate(zip(plain.outputs, tops, strict=True)):
+    for index, (output, arrays) in enumerate(zip(plain.outputs, outputs, strict=True)):
         yield b"," * (index > 0) + output.model_dump_json()[:-1].encode()
-        if top is not None:
-            async for piece in _top_pieces(top):
-                yield piece
+        async for piece in _array_pieces(arrays):
+            yield piece
         yield b"}"
     yield b"]"
     if scores is not None:
         async for piece in _prompt_pieces(scores):
             yield piece
     yield b"}"
+
+
+async def _array_pieces(arrays: OutputArrays) -> AsyncIterator[bytes]:
+    if arrays.top is not None:
+        async for piece in _top_pieces(arrays.top):
+            yield piece
+    for name, record in (("routed_experts", arrays.routes), ("sampling_mask", arrays.masks)):
+        if record is None:
+            continue
+        fields = record.describe_rows().model_dump_json(exclude={"data"})[:-1]
+        yield f',"{name}":{fields},"data":"'.encode()
+        for piece in base64_pieces(record.all_bytes()):
+            yield piece
+            await asyncio.sleep(0)
+        yield b'"}'
 
 
 async def _prompt_pieces(scores: PromptScores) -> AsyncIterator[bytes]:

@@ -21,6 +21,7 @@ from rollout_worker.engines.sglang.sglang_scores import (
 )
 from rollout_worker.requests.score_frames import (
     FRAME_VALUES,
+    OutputArrays,
     frame_positions,
     prompt_frames,
     response_pieces,
@@ -103,7 +104,8 @@ async def test_the_pieces_of_a_response_are_its_json(count: int, width: int) -> 
     )
     prompt = scores(0, count, width) if count else None
     tops = [rows(count, width), None] if width else [None, None]
-    pieces = [piece async for piece in response_pieces(plain, tops, prompt)]
+    arrays = [OutputArrays(top=top) for top in tops]
+    pieces = [piece async for piece in response_pieces(plain, arrays, prompt)]
     found = GenerateResponse.model_validate_json(b"".join(pieces))
     top = None if tops[0] is None else tops[0].to_wire(0, count)
     tailed = output.model_copy(update={"top_logprobs": top})

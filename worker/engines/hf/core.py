@@ -19,11 +19,10 @@ from torch import Tensor
 from rollout_common.wire import CHECKPOINT, AbortReason, WeightsId
 from rollout_worker.engine import EngineDelta, KvPolicy
 from rollout_worker.engines.admission_queue import AdmissionQueue
-from rollout_worker.token_scores import TopTokens
 
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
-from .sequence import BatchSampler, OutputSequence
+from .sequence import NO_RECORD, BatchSampler, OutputSequence, TokenRecord
 from .settings import PREFILL_SECONDS_PER_STEP, SEND_INTERVAL_SECONDS
 from .weights.weights_memory import WeightsMemory
 
@@ -274,17 +273,24 @@ class BatchCore:
         feeds = [feed(sequence, 1) for sequence in singles], [feed(s, n) for s, n in parts]
         self._reserve_kv(max(each.end for part in feeds for each in part))
         rows = [*singles, *(s for s, count in parts if s.is_drawn_after(count))]
-        logits = self._score_prompts(self._forward.run_pass(*feeds), len(singles), parts)
-        tops: dict[int, TopTokens] = {}
-        drawn = self._samplers[pinned].draw_tokens(logits, rows, tops) if rows else ([], [])
+        routed = any(each.routes is not None for each in group)
+        found, routes = self._forward.run_pass(*feeds, routed=routed)
+        logits = self._score_prompts(found, len(singles), parts)
+        records: dict[int, TokenRecord] = {}
+        drawn = self._samplers[pinned].draw_tokens(logits, rows, records) if rows else ([], [])
         # The pass may have read what was changed while it ran; it ends, on a GPU, when its results are read.
         self._weights.check_unchanged()
+        at = 0
         for sequence, count in (*((s, 1) for s in singles), *parts):
+            if sequence.routes is not None:
+                size = sequence.routes.row_bytes
+                sequence.append_routes(routes[at * size : (at + count) * size], count)
+            at += count
             sequence.cached += count
             self._finish_prompt(sequence, weights)
         for row, (sequence, token, logprob) in enumerate(zip(rows, *drawn, strict=True)):
             if not sequence.done:  # its prompt's scores are not finite
-                self._take_token(sequence, token, logprob, weights, tops.get(row))
+                self._take_token(sequence, token, logprob, weights, records.get(row, NO_RECORD))
         fed = sum(count for _, count in parts)
         self.totals.decode_tokens += len(singles)
         self.totals.prefill_tokens += fed
@@ -345,11 +351,11 @@ class BatchCore:
         token: int,
         logprob: float,
         weights: WeightsId,
-        top: TopTokens | None,
+        record: TokenRecord,
     ) -> None:
         waits = sequence.has_undelivered
         if math.isfinite(logprob):
-            sequence.append_token(token, logprob, weights, top)
+            sequence.append_token(token, logprob, weights, record)
         else:
             sequence.abort_output(AbortReason.ENGINE, not_finite=weights)
             self._log_not_finite(sequence)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionBlock, ForwardPass, current_pass
+from .expert_routes import find_routers
 from .kv import KvRows
 
 
@@ -35,6 +36,7 @@ class ForwardRunner:
     def __init__(self, model: Any, kv: KvRows) -> None:
         self._model = model
         self._kv = kv
+        self.routers = find_routers(model)
         self._device = model.device
         text = model.config.get_text_config()
         self.vocab_size: int = text.vocab_size
@@ -43,10 +45,13 @@ class ForwardRunner:
         self._slides = [kind == "sliding_attention" for kind in kinds] if kinds else None
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def run_pass(self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed]) -> Tensor:
+    def run_pass(
+        self, singles: Sequence[RowFeed], pieces: Sequence[RowFeed], *, routed: bool = False
+    ) -> tuple[Tensor, bytes]:
         """Feed one token to each row of `singles`, and several to each of `pieces`.
 
-        Returns the logits [K, V] after the singles, and after the wanted tokens of each piece.
+        Returns the logits [K, V] after the singles, and after the wanted tokens of each piece; if `routed`, also the
+        experts of all tokens that were fed, [N, layers, top_k] as of `RouterRecorder`.
         """
         feeds = (*singles, *pieces)
         ids = torch.tensor([[token for feed in feeds for token in feed.tokens]])
@@ -67,7 +72,11 @@ class ForwardRunner:
             self._make_blocks(singles, pieces, places[1]), bool(singles), self._has_window
         )
         try:
-            return self._call_model(ids.to(self._device), places[1:], last)
+            if not routed or self.routers is None:
+                return self._call_model(ids.to(self._device), places[1:], last), b""
+            with self.routers.record_pass() as chosen:
+                logits = self._call_model(ids.to(self._device), places[1:], last)
+            return logits, self.routers.collect_routes(chosen)
         finally:
             current_pass.now = self._kv.places = None
 

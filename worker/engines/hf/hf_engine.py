@@ -33,7 +33,11 @@ from rollout_worker.engine import (
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.grammars.grammar_state import GrammarState
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
+from rollout_worker.engines.request_checks import (
+    check_id_unused,
+    check_model_limits,
+    check_route_size,
+)
 from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
@@ -64,7 +68,9 @@ class HfEngine(EngineAdapter[HfParts]):
         self._compiling: dict[str, AbortReason | None] = {}
         """Requests whose grammar is being compiled, with what aborted them."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.capabilities = make_capabilities(stop_strings=True, structured=True, reloads=True)
+        self.capabilities = make_capabilities(
+            stop_strings=True, structured=True, routed=True, reloads=True
+        )
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
@@ -97,6 +103,7 @@ class HfEngine(EngineAdapter[HfParts]):
         self.capabilities = make_capabilities(
             stop_strings=loaded.tokenizer is not None,
             structured=self._parts.grammars is not None,
+            routed=self._parts.routers is not None,
             reloads=bool(loaded.targets),
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
@@ -136,6 +143,9 @@ class HfEngine(EngineAdapter[HfParts]):
     @override
     def validate(self, request: EngineRequest) -> None:
         check_model_limits(request, self._require_parts().loaded)
+        routers = self._require_parts().routers
+        if routers is not None:
+            check_route_size(request, routers.row_bytes)
         if request.cache_salt is not None:
             raise InvalidRequest(
                 "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
@@ -161,7 +171,9 @@ class HfEngine(EngineAdapter[HfParts]):
                     return
             await self._run_command(
                 lambda core: core.add_request(
-                    make_sequence(request, parts.loaded, arrival, deltas.put_nowait, grammar)
+                    make_sequence(
+                        request, parts.loaded, arrival, deltas.put_nowait, grammar, parts.routers
+                    )
                 )
             )
             while not finished:

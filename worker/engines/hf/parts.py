@@ -12,6 +12,7 @@ from rollout_worker.engines.grammars.grammar_state import GrammarCompiler
 from rollout_worker.engines.options import EngineOptions
 
 from .core import BatchCore, DeltaDelivery, PrefillPace
+from .expert_routes import RouterRecorder
 from .forward import ForwardRunner
 from .hf_versions import HfVersions
 from .kv import KvRows
@@ -50,6 +51,7 @@ class HfParts:
     thread: StepThread
     versions: HfVersions
     grammars: GrammarCompiler | None
+    routers: RouterRecorder | None
 
     @property
     def running(self) -> frozenset[str]:
@@ -107,8 +109,9 @@ def assemble_parts(
     memory = WeightsMemory(
         loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)
     )
+    forward = ForwardRunner(loaded.model, kv)
     core = BatchCore(
-        ForwardRunner(loaded.model, kv),
+        forward,
         kv,
         memory,
         deliver,
@@ -121,16 +124,20 @@ def assemble_parts(
     if supports_grammars(loaded.tokenizer, loaded.eos_token_ids):
         grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     versions = HfVersions(memory, core, thread)
-    return HfParts(loaded, kv, memory, core, thread, versions, grammars)
+    return HfParts(loaded, kv, memory, core, thread, versions, grammars, forward.routers)
 
 
-def make_capabilities(*, stop_strings: bool, structured: bool, reloads: bool) -> Capabilities:
+def make_capabilities(
+    *, stop_strings: bool, structured: bool, routed: bool, reloads: bool
+) -> Capabilities:
     """Return what the engine can do; `reloads`: it can read the model's weights again."""
     return Capabilities(
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
         structured=structured,
+        return_routed_experts=routed,
+        return_sampling_mask=True,
         seed=True,
         priority=True,
         stop_strings=stop_strings,

@@ -23,15 +23,29 @@ from rollout_worker.engines.request_checks import (
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
+from rollout_worker.engines.sampling.draw_records import DrawRecords, pack_mask_row
 from rollout_worker.engines.sampling.scoring import PromptScoring
-from rollout_worker.engines.sampling.token_draw import LikeliestTokens, draw_tokens
+from rollout_worker.engines.sampling.token_draw import draw_tokens
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
+from .expert_routes import RouterRecorder
 from .weights.loading import LoadedModel
 
 LEAST_TEMPERATURE = 1e-30
 """Smaller ones leave the range of float32; these are greedy but for equal logits already."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What was recorded of one draw: a row of the most likely tokens, and one of `TokenMasks`; None if not asked for."""
+
+    top: TopTokens | None = None
+    mask: tuple[int, bytes] | None = None
+
+
+NO_RECORD = TokenRecord()
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +78,10 @@ class OutputSequence:
     scoring: PromptScoring | None = None
     """Of the prompt, until it is complete."""
     _scores: PromptScores | None = None
+    routes: ExpertRoutes | None = None
+    """The experts of the tokens that were read, without those that were delivered; None: not asked for."""
+    _masks: list[tuple[int, bytes]] = field(default_factory=list)
+    vocab_size: int = 0
     _changes: list[WeightsChange] = field(default_factory=list)
     _verdict: StopVerdict | None = None
     _abort: AbortReason | None = None
@@ -114,6 +132,14 @@ class OutputSequence:
         self.stale = False
         if self.scoring is not None:
             self.scoring.forget_scores()
+        if self.routes is not None and not self.produced:
+            self.routes.data.clear()
+
+    def append_routes(self, rows: bytes, count: int) -> None:
+        """Append the experts of the next `count` tokens [count, layers, top_k], but of none that was read before."""
+        assert self.routes is not None
+        begin = self.routes.end - self.cached
+        self.routes.data += rows[max(0, begin) * self.routes.row_bytes :] if begin < count else b""
 
     def scored_tokens(self, count: int) -> range:
         """Return which of the next `count` tokens are followed by positions to score, by index."""
@@ -145,9 +171,9 @@ class OutputSequence:
             self.done, self._verdict = True, (StopReason.LENGTH, None)
 
     def append_token(
-        self, token: int, logprob: float, weights: WeightsId, top: TopTokens | None = None
+        self, token: int, logprob: float, weights: WeightsId, record: TokenRecord = NO_RECORD
     ) -> None:
-        """Append a drawn token, perhaps with a row of the most likely ones; sets `done` with the last one."""
+        """Append a drawn token with what was recorded of its draw; sets `done` with the last one."""
         start = self.produced
         last = self._changes[-1] if self._changes else None
         if last is None or last[1] is not weights or last[2] is not self.stale:
@@ -155,9 +181,11 @@ class OutputSequence:
         self.tokens.append(token)
         self._logprobs.append(logprob)
         if self._top is None:
-            self._top = top
-        elif top is not None:
-            self._top.extend(top)
+            self._top = record.top
+        elif record.top is not None:
+            self._top.extend(record.top)
+        if record.mask is not None:
+            self._masks.append(record.mask)
         self._verdict = self.stop.check_token(token, start + 1)
         self.done = self._verdict is not None
         if self.grammar is not None and not self.done:
@@ -190,12 +218,29 @@ class OutputSequence:
             queued_seconds=(self.started or time.monotonic()) - self.entered,
             top=self._top,
             prompt=self._scores,
+            routes=self._take_routes(end - begin),
+            masks=self._take_masks(),
         )
         self._top = self._scores = None
         self._delivered = end
         self._logprobs.clear()
         self._changes.clear()
         return found
+
+    def _take_routes(self, tokens: int) -> ExpertRoutes | None:
+        if self.routes is None or not tokens:
+            return None
+        found = self.routes
+        end = self._prompt + self.produced - 1
+        self.routes = found.slice_rows(end, found.end)
+        return found.slice_rows(found.start, end)
+
+    def _take_masks(self) -> TokenMasks | None:
+        if not self._masks:
+            return None
+        counts, rows = zip(*self._masks, strict=True)
+        self._masks.clear()
+        return TokenMasks(self.vocab_size, list(counts), list(rows))
 
 
 def make_sequence(
@@ -204,12 +249,16 @@ def make_sequence(
     arrival: int,
     sink: Callable[[EngineDelta], None],
     grammar: GrammarState | None = None,
+    routers: RouterRecorder | None = None,
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_known_tokens(with_max_tokens(request, loaded), loaded)
     asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
     # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.
     asks.setdefault("seed", secrets.randbits(63))
+    routes = None
+    if request.routed_from is not None and routers is not None:
+        routes = ExpertRoutes(request.routed_from, routers.layers, routers.top_k, routers.dtype)
     return OutputSequence(
         request=request,
         row=SampledRow(asks, request.token_ids, ()),
@@ -217,6 +266,8 @@ def make_sequence(
         arrival=arrival,
         sink=sink,
         grammar=grammar,
+        routes=routes,
+        vocab_size=loaded.vocab_size,
     )
 
 
@@ -232,13 +283,13 @@ class BatchSampler:
         self,
         logits: Tensor,
         sequences: Sequence[OutputSequence],
-        tops: dict[int, TopTokens] | None = None,
+        records: dict[int, TokenRecord] | None = None,
     ) -> tuple[list[int], list[float]]:
         """Draw a token for each row from `logits` [B, V].
 
         Returns tokens [B] and natural log-probabilities [B]. A log-probability that is not finite says that the
-        row's logits were not, and its token means nothing. `tops` gets the most likely tokens of the rows that
-        ask for them.
+        row's logits were not, and its token means nothing. `records` gets what rows ask for
+        besides.
         """
         if list(sequences) != self._sequences:
             self._sequences = list(sequences)
@@ -249,13 +300,23 @@ class BatchSampler:
         last = [len(each.row.prompt) + each.produced - 1 for each in sequences]
         positions = torch.tensor(last, device=logits.device)
         work = logits.to(torch.float32, copy=True)
-        found: LikeliestTokens = {}
+        found = DrawRecords()
         masks = fill_masks([each.grammar for each in sequences], logits.device)
         tokens, logprobs = draw_tokens(
             work, self._rows, self._temperatures, positions, found, masks
         )
-        for row, (ids, likely) in found.items():
-            assert tops is not None, "the caller knows that a row asks for it"
-            tops[row] = TopTokens(len(ids))
-            tops[row].append_row(ids.tolist(), likely.tolist())
+        for row in found.top.keys() | found.allowed.keys():
+            assert records is not None, "the caller knows that a row asks for it"
+            records[row] = _make_record(found, row)
         return tokens.tolist(), logprobs.tolist()
+
+
+def _make_record(found: DrawRecords, row: int) -> TokenRecord:
+    top = mask = None
+    if row in found.top:
+        ids, likely = found.top[row]
+        top = TopTokens(len(ids))
+        top.append_row(ids.tolist(), likely.tolist())
+    if row in found.allowed:
+        mask = pack_mask_row(found.allowed[row])
+    return TokenRecord(top, mask)

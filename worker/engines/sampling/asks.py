@@ -19,6 +19,8 @@ def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, An
     }
     if request.top_logprobs:
         asks["top"] = request.top_logprobs
+    if request.masks:
+        asks["mask"] = True
     if sampling.seed is not None:
         asks["seed"] = sampling.seed
     truncated = sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1

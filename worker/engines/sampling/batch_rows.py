@@ -99,6 +99,11 @@ class SampledRows:
         return [(index, self.rows[index].asks["top"]) for index in self._rows_with("top")]
 
     @cached_property
+    def mask_rows(self) -> list[int]:
+        """Rows that ask which tokens could be drawn."""
+        return self._rows_with("mask")
+
+    @cached_property
     def prompt_lengths(self) -> Tensor:
         """[B] lengths of the prompts."""
         return self._device_tensor([len(row.prompt) for row in self.rows], torch.long)

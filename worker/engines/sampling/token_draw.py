@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout_worker.engines.grammars.grammar_state import apply_masks
 
 from .batch_rows import SampledRows
+from .draw_records import DrawRecords, LikeliestTokens
 from .truncation import truncate_logits
 
 BLOCK_TOKENS = 128
@@ -25,22 +26,18 @@ PIECE_LOGITS = 1 << 25
 """Logits computed at once: a step takes memory for a few copies of them in float32, however many rows it has."""
 
 
-LikeliestTokens = dict[int, tuple[Tensor, Tensor]]
-"""Ids [k] and logprobs [k] of the most likely tokens, by row."""
-
-
 def draw_tokens(
     logits: Tensor,
     rows: SampledRows,
     temperatures: Tensor,
     positions: Tensor,
-    top: LikeliestTokens | None = None,
+    records: DrawRecords | None = None,
     masks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for each row of `logits` [B, V]; return tokens [B] and their logprobs [B].
 
-    `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token. `top` gets the most likely
-    tokens of the rows that ask for them. `masks` [B, words]: which tokens the grammars allow, if any row has one.
+    `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token. `records` gets what
+    rows ask for besides. `masks` [B, words]: which tokens the grammars allow, if any row has one.
     """
     pieces = rows.split_rows(max(1, PIECE_LOGITS // logits.shape[1]))
     sizes = [len(piece) for piece in pieces]
@@ -48,7 +45,7 @@ def draw_tokens(
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     allowed = [None] * len(pieces) if masks is None else torch.split(masks, sizes)
     parts = zip(pieces, starts, allowed, zip(*columns, strict=True), strict=True)
-    drawn = [_draw_piece(piece, start, top, mask, *part) for piece, start, mask, part in parts]
+    drawn = [_draw_piece(piece, start, records, mask, *part) for piece, start, mask, part in parts]
     if len(drawn) == 1:
         return drawn[0]
     tokens, logprobs = zip(*drawn, strict=True)
@@ -58,7 +55,7 @@ def draw_tokens(
 def _draw_piece(
     rows: SampledRows,
     start: int,
-    top: LikeliestTokens | None,
+    records: DrawRecords | None,
     masks: Tensor | None,
     logits: Tensor,
     temperatures: Tensor,
@@ -85,9 +82,11 @@ def _draw_piece(
     if rows.raw_rows is not None and norm is not None:
         chosen = torch.where(rows.raw_rows, _values_at(logits, tokens).float() - norm, chosen)
     rows.count_tokens(tokens)
-    if top is not None and rows.top_rows:
-        found = _likeliest_tokens(rows, logprobs, logits, norm)
-        top |= {start + row: each for row, each in found.items()}
+    if records is not None:
+        records.note_allowed(rows.mask_rows, start, logprobs)
+        if rows.top_rows:
+            found = _likeliest_tokens(rows, logprobs, logits, norm)
+            records.top |= {start + row: each for row, each in found.items()}
     return tokens, chosen
 
 

@@ -5,7 +5,7 @@ answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. Fro
 `{"progress": text}` while it starts, `{"ready": facts}` once, and then
 `{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
 order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,
-`queued`, perhaps `top` and `prompt` (`sglang_scores`), or `error`: the exception's class, a colon, and its text.
+`queued`, perhaps `top` and `prompt` (`sglang_scores`), `masks` and `routes` (`sglang_records`), or `error`: the exception's class, a colon, and its text.
 
 A socket pair has no port to race for and no name by which anybody else could connect, and its end is
 noticed at once.

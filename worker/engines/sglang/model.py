@@ -18,8 +18,14 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.engines.request_checks import check_model_limits, check_temperature
+from rollout_worker.engines.request_checks import (
+    check_model_limits,
+    check_route_size,
+    check_temperature,
+)
 from rollout_worker.sources.checkpoint_files import open_source
+
+from .sglang_records import read_experts
 
 QUANTISATION_FIX = "use an unquantised checkpoint or block-wise fp8 (weight_block_size)"
 FP8_DEVICES = (8, 9), (10, 0)
@@ -31,7 +37,10 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SglangModel:
-    """What a model folder says. `quantisation`: its own entry, empty if it is not quantised."""
+    """What a model folder says.
+
+    `quantisation`: its own entry, empty if it is not quantised. `experts`: how many a layer has, and a token goes to.
+    """
 
     tokenizer: Any | None
     layout: WeightsLayout
@@ -40,6 +49,8 @@ class SglangModel:
     vocab_size: int
     dtype: str
     quantisation: Mapping[str, Any]
+    experts: tuple[int, int] | None = None
+    layers: int = 0
 
 
 def read_model(options: EngineOptions) -> SglangModel:
@@ -63,6 +74,8 @@ def read_model(options: EngineOptions) -> SglangModel:
         vocab_size=vocab,
         dtype=_model_dtype(options, config, source.entries),
         quantisation=quantisation,
+        experts=read_experts(config),
+        layers=int(config.get("num_hidden_layers") or 0),
     )
 
 
@@ -105,10 +118,13 @@ def check_request(request: EngineRequest, model: SglangModel) -> None:
     """Refuse what can't be served: `InvalidRequest` names the field and the fix."""
     check_model_limits(request, model)
     check_temperature(request, "SGLang", MIN_TEMPERATURE)
+    if model.experts is not None:
+        count, top_k = model.experts
+        check_route_size(request, model.layers * top_k * (1 if count <= 256 else 2))
 
 
 def make_capabilities(
-    *, tokenizer: bool, structured: bool, facts: Mapping[str, Any]
+    *, tokenizer: bool, structured: bool, routed: bool, facts: Mapping[str, Any]
 ) -> Capabilities:
     """Return what the engine can do; `facts`: what the child reported of itself, empty before it runs."""
     saver = bool(facts.get("enable_memory_saver", True))
@@ -121,6 +137,8 @@ def make_capabilities(
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
         structured=structured,
+        return_routed_experts=routed,
+        return_sampling_mask=True,
         seed=True,
         priority=True,
         stop_strings=tokenizer,

@@ -21,11 +21,13 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
-from rollout_worker.engines.sampling.token_draw import LikeliestTokens, draw_tokens
+from rollout_worker.engines.sampling.draw_records import DrawRecords, pack_mask_row
+from rollout_worker.engines.sampling.token_draw import draw_tokens
 
 from . import loader, spilling
 from .settings import UNREAD_INTERVAL_SECONDS
 from .sglang_grammars import install_grammars, take_masks
+from .sglang_records import install_records, sampled_masks
 
 NEVER_INTERVAL = 1 << 30
 REPLACED_BACKENDS = ("flashinfer", "pytorch")
@@ -50,6 +52,7 @@ def install_patches() -> None:
     _installed = True
     _register_sampler()
     install_grammars()
+    install_records()
     # The methods that `serving` calls in all schedulers.
     Scheduler.rollout_keep = spilling.spill_weights
     Scheduler.rollout_bring_back = spilling.restore_weights
@@ -157,15 +160,20 @@ class RolloutSampler(sampler.Sampler):  # type: ignore[misc]
                 **more,
             )
         logits = self._preprocess_logits(logits, sampling_info)
-        top: LikeliestTokens = {}
+        records = DrawRecords()
         masks = take_masks(sampling_info)
         heat = sampling_info.temperatures
-        tokens, logprobs = draw_tokens(logits, rows, heat, positions, top, masks)
+        tokens, logprobs = draw_tokens(logits, rows, heat, positions, records, masks)
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
-        if top:
+        if records.allowed:
+            packed = {row: pack_mask_row(each) for row, each in records.allowed.items()}
+            logits_output.customized_info = sampled_masks(packed, len(rows))
+        if records.top:
             none = tokens.new_empty(0), logprobs.new_empty(0)
-            ids, values = zip(*(top.get(row, none) for row in range(len(rows))), strict=True)
+            ids, values = zip(
+                *(records.top.get(row, none) for row in range(len(rows))), strict=True
+            )
             logits_output.next_token_top_logprobs_idx = list(ids)
             logits_output.next_token_top_logprobs_val = list(values)
         tokens = tokens.to(torch.int32)

@@ -117,7 +117,10 @@ class _ChildServer:
             await self._do_call_ranks("rollout_check")
         except OSError as error:
             refusal = str(error)
-        keep = ("disable_overlap_schedule", "disable_radix_cache", "enable_memory_saver")
+        keep = (
+            *("disable_overlap_schedule", "disable_radix_cache", "enable_memory_saver"),
+            "enable_return_routed_experts",
+        )
         return {
             "version": __version__,
             "max_tokens": self._info["max_total_num_tokens"],

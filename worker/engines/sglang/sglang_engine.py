@@ -58,7 +58,9 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         self._streams: dict[str, SglangStream] = {}
         self._arrivals = itertools.count()
         self._node = SglangNode(options, self._take_frames, self._on_node_end)
-        self.capabilities = make_capabilities(tokenizer=True, structured=True, facts={})
+        self.capabilities = make_capabilities(
+            tokenizer=True, structured=True, routed=True, facts={}
+        )
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
@@ -84,6 +86,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         self.capabilities = make_capabilities(
             tokenizer=model.tokenizer is not None,
             structured=supports_grammars(model.tokenizer, model.eos_token_ids),
+            routed=model.experts is not None and bool(facts.get("enable_return_routed_experts")),
             facts=facts,
         )
         return _SglangParts(model, connection, scheduler, versions)
@@ -141,7 +144,14 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         check_id_unused(name, self._streams)
         request = with_known_tokens(with_max_tokens(request, parts.model), parts.model)
         stops = make_stop_checker(request.sampling, parts.model)
-        stream = SglangStream(request, next(self._arrivals), parts.model.eos_token_ids, stops)
+        stream = SglangStream(
+            request,
+            next(self._arrivals),
+            parts.model.eos_token_ids,
+            stops,
+            vocab_size=parts.model.vocab_size,
+            experts=parts.model.experts,
+        )
         self._streams[name] = stream
         try:
             parts.scheduler.add_request(stream)

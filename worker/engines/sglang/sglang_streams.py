@@ -18,12 +18,17 @@ from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
+from .sglang_records import pack_records, unpack_masks, unpack_routes
 from .sglang_scores import pack_top, score_fields, unpack_prompt, unpack_top
 
 ABORTED_TYPE = "abort"
 """The type of SGLang's reason for requests that it ended before their end."""
+
+
+_Records = tuple[ExpertRoutes | None, TokenMasks | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +39,8 @@ class SglangStream:
     arrival: int
     eos: frozenset[int]
     stop: StopChecker
+    vocab_size: int = 0
+    experts: tuple[int, int] | None = None
     deltas: asyncio.Queue[EngineDelta | Exception] = field(default_factory=asyncio.Queue)
     rid: str | None = None
     produced: int = 0
@@ -92,8 +99,20 @@ class SglangStream:
         if self.request.top_logprobs and ids:
             top = unpack_top(about["top"]).slice_rows(0, used)
         kept = (logprobs or ())[:used]
-        self._put_delta(ids[:used], kept, spans, reason, match, abort, top, prompt, bad)
+        records = self._take_records(about, used)
+        self._put_delta(ids[:used], kept, spans, reason, match, abort, top, prompt, bad, records)
         return self.done and finish is None
+
+    def _take_records(self, about: dict[str, Any], used: int) -> _Records:
+        """Return the records of the last `used` tokens."""
+        masks = routes = None
+        if used and self.request.masks:
+            masks = unpack_masks(about["masks"][:used], self.vocab_size)
+        if used and self.request.routed_from is not None and self.experts is not None:
+            end = len(self.request.token_ids) - 1 + self.produced
+            start = end - used if self.produced > used else self.request.routed_from
+            routes = unpack_routes(about["routes"][:used], start, end, self.experts)
+        return routes, masks
 
     def _take_prompt(self, about: dict[str, Any]) -> PromptScores | None:
         if "prompt" not in about or self.request.scored is None:
@@ -123,6 +142,7 @@ class SglangStream:
         top: TopTokens | None = None,
         prompt: PromptScores | None = None,
         not_finite: WeightsId | None = None,
+        records: _Records = (None, None),
     ) -> None:
         self.deltas.put_nowait(
             EngineDelta(
@@ -138,6 +158,8 @@ class SglangStream:
                 top=top,
                 prompt=prompt,
                 not_finite=not_finite,
+                routes=records[0],
+                masks=records[1],
             )
         )
 
@@ -149,6 +171,8 @@ def make_child_request(
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
     asks = sampling_asks(request, stops)
+    if request.routed_from is not None:
+        asks["routes"] = request.routed_from
     if not (request.streamed or sampling.stop):  # stop strings are found here, token by token
         asks["unread"] = True
     return {
@@ -194,4 +218,5 @@ def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:
     logprobs = None if found is None else [entry[0] for entry in found[len(found) - len(ids) :]]
     if ids and meta.get("output_top_logprobs"):
         about["top"] = pack_top(meta["output_top_logprobs"][-len(ids) :])
+    about |= pack_records(meta, len(ids))
     return [rid, ids, logprobs, about]
