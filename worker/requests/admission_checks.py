@@ -177,7 +177,8 @@ def expand_request(
         if requests[0].scored or requests[0].top_logprobs:
             altering = altering_fields(requests[0])
             check_scoring(requests, engine.capabilities, info.engine, altering)
-        check_records(requests, engine.capabilities, info.engine)
+        if requests[0].masks or requests[0].routed_from is not None:
+            check_records(requests, engine.capabilities, info.engine)
         engine.validate(requests[0])
     except InvalidRequest as error:
         raise invalid_problem(error) from error

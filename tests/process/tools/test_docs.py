@@ -40,6 +40,7 @@ from rollout_worker.engines import (
     tested,
     weight_versions,
 )
+from rollout_worker.engines.grammars import grammar_checker, grammar_state
 from rollout_worker.engines.shared_memory import (
     rank_mappings,
     ranks,
@@ -66,6 +67,8 @@ ROOT = Path(__file__).parents[3]
 INTERNAL = {
     "`adapter.EngineParts`",
     "`admission_queue.QueuedRequest`",
+    "`grammar_checker.GrammarChecker`",
+    "`grammar_checker.tokenizer_text`",
     "`request_checks.ServedModel`",
     "`request_checks.TextTail`",
     "`sinks.open_unnamed_file`",
@@ -393,6 +396,8 @@ def test_what_engines_share_is_described_as_it_is() -> None:
     modules = (
         adapter,
         admission_queue,
+        grammar_checker,
+        grammar_state,
         model_folder,
         rank_mappings,
         ranks,

@@ -274,9 +274,11 @@ def _engine_arguments(
 def _can_mask_tokens(options: EngineOptions) -> bool:
     """Whether vLLM's core can compile grammars; its tokenizer serves nothing else."""
     tokenizer = load_tokenizer(options.model)
+    if tokenizer is None:
+        return False
     eos = read_eos_ids(options.model, read_config(options.model).get("eos_token_id"))
     # vLLM ends a text with the tokenizer's own EOS, which has to end the output.
-    return supports_grammars(tokenizer, eos & {getattr(tokenizer, "eos_token_id", None)})
+    return supports_grammars(tokenizer, eos & {tokenizer.eos_token_id})
 
 
 def most_top_logprobs(config: Any) -> int:
