@@ -24,6 +24,7 @@ from rollout_common.wire import (
     StreamDone,
     WeightsId,
 )
+from rollout_common.wire.event_frames import FRAMES_TYPE, FrameReader
 
 from .score_drafts import BadDelta
 
@@ -93,12 +94,17 @@ async def _exchange_stream(
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
     done: StreamDone | None = None
     url = _generate_url(lease.member.url)
-    async with client.stream("POST", url, content=body, headers=_HEADERS) as answer:
+    recorded = request.return_routed_experts or request.return_sampling_mask
+    headers = {**_HEADERS, "Accept": FRAMES_TYPE} if recorded else _HEADERS
+    async with client.stream("POST", url, content=body, headers=headers) as answer:
         if answer.status_code != 200:
             raise await _read_refusal(answer)
         # Read to the end even after `done`: only then can the connection be used again.
         try:
-            async for name, data in _read_events(answer, lease):
+            read = (
+                _read_frames if answer.headers.get("Content-Type") == FRAMES_TYPE else _read_events
+            )
+            async for name, data in read(answer, lease):
                 done = done or _handle_event(name, data, take)
         except httpx.HTTPError:
             if done is None:
@@ -148,6 +154,17 @@ async def _read_events(
                 elif line.startswith(b"event:"):
                     name = line[6:].strip().decode()
             yield name, data
+
+
+async def _read_frames(
+    answer: httpx.Response, lease: AttemptLease
+) -> AsyncIterator[tuple[str, bytes]]:
+    """Yield (name, data) of the events of a stream of binary frames."""
+    reader = FrameReader()
+    async for chunk in answer.aiter_bytes():
+        lease.note_heard()
+        for frame in reader.push_bytes(chunk):
+            yield frame
 
 
 async def _read_refusal(answer: httpx.Response) -> AttemptRefused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from rollout_client import AsyncRolloutPool
 from rollout_common.wire import GenerateOutput, GenerateResponse, RoutedExperts
+from rollout_common.wire.event_frames import FrameReader
 from rollout_worker.schemas import SamplingParams
 from tests.support.engine.engine_kinds import KINDS, engine_args, left_out
 from tests.support.engine.reference import Reference, distribution
@@ -120,6 +122,46 @@ def test_a_stream_brings_the_same_rows(workers: list[InProcess]) -> None:
         assert output.sampling_mask is not None
         assert output.routed_experts.to_bytes() == rows[output.index]
         assert list(output.sampling_mask.counts) == masks[output.index]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "at the end"])
+def test_binary_frames_bring_the_same_records(workers: list[InProcess], stream: bool) -> None:
+    sampling = {"max_tokens": 12, "seed": 1, "ignore_eos": True, "top_k": 50}
+    asked = {"sampling": sampling, "return_routed_experts": True, "return_sampling_mask": True}
+    [whole] = outputs(workers[0], LONG, **asked)
+    answer = workers[0].data.post(
+        "/v1/generate",
+        json={
+            "token_ids": LONG,
+            "stream": stream,
+            "prompt_logprobs": [3, 9],
+            "logprobs": "raw",
+            **asked,
+        },
+        headers={"Accept": "application/octet-stream"},
+    )
+    assert answer.headers["content-type"] == "application/octet-stream"
+    reader, routes, counts, tokens, names = FrameReader(), b"", [], [], []
+    for at in range(0, len(answer.content), 1000):
+        for name, data in reader.push_bytes(answer.content[at : at + 1000]):
+            fields = json.loads(data)
+            names.append(name)
+            if name == "routed_experts":
+                routes += RoutedExperts.model_validate(fields).to_bytes()
+            elif name == "delta":
+                routes += RoutedExperts.model_validate(fields["routed_experts"]).to_bytes()
+                counts += fields["sampling_mask"]["counts"]
+                tokens += fields["token_ids"]
+    assert (names[0], names[-1]) == ("prompt_logprobs", "done")
+    assert whole.routed_experts is not None
+    assert whole.sampling_mask is not None
+    assert routes == whole.routed_experts.to_bytes()
+    assert (tuple(counts), tuple(tokens)) == (whole.sampling_mask.counts, whole.token_ids)
+    refused = workers[0].data.post(
+        "/v1/generate", json={"token_ids": []}, headers={"Accept": "application/octet-stream"}
+    )
+    assert refused.status_code == 422
+    assert refused.headers["content-type"].startswith("application/problem+json")
 
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin", "Abort"])

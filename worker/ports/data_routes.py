@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -19,12 +19,13 @@ from rollout_common.wire import (
     Wire,
     WorkerInfo,
 )
+from rollout_common.wire.event_frames import FRAMES_TYPE, encode_frame
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.openai.openai_routes import add_openai_routes
 from rollout_worker.openai.tool_calls import tool_parser_of
-from rollout_worker.requests.http_requests import EventStream, finish_flights
+from rollout_worker.requests.http_requests import EVENTS_TYPE, EventStream, finish_flights
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService
 
@@ -86,44 +87,66 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
         grammar = await worker.check_grammar(body.structured)
         flight = worker.submit_request(body, grammar)
+        framed = FRAMES_TYPE in request.headers.get("accept", "")
+        seconds, encode = body.deadline_seconds, encode_frame if framed else _format_event
         if body.stream:
-            events = _stream_events(flight, body.deadline_seconds)
-            return EventStream(
-                events, _problem_event, worker.flights, [flight], body.deadline_seconds
-            )
-        await finish_flights(worker.flights, [flight], body.deadline_seconds, request)
+            return _stream_response(worker, flight, seconds, encode, framed=framed)
+        await finish_flights(worker.flights, [flight], seconds, request)
+        if framed:  # the same frames, in one go
+            return _stream_response(worker, flight, seconds, encode, framed=True)
         if flight.has_scores:
             return StreamingResponse(flight.response_pieces(), media_type="application/json")
         return Response(flight.to_response().model_dump_json(), media_type="application/json")
 
 
-async def _stream_events(flight: InFlightRequest, seconds: float) -> AsyncGenerator[bytes, None]:
+EncodeEvent = Callable[[str, Wire | Problem], bytes]
+
+
+def _stream_response(
+    worker: WorkerService,
+    flight: InFlightRequest,
+    seconds: float,
+    encode: EncodeEvent,
+    *,
+    framed: bool,
+) -> EventStream:
+    return EventStream(
+        _stream_events(flight, seconds, encode),
+        lambda error: encode("error", error.problem),
+        worker.flights,
+        [flight],
+        seconds,
+        media_type=FRAMES_TYPE if framed else EVENTS_TYPE,
+    )
+
+
+async def _stream_events(
+    flight: InFlightRequest, seconds: float, encode: EncodeEvent
+) -> AsyncGenerator[bytes, None]:
     first = flight.outputs[0]
     scores, routes = first.request.scored is None, first.request.routed_from is None
     async for delta in flight.stream_deltas(seconds):
         if not scores and first.prompt is not None:  # before the first token of its output
             scores = True
-            async for event in _prompt_events("prompt_logprobs", flight.prompt_frames()):
+            async for event in _prompt_events("prompt_logprobs", flight.prompt_frames(), encode):
                 yield event
         if not routes and first.routes is not None:
             routes = True
-            async for event in _prompt_events("routed_experts", first.prompt_routes()):
+            async for event in _prompt_events("routed_experts", first.prompt_routes(), encode):
                 yield event
-        yield _format_event("delta", delta)
+        yield encode("delta", delta)
     if not scores:
-        async for event in _prompt_events("prompt_logprobs", flight.prompt_frames()):
+        async for event in _prompt_events("prompt_logprobs", flight.prompt_frames(), encode):
             yield event
-    yield _format_event("done", flight.final_event())
+    yield encode("done", flight.final_event())
 
 
-async def _prompt_events(name: str, frames: Iterator[Wire]) -> AsyncGenerator[bytes, None]:
+async def _prompt_events(
+    name: str, frames: Iterator[Wire], encode: EncodeEvent
+) -> AsyncGenerator[bytes, None]:
     for frame in frames:
-        yield _format_event(name, frame)
+        yield encode(name, frame)
         await asyncio.sleep(0)  # there may be hundreds
-
-
-def _problem_event(error: ProblemError) -> bytes:
-    return _format_event("error", error.problem)
 
 
 def _format_event(name: str, data: Wire | Problem) -> bytes:

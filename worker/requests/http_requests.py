@@ -275,6 +275,9 @@ class ClientDisconnected(Exception):
     """The client disconnected: nobody is waiting for the answer."""
 
 
+EVENTS_TYPE = "text/event-stream"
+
+
 class EventStream(StreamingResponse):
     """A response of server-sent events that flights produce; they are aborted if it ends before them.
 
@@ -287,6 +290,7 @@ class EventStream(StreamingResponse):
         waited: Those that produce the events.
         deadline_seconds: Their deadline. A client that reads for much longer is disconnected.
         headers: Additional headers.
+        media_type: What the events are written as.
     """
 
     def __init__(
@@ -297,10 +301,11 @@ class EventStream(StreamingResponse):
         waited: Sequence[InFlightRequest],
         deadline_seconds: float,
         headers: Mapping[str, str] | None = None,
+        media_type: str = EVENTS_TYPE,
     ) -> None:
         self._events = self._report_errors(events, report_error)
         headers = {"Cache-Control": "no-store", **(headers or {})}
-        super().__init__(self._events, media_type="text/event-stream", headers=headers)
+        super().__init__(self._events, media_type=media_type, headers=headers)
         self._flights, self._waited = flights, waited
         self._seconds = deadline_seconds + ANSWER_TIMEOUT_SECONDS
 
