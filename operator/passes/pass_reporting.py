@@ -17,7 +17,7 @@ from rollout_operator.api.status import (
     WeightsStatus,
 )
 from rollout_operator.core.pass_plan import PassPlan
-from rollout_operator.operator_telemetry import PoolMetrics
+from rollout_operator.pool_page import PoolMetrics
 
 from .pass_context import PassContext
 from .pass_input import PassInput

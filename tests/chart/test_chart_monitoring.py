@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.operator_telemetry import OperatorTelemetry as OperatorTelemetry
-from rollout_operator.operator_telemetry import PoolMetrics
+from rollout_operator.pool_page import PoolMetrics
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
 from tests.support.charts import CHART, ROOT, case, every, helm, one, rendered
 
@@ -43,8 +44,11 @@ def metrics() -> set[str]:
         PoolKey("default", "demo"),
         PoolMetrics(weights={"committed": (0, 0)}, conditions={"Ready": "True"}),
     )
-    for registry in (operator.registry, WorkerTelemetry().registry):
-        for family in registry.collect():
+    for families in (
+        text_string_to_metric_families(operator.render_page().decode()),
+        WorkerTelemetry().registry.collect(),
+    ):
+        for family in families:
             if family.type == "histogram":
                 names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
             else:

@@ -24,7 +24,8 @@ from demo.monitoring import run_prometheus
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.operator_telemetry import OperatorTelemetry, PoolMetrics
+from rollout_operator.operator_telemetry import OperatorTelemetry
+from rollout_operator.pool_page import PoolMetrics
 from rollout_worker.schemas import GenerateRequest, RequireRequest
 from tests.support.charts import CHART, case, every
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker

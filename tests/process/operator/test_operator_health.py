@@ -14,7 +14,8 @@ import pytest
 
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.operator_logs import LimitWarnings
-from rollout_operator.operator_telemetry import OperatorTelemetry, PoolMetrics
+from rollout_operator.operator_telemetry import OperatorTelemetry
+from rollout_operator.pool_page import PoolMetrics
 from rollout_operator.probe_server import LoopLag, ProbeServer
 from rollout_operator.settings import MAX_LAG_SECONDS
 

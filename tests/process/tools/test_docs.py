@@ -27,7 +27,7 @@ from rollout_operator.api.spec import parse_spec
 from rollout_operator.api.status import PoolPhase
 from rollout_operator.core import status_report
 from rollout_operator.operator_telemetry import OperatorTelemetry as OperatorTelemetry
-from rollout_operator.operator_telemetry import PoolMetrics
+from rollout_operator.pool_page import PoolMetrics
 from rollout_worker import schemas
 from rollout_worker.core.lifecycle_states import MOVES
 from rollout_worker.engine import Sink, TensorEntry, TensorSpec

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from prometheus_client import generate_latest
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
@@ -149,7 +148,7 @@ async def test_members_are_fenced_called_and_served_and_no_pod_is_written(lab: P
     assert inside.ready() == ["t-0", "t-1"]
     assert condition(lab.status, "Ready") == ("True", "Serving")
     assert (lab.status["desiredReplicas"], lab.status["readyReplicas"]) == (2, 2)
-    page = generate_latest(lab.ctx.telemetry.registry).decode()
+    page = lab.ctx.telemetry.render_page().decode()
     assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 2.0' in page
     heads = inside.stored["math-heads-ipv4-0"]["endpoints"]
     assert [e["hostname"] for e in heads] == ["math-0-0", "math-1-0"]

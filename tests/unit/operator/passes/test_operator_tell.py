@@ -13,8 +13,9 @@ from rollout_operator.api.status import (
     UpdatePhase,
     WeightsStatus,
 )
-from rollout_operator.operator_telemetry import OperatorTelemetry, PoolMetrics
+from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.passes.pass_reporting import FINAL_PHASES, update_outcomes
+from rollout_operator.pool_page import PoolMetrics
 from rollout_worker.schemas import WeightsSource
 
 STAGING, COMMITTING, COMPLETE = UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.COMPLETE
