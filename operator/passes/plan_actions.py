@@ -153,9 +153,8 @@ async def _write_children(
     defaults = ctx.config.engine_defaults(spec.engine.type)
     turn = ctx.config.turn_claim
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
-    await writer.write_services(spec.weights.transport.port)
-    if plan.budget is not None:
-        await writer.write_budget(plan.budget)
+    budget = () if plan.budget is None else (writer.write_budget(plan.budget),)
+    await writer.run_all((writer.write_services(spec.weights.transport.port), *budget))
     await writer.run_all(
         writer.relabel_pod(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
         for p in seen.pods

@@ -64,27 +64,29 @@ class PoolWriter(WriteRunner):
     async def write_services(
         self, weights_port: int = names.WEIGHTS_PORT, *, selecting: bool = True
     ) -> None:
-        """Create the two Services, or repair what somebody changed."""
+        """Create the two Services at once, or repair what somebody changed."""
         key, stored = self.key, self.ctx.store.pool_services(self.key)
         ours, going = self._split_children(stored)
-        for want in pool_services(
-            key.name, key.namespace, self.uid, weights_port, selecting=selecting
-        ):
-            name = want["metadata"]["name"]
-            have = ours.get(name)
-            if name in going:
-                continue
-            if have is None:
-                await self.create_child("services", want)
-            elif reason := service_difference(want, have):
-                text = "repairing Service %s: somebody changed %s"
-                logger.info(text, name, reason, extra=self.extra)
-                await self.run_guarded(
-                    f"repair service/{name}",
-                    f"the change of service {name!r}",
-                    ("patch", "services"),
-                    partial(self._send_service_repair, want, have),
-                )
+        wanted = pool_services(key.name, key.namespace, self.uid, weights_port, selecting=selecting)
+        await self.run_all(
+            self._write_service(want, ours.get(want["metadata"]["name"]))
+            for want in wanted
+            if want["metadata"]["name"] not in going
+        )
+
+    async def _write_service(self, want: Obj, have: Obj | None) -> None:
+        name = want["metadata"]["name"]
+        if have is None:
+            await self.create_child("services", want)
+        elif reason := service_difference(want, have):
+            text = "repairing Service %s: somebody changed %s"
+            logger.info(text, name, reason, extra=self.extra)
+            await self.run_guarded(
+                f"repair service/{name}",
+                f"the change of service {name!r}",
+                ("patch", "services"),
+                partial(self._send_service_repair, want, have),
+            )
 
     async def _send_service_repair(self, want: Obj, have: Obj) -> None:
         body = service_patch(want, have["metadata"]["uid"])
