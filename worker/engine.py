@@ -43,6 +43,7 @@ from rollout_common.wire import (
     WeightsSpan,
 )
 
+from .pictures.picture import Picture
 from .token_scores import PromptScores, TopTokens
 
 ENGINES = ("hf", "vllm", "sglang")
@@ -106,6 +107,7 @@ class EngineRequest:
     `streamed`: a client reads the stream; else tokens after the first may come several at a time.
     `scored`: positions [from, to) of the prompt to score, with its model's own distribution. `top_logprobs`: how many
     of the most likely tokens to record at each scored position and with each token, of the kind `logprobs`.
+    `pictures`: of the prompt, in the order of its placeholders; the engine has been asked to prepare them.
     """
 
     request_id: str
@@ -118,6 +120,7 @@ class EngineRequest:
     streamed: bool = True
     scored: tuple[int, int] | None = None
     top_logprobs: int = 0
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +388,7 @@ class Engine(Protocol):
     capabilities: Capabilities
     """What it can do, final from `start` on. Requests for what it lacks never reach `validate`
     or `generate` (`requests/capability_checks.py`): sampling fields, kinds of logprobs, seeds, stop strings,
-    priorities, salts. One exception: where both kinds of logprobs are the same numbers (T = 1 or
+    priorities, salts, pictures. One exception: where both kinds of logprobs are the same numbers (T = 1 or
     0, untruncated, unpenalised) either may be requested, whichever is declared."""
 
     on_end: Callable[[str], None]
@@ -416,6 +419,16 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: names the field and the fix.
+        """
+
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        """Compute in a thread what requests with these pictures will need, so that none of it delays others later.
+
+        Called before such a request is validated; an engine may drop what it computed at any time. Only an engine
+        that declares `multimodal` is asked.
+
+        Raises:
+            InvalidRequest: the model can't take one of them.
         """
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:

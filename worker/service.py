@@ -20,22 +20,33 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError
 
 from .core.worker_runtime import StateSequence, WorkerRuntime
-from .engine import Engine, EngineError, EngineMember, GangMembership, can_wake_empty
+from .engine import (
+    Engine,
+    EngineError,
+    EngineMember,
+    GangMembership,
+    InvalidRequest,
+    can_wake_empty,
+)
 from .engines import EngineOptions, create_engine, create_member
 from .engines.shared_memory.staging_budget import StagingBudget
 from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
+from .pictures.picture import Picture
 from .requests.admission_checks import (
+    check_pictures_taken,
     check_queue_room,
     check_version,
     engine_failed_problem,
     expand_request,
+    invalid_problem,
     serving_refusal,
 )
 from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
+from .requests.picture_intake import PictureIntake
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.model_hub import local_model_folder
 from .threads import SharedCall
@@ -107,6 +118,7 @@ class WorkerService:
         self._grace = settings.shutdown_grace
         self.runtime = WorkerRuntime(settings, gang)
         self._memory = SharedCall(resident_bytes, "memory")
+        self._pictures = PictureIntake()
         self.flights = InFlightRequests(self.runtime)
         staging = StagingBudget(settings.staging_memory)
         self.updates = WeightUpdates(self.runtime, staging)
@@ -134,22 +146,46 @@ class WorkerService:
 
     # The data port.
 
-    def submit_request(self, request: GenerateRequest) -> InFlightRequest:
+    async def read_pictures(self, request: GenerateRequest) -> tuple[Picture, ...]:
+        """Return the pictures of a request, decoded and prepared, for `submit_request`.
+
+        Raises:
+            ProblemError: 4xx or 503; it names the picture and the fix. 409 `unknown-media` names the hashes
+                of pictures that have to be sent.
+        """
+        if request.multimodal is None:
+            return ()
+        with self._counting_refusals():
+            self._check_serving()
+            engine, _ = self.runtime.loaded_engine()
+            check_pictures_taken(engine.capabilities)
+            pictures = await self._pictures.read_pictures(request.multimodal)
+            try:
+                await engine.prepare_pictures(pictures)
+            except InvalidRequest as error:
+                raise invalid_problem(error) from error
+            return pictures
+
+    def submit_request(
+        self, request: GenerateRequest, pictures: tuple[Picture, ...] = ()
+    ) -> InFlightRequest:
         """Accept a request, or refuse it without side effects.
 
-        Never awaits: checks and registration are one step, so no commit can come in between.
+        `pictures`: what `read_pictures` returned for it. Never awaits: checks and registration are one step, so no commit can come in between.
 
         Raises:
             ProblemError: 4xx or 503; it names the fix.
         """
         with self._counting_refusals():
             try:
-                return self._admit_request(request)
+                return self._admit_request(request, pictures)
             except EngineError as error:
                 self.runtime.report_crash(str(error))  # before the supervisor has noticed
                 raise engine_failed_problem() from error
 
-    def _admit_request(self, request: GenerateRequest) -> InFlightRequest:
+    def _admit_request(
+        self, request: GenerateRequest, pictures: tuple[Picture, ...]
+    ) -> InFlightRequest:
         self._check_serving()
         engine, info = self.runtime.loaded_engine()
         active = self.updates.active_identity
@@ -164,7 +200,9 @@ class WorkerService:
                 " request first",
             )
         check_queue_room(self.runtime, self.flights.waiting_count, request.sampling.n)
-        requests = expand_request(request, request_id, engine, info, self.settings.logprobs)
+        requests = expand_request(
+            request, request_id, engine, info, self.settings.logprobs, pictures
+        )
         flight = InFlightRequest(request_id, requests, exact)
         self.flights.launch_request(flight, request.deadline_seconds)
         return flight
@@ -176,7 +214,10 @@ class WorkerService:
             ProblemError: No model is loaded yet.
         """
         with self._counting_refusals():
-            return data_body_limits(self.max_model_length)
+            length = self.max_model_length
+            engine = self.runtime.engine
+            takes_pictures = engine is not None and engine.capabilities.multimodal
+            return data_body_limits(length, pictures=takes_pictures)
 
     @property
     def max_model_length(self) -> int:

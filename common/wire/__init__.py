@@ -8,9 +8,10 @@ Nothing here imports torch or a web framework. Code outside of this project impo
 
 from __future__ import annotations
 
-from . import control_models, generate, scores, weights_models, wire_base
+from . import control_models, generate, pictures, scores, weights_models, wire_base
 from .control_models import *  # noqa: F403
 from .generate import *  # noqa: F403
+from .pictures import *  # noqa: F403
 from .scores import *  # noqa: F403
 from .weights_models import *  # noqa: F403
 from .wire_base import *  # noqa: F403
@@ -18,6 +19,7 @@ from .wire_base import *  # noqa: F403
 PUBLIC_NAMES = (
     *control_models.__all__,
     *generate.__all__,
+    *pictures.__all__,
     *scores.__all__,
     *weights_models.__all__,
     *wire_base.__all__,

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from .pictures import Multimodal
 from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
 from .wire_base import (
     MAX_TOKEN_ID,
@@ -137,6 +138,10 @@ class GenerateRequest(Body):
         Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True),
         bounded_length(MAX_PROMPT),
     ]
+    multimodal: Multimodal | None = Field(
+        default=None,
+        description="Pictures of the prompt; `token_ids` has the processor's expanded ids.",
+    )
     sampling: SamplingParams = SamplingParams()
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
         default=None, description="null: the pool's default; 'none': no logprobs."
@@ -340,6 +345,7 @@ class Capabilities(Wire):
         default=False, description="It scores prompts: `prompt_logprobs`, and `max_tokens: 0`."
     )
     top_logprobs: int = Field(default=0, description="Largest `top_logprobs`; 0: it has none.")
+    multimodal: bool = Field(default=False, description="Prompts may have pictures.")
     seed: bool = Field(
         description="The same seed samples the same tokens, whatever else is in the batch."
     )

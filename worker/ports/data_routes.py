@@ -84,7 +84,7 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
     @app.post("/v1/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
-        flight = worker.submit_request(body)
+        flight = worker.submit_request(body, await worker.read_pictures(body))
         if body.stream:
             events = _stream_events(flight, body.deadline_seconds)
             return EventStream(
