@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,9 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.picture_model import check_allowed_tokens, place_pictures
 from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
+from rollout_worker.pictures.picture import Picture
 from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
@@ -91,7 +93,9 @@ class HfEngine(EngineAdapter[HfParts]):
         )
         self._parts.thread.start()
         self.capabilities = make_capabilities(
-            stop_strings=loaded.tokenizer is not None, reloads=bool(loaded.targets)
+            stop_strings=loaded.tokenizer is not None,
+            reloads=bool(loaded.targets),
+            pictures=loaded.pictures is not None,
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         version, root_hash = transformers.__version__, loaded.root_hash
@@ -129,11 +133,21 @@ class HfEngine(EngineAdapter[HfParts]):
 
     @override
     def validate(self, request: EngineRequest) -> None:
-        check_model_limits(request, self._require_parts().loaded)
+        loaded = self._require_parts().loaded
+        check_model_limits(request, loaded)
+        if loaded.pictures is not None:
+            place_pictures(request, loaded.pictures)
+            check_allowed_tokens(request, loaded.pictures)
         if request.cache_salt is not None:
             raise InvalidRequest(
                 "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
             )
+
+    @override
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        encoder = self._require_parts().encoder
+        if encoder is not None:
+            await asyncio.to_thread(encoder.prepare_pictures, pictures)
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
@@ -149,7 +163,7 @@ class HfEngine(EngineAdapter[HfParts]):
             arrival = self._arrivals
             await self._run_command(
                 lambda core: core.add_request(
-                    make_sequence(request, parts.loaded, arrival, deltas.put_nowait)
+                    make_sequence(request, parts.loaded, parts.encoder, arrival, deltas.put_nowait)
                 )
             )
             while not finished:

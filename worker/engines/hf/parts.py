@@ -13,6 +13,7 @@ from .core import BatchCore, DeltaDelivery, PrefillPace
 from .forward import ForwardRunner
 from .hf_versions import HfVersions
 from .kv import KvRows
+from .picture_features import PictureEncoder
 from .settings import HfSettings
 from .thread import StepThread
 from .weights.buffers import device_allocator
@@ -47,6 +48,7 @@ class HfParts:
     core: BatchCore
     thread: StepThread
     versions: HfVersions
+    encoder: PictureEncoder | None = None
 
     @property
     def running(self) -> frozenset[str]:
@@ -104,6 +106,7 @@ def assemble_parts(
     memory = WeightsMemory(
         loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)
     )
+    encoder = None if loaded.pictures is None else PictureEncoder(loaded.model, loaded.pictures)
     core = BatchCore(
         ForwardRunner(loaded.model, kv),
         kv,
@@ -112,17 +115,19 @@ def assemble_parts(
         max_rows=settings.max_batch_size,
         max_tokens=max_tokens,
         pace=PrefillPace(settings.prefill_tokens, FIRST_PREFILL_TOKENS[loaded.device]),
+        encoder=encoder,
     )
     thread = StepThread(core, on_crash)
-    return HfParts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread))
+    return HfParts(loaded, kv, memory, core, thread, HfVersions(memory, core, thread), encoder)
 
 
-def make_capabilities(*, stop_strings: bool, reloads: bool) -> Capabilities:
+def make_capabilities(*, stop_strings: bool, reloads: bool, pictures: bool = False) -> Capabilities:
     """Return what the engine can do; `reloads`: it can read the model's weights again."""
     return Capabilities(
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        multimodal=pictures,
         seed=True,
         priority=True,
         stop_strings=stop_strings,

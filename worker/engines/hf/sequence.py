@@ -27,6 +27,7 @@ from rollout_worker.engines.sampling.token_draw import LikeliestTokens, draw_tok
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.token_scores import PromptScores, TopTokens
 
+from .picture_features import PictureEncoder, PromptPictures
 from .weights.loading import LoadedModel
 
 LEAST_TEMPERATURE = 1e-30
@@ -62,6 +63,7 @@ class OutputSequence:
     _top: TopTokens | None = None
     scoring: PromptScoring | None = None
     """Of the prompt, until it is complete."""
+    pictures: PromptPictures | None = None
     _scores: PromptScores | None = None
     _changes: list[WeightsChange] = field(default_factory=list)
     _verdict: StopVerdict | None = None
@@ -191,11 +193,16 @@ class OutputSequence:
 
 
 def make_sequence(
-    request: EngineRequest, loaded: LoadedModel, arrival: int, sink: Callable[[EngineDelta], None]
+    request: EngineRequest,
+    loaded: LoadedModel,
+    encoder: PictureEncoder | None,
+    arrival: int,
+    sink: Callable[[EngineDelta], None],
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_known_tokens(with_max_tokens(request, loaded), loaded)
-    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
+    never = loaded.pictures.never_sampled if loaded.pictures else frozenset()
+    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids), never)
     # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.
     asks.setdefault("seed", secrets.randbits(63))
     return OutputSequence(
@@ -204,6 +211,7 @@ def make_sequence(
         stop=make_stop_checker(request.sampling, loaded),
         arrival=arrival,
         sink=sink,
+        pictures=encoder.place_prompt(request) if encoder else None,
     )
 
 
