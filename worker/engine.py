@@ -44,6 +44,7 @@ from rollout_common.wire import (
     WeightsSpan,
 )
 
+from .pictures.picture import Picture
 from .replay_records import ExpertRoutes, TokenMasks
 from .token_scores import PromptScores, TopTokens
 
@@ -118,6 +119,7 @@ class EngineRequest:
     of the most likely tokens to record at each scored position and with each token, of the kind `logprobs`.
     `routed_from`: record the experts of all tokens from this position of the prompt on; None: of none. `masks`: record
     which tokens could be drawn. `grammar`: tokens that can't lead to a matching text are not drawn, and EOS only after one.
+    `pictures`: of the prompt, in the order of its placeholders; the engine has been asked to prepare them.
     """
 
     request_id: str
@@ -133,6 +135,7 @@ class EngineRequest:
     grammar: Grammar | None = None
     routed_from: int | None = None
     masks: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +408,7 @@ class Engine(Protocol):
     capabilities: Capabilities
     """What it can do, final from `start` on. Requests for what it lacks never reach `validate`
     or `generate` (`requests/capability_checks.py`): sampling fields, kinds of logprobs, seeds, stop strings,
-    priorities, salts. One exception: where both kinds of logprobs are the same numbers (T = 1 or
+    priorities, salts, pictures. One exception: where both kinds of logprobs are the same numbers (T = 1 or
     0, untruncated, unpenalised) either may be requested, whichever is declared."""
 
     on_end: Callable[[str], None]
@@ -436,6 +439,16 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: names the field and the fix.
+        """
+
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        """Compute in a thread what requests with these pictures will need, so that none of it delays others later.
+
+        Called before such a request is validated; an engine may drop what it computed at any time. Only an engine
+        that declares `multimodal` is asked.
+
+        Raises:
+            InvalidRequest: the model can't take one of them.
         """
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:

@@ -14,6 +14,7 @@ from rollout_common.wire import (
     AbortReason,
     GenerateRequest,
     Lifecycle,
+    Multimodal,
     StructuredOutput,
     WorkerInfo,
     WorkerState,
@@ -24,6 +25,7 @@ from .core.worker_runtime import StateSequence, WorkerRuntime
 from .engine import (
     Engine,
     EngineError,
+    EngineInfo,
     EngineMember,
     GangMembership,
     Grammar,
@@ -37,7 +39,9 @@ from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
+from .pictures.picture import Picture
 from .requests.admission_checks import (
+    check_pictures_taken,
     check_queue_room,
     check_version,
     engine_failed_problem,
@@ -47,6 +51,8 @@ from .requests.admission_checks import (
 )
 from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
+from .requests.picture_intake import PictureIntake
+from .requests.prepared_parts import NO_PARTS, PreparedParts
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.model_hub import local_model_folder
 from .threads import SharedCall
@@ -118,6 +124,7 @@ class WorkerService:
         self._grace = settings.shutdown_grace
         self.runtime = WorkerRuntime(settings, gang)
         self._memory = SharedCall(resident_bytes, "memory")
+        self._pictures = PictureIntake()
         self.flights = InFlightRequests(self.runtime)
         staging = StagingBudget(settings.staging_memory)
         self.updates = WeightUpdates(self.runtime, staging)
@@ -149,48 +156,72 @@ class WorkerService:
 
     # The data port.
 
-    async def check_grammar(self, structured: StructuredOutput | None) -> Grammar | None:
-        """Return the checked grammar of a request for `submit_request`, None without one; takes seconds at the most.
+    async def prepare_parts(self, request: GenerateRequest) -> PreparedParts:
+        """Check the grammar of a request and decode its pictures, for `submit_request`; takes seconds at the most.
 
         Raises:
-            ProblemError: 422 that names the field; 503 while nothing is served.
+            ProblemError: 4xx or 503; it names the field and the fix. 409 `unknown-media` names the hashes
+                of pictures that have to be sent.
         """
-        if structured is None:
-            return None
+        if request.structured is None and request.multimodal is None:
+            return NO_PARTS
         with self._counting_refusals():
             self._check_serving()
             engine, info = self.runtime.loaded_engine()
             try:
-                if not engine.capabilities.structured:
-                    text = (
-                        f"the {info.engine} engine can't mask tokens for this model: leave it out, or add a"
-                        " tokenizer.json and an eos_token_id to the model's folder"
-                    )
-                    raise InvalidRequest("structured", text)
-                return await self.grammars.check_structured(structured, info.eos_token_ids)
+                grammar = await self._check_grammar(request.structured, engine, info)
+                pictures = await self._read_pictures(request.multimodal, engine)
             except InvalidRequest as error:
                 raise invalid_problem(error) from error
-            except EngineError as error:
-                raise ProblemError("internal-error", f"structured: {error}") from error
+            return PreparedParts(grammar, pictures)
+
+    async def _check_grammar(
+        self, structured: StructuredOutput | None, engine: Engine, info: EngineInfo
+    ) -> Grammar | None:
+        if structured is None:
+            return None
+        if not engine.capabilities.structured:
+            text = (
+                f"the {info.engine} engine can't mask tokens for this model: leave it out, or add a tokenizer.json"
+                " and an eos_token_id to the model's folder"
+            )
+            raise InvalidRequest("structured", text)
+        try:
+            return await self.grammars.check_structured(structured, info.eos_token_ids)
+        except InvalidRequest:
+            raise
+        except EngineError as error:
+            raise ProblemError("internal-error", f"structured: {error}") from error
+
+    async def _read_pictures(
+        self, multimodal: Multimodal | None, engine: Engine
+    ) -> tuple[Picture, ...]:
+        if multimodal is None:
+            return ()
+        check_pictures_taken(engine.capabilities)
+        pictures = await self._pictures.read_pictures(multimodal)
+        await engine.prepare_pictures(pictures)
+        return pictures
 
     def submit_request(
-        self, request: GenerateRequest, grammar: Grammar | None = None
+        self, request: GenerateRequest, parts: PreparedParts = NO_PARTS
     ) -> InFlightRequest:
-        """Accept a request, or refuse it without side effects; `grammar`: as `check_grammar` returned it.
+        """Accept a request, or refuse it without side effects.
 
-        Never awaits: checks and registration are one step, so no commit can come in between.
+        `parts`: what `prepare_parts` returned for it. Never awaits: checks and registration are one step, so no commit
+        can come in between.
 
         Raises:
             ProblemError: 4xx or 503; it names the fix.
         """
         with self._counting_refusals():
             try:
-                return self._admit_request(request, grammar)
+                return self._admit_request(request, parts)
             except EngineError as error:
                 self.runtime.report_crash(str(error))  # before the supervisor has noticed
                 raise engine_failed_problem() from error
 
-    def _admit_request(self, request: GenerateRequest, grammar: Grammar | None) -> InFlightRequest:
+    def _admit_request(self, request: GenerateRequest, parts: PreparedParts) -> InFlightRequest:
         self._check_serving()
         engine, info = self.runtime.loaded_engine()
         active = self.updates.active_identity
@@ -205,9 +236,7 @@ class WorkerService:
                 " request first",
             )
         check_queue_room(self.runtime, self.flights.waiting_count, request.sampling.n)
-        requests = expand_request(
-            request, request_id, engine, info, self.settings.logprobs, grammar
-        )
+        requests = expand_request(request, request_id, engine, info, self.settings.logprobs, parts)
         flight = InFlightRequest(request_id, requests, exact)
         self.flights.launch_request(flight, request.deadline_seconds)
         return flight
@@ -219,7 +248,10 @@ class WorkerService:
             ProblemError: No model is loaded yet.
         """
         with self._counting_refusals():
-            return data_body_limits(self.max_model_length)
+            length = self.max_model_length
+            engine = self.runtime.engine
+            takes_pictures = engine is not None and engine.capabilities.multimodal
+            return data_body_limits(length, pictures=takes_pictures)
 
     @property
     def max_model_length(self) -> int:

@@ -61,10 +61,11 @@ async def run_attempt(
     request: GenerateRequest,
     take: TakeFrame,
     seconds: float,
+    taken: Callable[[], None] = lambda: None,
 ) -> StreamDone:
     """Send a request with `stream`, and call `take` with each delta, and each part of a prompt's scores and routes.
 
-    The lease notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
+    `taken` is called once the worker has accepted the request. The lease notes when the worker was last heard; `HealthChecker` cuts the attempt off through it.
 
     Raises:
         AttemptRefused: The worker answered with a problem.
@@ -73,7 +74,7 @@ async def run_attempt(
     try:
         async with asyncio.timeout(seconds) as scope:
             lease.watch_timeout(scope)
-            return await _exchange_stream(client, lease, request, take)
+            return await _exchange_stream(client, lease, request, take, taken)
     except TimeoutError:
         # Either the deadline passed, or the lease was cut off.
         raise AttemptBroken(lease.cut or f"no end within {seconds:.1f} s") from None
@@ -90,6 +91,7 @@ async def _exchange_stream(
     lease: AttemptLease,
     request: GenerateRequest,
     take: TakeFrame,
+    taken: Callable[[], None],
 ) -> StreamDone:
     body = request.model_dump_json(exclude_none=True, exclude_defaults=True)
     done: StreamDone | None = None
@@ -99,6 +101,7 @@ async def _exchange_stream(
     async with client.stream("POST", url, content=body, headers=headers) as answer:
         if answer.status_code != 200:
             raise await _read_refusal(answer)
+        taken()
         # Read to the end even after `done`: only then can the connection be used again.
         try:
             read = (

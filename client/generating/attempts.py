@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -33,6 +33,7 @@ from .attempt_stream import AttemptBroken, AttemptRefused, StreamFrame, run_atte
 from .continuation import remaining_bounds, remaining_request, rewind_length
 from .output_draft import OutputDraft, OutputUsage
 from .record_drafts import MasksDraft, RoutesDraft
+from .sent_pictures import UNKNOWN_MEDIA, SentPictures, with_picture_data
 from .settings import ANSWER_GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class PoolContext:
     router: RequestRouter
     connections: MemberClients
     hook: Hook
+    sent: SentPictures = field(default_factory=SentPictures)
 
 
 @dataclass(eq=False, repr=False)
@@ -67,6 +69,7 @@ class OutputGeneration:
     index: int
     policy: verdicts.RequestPolicy
     on_tokens: Callable[[], None] = lambda: None
+    pictures: Mapping[str, str] = field(default_factory=dict)
     first_token_at: float | None = field(default=None, init=False)
     """On the monotonic clock."""
     retractable: int = field(default=0, init=False)
@@ -182,15 +185,13 @@ class OutputGeneration:
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
         self._start = len(self.draft)
-        left = self.policy.until - time.monotonic()
-        request = remaining_request(
-            self.request, self.draft, self._current_bounds(), request_id=self._attempt_id,
-            session_id=self.policy.session_id, seconds=left,
-        )  # fmt: skip
-        take = partial(self._take_frame, member.url)
         try:
-            with self.shared.connections.client_for(member.url) as client:
-                done = await run_attempt(client, lease, request, take, left + ANSWER_GRACE_SECONDS)
+            try:
+                done = await self._stream_attempt(member, lease)
+            except AttemptRefused as refusal:
+                if refusal.slug != UNKNOWN_MEDIA or not self.pictures:
+                    raise
+                done = await self._stream_attempt(member, lease, again=True)
         except AttemptRefused as refusal:
             return verdicts.judge_refusal(refusal, self._attempt_state(member))
         except AttemptBroken as broken:
@@ -199,6 +200,25 @@ class OutputGeneration:
             return verdicts.judge_new_weights(self._attempt_state(member))
         self._note_stream_end(member, done)
         return verdicts.judge_answer(next(iter(done.outputs), None), self._attempt_state(member))
+
+    async def _stream_attempt(
+        self, member: Member, lease: AttemptLease, *, again: bool = False
+    ) -> wire.StreamDone:
+        """Send the request with the pictures that the member lacks; `again`: with all of them."""
+        url, until = member.url, self.policy.until
+        left = until - time.monotonic()
+        async with self.shared.sent.claim_pictures(url, self.pictures, left, again=again) as claim:
+            left = until - time.monotonic()
+            request = remaining_request(
+                self.request, self.draft, self._current_bounds(), request_id=self._attempt_id,
+                session_id=self.policy.session_id, seconds=left,
+            )  # fmt: skip
+            request = with_picture_data(request, {ref: self.pictures[ref] for ref in claim.missing})
+            take = partial(self._take_frame, url)
+            with self.shared.connections.client_for(url) as client:
+                return await run_attempt(
+                    client, lease, request, take, left + ANSWER_GRACE_SECONDS, claim.note_taken
+                )
 
     async def _take_next_step(self, step: verdicts.Next) -> None:
         match step:

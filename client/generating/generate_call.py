@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -25,6 +25,9 @@ class GenerateCall:
 
     `n` becomes single requests with the seeds that one worker would have derived, so that outputs
     spread over replicas, and one that breaks does not affect the others.
+
+    Attributes:
+        pictures: Base64 of the pictures whose hashes the request has, by hash.
     """
 
     shared: PoolContext
@@ -32,12 +35,19 @@ class GenerateCall:
     request_id: str
     policy: RequestPolicy
     on_tokens: Callable[[int], None] = lambda index: None
+    pictures: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self.outputs = [
             OutputGeneration(
-                self.shared, single, name, index, self.policy, partial(self.on_tokens, index)
+                self.shared,
+                single,
+                name,
+                index,
+                self.policy,
+                partial(self.on_tokens, index),
+                self.pictures,
             )
             for index, (name, single) in enumerate(self._single_requests())
         ]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rollout_client.option_names import check_option_names, did_you_mean
 from rollout_common.wire import GenerateRequest, SamplingParams, StructuredOutput
 
+from .sent_pictures import image_inputs
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 OnVersionChange = Literal["continue", "restart", "fail"]
@@ -44,6 +45,7 @@ class ScoreOptions(TypedDict, total=False):
     cache_salt: str | None
     priority: int
     deadline_seconds: float
+    images: Sequence[bytes]
 
 
 class GenerateOptions(ScoreOptions, total=False):
@@ -66,6 +68,8 @@ class GenerateOptions(ScoreOptions, total=False):
         cache_salt: Requests with other salts share no cached prefix.
         priority: Lower runs first.
         deadline_seconds: For everything, waiting and all attempts; default: the pool's.
+        images: Encoded pictures (PNG or JPEG) of the prompt's placeholders, in order; `token_ids` are
+            what the model's processor returns. Each worker gets their bytes once.
         on_version_change: What to do if the weights change within an output: `continue` (spans say
             which weights made which token), `restart` from the prompt, or `fail`.
     """
@@ -80,8 +84,8 @@ class GenerateOptions(ScoreOptions, total=False):
     on_version_change: OnVersionChange
 
 
-OWN_OPTIONS = ("group_id", "on_version_change")
-"""Options that are not sent."""
+OWN_OPTIONS = ("group_id", "on_version_change", "images")
+"""Options that are not sent as they are."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -107,6 +111,8 @@ def make_request(
         given |= {name: getattr(prompt, name) for name in prompt.model_fields_set}
     else:
         given["token_ids"] = _prompt_token_ids(prompt)
+    if options.get("images"):
+        given["multimodal"] = image_inputs(options["images"])
     sent = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     try:
         request = GenerateRequest.model_validate({**given, **_plain_numbers(sent)})

@@ -18,6 +18,7 @@ from .attempt_verdicts import RequestPolicy
 from .attempts import PoolContext
 from .generate_call import GenerateCall, GenerationStream
 from .generate_options import GenerateOptions, Prompt, ScoreOptions, make_request
+from .sent_pictures import split_pictures
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 DEFAULT_CONCURRENCY = 512
@@ -96,7 +97,8 @@ class GeneratingVerbs:
             "top_logprobs": top_logprobs,
             "logprobs": logprobs,
         }
-        result = await self._make_call(given.token_ids, cast(GenerateOptions, asked)).run_call()
+        prompt = GenerateRequest(token_ids=given.token_ids, multimodal=given.multimodal)
+        result = await self._make_call(prompt, cast(GenerateOptions, asked)).run_call()
         scores = result.prompt_logprobs
         assert scores is not None, "a call does not end without them"
         return ScoreResult(
@@ -212,7 +214,8 @@ class GeneratingVerbs:
         on_tokens: Callable[[int], None] = lambda index: None,
     ) -> GenerateCall:
         self._start_discovery()
-        request = self._with_pool_bounds(make_request(prompt, options, self._deadline_seconds))
+        asked, pictures = split_pictures(make_request(prompt, options, self._deadline_seconds))
+        request = self._with_pool_bounds(asked)
         request_id = request.request_id or uuid.uuid4().hex
         key = options.get("group_id") or request.session_id
         policy = RequestPolicy(
@@ -222,7 +225,7 @@ class GeneratingVerbs:
             on_version_change=options.get("on_version_change", "continue"),
             max_failures=self._max_failures,
         )
-        return GenerateCall(self._shared, request, request_id, policy, on_tokens)
+        return GenerateCall(self._shared, request, request_id, policy, on_tokens, pictures)
 
     def _with_pool_bounds(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the pool's bounds, unless it has bounds of its own."""

@@ -19,3 +19,6 @@ MAX_DEADLINE_SECONDS = 86400.0
 
 DEFAULT_DEADLINE_SECONDS = 7200.0
 """For an output without a deadline: 32,768 tokens at five a second, waiting included."""
+
+OTHERS_WAIT_SECONDS = 30.0
+"""For another request that is sending the same picture to the same worker: 48 MiB over a slow link."""

@@ -8,9 +8,19 @@ Nothing here imports torch or a web framework. Code outside of this project impo
 
 from __future__ import annotations
 
-from . import control_models, generate, replay, scores, structured, weights_models, wire_base
+from . import (
+    control_models,
+    generate,
+    pictures,
+    replay,
+    scores,
+    structured,
+    weights_models,
+    wire_base,
+)
 from .control_models import *  # noqa: F403
 from .generate import *  # noqa: F403
+from .pictures import *  # noqa: F403
 from .replay import *  # noqa: F403
 from .scores import *  # noqa: F403
 from .structured import *  # noqa: F403
@@ -20,6 +30,7 @@ from .wire_base import *  # noqa: F403
 PUBLIC_NAMES = (
     *control_models.__all__,
     *generate.__all__,
+    *pictures.__all__,
     *replay.__all__,
     *scores.__all__,
     *structured.__all__,

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from .pictures import Multimodal
 from .replay import RoutedExperts, SamplingMask
 from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
 from .structured import StructuredOutput
@@ -139,6 +140,10 @@ class GenerateRequest(Body):
         Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True),
         bounded_length(MAX_PROMPT),
     ]
+    multimodal: Multimodal | None = Field(
+        default=None,
+        description="Pictures of the prompt; `token_ids` has the processor's expanded ids.",
+    )
     sampling: SamplingParams = SamplingParams()
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
         default=None, description="null: the pool's default; 'none': no logprobs."
@@ -388,6 +393,7 @@ class Capabilities(Wire):
     return_sampling_mask: bool = Field(
         default=False, description="It records which tokens could be drawn."
     )
+    multimodal: bool = Field(default=False, description="Prompts may have pictures.")
     seed: bool = Field(
         description="The same seed samples the same tokens, whatever else is in the batch."
     )

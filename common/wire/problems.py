@@ -32,6 +32,7 @@ KINDS: Final[dict[str, tuple[int, str]]] = {
     "auth-unavailable": (503, "The caller's permissions can't be checked right now"),
     # Admission of requests.
     "duplicate-request": (409, "The request_id is already in flight"),
+    "unknown-media": (409, "The worker does not have these pictures"),
     "version-not-met": (409, "The active weights are not the requested ones"),
     "queue-full": (429, "The queue is full"),
     "fenced": (503, "The worker is fenced"),

@@ -129,6 +129,8 @@ def test_each_remaining_ability_of_requests(worker: Served) -> None:
         "priority": ({"priority": 3, "sampling": {"max_tokens": 2}}, "priority"),
         "stop_strings": ({"sampling": {"stop": ["zz"], "max_tokens": 2}}, "sampling.stop"),
         "cache_salt": ({"cache_salt": "x", "sampling": {"max_tokens": 2}}, "cache_salt"),
+        # This model takes none; others in test_contract_zz_pictures.
+        "multimodal": ({"multimodal": {"images": [{"data": "QUJD"}]}}, "multimodal"),
     }
     for ability, (fields, path) in tries.items():
         answer = worker.generate(**fields)
@@ -173,5 +175,5 @@ def test_every_capability_is_tried_somewhere() -> None:
     assert set(Capabilities.model_fields) == {
         *("logprobs", "sampling", "sampling_logprobs", "seed", "priority", "stop_strings"),
         *("in_flight", "sleep_levels", "memory_release", "prefix_cache", "cache_salt"),
-        *("chat", "tool_parser", "prompt_logprobs", "top_logprobs"),
+        *("chat", "tool_parser", "prompt_logprobs", "top_logprobs", "multimodal"),
     }

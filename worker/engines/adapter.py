@@ -25,6 +25,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
 from rollout_worker.engines.weight_versions import WeightVersions
+from rollout_worker.pictures.picture import Picture
 
 
 class EngineParts(Protocol):
@@ -83,6 +84,10 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
             layout=layout,
             by_path=by_path,
         )
+
+    @override
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        """Do nothing, as an engine whose own process prepares them."""
 
     @override
     async def open_slot(

@@ -34,7 +34,8 @@ _UPDATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 PHASES = ("stage", "commit")
 TRANSITIONS = ("load", "quiesce", "resume", "sleep", "wake")
 REFUSALS = (
-    *("duplicate-request", "version-not-met", "queue-full", "fenced", "shutting-down"),
+    *("duplicate-request", "version-not-met", "unknown-media"),
+    *("queue-full", "fenced", "shutting-down"),
     *("starting", "loading", "failed", "pausing", "paused", "draining", "asleep", "waking"),
 )
 """Slugs of the problems that say "not now" or "not here": 409, 429 and 503."""

@@ -236,8 +236,8 @@ class _OpenAICall:
                     max_tokens=max_tokens,
                     structured=self.structured,
                 ).model_copy(update={"min_version": self._min_version})
-                grammar = await self._worker.check_grammar(asked.structured)
-                flights.append(self._worker.submit_request(asked, grammar))
+                parts = await self._worker.prepare_parts(asked)
+                flights.append(self._worker.submit_request(asked, parts))
         except ProblemError as error:
             await abort_abandoned(self._worker.flights, flights)
             raise rename_structured_error(error, self.structured_by) from error

@@ -85,8 +85,7 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
     @app.post("/v1/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
-        grammar = await worker.check_grammar(body.structured)
-        flight = worker.submit_request(body, grammar)
+        flight = worker.submit_request(body, await worker.prepare_parts(body))
         framed = FRAMES_TYPE in request.headers.get("accept", "")
         seconds, encode = body.deadline_seconds, encode_frame if framed else _format_event
         if body.stream:

@@ -19,8 +19,9 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import Engine, EngineInfo, EngineRequest, Grammar, InvalidRequest
+from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
 
+from .prepared_parts import NO_PARTS, PreparedParts
 from .record_checks import check_records
 from .scoring_checks import check_scoring
 
@@ -137,9 +138,11 @@ def expand_request(
     engine: Engine,
     info: EngineInfo,
     default_logprobs: LogprobsOf,
-    grammar: Grammar | None = None,
+    parts: PreparedParts = NO_PARTS,
 ) -> Sequence[EngineRequest]:
     """Return one engine request per output, with lengths, logprobs and seeds resolved.
+
+    `pictures`: those of its `multimodal`, decoded.
 
     Raises:
         ProblemError: 413 or 422 that names the field.
@@ -166,7 +169,8 @@ def expand_request(
             # The outputs share their prompt: the first one scores it.
             scored=request.scored_range if index == 0 else None,
             top_logprobs=request.top_logprobs,
-            grammar=grammar,
+            grammar=parts.grammar,
+            pictures=parts.pictures,
             routed_from=_routed_from(request, index),
             masks=request.return_sampling_mask,
         )
@@ -252,6 +256,21 @@ def check_queue_room(runtime: WorkerRuntime, waiting: int, wanted: int) -> None:
         )
 
 
+NO_PICTURES = (
+    "its model or the engine takes no pictures; serve one whose capabilities have `multimodal`"
+)
+
+
+def check_pictures_taken(able: Capabilities) -> None:
+    """Refuse pictures before they are decoded, if the engine can't use them.
+
+    Raises:
+        ProblemError: 422.
+    """
+    if not able.multimodal:
+        raise invalid_problem(_unsupported_field("multimodal", NO_PICTURES))
+
+
 def check_capabilities(request: EngineRequest, able: Capabilities) -> None:
     """Refuse what the engine's capabilities exclude, before the engine sees the request.
 
@@ -270,6 +289,7 @@ def check_capabilities(request: EngineRequest, able: Capabilities) -> None:
         "sampling.seed": (request.sampling.seed is not None, able.seed, "leave the seed out"),
         "priority": (request.priority, able.priority, "leave it at 0"),
         "cache_salt": (request.cache_salt is not None, able.cache_salt, "leave it out"),
+        "multimodal": (request.pictures, able.multimodal, NO_PICTURES),
     }
     for field, (wanted, can, fix) in asked.items():
         if wanted and not can:

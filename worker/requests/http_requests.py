@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Send
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason
+from rollout_common.wire import MAX_IMAGE_REQUEST_BYTES, AbortReason
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 
 from .in_flight_requests import InFlightRequest, InFlightRequests
@@ -65,10 +65,10 @@ class BodyLimits:
 CONTROL_LIMITS = BodyLimits(MIB, 2**17, 2**14)
 
 
-def data_body_limits(max_length: int) -> BodyLimits:
-    """Room for a prompt of `max_length` tokens, and a fixed part for text and several prompts."""
+def data_body_limits(max_length: int, *, pictures: bool = False) -> BodyLimits:
+    """Room for a prompt of `max_length` tokens, a fixed part for text and several prompts, and perhaps pictures."""
     return BodyLimits(
-        size=8 * MIB + 16 * max_length,
+        size=8 * MIB + 16 * max_length + pictures * MAX_IMAGE_REQUEST_BYTES // 3 * 4,
         values=2**19 + 2 * max_length,
         # A message that quotes JSON has about as many braces and colons.
         parts=2**16 + max_length // 8,

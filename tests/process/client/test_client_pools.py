@@ -99,7 +99,7 @@ def test_the_actor_has_what_crosses_processes() -> None:
 
 def test_no_argument_of_any_kind_is_taken_unseen() -> None:
     """Every argument is named and typed: what a request has, and what a pool has."""
-    fields = set(GenerateRequest.model_fields) - {"token_ids", "stream"}
+    fields = set(GenerateRequest.model_fields) - {"token_ids", "stream", "multimodal"}
     assert set(GenerateOptions.__annotations__) == fields | set(OWN_OPTIONS)
     made = set(inspect.signature(AsyncRolloutPool.__init__).parameters)
     assert set(PoolOptions.__annotations__) == made - {"self", "discovery", "steering", "name"}

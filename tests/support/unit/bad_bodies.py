@@ -79,19 +79,25 @@ class BadBody:
     @property
     def content(self) -> bytes:
         """The body: a good one, but for its last field."""
-        good = json.dumps(GOOD.get(self.path, {}))[:-1]
-        start = good if good == "{" else good + ","
+        good = GOOD.get(self.path, {})
+        start = _open_object(good)
         inner = FILLS[self.fill](self.size)
         for name in reversed(self.field[1:]):
-            inner = f'{{"{name}":{inner}}}'
+            # What else is in a good field stays, such as the few tokens of a request that is not bad after all.
+            beside = good.get(self.field[0], {}) if name == self.field[1] else {}
+            inner = f'{_open_object(beside)}"{name}":{inner}}}'
         return f'{start}"{self.field[0]}":{inner}}}'.encode()
 
 
 def unknown_fields(path: str, size: int) -> bytes:
     """A good body with very many unknown fields."""
-    good = json.dumps(GOOD.get(path, {}))[:-1]
-    start = good if good == "{" else good + ","
-    return (start + _mapping("1")(size)[1:]).encode()
+    return (_open_object(GOOD.get(path, {})) + _mapping("1")(size)[1:]).encode()
+
+
+def _open_object(fields: object) -> str:
+    """Return the beginning of a JSON object with these fields, to which others can be added."""
+    begun = json.dumps(fields)[:-1]
+    return begun if begun == "{" else begun + ","
 
 
 def paths(document: dict[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRefill,
 )
+from rollout_worker.pictures.picture import Picture
 from rollout_worker.schemas import (
     CHECKPOINT,
     AbortReason,
@@ -190,6 +191,8 @@ class TinyEngine:
         self.resident: dict[MemoryTag, bool] = {"weights": True, "kv_cache": True}
         self.asked = 0
         """Requests that it was given."""
+        self.prepared: list[Picture] = []
+        """Pictures that it was asked to prepare."""
         self.resets = 0
         self._model, self._rows = model, rows
         self._holding = False
@@ -252,6 +255,12 @@ class TinyEngine:
     def validate(self, request: EngineRequest) -> None:
         if request.token_ids[0] == UNKNOWN - 1:
             raise InvalidRequest("token_ids", "no such token: ids end at 255")
+
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        await self._begin("prepare_pictures")
+        if any(each.width > MAX_LENGTH for each in pictures):
+            raise InvalidRequest("multimodal.images", f"at most {MAX_LENGTH} pixels wide")
+        self.prepared += pictures
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         self.asked += 1

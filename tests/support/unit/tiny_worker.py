@@ -16,6 +16,7 @@ from rollout_worker.engine import Engine
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.running_output import RunningOutput
 from rollout_worker.schemas import (
+    Capabilities,
     CommitRequest,
     CommitResponse,
     GenerateRequest,
@@ -180,7 +181,7 @@ class TinyWorker:
 
 @contextlib.asynccontextmanager
 async def tiny_worker(
-    home: Path, *flags: str, rows: int = 8, loads: bool = True
+    home: Path, *flags: str, rows: int = 8, loads: bool = True, able: Capabilities = ABLE
 ) -> AsyncIterator[TinyWorker]:
     """Run a worker until the block ends; no engine of it may have been treated badly.
 
@@ -189,8 +190,10 @@ async def tiny_worker(
         flags: of its command line.
         rows: what its engine runs at once.
         loads: whether to wait until it has loaded one.
+        able: capabilities of its engines.
     """
     worker = TinyWorker(home, flags)
+    worker.able = able
     worker.rows = rows
     running = asyncio.create_task(worker.worker.run_until_cancelled())
     try:

@@ -22,6 +22,7 @@ from rollout_worker.engines.admission_queue import AdmissionQueue
 
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
+from .picture_features import PictureEncoder
 from .sequence import NO_RECORD, BatchSampler, OutputSequence, TokenRecord
 from .settings import PREFILL_SECONDS_PER_STEP, SEND_INTERVAL_SECONDS
 from .weights.weights_memory import WeightsMemory
@@ -103,8 +104,10 @@ class BatchCore:
         max_rows: int,
         max_tokens: int,
         pace: PrefillPace,
+        encoder: PictureEncoder | None = None,
     ) -> None:
         self._forward = forward
+        self._encoder = encoder
         self._kv = kv
         self._weights = weights
         self._deliver = deliver
@@ -175,6 +178,10 @@ class BatchCore:
                 sequence.stale = sequence.stale or sequence.cached > 0
         self._pinned = former
         self._release_pinned()
+        if self._encoder is not None:
+            self._encoder.forget_features(
+                [identity] if self._pinned is None else [identity, former]
+            )
         self._publish_counts()
 
     def drop_kv(self) -> None:
@@ -183,6 +190,8 @@ class BatchCore:
             sequence.preemptions += 1 if sequence.cached else 0
             sequence.forget_kv()
         self._kv.drop_rows()
+        if self._encoder is not None:
+            self._encoder.forget_features()
 
     def unpin_outputs(self) -> None:
         """Let pinned outputs go on with the active weights, prefilled again."""
@@ -268,7 +277,9 @@ class BatchCore:
             wanted = [*sequence.scored_tokens(count)]
             if sequence.is_drawn_after(count):
                 wanted.append(count - 1)
-            return RowFeed(row_of[id(sequence)], start, tokens, wanted)
+            end, encoder = start + count, self._encoder
+            part = encoder.part_between(sequence.pictures, start, end, weights) if encoder else None
+            return RowFeed(row_of[id(sequence)], start, tokens, wanted, part)
 
         feeds = [feed(sequence, 1) for sequence in singles], [feed(s, n) for s, n in parts]
         self._reserve_kv(max(each.end for part in feeds for each in part))

@@ -13,16 +13,21 @@ from torch import Tensor
 from .attention import AttentionBlock, ForwardPass, current_pass
 from .expert_routes import find_routers
 from .kv import KvRows
+from .picture_features import PicturePart
 
 
 @dataclass(frozen=True, slots=True)
 class RowFeed:
-    """Tokens to feed to a row that already holds `start` tokens; `wanted`: those whose logits are, by index."""
+    """Tokens to feed to a row that already holds `start` tokens.
+
+    `wanted`: those whose logits are, by index. `pictures`: what pictures change in them.
+    """
 
     row: int
     start: int
     tokens: Sequence[int]
     wanted: Sequence[int] = ()
+    pictures: PicturePart | None = None
 
     @property
     def end(self) -> int:
@@ -72,21 +77,42 @@ class ForwardRunner:
             self._make_blocks(singles, pieces, places[1]), bool(singles), self._has_window
         )
         try:
+            inputs = self._model_inputs(ids, places[1:], feeds)
             if not routed or self.routers is None:
-                return self._call_model(ids.to(self._device), places[1:], last), b""
+                return self._call_model(inputs, last), b""
             with self.routers.record_pass() as chosen:
-                logits = self._call_model(ids.to(self._device), places[1:], last)
+                logits = self._call_model(inputs, last)
             return logits, self.routers.collect_routes(chosen)
         finally:
             current_pass.now = self._kv.places = None
 
-    def _call_model(self, ids: Tensor, positions: Tensor, last: list[int]) -> Tensor:
-        every = len(last) == ids.shape[1]
+    def _model_inputs(
+        self, ids: Tensor, columns: Tensor, feeds: Sequence[RowFeed]
+    ) -> dict[str, Tensor]:
+        """Return the arguments for tokens [1, N] at columns [1, N]; with pictures, their embeddings instead of ids."""
+        ids = ids.to(self._device)
+        if not any(feed.pictures for feed in feeds):
+            return {"input_ids": ids, "position_ids": columns}
+        embeds = self._model.get_input_embeddings()(ids)
+        places = columns
+        if any(feed.pictures.positions is not None for feed in feeds if feed.pictures):
+            places = columns.expand(3, 1, -1).clone()
+        at = 0
+        for feed in feeds:
+            if feed.pictures is not None:
+                for index, features in feed.pictures.features:
+                    embeds[0, at + index : at + index + len(features)] = features
+                if feed.pictures.positions is not None:
+                    places[:, 0, at : at + len(feed.tokens)] = feed.pictures.positions
+            at += len(feed.tokens)
+        return {"inputs_embeds": embeds, "position_ids": places}
+
+    def _call_model(self, inputs: dict[str, Tensor], last: list[int]) -> Tensor:
+        every = len(last) == inputs["position_ids"].shape[-1]
         picked = None if every else torch.tensor(last, dtype=torch.long, device=self._device)
         extra = {"logits_to_keep": picked} if self._keeps and not every else {}
         logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
+            **inputs,
             past_key_values=self._kv,
             use_cache=True,
             **extra,

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch
@@ -33,11 +33,13 @@ from rollout_worker.engine import (
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.grammars.grammar_state import GrammarState
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.picture_model import check_allowed_tokens, place_pictures
 from rollout_worker.engines.request_checks import (
     check_id_unused,
     check_model_limits,
     check_route_size,
 )
+from rollout_worker.pictures.picture import Picture
 from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
@@ -105,6 +107,7 @@ class HfEngine(EngineAdapter[HfParts]):
             structured=self._parts.grammars is not None,
             routed=self._parts.routers is not None,
             reloads=bool(loaded.targets),
+            pictures=loaded.pictures is not None,
         )
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         version, root_hash = transformers.__version__, loaded.root_hash
@@ -142,14 +145,24 @@ class HfEngine(EngineAdapter[HfParts]):
 
     @override
     def validate(self, request: EngineRequest) -> None:
-        check_model_limits(request, self._require_parts().loaded)
-        routers = self._require_parts().routers
-        if routers is not None:
-            check_route_size(request, routers.row_bytes)
+        parts = self._require_parts()
+        loaded = parts.loaded
+        check_model_limits(request, loaded)
+        if loaded.pictures is not None:
+            place_pictures(request, loaded.pictures)
+            check_allowed_tokens(request, loaded.pictures)
+        if parts.routers is not None:
+            check_route_size(request, parts.routers.row_bytes)
         if request.cache_salt is not None:
             raise InvalidRequest(
                 "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"
             )
+
+    @override
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        encoder = self._require_parts().encoder
+        if encoder is not None:
+            await asyncio.to_thread(encoder.prepare_pictures, pictures)
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
@@ -172,7 +185,13 @@ class HfEngine(EngineAdapter[HfParts]):
             await self._run_command(
                 lambda core: core.add_request(
                     make_sequence(
-                        request, parts.loaded, arrival, deltas.put_nowait, grammar, parts.routers
+                        request,
+                        parts.loaded,
+                        arrival,
+                        deltas.put_nowait,
+                        encoder=parts.encoder,
+                        grammar=grammar,
+                        routers=parts.routers,
                     )
                 )
             )

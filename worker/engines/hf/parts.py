@@ -16,6 +16,7 @@ from .expert_routes import RouterRecorder
 from .forward import ForwardRunner
 from .hf_versions import HfVersions
 from .kv import KvRows
+from .picture_features import PictureEncoder
 from .settings import HfSettings
 from .thread import StepThread
 from .weights.buffers import device_allocator
@@ -50,8 +51,9 @@ class HfParts:
     core: BatchCore
     thread: StepThread
     versions: HfVersions
-    grammars: GrammarCompiler | None
-    routers: RouterRecorder | None
+    grammars: GrammarCompiler | None = None
+    routers: RouterRecorder | None = None
+    encoder: PictureEncoder | None = None
 
     @property
     def running(self) -> frozenset[str]:
@@ -110,6 +112,7 @@ def assemble_parts(
         loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)
     )
     forward = ForwardRunner(loaded.model, kv)
+    encoder = None if loaded.pictures is None else PictureEncoder(loaded.model, loaded.pictures)
     core = BatchCore(
         forward,
         kv,
@@ -118,23 +121,25 @@ def assemble_parts(
         max_rows=settings.max_batch_size,
         max_tokens=max_tokens,
         pace=PrefillPace(settings.prefill_tokens, FIRST_PREFILL_TOKENS[loaded.device]),
+        encoder=encoder,
     )
     thread = StepThread(core, on_crash)
     grammars = None
     if supports_grammars(loaded.tokenizer, loaded.eos_token_ids):
         grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     versions = HfVersions(memory, core, thread)
-    return HfParts(loaded, kv, memory, core, thread, versions, grammars, forward.routers)
+    return HfParts(loaded, kv, memory, core, thread, versions, grammars, forward.routers, encoder)
 
 
 def make_capabilities(
-    *, stop_strings: bool, structured: bool, routed: bool, reloads: bool
+    *, stop_strings: bool, structured: bool, routed: bool, reloads: bool, pictures: bool = False
 ) -> Capabilities:
     """Return what the engine can do; `reloads`: it can read the model's weights again."""
     return Capabilities(
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        multimodal=pictures,
         structured=structured,
         return_routed_experts=routed,
         return_sampling_mask=True,

@@ -31,6 +31,7 @@ from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
 from .expert_routes import RouterRecorder
+from .picture_features import PictureEncoder, PromptPictures
 from .weights.loading import LoadedModel
 
 LEAST_TEMPERATURE = 1e-30
@@ -77,6 +78,7 @@ class OutputSequence:
     _top: TopTokens | None = None
     scoring: PromptScoring | None = None
     """Of the prompt, until it is complete."""
+    pictures: PromptPictures | None = None
     _scores: PromptScores | None = None
     routes: ExpertRoutes | None = None
     """The experts of the tokens that were read, without those that were delivered; None: not asked for."""
@@ -248,12 +250,15 @@ def make_sequence(
     loaded: LoadedModel,
     arrival: int,
     sink: Callable[[EngineDelta], None],
+    *,
     grammar: GrammarState | None = None,
     routers: RouterRecorder | None = None,
+    encoder: PictureEncoder | None = None,
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_known_tokens(with_max_tokens(request, loaded), loaded)
-    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids))
+    never = loaded.pictures.never_sampled if loaded.pictures else frozenset()
+    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids), never)
     # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.
     asks.setdefault("seed", secrets.randbits(63))
     routes = None
@@ -268,6 +273,7 @@ def make_sequence(
         grammar=grammar,
         routes=routes,
         vocab_size=loaded.vocab_size,
+        pictures=encoder.place_prompt(request) if encoder else None,
     )
 
 

@@ -10,8 +10,13 @@ MIN_REPETITION_PENALTY = 1e-30
 """Smaller penalties are 0 in float32; the logits of ids that are not allowed would become NaN."""
 
 
-def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, Any]:
-    """Return what one output asks, for `batch_rows.SampledRow`; `stops`: the token ids that end it."""
+def sampling_asks(
+    request: EngineRequest, stops: frozenset[int], never: frozenset[int] = frozenset()
+) -> dict[str, Any]:
+    """Return what one output asks, for `batch_rows.SampledRow`.
+
+    `stops`: the token ids that end it; `never`: those that the model must not sample.
+    """
     sampling = request.sampling
     asks: dict[str, Any] = {
         "greedy": sampling.temperature == 0,
@@ -35,6 +40,8 @@ def sampling_asks(request: EngineRequest, stops: frozenset[int]) -> dict[str, An
         asks["penalties"] = list(penalties)
     if sampling.min_tokens and stops:
         asks |= {"min_tokens": sampling.min_tokens, "stops": sorted(stops)}
+    if never:
+        asks["never"] = sorted(never)
     if sampling.logit_bias:
         asks["bias_ids"] = list(sampling.logit_bias)
         asks["bias_values"] = list(sampling.logit_bias.values())

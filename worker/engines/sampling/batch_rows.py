@@ -149,6 +149,9 @@ class SampledRows:
             at, ids, least = self._withheld_stops
             early = positions[at] + 1 - self.prompt_lengths[at] < least
             logits[at, ids] = torch.where(early, -torch.inf, logits[at, ids])
+        if self._never is not None:
+            at, ids, values = self._never
+            logits[at, ids] = values
 
     def _token_history(self, vocab: int) -> tuple[Tensor, Tensor]:
         """Return [P, V] how often tokens were produced in the penalised rows, and which are in their prompts.
@@ -212,6 +215,16 @@ class SampledRows:
             for stop in self.rows[index].asks["stops"]
         ]
         return self._column_tensors(entries, torch.long, torch.long, torch.long)
+
+    @cached_property
+    def _never(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, tokens that they never sample, and the logits of these."""
+        entries = [
+            (index, token, -torch.inf)
+            for index in self._rows_with("never")
+            for token in self.rows[index].asks["never"]
+        ]
+        return self._column_tensors(entries, torch.long, torch.long, torch.float32)
 
     def _column_tensors(
         self, entries: Sequence[tuple[Any, Any, Any]], *dtypes: torch.dtype

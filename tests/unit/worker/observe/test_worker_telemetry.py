@@ -59,7 +59,7 @@ def test_refusals_are_there_before_the_first_one() -> None:
     # All that a request can be told to try again for; these two are answers to control calls.
     retried = {slug for slug, (status, _) in KINDS.items() if status in (429, 503)}
     retried -= {"auth-unavailable", "engine-refused"}
-    assert set(REFUSALS) == retried | {"duplicate-request", "version-not-met"}
+    assert set(REFUSALS) == retried | {"duplicate-request", "version-not-met", "unknown-media"}
 
 
 async def test_a_refused_request_is_counted_once_by_its_problem(worker: TinyWorker) -> None:

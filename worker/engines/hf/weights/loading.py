@@ -16,7 +16,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from rollout_common.transfer.layout import layer_of
 from rollout_common.wire import Progress
@@ -31,6 +35,11 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.picture_model import (
+    PICTURE_FAMILIES,
+    PictureModel,
+    load_picture_model,
+)
 from rollout_worker.sources.checkpoint_files import FileSource, open_source
 from rollout_worker.sources.source_reading import read_source
 from rollout_worker.weights import OUTPUT_HEAD
@@ -53,13 +62,20 @@ class FusedPart:
     strides: tuple[int, ...]
     offset: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its home: the checkpoint only has another name for it."""
+        whole = torch.empty(self.whole, device="meta").stride()
+        steps = zip(self.shape, self.strides, whole, strict=False)
+        return self.shape == self.whole and all(a == b for size, a, b in steps if size > 1)
+
 
 @dataclass(slots=True)
 class LoadedModel:
     """A model that can run.
 
     `targets` maps the checkpoint's names to the model's tensors that hold them, `parts` the names of tensors
-    that are only a part of one.
+    that are only a part of one. `pictures`: how it takes pictures, if it does.
     """
 
     model: Any
@@ -71,6 +87,7 @@ class LoadedModel:
     max_length: int
     vocab_size: int
     parts: dict[str, FusedPart] = field(default_factory=dict)
+    pictures: PictureModel | None = None
 
     @property
     def device(self) -> str:
@@ -119,6 +136,7 @@ def load_model(
         eos_token_ids=eos,
         max_length=length,
         vocab_size=int(text.vocab_size),
+        pictures=load_picture_model(options.model, config),
     )
 
 
@@ -135,7 +153,7 @@ def _read_checkpoint(
 
     # Tensors that a model keeps in float32 whatever the dtype must not be rounded first.
     precise = any(
-        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], name, None)
+        getattr(_model_class(config), name, None)
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
     buffers = TensorSink(None if precise else dtype, torch.device("cpu"))
@@ -152,8 +170,7 @@ def _load_config(options: EngineOptions) -> Any:
         )
     except (ValueError, KeyError, OSError) as error:
         raise EngineError(f"transformers does not know this model: {error}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise EngineError(f"model_type {config.model_type!r} is not a causal language model")
+    _model_class(config)
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     odd = kinds - {"full_attention", "sliding_attention"}
     if odd:
@@ -162,6 +179,27 @@ def _load_config(options: EngineOptions) -> Any:
             f"{config.model_type!r} with the vllm or sglang engine"
         )
     return config
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class of a model that writes text, perhaps about pictures."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if config.model_type in PICTURE_FAMILIES:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    raise EngineError(
+        f"model_type {config.model_type!r} is not a causal language model, nor one of those with "
+        f"pictures that the hf engine serves ({', '.join(PICTURE_FAMILIES)})"
+    )
+
+
+def _attention_of(config: Any, kind: str) -> str | dict[str, str]:
+    """Return the implementation of attention of each part: ours has the KV rows, which a vision part has not."""
+    text = config.get_text_config()
+    if text is config:
+        return attention_implementation(_model_class(config), kind)
+    ours = attention_implementation(MODEL_MAPPING[type(text)], kind)
+    return {"": kind, "text_config": ours, "vision_config": kind}
 
 
 def _choose_dtype(options: EngineOptions, config: Any, source: FileSource) -> torch.dtype:
@@ -188,13 +226,12 @@ def _build_model(
     config: Any, tensors: dict[str, Tensor], dtype: torch.dtype, settings: HfSettings
 ) -> Any:
     """Make the model around the tensors, without a copy."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model, info = model_class.from_pretrained(
+    model, info = _model_class(config).from_pretrained(
         None,
         config=config,
         state_dict=tensors,
         dtype=dtype,
-        attn_implementation=attention_implementation(model_class, settings.attention),
+        attn_implementation=_attention_of(config, settings.attention),
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys"):
@@ -215,19 +252,19 @@ def _find_layout(
     held |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     specs = {entry.name: entry.spec for entry in source.entries}
     canonical: dict[int, str] = {}
-    for name in sorted(specs, key=lambda name: (name == OUTPUT_HEAD, name)):
+    for name in sorted(specs, key=_head_last):
         if name in held:
             canonical.setdefault(id(held[name]), name)
-    tied = {
-        name: canonical[id(tensor)]
-        for name, tensor in held.items()
-        if id(tensor) in canonical and canonical[id(tensor)] != name
-    }
-    uncovered = sorted(name for name in held if id(held[name]) not in canonical)
+    by_name = sorted(held, key=_head_last, reverse=True)
+    homes = {id(held[name]): name for name in by_name}  # one name of each: the last one stays
+    uncovered = sorted(name for key, name in homes.items() if key not in canonical)
     parts = find_fused_parts(model, held, uncovered)
     if parts.keys() <= specs.keys():
-        homes = {id(part.home) for part in parts.values()}
-        uncovered = [name for name in uncovered if id(held[name]) not in homes]
+        covered = {id(part.home) for part in parts.values()}
+        uncovered = [name for name in uncovered if id(held[name]) not in covered]
+    renamed = {name: part.home for name, part in parts.items() if part.is_whole}
+    canonical |= {id(home): name for name, home in renamed.items()}
+    tied = _tied_names(held, canonical, renamed)
     required = {name: specs[name] for name in (*canonical.values(), *parts) if name in specs}
     optional = {name: spec for name, spec in specs.items() if name not in required}
     optional |= {name: required[target] for name, target in tied.items()}
@@ -236,8 +273,28 @@ def _find_layout(
         # transformers makes tensors of some models in a way that `find_fused_parts` can't reverse.
         logger.warning("weights of this model cannot be updated: no %s in it", uncovered[0])
         return layout, {}, {}
-    targets = {name: parts[name].home if name in parts else held[name] for name in required}
-    return layout, targets, parts
+    homes_of = {name: part.home for name, part in parts.items()}
+    targets = {name: homes_of[name] if name in parts else held[name] for name in required}
+    return layout, targets, {name: part for name, part in parts.items() if name not in renamed}
+
+
+def _head_last(name: str) -> tuple[bool, str]:
+    return name == OUTPUT_HEAD, name
+
+
+def _tied_names(
+    held: Mapping[str, Tensor], canonical: Mapping[int, str], renamed: Collection[str]
+) -> dict[str, str]:
+    """Return, by the model's names of tensors that a checkpoint may have in addition, the ones that they must equal."""
+    found = {
+        name: canonical[id(tensor)] for name, tensor in held.items() if id(tensor) in canonical
+    }
+    return {
+        name: target
+        for name, target in found.items()
+        # What the model renames has its own name there only once.
+        if name != target and (name == OUTPUT_HEAD or target not in renamed)
+    }
 
 
 def find_fused_parts(

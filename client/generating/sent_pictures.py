@@ -1,0 +1,163 @@
+"""Pictures of requests: their bytes go to each worker once, after that their hashes do.
+
+A request keeps the hashes, so that it can be continued on any worker. Which worker has which picture is an assumption: a
+worker forgets those that it has not used for long, and says so with 409 `unknown-media`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout_common.wire import (
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_REQUEST_BYTES,
+    GenerateRequest,
+    ImageInput,
+    Multimodal,
+)
+
+from .settings import OTHERS_WAIT_SECONDS
+
+UNKNOWN_MEDIA = "unknown-media"
+"""Slug of a worker that lacks pictures."""
+REMEMBERED_PICTURES = 2**16
+"""Pairs of worker and picture: beyond them a picture is sent once more."""
+
+Images = Sequence[bytes]
+"""Encoded pictures, PNG or JPEG."""
+
+
+def image_inputs(images: Images) -> dict[str, object]:
+    """Return `multimodal` for these encoded pictures.
+
+    Raises:
+        TypeError: One of them is not bytes.
+        ValueError: They are too large.
+    """
+    if isinstance(images, bytes | bytearray | memoryview):
+        raise TypeError("images is a list of encoded pictures: write [data], also for one")
+    found = []
+    for index, image in enumerate(images):
+        if not isinstance(image, bytes | bytearray | memoryview):
+            raise TypeError(
+                f"images[{index}] is a {type(image).__name__}, not the bytes of a PNG or JPEG: "
+                "encode it, such as by image.save(file, 'PNG')"
+            )
+        if len(image) > MAX_IMAGE_BYTES:
+            raise ValueError(
+                f"images[{index}] has {len(image)} bytes, at most {MAX_IMAGE_BYTES} are taken"
+            )
+        found.append({"data": base64.b64encode(image).decode()})
+    if sum(map(len, images)) > MAX_IMAGE_REQUEST_BYTES:
+        raise ValueError(f"the images have more than {MAX_IMAGE_REQUEST_BYTES} bytes together")
+    return {"images": found}
+
+
+def split_pictures(request: GenerateRequest) -> tuple[GenerateRequest, dict[str, str]]:
+    """Return a request with hashes in place of bytes, and the bytes in base64 by hash."""
+    if request.multimodal is None:
+        return request, {}
+    texts: dict[str, str] = {}
+    images = []
+    for image in request.multimodal.images:
+        if image.data is not None:
+            with contextlib.suppress(ValueError):  # the worker says what is wrong with it
+                data = base64.b64decode(image.data, validate=True)
+                ref = "sha256:" + hashlib.sha256(data).hexdigest()
+                texts[ref] = image.data
+                image = ImageInput(ref=ref)
+        images.append(image)
+    named = Multimodal(images=tuple(images))
+    return request.model_copy(update={"multimodal": named}), texts
+
+
+def with_picture_data(request: GenerateRequest, texts: Mapping[str, str]) -> GenerateRequest:
+    """Return a request in which these pictures have their bytes, each once."""
+    if request.multimodal is None or not texts:
+        return request
+    left = dict(texts)
+    images = [
+        ImageInput(data=left.pop(image.ref)) if image.ref in left else image
+        for image in request.multimodal.images
+    ]
+    return request.model_copy(update={"multimodal": Multimodal(images=tuple(images))})
+
+
+@dataclass(eq=False)
+class PictureClaim:
+    """What one attempt sends: `missing` are the hashes whose bytes the worker is thought to lack."""
+
+    ledger: SentPictures
+    url: str
+    missing: frozenset[str]
+    sending: Mapping[str, asyncio.Event]
+    """Those of them that no other attempt is sending."""
+
+    def note_taken(self) -> None:
+        """Note that the worker has taken the request, hence has the pictures."""
+        self.ledger.remember_pictures(self.url, self.missing)
+        self.ledger.end_sending(self)
+
+
+class SentPictures:
+    """Which worker was sent which pictures; one for all requests of a pool, in one event loop."""
+
+    def __init__(self, most: int = REMEMBERED_PICTURES) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._sending: dict[tuple[str, str], asyncio.Event] = {}
+
+    @contextlib.asynccontextmanager
+    async def claim_pictures(
+        self, url: str, refs: Collection[str], seconds: float, *, again: bool = False
+    ) -> AsyncIterator[PictureClaim]:
+        """Say which of these pictures to send to a worker; others that have the same wait until it has them.
+
+        `seconds`: of which it waits for others at most a part. `again`: the worker has lost some, so send all.
+        """
+        missing = frozenset(refs)
+        if not again:
+            await self._wait_for_others(url, refs, min(OTHERS_WAIT_SECONDS, seconds / 2))
+            missing = frozenset(ref for ref in refs if not self._knows_picture(url, ref))
+        mine = {ref: asyncio.Event() for ref in missing if (url, ref) not in self._sending}
+        self._sending |= {(url, ref): event for ref, event in mine.items()}
+        claim = PictureClaim(self, url, missing, mine)
+        try:
+            yield claim
+        finally:
+            self.end_sending(claim)
+
+    async def _wait_for_others(self, url: str, refs: Iterable[str], seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while others := [
+                    self._sending[url, ref] for ref in refs if (url, ref) in self._sending
+                ]:
+                    await others[0].wait()
+
+    def _knows_picture(self, url: str, ref: str) -> bool:
+        if (url, ref) not in self._known:
+            return False
+        self._known.move_to_end((url, ref))
+        return True
+
+    def remember_pictures(self, url: str, refs: Iterable[str]) -> None:
+        """Note that a worker has these pictures."""
+        for ref in refs:
+            self._known[url, ref] = None
+            self._known.move_to_end((url, ref))
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def end_sending(self, claim: PictureClaim) -> None:
+        """Let those go on that wait for what this attempt sends."""
+        for ref, event in claim.sending.items():
+            if self._sending.get((claim.url, ref)) is event:
+                del self._sending[claim.url, ref]
+            event.set()

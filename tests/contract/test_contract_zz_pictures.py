@@ -1,0 +1,199 @@
+"""Pictures in prompts, against plain transformers; the same for every engine. Its workers come last: they have other models."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rollout_worker.pictures.picture import content_ref
+from rollout_worker.pictures.picture_decoding import decode_picture
+from tests.support.api.reviews import reviews
+from tests.support.engine.contracts import Fleet, Output, Served, made_by, pieces, sound
+from tests.support.engine.engine_kinds import EngineKind
+from tests.support.engine.picture_models import (
+    PAD,
+    VIDEO,
+    PictureModels,
+    PictureReference,
+    encoded,
+)
+from tests.support.engine.workers import slug
+
+SEEING = ("hf",)
+ONE, OTHER, TALL = encoded(1, 200, 200), encoded(3, 200, 200), encoded(2, 40, 120)
+"""The first two are of one size: their prompts are equal."""
+TEXT = [3 + (index * 37 + index * index) % 400 for index in range(60)]
+"""Long enough for several blocks of a prefix cache."""
+
+
+@pytest.fixture(scope="session", params=["qwen2_vl", "llava"])
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PictureModels:
+    return PictureModels(tmp_path_factory.mktemp("vision"), request.param)
+
+
+@pytest.fixture(scope="session")
+def vision(
+    fleet: Fleet,
+    kind: EngineKind,
+    models: PictureModels,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Fleet]:
+    if kind.engine not in SEEING:
+        pytest.skip(f"{kind.engine} takes no pictures")
+    fleet.stop()
+    home = tmp_path_factory.mktemp(f"vision-{kind}")
+    with reviews() as api:
+        vision = Fleet(kind, models, home, api)
+        try:
+            yield vision
+        finally:
+            vision.stop()
+
+
+@pytest.fixture
+def worker(vision: Fleet) -> Iterator[Served]:
+    worker = vision.worker()
+    worker.heal()
+    restarts = worker.state()["restarts"]
+    yield worker
+    state = worker.state()
+    assert state["restarts"] == restarts, f"the engine died: {state['last_error']}"
+
+
+@pytest.fixture
+def judge(models: PictureModels) -> PictureReference:
+    return models.judge(1)
+
+
+def sent(data: bytes) -> dict[str, str]:
+    return {"data": base64.b64encode(data).decode()}
+
+
+def named(data: bytes) -> dict[str, str]:
+    return {"ref": content_ref(data)}
+
+
+def prompt_of(judge: PictureReference, *files: bytes) -> list[int]:
+    return [*judge.prompt([decode_picture(each) for each in files]), *TEXT]
+
+
+def asked(
+    judge: PictureReference, *files: bytes, tokens: int = 12, **fields: Any
+) -> dict[str, Any]:
+    """A request whose pictures are sent."""
+    return {
+        "token_ids": prompt_of(judge, *files),
+        "sampling": {"temperature": 0, "max_tokens": tokens, "ignore_eos": True},
+        "logprobs": "sampling",
+        **({"multimodal": {"images": [sent(each) for each in files]}} if files else {}),
+        **fields,
+    }
+
+
+def output_of(worker: Served, body: dict[str, Any]) -> Output:
+    answer = worker.generate(**body)
+    assert answer.status_code == 200, answer.text
+    [output] = answer.json()["outputs"]
+    sound(output)
+    found: Output = output
+    return found
+
+
+def expect(judge: PictureReference, output: Output, files: Sequence[bytes]) -> None:
+    pictures = [decode_picture(each) for each in files]
+    tokens, logprobs = judge.generate(prompt_of(judge, *files), pictures, masked=True)
+    assert output["token_ids"] == tokens
+    assert output["logprobs"] == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("files", [[], [ONE], [TALL, ONE], [ONE, OTHER, TALL], [ONE, ONE]], ids=len)
+def test_ids_are_those_of_transformers(
+    worker: Served, judge: PictureReference, files: list[bytes]
+) -> None:
+    assert worker.able["multimodal"]
+    expect(judge, output_of(worker, asked(judge, *files)), files)
+
+
+def test_pictures_are_named_after_they_were_sent(worker: Served, judge: PictureReference) -> None:
+    fresh = encoded(11, 100, 100)
+    body = asked(judge, fresh, multimodal={"images": [named(fresh)]})
+    refused = worker.generate(**body)
+    assert (refused.status_code, slug(refused)) == (409, "unknown-media")
+    assert refused.json()["refs"] == [content_ref(fresh)]
+    expect(judge, output_of(worker, asked(judge, fresh)), [fresh])
+    for _ in range(2):
+        expect(judge, output_of(worker, body), [fresh])
+
+
+def test_two_pictures_share_no_prefix(worker: Served, judge: PictureReference) -> None:
+    """Their prompts are equal: one after the other, and side by side."""
+    assert prompt_of(judge, ONE) == prompt_of(judge, OTHER)
+    order = [ONE, OTHER, ONE, OTHER, OTHER, ONE]
+    for file in order:
+        expect(judge, output_of(worker, asked(judge, file)), [file])
+    with ThreadPoolExecutor(len(order)) as threads:
+        bodies = [asked(judge, file) for file in order]
+        outputs = list(threads.map(lambda body: output_of(worker, body), bodies))
+    for file, output in zip(order, outputs, strict=True):
+        expect(judge, output, [file])
+
+
+def test_streams_and_samples_have_pictures(worker: Served, judge: PictureReference) -> None:
+    body = asked(judge, ONE)
+    streamed = pieces(worker.stream(**body), 0)
+    sound(streamed)
+    expect(judge, streamed, [ONE])
+    body["sampling"] = {**body["sampling"], "n": 3}
+    answer = worker.generate(**body).json()
+    for output in answer["outputs"]:
+        expect(judge, output, [ONE])
+
+
+def test_an_output_goes_on_as_a_prompt(worker: Served, judge: PictureReference) -> None:
+    body = asked(judge, ONE)
+    tokens = output_of(worker, body)["token_ids"]
+    body["token_ids"] += tokens[:5]
+    assert output_of(worker, body)["token_ids"][:7] == tokens[5:]
+
+
+def test_new_weights_see_with_new_features(
+    worker: Served, models: PictureModels, judge: PictureReference
+) -> None:
+    expect(judge, output_of(worker, asked(judge, ONE)), [ONE])
+    worker.load(2)
+    output = output_of(worker, asked(judge, ONE, multimodal={"images": [named(ONE)]}))
+    [(version, stale)] = made_by(output)
+    assert (version > 0, stale) == (True, False)
+    expect(models.judge(2), output, [ONE])
+    worker.load(1)
+    expect(judge, output_of(worker, asked(judge, ONE)), [ONE])
+
+
+def test_placeholders_are_never_sampled(worker: Served) -> None:
+    sampling = {"temperature": 0, "max_tokens": 8, "logit_bias": {str(PAD): 100.0}}
+    output = output_of(worker, {"token_ids": TEXT, "sampling": sampling, "logprobs": "none"})
+    assert not {PAD, VIDEO} & set(output["token_ids"])
+
+
+def test_what_does_not_fit_is_refused(worker: Served, judge: PictureReference) -> None:
+    whole = asked(judge, ONE, TALL)
+    ids = whole["token_ids"]
+    cut = ids.index(PAD)
+    for change, field, words in (
+        ({"multimodal": None}, "token_ids", "no picture"),
+        ({"multimodal": {"images": [sent(ONE)]}}, "multimodal.images", "placeholders"),
+        ({"token_ids": [*ids[:cut], *ids[cut + 1 :]]}, "multimodal.images", "placeholders"),
+        ({"token_ids": TEXT}, "multimodal.images", "token_ids has 0"),
+    ):
+        refused = worker.generate(**{**whole, **change})
+        assert refused.status_code == 422, refused.text
+        [error] = refused.json()["errors"]
+        assert error["field"] == field
+        assert words in error["message"]
+    expect(judge, output_of(worker, asked(judge, ONE)), [ONE])

@@ -1,0 +1,227 @@
+"""Tiny models that see, of random weights: of Qwen2-VL's shape and of LLaVA's, with pictures and prompts for them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from rollout_worker.pictures.picture import Picture
+from rollout_worker.pictures.picture_decoding import decode_picture
+from rollout_worker.sources.checkpoint_files import write_manifest
+from tests.support.engine.tinymodels import TinyModels, script
+
+PAD, VIDEO, VISION_START, VISION_END = 500, 501, 502, 503
+VOCABULARY = 512
+KINDS = ("qwen2_vl", "qwen2_5_vl", "llava")
+
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_IDS = {
+    "image_token_id": PAD,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+
+
+def _qwen2_vl(tied: bool) -> Any:
+    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    return transformers.Qwen2VLConfig(
+        text_config={**text, "tie_word_embeddings": tied},
+        vision_config={**vision, "in_channels": 3, "in_chans": 3},  # SGLang reads the second
+        tie_word_embeddings=tied,
+        **_IDS,
+    )
+
+
+def _qwen2_5_vl(tied: bool) -> Any:
+    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "fullatt_block_indexes": [1],
+        "window_size": 56,
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**text, "tie_word_embeddings": tied},
+        vision_config={**vision, "in_channels": 3, "in_chans": 3},
+        tie_word_embeddings=tied,
+        **_IDS,
+    )
+
+
+def _llava(tied: bool) -> Any:
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "projection_dim": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    }
+    return transformers.LlavaConfig(
+        text_config={"model_type": "llama", **_TEXT, "rope_parameters": _ROPE, "head_dim": 16},
+        vision_config=vision,
+        image_token_index=PAD,
+        tie_word_embeddings=tied,
+    )
+
+
+_CONFIGS = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "llava": _llava}
+
+
+def make_picture_model(
+    folder: Path, kind: str, seed: int = 1, *, tied: bool = False, whole: bool = True
+) -> Path:
+    """Write a model: weights by a seed, and its processor; `whole`: with what a version of weights needs not."""
+    config = _CONFIGS[kind](tied)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                if weights.ndim > 1 and "norm" not in name:
+                    weights.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    if whole:
+        _write_processor(folder, kind)
+        tokenizer = script()._tokenizer(PAD)
+        tokenizer.add_special_tokens(
+            ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    write_manifest(folder)
+    return folder
+
+
+class PictureModels(TinyModels):
+    """Folders of one kind by seed, and what transformers says of them; made once in a folder of a test's own."""
+
+    def __init__(self, home: Path, kind: str) -> None:
+        self.home, self.kind = home, kind
+        self._judges: dict[int, PictureReference] = {}
+
+    def _made(self, kind: str, seed: int) -> Path:
+        folder = self.home / f"{self.kind}-{kind}-s{seed}"
+        if not folder.exists():
+            make_picture_model(folder, self.kind, seed, whole=kind == "model")
+        return folder
+
+    def judge(self, seed: int) -> PictureReference:
+        """Return plain transformers with the weights of a seed."""
+        if seed not in self._judges:
+            self._judges[seed] = PictureReference(self.model(seed))
+        return self._judges[seed]
+
+
+def _write_processor(folder: Path, kind: str) -> None:
+    if kind == "llava":
+        processor = transformers.models.clip.CLIPImageProcessorPil(
+            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+        )
+    else:
+        sizes = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
+        processor = transformers.models.qwen2_vl.Qwen2VLImageProcessorPil(size=sizes)
+    processor.save_pretrained(folder)
+
+
+def encoded(seed: int, width: int = 90, height: int = 60) -> bytes:
+    """Return a PNG of large random squares, so that it survives a change of its size."""
+    noise = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).resize((width, height), Image.Resampling.NEAREST).save(file, "PNG")
+    return file.getvalue()
+
+
+def picture(seed: int, width: int = 90, height: int = 60) -> Picture:
+    return decode_picture(encoded(seed, width, height))
+
+
+class PictureReference:
+    """A folder as transformers itself runs it: its processor, its model, its `generate`."""
+
+    def __init__(self, folder: Path) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        self.processor = transformers.AutoImageProcessor.from_pretrained(str(folder))
+        model: Any = transformers.AutoModelForImageTextToText.from_pretrained(str(folder))
+        self.model = model.eval()
+        self.never = [PAD, VIDEO] if hasattr(self.model.config, "video_token_id") else [PAD]
+
+    def prompt(
+        self, pictures: Sequence[Picture], *, before: int = 9, after: int = 8
+    ) -> tuple[int, ...]:
+        """Return a prompt of some tokens around expanded placeholders, each between its marks."""
+        ids = [before]
+        for each in pictures:
+            ids += [VISION_START, *[PAD] * self.count(each), VISION_END]
+        return (*ids, after, after + 1)
+
+    def count(self, picture: Picture) -> int:
+        """Return how many tokens a picture becomes, as the model's own features say."""
+        with torch.no_grad():
+            made = self.model.get_image_features(**self._inputs([picture]), return_dict=True)
+        return sum(map(len, made.pooler_output))
+
+    def _inputs(self, pictures: Sequence[Picture]) -> dict[str, Any]:
+        return dict(
+            self.processor(images=[each.to_image() for each in pictures], return_tensors="pt")
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Sequence[int],
+        pictures: Sequence[Picture],
+        count: int = 12,
+        *,
+        masked: bool = False,
+    ) -> tuple[list[int], list[float]]:
+        """Return greedy ids and their logprobs; placeholders are never drawn. `masked`: the rest has their probability."""
+        ids = torch.tensor([prompt])
+        more = self._inputs(pictures) if pictures else {}
+        if pictures and self.model.config.model_type != "llava":
+            more["mm_token_type_ids"] = (ids == PAD).int()
+        made = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            suppress_tokens=self.never,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **more,
+        )
+        tokens = made.sequences[0, len(prompt) :].tolist()
+        logits = torch.cat(made.logits).float()
+        if masked:
+            logits[:, self.never] = -torch.inf
+        rows = logits.log_softmax(-1)
+        return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
