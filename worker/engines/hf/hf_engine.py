@@ -31,7 +31,7 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.engines.picture_model import check_allowed_tokens, place_pictures
+from rollout_worker.engines.picture_model import check_pictures
 from rollout_worker.engines.request_checks import check_id_unused, check_model_limits
 from rollout_worker.pictures.picture import Picture
 from rollout_worker.sources.source_reading import ReadCancelled
@@ -135,9 +135,7 @@ class HfEngine(EngineAdapter[HfParts]):
     def validate(self, request: EngineRequest) -> None:
         loaded = self._require_parts().loaded
         check_model_limits(request, loaded)
-        if loaded.pictures is not None:
-            place_pictures(request, loaded.pictures)
-            check_allowed_tokens(request, loaded.pictures)
+        check_pictures(request, loaded.pictures)
         if request.cache_salt is not None:
             raise InvalidRequest(
                 "cache_salt", "the hf engine has no prefix cache to salt: leave cache_salt out"

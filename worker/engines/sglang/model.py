@@ -18,6 +18,12 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.picture_model import (
+    GRID_FAMILIES,
+    PictureModel,
+    check_pictures,
+    read_picture_model,
+)
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature
 from rollout_worker.sources.checkpoint_files import open_source
 
@@ -31,7 +37,7 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SglangModel:
-    """What a model folder says. `quantisation`: its own entry, empty if it is not quantised."""
+    """What a model folder says. `quantisation`: its own entry, empty if it is not quantised; `pictures`: how it takes them."""
 
     tokenizer: Any | None
     layout: WeightsLayout
@@ -40,11 +46,13 @@ class SglangModel:
     vocab_size: int
     dtype: str
     quantisation: Mapping[str, Any]
+    pictures: PictureModel | None = None
 
 
 def read_model(options: EngineOptions) -> SglangModel:
     """Read everything but the weights' bytes, and block; `EngineError` says what is wrong with the folder."""
     config = read_config(options.model)
+    kind = config.get("model_type")
     config |= config.get("text_config") or {}
     source = open_source(options.model)
     # In the order in which SGLang looks.
@@ -63,6 +71,7 @@ def read_model(options: EngineOptions) -> SglangModel:
         vocab_size=vocab,
         dtype=_model_dtype(options, config, source.entries),
         quantisation=quantisation,
+        pictures=read_picture_model(options.model, kind) if kind in GRID_FAMILIES else None,
     )
 
 
@@ -105,9 +114,12 @@ def check_request(request: EngineRequest, model: SglangModel) -> None:
     """Refuse what can't be served: `InvalidRequest` names the field and the fix."""
     check_model_limits(request, model)
     check_temperature(request, "SGLang", MIN_TEMPERATURE)
+    check_pictures(request, model.pictures)
 
 
-def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilities:
+def make_capabilities(
+    *, tokenizer: bool, facts: Mapping[str, Any], pictures: bool = False
+) -> Capabilities:
     """Return what the engine can do; `facts`: what the child reported of itself, empty before it runs."""
     saver = bool(facts.get("enable_memory_saver", True))
     prefixes = not facts.get("disable_radix_cache", False)
@@ -118,6 +130,7 @@ def make_capabilities(*, tokenizer: bool, facts: Mapping[str, Any]) -> Capabilit
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        multimodal=pictures,
         seed=True,
         priority=True,
         stop_strings=tokenizer,

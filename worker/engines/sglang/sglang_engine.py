@@ -80,7 +80,9 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         versions = SglangVersions(
             self._options, model, connection, scheduler, facts, self._node.mark_dead
         )
-        self.capabilities = make_capabilities(tokenizer=model.tokenizer is not None, facts=facts)
+        self.capabilities = make_capabilities(
+            tokenizer=model.tokenizer is not None, facts=facts, pictures=model.pictures is not None
+        )
         return _SglangParts(model, connection, scheduler, versions)
 
     async def _warm_up_and_check(
@@ -95,7 +97,13 @@ class SglangEngine(EngineAdapter[_SglangParts]):
             except EngineCrashed as error:
                 raise EngineError(self._node.last_errors() or str(error)) from error
 
-        probe = selfcheck.UpdateProbe(self.generate, model.vocab_size, model.max_length, "sampling")
+        probe = selfcheck.UpdateProbe(
+            self.generate,
+            model.vocab_size,
+            model.max_length,
+            "sampling",
+            model.pictures,
+        )
         cpu = settings.runs_on_cpu(options)
         report(Progress(message="warming up"))
         try:
@@ -136,7 +144,8 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         check_id_unused(name, self._streams)
         request = with_known_tokens(with_max_tokens(request, parts.model), parts.model)
         stops = make_stop_checker(request.sampling, parts.model)
-        stream = SglangStream(request, next(self._arrivals), parts.model.eos_token_ids, stops)
+        model, arrival = parts.model, next(self._arrivals)
+        stream = SglangStream(request, arrival, model.eos_token_ids, stops, model.pictures)
         self._streams[name] = stream
         try:
             parts.scheduler.add_request(stream)
