@@ -7,8 +7,8 @@ objects only when they are sent.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from rollout_common.wire import PromptLogprobs, TopLogprobs, WeightsId
@@ -60,7 +60,10 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Logprobs of a prompt's tokens from position `start` on, None for position 0, by one version of the weights."""
+    """Logprobs of a prompt's tokens from position `start` on, by one version of the weights.
+
+    None for position 0, and for placeholders of pictures: no model draws these.
+    """
 
     start: int
     logprobs: Sequence[float | None]
@@ -89,6 +92,16 @@ class PromptScores:
             if top is not None:
                 rows.extend(top)
         return cls(start, [None, *logprobs], rows, weights)
+
+    def without_tokens(self, prompt: Sequence[int], hidden: Collection[int]) -> PromptScores:
+        """Return these scores with None for the tokens of a prompt that have one of these ids."""
+        if not hidden:
+            return self
+        tokens = prompt[self.start : self.start + len(self.logprobs)]
+        pairs = zip(tokens, self.logprobs, strict=True)
+        return replace(
+            self, logprobs=[None if token in hidden else value for token, value in pairs]
+        )
 
     @property
     def are_finite(self) -> bool:

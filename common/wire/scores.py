@@ -43,7 +43,8 @@ class TopLogprobs(Wire):
 class PromptLogprobs(Wire):
     """Logprobs of the prompt's tokens at positions `[start, start + T)`: logprobs [T], top_logprobs [T][k].
 
-    The token at position 0 follows nothing, so its logprob is null and its row empty. One version of the weights
+    The token at position 0 follows nothing, so its logprob is null and its row empty; placeholders of pictures, which no
+    model draws, have null, too. One version of the weights
     computed all of them.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.engine import Engine, EngineRequest, InvalidRequest
-from rollout_worker.engines.hf.picture_features import RecentValues
+from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.pictures.picture import Picture
 from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engines import (

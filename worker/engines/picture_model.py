@@ -104,6 +104,23 @@ def load_picture_model(folder: Path, config: Any) -> PictureModel | None:
     )
 
 
+def read_picture_model(folder: Path, kind: object) -> PictureModel | None:
+    """Return the same, given only `model_type` of the folder's config.json; transformers is not asked for other kinds.
+
+    Raises:
+        EngineError: a configuration can't be read.
+    """
+    if kind not in PICTURE_FAMILIES:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise EngineError(f"transformers does not know this model: {error}") from error
+    return load_picture_model(folder, config)
+
+
 def _grid_counter(processor: Any) -> Callable[[int, int], int]:
     """Return the count for models that resize a picture to whole patches, and merge squares of these."""
     merged: int = processor.merge_size**2
@@ -191,11 +208,19 @@ def _refuse_shape(picture: Picture, error: ValueError) -> InvalidRequest:
     )
 
 
-def check_allowed_tokens(request: EngineRequest, model: PictureModel) -> None:
-    """Raise `InvalidRequest` if a request allows nothing but placeholders, which are never sampled."""
+def check_pictures(request: EngineRequest, model: PictureModel | None) -> None:
+    """Raise `InvalidRequest` for placeholders that do not fit, and if nothing else is allowed; None: there are none."""
+    if model is None:
+        return
+    place_pictures(request, model)
     allowed = request.sampling.allowed_token_ids
     if allowed is not None and model.never_sampled.issuperset(allowed):
         raise InvalidRequest(
             "sampling.allowed_token_ids",
             "allows only placeholders of pictures, which are never sampled: allow another id",
         )
+
+
+def banned_tokens(model: PictureModel | None) -> frozenset[int]:
+    """Return the ids that no request samples."""
+    return frozenset() if model is None else model.never_sampled

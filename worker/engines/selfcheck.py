@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 from rollout_common.wire import LogprobsOf, Progress, SamplingParams, StopReason
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineRequest
+from rollout_worker.engines.picture_model import PictureModel, banned_tokens
 from rollout_worker.engines.tested import SELF_CHECK_FLAG
+from rollout_worker.pictures.picture import Picture, content_ref
 
 logger = logging.getLogger(__name__)
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 24, 8
 WARM_UP_TOKENS = 8192
 """Prompt of a warm-up: what engines compute in one piece by default."""
+PICTURE_SIDE = 64
+"""Of the picture that is tried, in pixels: models that scale make few tokens of it."""
 MAX_LOGPROB_DIFFERENCE = 0.1
 """By how much a logprob may differ: the weights are the same, so only the order of sums does."""
 
@@ -39,36 +43,66 @@ class UpdateProbe:
     vocab_size: int
     max_length: int
     logprobs: LogprobsOf
+    pictures: PictureModel | None = None
+    """How the model takes pictures: one is tried, too."""
 
     async def warm_up(self, tokens: int = WARM_UP_TOKENS) -> None:
         """Make a few tokens from a long prompt, so that no request waits for what is compiled lazily."""
         length = max(1, min(tokens, self.max_length - 2))
         sampling = SamplingParams(max_tokens=2, top_p=0.9, ignore_eos=True)
         await self._generate_one("warm-up", self._make_prompt(0, length), sampling)
+        if self.pictures is not None:
+            await self._look_at_picture("warm-up-picture", self.pictures, 2)
 
     async def generate_outputs(self, round_: str) -> ProbeOutputs:
         """Return greedy outputs of fixed prompts, each alone in its batch, without prefixes cached in another round."""
         room = max(1, min(TOKENS, self.max_length - 1))
         sampling = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
         length = max(1, min(PROMPT_TOKENS, self.max_length - room))
-        return [
+        outputs = [
             await self._generate_one(
                 f"self-update-{round_}-{i}", self._make_prompt(i, length), sampling
             )
             for i in range(PROMPTS)
         ]
+        if self.pictures is not None:
+            name = f"self-update-{round_}-picture"
+            outputs.append(await self._look_at_picture(name, self.pictures, room))
+        return outputs
+
+    async def _look_at_picture(
+        self, name: str, model: PictureModel, tokens: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return a greedy output about one small picture, the same each time; none if it does not fit."""
+        pixels = bytes(at * at % 251 for at in range(3 * PICTURE_SIDE**2))
+        picture = Picture(content_ref(pixels), PICTURE_SIDE, PICTURE_SIDE, pixels)
+        count = model.count_tokens(PICTURE_SIDE, PICTURE_SIDE)
+        left = min(tokens, self.max_length - count - 2)
+        if left < 1:
+            return (), ()
+        prompt = (0, *[model.pad_id] * count, 1)
+        sampling = SamplingParams(temperature=0, max_tokens=left, ignore_eos=True)
+        return await self._generate_one(name, prompt, sampling, (picture,))
 
     def _make_prompt(self, number: int, length: int) -> tuple[int, ...]:
         """Return ids of the first thousand: later ones may be special tokens."""
         ids = min(self.vocab_size, 1000)
-        return tuple((number * 331 + i * 97 + i * i) % ids for i in range(length))
+        made = ((number * 331 + i * 97 + i * i) % ids for i in range(length))
+        banned = banned_tokens(self.pictures)
+        return tuple(0 if token in banned else token for token in made)
 
     async def _generate_one(
-        self, name: str, prompt: tuple[int, ...], sampling: SamplingParams
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        pictures: tuple[Picture, ...] = (),
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         tokens: list[int] = []
         logprobs: list[float] = []
-        request = EngineRequest(name, prompt, sampling, self.logprobs, cache_salt=name)
+        request = EngineRequest(
+            name, prompt, sampling, self.logprobs, cache_salt=name, pictures=pictures
+        )
         async for delta in self.generate(request):
             tokens += delta.token_ids
             logprobs += delta.logprobs or ()

@@ -225,3 +225,13 @@ class PictureReference:
             logits[:, self.never] = -torch.inf
         rows = logits.log_softmax(-1)
         return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+    @torch.no_grad()
+    def score(self, prompt: Sequence[int], pictures: Sequence[Picture]) -> list[float]:
+        """Return the raw logprob of each token of a prompt after those before it; of the first, 0."""
+        ids = torch.tensor([prompt])
+        more = self._inputs(pictures)
+        if self.model.config.model_type != "llava":
+            more["mm_token_type_ids"] = (ids == PAD).int()
+        logits = self.model(input_ids=ids, **more).logits[0].float().log_softmax(-1)
+        return [0.0, *(float(logits[at, token]) for at, token in enumerate(prompt[1:]))]

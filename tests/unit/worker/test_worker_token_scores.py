@@ -199,3 +199,9 @@ def test_the_largest_answer_is_served() -> None:
     tokens = SamplingParams(max_tokens=2**18)
     drawn = replace(REQUEST, scored=None, sampling=tokens, top_logprobs=256)
     check_scoring([drawn], SCORING, "hf", ("temperature",))
+
+
+def test_hidden_tokens_have_no_logprob() -> None:
+    scores = PromptScores(1, [-1.0, -2.0, -3.0], None, WeightsId(epoch=0, version=0))
+    assert scores.without_tokens((9, 9, 5, 9, 9), {9}).logprobs == [None, -2.0, None]
+    assert scores.without_tokens((9, 9, 5, 9), frozenset()) is scores

@@ -33,7 +33,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.grammars.grammar_state import GrammarState
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.engines.picture_model import check_allowed_tokens, place_pictures
+from rollout_worker.engines.picture_model import check_pictures
 from rollout_worker.engines.request_checks import (
     check_id_unused,
     check_model_limits,
@@ -148,9 +148,7 @@ class HfEngine(EngineAdapter[HfParts]):
         parts = self._require_parts()
         loaded = parts.loaded
         check_model_limits(request, loaded)
-        if loaded.pictures is not None:
-            place_pictures(request, loaded.pictures)
-            check_allowed_tokens(request, loaded.pictures)
+        check_pictures(request, loaded.pictures)
         if parts.routers is not None:
             check_route_size(request, parts.routers.row_bytes)
         if request.cache_salt is not None:

@@ -6,11 +6,9 @@ of one prompt share them, and after an update they are made again. Everything bu
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,44 +16,12 @@ from torch import Tensor
 from rollout_common.wire import WeightsId
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.picture_model import PictureModel, PlacedPicture, place_pictures
+from rollout_worker.engines.picture_positions import grid_positions
+from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.pictures.picture import Picture
 
 KEPT_BYTES = 256 * 2**20
 """Of inputs, and of features: each some tens of pictures of a million pixels."""
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class RecentValues(Generic[K, V]):
-    """Values that were used lately, up to a number of bytes; safe to use from several threads."""
-
-    def __init__(self, most: int, size_of: Callable[[V], int]) -> None:
-        self._most, self._size_of = most, size_of
-        self._kept: OrderedDict[K, V] = OrderedDict()
-        self._lock = threading.Lock()
-        self.nbytes = 0
-
-    def find_or_make(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of a key; makes it if it is not kept."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        value = make()
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = value
-                self.nbytes += self._size_of(value)
-            while self.nbytes > self._most and len(self._kept) > 1:
-                self.nbytes -= self._size_of(self._kept.popitem(last=False)[1])
-        return value
-
-    def drop_values(self, keeps: Callable[[K], bool] = lambda key: False) -> None:
-        """Drop the values of all keys for which `keeps` is false."""
-        with self._lock:
-            for key in [each for each in self._kept if not keeps(each)]:
-                self.nbytes -= self._size_of(self._kept.pop(key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +83,9 @@ class PictureEncoder:
             return None
         if not self._pictures.apart:
             return PromptPictures(placed, None, 0)
-        ids = torch.tensor([request.token_ids])
-        kinds = (ids == self._pictures.pad_id).int()
-        grids = torch.cat([self._inputs_of(each.picture)["image_grid_thw"] for each in placed])
-        positions, shift = self._model.model.get_rope_index(ids, kinds, image_grid_thw=grids)
-        return PromptPictures(placed, positions[:, 0], int(shift))
+        grids = [self._inputs_of(each.picture)["image_grid_thw"][0].tolist() for each in placed]
+        merge = self._pictures.processor.merge_size
+        return PromptPictures(placed, *grid_positions(len(request.token_ids), placed, grids, merge))
 
     def part_between(
         self, prompt: PromptPictures | None, start: int, end: int, weights: WeightsId

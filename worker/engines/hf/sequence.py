@@ -13,6 +13,7 @@ from torch import Tensor
 from rollout_common.wire import AbortReason, StopReason, WeightsId
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.grammars.grammar_state import GrammarState, fill_masks
+from rollout_worker.engines.picture_model import banned_tokens
 from rollout_worker.engines.request_checks import (
     StopChecker,
     StopVerdict,
@@ -163,7 +164,8 @@ class OutputSequence:
     def finish_prompt(self, weights: WeightsId) -> None:
         """Note that the prompt is scored as a whole; ends an output of no tokens."""
         assert self.scoring is not None
-        scores = self.scoring.finish_scores(weights)
+        hidden = self.row.asks.get("never", ())
+        scores = self.scoring.finish_scores(weights).without_tokens(self.request.token_ids, hidden)
         self.scoring = None
         if not scores.are_finite:
             self.abort_output(AbortReason.ENGINE, not_finite=weights)
@@ -257,8 +259,8 @@ def make_sequence(
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
     request = with_known_tokens(with_max_tokens(request, loaded), loaded)
-    never = loaded.pictures.never_sampled if loaded.pictures else frozenset()
-    asks = sampling_asks(request, stop_ids(request.sampling, loaded.eos_token_ids), never)
+    stops = stop_ids(request.sampling, loaded.eos_token_ids)
+    asks = sampling_asks(request, stops, banned_tokens(loaded.pictures))
     # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.
     asks.setdefault("seed", secrets.randbits(63))
     routes = None

@@ -1,7 +1,7 @@
 """The protocol between worker and child, and the worker's end of it.
 
-One socket pair, one JSON object a line. From the worker: `{"id", "op", "args"}`; `generate` is not
-answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. From the child:
+One socket pair, one JSON object a line. From the worker: `{"id", "op", "args"}`; `generate` and the commands about
+pictures before it (`sglang_pictures`) are not answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. From the child:
 `{"progress": text}` while it starts, `{"ready": facts}` once, and then
 `{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
 order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,

@@ -48,6 +48,7 @@ TensorReader = Callable[[], Iterator[tuple[str, Tensor]]]
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the sink that the command names, by its `path` or its `slot`, which is each node's own."""
     where = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
+    _forget_features()
     if "folder" in where:
         model.load_weights(_read_folder(Path(where["folder"])))
         return
@@ -63,6 +64,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         _load_recorded(model, rows, memory, partial(_read_version, where))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still copy from the ring
+
+
+def _forget_features() -> None:
+    """Drop what the former weights made of pictures: requests that run have their prefix computed again."""
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
 
 
 class RecordedLoad:

@@ -18,6 +18,12 @@ from rollout_worker.engines.model_folder import (
     resolve_max_length,
 )
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.picture_model import (
+    GRID_FAMILIES,
+    PictureModel,
+    check_pictures,
+    read_picture_model,
+)
 from rollout_worker.engines.request_checks import (
     check_model_limits,
     check_route_size,
@@ -40,6 +46,7 @@ class SglangModel:
     """What a model folder says.
 
     `quantisation`: its own entry, empty if it is not quantised. `experts`: how many a layer has, and a token goes to.
+    `pictures`: how it takes them.
     """
 
     tokenizer: Any | None
@@ -51,11 +58,13 @@ class SglangModel:
     quantisation: Mapping[str, Any]
     experts: tuple[int, int] | None = None
     layers: int = 0
+    pictures: PictureModel | None = None
 
 
 def read_model(options: EngineOptions) -> SglangModel:
     """Read everything but the weights' bytes, and block; `EngineError` says what is wrong with the folder."""
     config = read_config(options.model)
+    kind = config.get("model_type")
     config |= config.get("text_config") or {}
     source = open_source(options.model)
     # In the order in which SGLang looks.
@@ -76,6 +85,7 @@ def read_model(options: EngineOptions) -> SglangModel:
         quantisation=quantisation,
         experts=read_experts(config),
         layers=int(config.get("num_hidden_layers") or 0),
+        pictures=read_picture_model(options.model, kind) if kind in GRID_FAMILIES else None,
     )
 
 
@@ -118,13 +128,19 @@ def check_request(request: EngineRequest, model: SglangModel) -> None:
     """Refuse what can't be served: `InvalidRequest` names the field and the fix."""
     check_model_limits(request, model)
     check_temperature(request, "SGLang", MIN_TEMPERATURE)
+    check_pictures(request, model.pictures)
     if model.experts is not None:
         count, top_k = model.experts
         check_route_size(request, model.layers * top_k * (1 if count <= 256 else 2))
 
 
 def make_capabilities(
-    *, tokenizer: bool, structured: bool, routed: bool, facts: Mapping[str, Any]
+    *,
+    tokenizer: bool,
+    structured: bool,
+    routed: bool,
+    facts: Mapping[str, Any],
+    pictures: bool = False,
 ) -> Capabilities:
     """Return what the engine can do; `facts`: what the child reported of itself, empty before it runs."""
     saver = bool(facts.get("enable_memory_saver", True))
@@ -136,6 +152,7 @@ def make_capabilities(
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        multimodal=pictures,
         structured=structured,
         return_routed_experts=routed,
         return_sampling_mask=True,

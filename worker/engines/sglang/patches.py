@@ -16,6 +16,7 @@ from sglang.srt.managers import load_snapshot
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rollout_common.parent_death import die_with_parent
@@ -64,10 +65,20 @@ def install_patches() -> None:
     _sleep_while_paused()
     _keep_answers_in_order()
     _batch_unread_tokens()
+    _leave_processors_out()
     # Segments in /dev/shm outlive a killed process; our folder is deleted with the engine.
     load_snapshot.shm_path_for = lambda name: os.path.join(
         tempfile.gettempdir(), f"loads-{os.path.basename(name)}"
     )
+
+
+def _leave_processors_out() -> None:
+    """Start without SGLang's processors of pictures: `child_pictures` makes the inputs."""
+
+    def skip_processors(self: Any) -> None:
+        self.tokenizer = self.processor = self.mm_processor = None
+
+    TokenizerManager.init_tokenizer_and_processor = skip_processors
 
 
 def _sleep_while_paused() -> None:
@@ -189,7 +200,12 @@ def _rows_from_batch(self: Any, batch: Any, vocab_size: int) -> None:
 
 def _make_row(request: Any) -> SampledRow:
     asks = request.sampling_params.custom_params or {"greedy": request.sampling_params.top_k == 1}
-    return SampledRow(asks, tuple(request.origin_input_ids), tuple(request.output_ids))
+    return SampledRow(
+        # In the other list placeholders are replaced by numbers that stand for pictures.
+        asks,
+        tuple(request.origin_input_ids_unpadded),
+        tuple(request.output_ids),
+    )
 
 
 def _filter_rows(self: Any, keep_indices: Sequence[int], keep_indices_device: Any) -> None:

@@ -16,6 +16,7 @@ from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
 
 from .child_connection import ChildConnection
+from .sglang_pictures import SentPixels
 from .sglang_streams import SglangStream
 
 
@@ -31,6 +32,7 @@ class RequestScheduler:
         # By the child's id, until the child has ended them; None: ended here, not there yet.
         self._posted: dict[str, SglangStream | None] = {}
         self._numbers = itertools.count()
+        self._pixels = SentPixels()
         self.paused = False
         self._ordered_at: float | None = (
             None  # time of an order to rest or go on, until it is answered
@@ -46,6 +48,8 @@ class RequestScheduler:
         if not self._posted:
             self._progress = time.monotonic()
         rid = f"{next(self._numbers):016x}"
+        for op, args in self._pixels.commands_for(stream.request.pictures):
+            self._connection.send_command(op, **args)
         self._connection.send_command("generate", **stream.begin_request(rid, self._weights))
         self._posted[rid] = stream
 

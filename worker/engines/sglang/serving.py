@@ -14,6 +14,7 @@ import os
 import pickle
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +27,15 @@ from sglang.version import __version__
 
 from . import patches
 from .child_connection import MAX_LINE_BYTES, encode_frame
+from .child_pictures import ChildPictures
 from .settings import with_graph_tags
 from .sglang_scores import pack_prompt
 from .sglang_streams import to_child_tokens
 
 logger = logging.getLogger(__name__)
+
+PICTURE_COMMANDS = ("use_pictures", "keep_picture")
+"""Not answered, and done in the order of requests."""
 
 LOADER_PATH = "rollout_worker.engines.sglang.loader.load"
 
@@ -91,6 +96,7 @@ class _ChildServer:
         self._writer: asyncio.StreamWriter
         self._tasks: set[asyncio.Task[None]] = set()
         self._fresh: list[Any] = []  # token frames not sent yet
+        self._pictures = ChildPictures(Path(self._manager.model_path))
         self._calling = asyncio.Lock()  # one socket, on which answers come in the order of calls
 
     async def serve_worker(self, sock: socket.socket) -> None:
@@ -101,6 +107,8 @@ class _ChildServer:
             call = json.loads(line)
             if call["op"] == "generate":
                 await self._start_request(call["args"])
+            elif call["op"] in PICTURE_COMMANDS:
+                getattr(self._pictures, call["op"])(**call["args"])
             else:
                 task = asyncio.get_running_loop().create_task(self._answer_call(call))
                 self._tasks.add(task)
@@ -147,18 +155,31 @@ class _ChildServer:
     async def _start_request(self, args: dict[str, Any]) -> None:
         """Hand a request to the schedulers; an `_OutputReader` gets what they make."""
         rid, manager = args["rid"], self._manager
-        scored = args.pop("scored")
+        scored, placed = args.pop("scored"), args.pop("pictures")
         try:
             request = messages.GenerateReqInput(stream=True, **args)
             request.normalize_batch_and_arguments()
             manager._init_req_state(request)
             state = manager.rid_to_state[rid]
             state.event = _OutputReader(rid, state.out_list, self._deliver_tokens, scored)
-            await manager._send_one_request(await manager._tokenize_one_request(request))
+            await manager._send_one_request(await self._tokenize_request(request, placed))
         except Exception as error:
             logger.exception("request %s failed", rid)
             manager.rid_to_state.pop(rid, None)
             self._deliver_tokens([rid, [], None, {"error": f"{type(error).__name__}: {error}"}])
+
+    async def _tokenize_request(self, request: Any, placed: list[Any]) -> Any:
+        """Return what the schedulers get; `placed`: the request's pictures."""
+        manager = self._manager
+        if not placed:
+            return await manager._tokenize_one_request(request)
+        ids = request.input_ids
+        pictures = self._pictures.place_pictures(placed)
+        inputs = await asyncio.to_thread(
+            self._pictures.make_inputs, ids, pictures, request.extra_key
+        )
+        manager._validate_one_request(request, ids)
+        return manager._create_tokenized_object(request, None, ids, None, inputs)
 
     def _deliver_tokens(self, tokens: Any) -> None:
         """Send what one step made in one frame."""

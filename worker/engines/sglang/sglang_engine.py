@@ -88,6 +88,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
             structured=supports_grammars(model.tokenizer, model.eos_token_ids),
             routed=model.experts is not None and bool(facts.get("enable_return_routed_experts")),
             facts=facts,
+            pictures=model.pictures is not None,
         )
         return _SglangParts(model, connection, scheduler, versions)
 
@@ -103,7 +104,13 @@ class SglangEngine(EngineAdapter[_SglangParts]):
             except EngineCrashed as error:
                 raise EngineError(self._node.last_errors() or str(error)) from error
 
-        probe = selfcheck.UpdateProbe(self.generate, model.vocab_size, model.max_length, "sampling")
+        probe = selfcheck.UpdateProbe(
+            self.generate,
+            model.vocab_size,
+            model.max_length,
+            "sampling",
+            model.pictures,
+        )
         cpu = settings.runs_on_cpu(options)
         report(Progress(message="warming up"))
         try:
@@ -144,13 +151,15 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         check_id_unused(name, self._streams)
         request = with_known_tokens(with_max_tokens(request, parts.model), parts.model)
         stops = make_stop_checker(request.sampling, parts.model)
+        model, arrival = parts.model, next(self._arrivals)
         stream = SglangStream(
             request,
-            next(self._arrivals),
-            parts.model.eos_token_ids,
+            arrival,
+            model.eos_token_ids,
             stops,
-            vocab_size=parts.model.vocab_size,
-            experts=parts.model.experts,
+            vocab_size=model.vocab_size,
+            experts=model.experts,
+            pictures=model.pictures,
         )
         self._streams[name] = stream
         try:

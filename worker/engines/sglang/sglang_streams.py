@@ -15,12 +15,14 @@ from typing import Any
 
 from rollout_common.wire import AbortReason, StopMatch, StopReason, WeightsId, WeightsSpan
 from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.engines.picture_model import PictureModel, banned_tokens, place_pictures
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
+from .sglang_pictures import placed_fields
 from .sglang_records import pack_records, unpack_masks, unpack_routes
 from .sglang_scores import pack_top, score_fields, unpack_prompt, unpack_top
 
@@ -41,6 +43,7 @@ class SglangStream:
     stop: StopChecker
     vocab_size: int = 0
     experts: tuple[int, int] | None = None
+    pictures: PictureModel | None = None
     deltas: asyncio.Queue[EngineDelta | Exception] = field(default_factory=asyncio.Queue)
     rid: str | None = None
     produced: int = 0
@@ -56,7 +59,7 @@ class SglangStream:
         self.rid = rid
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
-        return make_child_request(self.request, self.eos, rid, weights)
+        return make_child_request(self.request, self.eos, rid, weights, self.pictures)
 
     def switch_weights(self, at: int, weights: WeightsId, stale: bool) -> None:
         """Note that tokens from index `at` on are made by other weights."""
@@ -117,7 +120,8 @@ class SglangStream:
     def _take_prompt(self, about: dict[str, Any]) -> PromptScores | None:
         if "prompt" not in about or self.request.scored is None:
             return None
-        return unpack_prompt(about["prompt"], self.request.scored[0], self.changes[0][1])
+        found = unpack_prompt(about["prompt"], self.request.scored[0], self.changes[0][1])
+        return found.without_tokens(self.request.token_ids, banned_tokens(self.pictures))
 
     def end_output(self, reason: AbortReason) -> None:
         """End the output with what it has."""
@@ -165,14 +169,19 @@ class SglangStream:
 
 
 def make_child_request(
-    request: EngineRequest, eos: frozenset[int], rid: str, weights: WeightsId
+    request: EngineRequest,
+    eos: frozenset[int],
+    rid: str,
+    weights: WeightsId,
+    pictures: PictureModel | None = None,
 ) -> dict[str, Any]:
     """Return the fields of SGLang's request; `custom_params` is for our sampler (`batch_rows.SampledRow`)."""
     sampling = request.sampling
     stops = stop_ids(sampling, eos)
-    asks = sampling_asks(request, stops)
+    asks = sampling_asks(request, stops, banned_tokens(pictures))
     if request.routed_from is not None:
         asks["routes"] = request.routed_from
+    placed = () if pictures is None else place_pictures(request, pictures)
     if not (request.streamed or sampling.stop):  # stop strings are found here, token by token
         asks["unread"] = True
     return {
@@ -188,6 +197,7 @@ def make_child_request(
         },
         "return_logprob": request.logprobs is not None,
         **score_fields(request),
+        "pictures": placed_fields(placed),
         "priority": request.priority,
         # A prefix is never shared between different weights.
         "extra_key": f"{weights.epoch}.{weights.version}:{request.cache_salt or ''}",

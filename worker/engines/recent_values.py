@@ -1,0 +1,42 @@
+"""Values that are kept while they are used, up to a number of bytes: what engines compute of pictures."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class RecentValues(Generic[K, V]):
+    """Values that were used lately, up to a number of bytes; safe to use from several threads."""
+
+    def __init__(self, most: int, size_of: Callable[[V], int]) -> None:
+        self._most, self._size_of = most, size_of
+        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def find_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key; makes it if it is not kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        value = make()
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = value
+                self.nbytes += self._size_of(value)
+            while self.nbytes > self._most and len(self._kept) > 1:
+                self.nbytes -= self._size_of(self._kept.popitem(last=False)[1])
+        return value
+
+    def drop_values(self, keeps: Callable[[K], bool] = lambda key: False) -> None:
+        """Drop the values of all keys for which `keeps` is false."""
+        with self._lock:
+            for key in [each for each in self._kept if not keeps(each)]:
+                self.nbytes -= self._size_of(self._kept.pop(key))
