@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR
 
+from .api.gangs import GangScheduler
 from .api.names import CONTROL_TLS_NAME
 from .settings import MAX_SHARDS
 
@@ -79,6 +80,7 @@ class OperatorConfig(BaseModel):
     turn_claim: str = Field(
         default="", max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
     )
+    gang_scheduler: GangScheduler | None = None
     engines: Mapping[str, EngineDefaults] = Field(default_factory=dict)
 
     def engine_defaults(self, kind: str) -> EngineDefaults:
@@ -146,6 +148,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "--log-format": "log format: json or text (default: json)",
         "--turn-claim": "PersistentVolumeClaim with a node's lock directory, in each namespace that has "
         "colocated pools (default: none; trainer and engine may then hold memory at once)",
+        "--gang-scheduler": "what starts the pods of a replica together where spec.scheduling.gang asks for "
+        "it: Kueue, Volcano or SchedulerPlugins (default: the one that the cluster has)",
         "--pod-name": "name of this process in the Lease and in events (default: POD_NAME, else "
         "the host name)",
     }

@@ -122,6 +122,7 @@ class Operator:
             self._start_task("streams", self._parts.streams.run())
         self._start_task("poller", self._parts.poller.run())
         self._start_task("neighbours", self._parts.neighbours.run())
+        self._start_task("gangs", self._parts.gangs.run())
         self._start_task("passes", self._parts.passes.run())
         # What went between the list and the stream's start.
         self._parts.informer.schedule_pool_list(RELIST_DELAY_SECONDS)
@@ -165,7 +166,9 @@ class Operator:
         await self._parts.calls.cancel_all()
         if events := self._tasks.get("events"):
             await self._parts.recorder.flush_events(events)
-        await self._cancel_tasks("leading", "lease", "poller", "informer", "neighbours", "fence")
+        await self._cancel_tasks(
+            "leading", "lease", "poller", "informer", "neighbours", "gangs", "fence"
+        )
         await self._parts.leadership.release_lease()
         await self._stop_streams()
         await self._close_parts()
@@ -173,7 +176,7 @@ class Operator:
     async def _stop_at_once(self, reason: str) -> None:
         """End at once: a successor may be working already."""
         await self._cancel_tasks(
-            "passes", "poller", "informer", "neighbours", "leading", "lease", "events"
+            "passes", "poller", "informer", "neighbours", "gangs", "leading", "lease", "events"
         )
         await self._parts.calls.cancel_all()
         if reason == TASK_DIED:

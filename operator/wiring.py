@@ -24,6 +24,7 @@ from .config import OperatorConfig
 from .core.hybrid import parse_candidate
 from .core.trainer_pods import parse_resource_claim, parse_resource_slice, parse_trainer
 from .kube.event_recorder import EventRecorder
+from .kube.gang_watch import GangWatch
 from .kube.installed_schema import InstalledSchema
 from .kube.kube_client import KubeClient
 from .kube.lease import Leadership, SoleLeader
@@ -91,12 +92,20 @@ class OperatorParts:
             },
             self.feed.note_worker_change,
         )
+        self.gangs = GangWatch(
+            self.kube, self._wake_pool, config.watch_namespaces, config.gang_scheduler
+        )
         self.streams = KopfStreams(
             self.informer.take_pool_event,
             namespaces=config.watch_namespaces,
             spawned=spawned,
             listed=self.informer.list_pools,
         )
+
+    def _wake_pool(self, key: PoolKey) -> None:
+        """Have a pool looked at again; PodGroups are listed of all pools, also of another operator's."""
+        if self.store.find_pool(key) is not None:
+            self.queue.add(key)
 
     def _add_workers(self) -> None:
         self.connections = WorkerConnections(self._config.control_ca_file)
@@ -115,6 +124,7 @@ class OperatorParts:
             store=self.store,
             neighbours=self.neighbours,
             kube=self.kube,
+            gangs=self.gangs,
             workers=self.workers,
             recorder=self.recorder,
             telemetry=self.telemetry,

@@ -29,6 +29,7 @@ def _hashed_fields_v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
             "resources",
             "serviceAccountName",
             "podTemplate",
+            "scheduling",
             "worker",
         )
         if name in body

@@ -42,6 +42,7 @@ from .spec_weights import (
     DisruptionSpec,
     InFlightSpec,
     RestartPolicy,
+    SchedulingSpec,
     UpdateStrategy,
     VolumeClaim,
     WeightsSpec,
@@ -66,6 +67,7 @@ __all__ = [
     "ResourceRequirements",
     "RestartPolicy",
     "RolloutReplicaSpec",
+    "SchedulingSpec",
     "SleepSpec",
     "SpillSpec",
     "UpdateStrategy",
@@ -216,6 +218,8 @@ class RolloutReplicaSpec(ApiModel):
     """Rolling update of pods."""
     disruption: DisruptionSpec = DisruptionSpec()
     """What evictions may take: the operator makes a PodDisruptionBudget of the pool's name."""
+    scheduling: SchedulingSpec = SchedulingSpec()
+    """How a cluster's gang scheduler takes the pods of a replica. Standalone only."""
     restart_policy: RestartPolicy = RestartPolicy()
     """Back-off for failing replicas."""
     drain_seconds: int = Field(default=30, ge=0, le=86400)

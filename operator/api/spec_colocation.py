@@ -162,6 +162,12 @@ COLOCATED_RULES = (
         path=".updateStrategy",
     ),
     cel_rule(
+        "self.mode != 'Colocated' || !has(self.scheduling) || !has(self.scheduling.gang)",
+        "spec.scheduling.gang must not be set in mode Colocated: the pods go where the trainer's pods are; "
+        "remove it, and let the trainer's own pods start together",
+        path=".scheduling",
+    ),
+    cel_rule(
         "!has(self.colocation) || self.colocation.slots == 1 || !has(self.engine.env) || "
         f"!self.engine.env.exists(e, e.name in {list(VISIBLE_DEVICES_VARIABLES)!r})",
         f"spec.engine.env: the operator sets {' and '.join(VISIBLE_DEVICES_VARIABLES)} where colocation.slots is "
@@ -193,6 +199,7 @@ _REFUSED_FIELDS = (
     ("weights.transport", _ENGINE_REASON),
     ("updateStrategy", _PODS_REASON),
     ("disruption", _PODS_REASON),
+    ("scheduling", _PODS_REASON),
     ("restartPolicy", _PODS_REASON),
     ("worker", _ENGINE_REASON),
     ("podTemplate", _PODS_REASON),

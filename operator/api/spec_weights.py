@@ -244,6 +244,23 @@ class DisruptionSpec(ApiModel):
     and the last copy of pushed weights is never among them."""
 
 
+class SchedulingSpec(ApiModel):
+    """How a cluster's gang scheduler takes the pods of a replica. Standalone only."""
+
+    model_config = config_with_rules(
+        cel_rule(
+            "!has(self.queue) || has(self.gang)",
+            "spec.scheduling.queue needs spec.scheduling.gang: set gang to PodGroup, or remove queue",
+        )
+    )
+
+    gang: Literal["PodGroup"] | None = None
+    """PodGroup: the pods of a replica start together or not at all, by the gang scheduler that the
+    cluster has (Kueue, Volcano or scheduler-plugins). Changing it replaces the pods."""
+    queue: Dns1123 | None = None
+    """Queue of Volcano, or LocalQueue of Kueue, which needs one. Changing it replaces the pods."""
+
+
 class RestartPolicy(ApiModel):
     """Back-off for failing replicas; 10 minutes Ready or a new spec reset the count."""
 

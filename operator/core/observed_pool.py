@@ -188,6 +188,8 @@ class ObservedPool:
     """Uids of pods whose deletion the API server refused: they go on working for the pool."""
     beside: ObservedTrainers = field(default_factory=ObservedTrainers)
     """The trainer's pods and claims, of a colocated pool."""
+    gang_trouble: str = ""
+    """Why no gang scheduler takes the pods, which their spec asks for; empty: one does."""
     strangers: tuple[str, ...] = ()
     """A sentence on each pod that looks like the pool's and is not: no pass touches them."""
 

@@ -36,6 +36,8 @@ _PATHS = {
     "services": "/api/v1",
     "endpointslices": "/apis/discovery.k8s.io/v1",
     "poddisruptionbudgets": "/apis/policy/v1",
+    "podgroups.scheduling.volcano.sh": "/apis/scheduling.volcano.sh/v1beta1",
+    "podgroups.scheduling.x-k8s.io": "/apis/scheduling.x-k8s.io/v1alpha1",
     "resourceclaims": "/apis/resource.k8s.io/v1",
     "resourceslices": "/apis/resource.k8s.io/v1",
     "serviceaccounts": "/api/v1",
@@ -55,7 +57,8 @@ def resource_collection(
 
 def _resource_path(resource: str, namespace: str | None) -> str:
     scope = f"/namespaces/{namespace}" if namespace is not None else ""
-    return f"{_PATHS[resource]}{scope}/{resource}"
+    # Two kinds of PodGroups have one plural: their group is a part of the resource's name here.
+    return f"{_PATHS[resource]}{scope}/{resource.partition('.')[0]}"
 
 
 def explain_error(error: KubeError, absent: str) -> str:
@@ -105,6 +108,11 @@ class KubeClient(ApiClient):
         url = f"/openapi/v3/apis/{GROUP}/{VERSION}"
         what = f"get the OpenAPI document of {API_VERSION}"
         return await self.send_request(ApiRequest("get", "openapi", url, what))
+
+    async def get_group_names(self) -> frozenset[str]:
+        """Return the names of the API groups that the cluster has, core's left out."""
+        answer = await self.send_request(ApiRequest("get", "apigroups", "/apis", "get API groups"))
+        return frozenset(str(each["name"]) for each in answer["groups"])
 
     async def create(self, resource: str, obj: Obj) -> Obj:
         """Create an object; unknown fields are an error (`Invalid`), a taken name `AlreadyExists`."""

@@ -35,3 +35,9 @@ LAYOUT_RETRY_SECONDS = 1.0
 
 LEASE_REQUEST_SECONDS = 5.0
 """Deadline of one request for the Lease: a second one fits in before the renewal is overdue."""
+
+GANG_LOOK_SECONDS = 60.0
+"""How often to look which gang scheduler the cluster has: two requests, and installing one takes minutes."""
+
+GANG_RETRY_SECONDS = 10.0
+"""How soon to look again after the API server did not answer, or refused."""

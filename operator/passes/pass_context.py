@@ -10,6 +10,7 @@ from rollout_operator.cache.neighbour_informer import NeighbourInformer
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import OperatorConfig
 from rollout_operator.kube.event_recorder import EventRecorder
+from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.workers.worker_clients import WorkerClients
@@ -30,6 +31,7 @@ class PassContext:
     store: ObjectStore
     neighbours: NeighbourInformer
     kube: KubeClient
+    gangs: GangWatch
     workers: WorkerClients
     recorder: EventRecorder
     telemetry: OperatorTelemetry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 from contextlib import suppress
 
 from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
@@ -22,6 +23,7 @@ from rollout_operator.core.status_report import (
     without_progress,
 )
 
+from .group_writer import GroupWriter
 from .pass_context import PassContext
 from .pass_input import PassInput, poll_heads, update_phase
 from .pass_reporting import count_update, post_events, update_pool_metrics
@@ -152,7 +154,8 @@ async def _write_children(
         return
     defaults = ctx.config.engine_defaults(spec.engine.type)
     turn = ctx.config.turn_claim
-    builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn)
+    gang = None if spec.scheduling.gang is None else ctx.gangs.scheduler
+    builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn, gang)
     budget = () if plan.budget is None else (writer.write_budget(plan.budget),)
     await writer.run_all((writer.write_services(spec.weights.transport.port), *budget))
     await writer.run_all(
@@ -172,13 +175,23 @@ async def _write_children(
         if deletion.forced:
             memory.witness.note_forced(deletion.uid, ctx.monotonic())
     await writer.run_all(writer.delete_pod(p) for p in plan.delete)
-    missing = builder.missing_setting
+    missing, ungrouped = builder.missing_setting, await _write_groups(writer, look, plan)
     if missing is None:
-        creates = (builder.build_pod(c.replica, c.rank, c.restarts, c.place) for c in plan.create)
-        await writer.create_pods(creates)
+        creates = (c for c in plan.create if c.replica not in ungrouped)
+        await writer.create_pods(
+            builder.build_pod(c.replica, c.rank, c.restarts, c.place) for c in creates
+        )
     elif plan.create:
         writer.obstacles.note_obstacle(missing[0], REJECTED, missing[1], math.inf)
     await writer.run_all(writer.set_gate(g) for g in plan.gates if g.serving)
+
+
+async def _write_groups(writer: PoolWriter, look: PassInput, plan: PassPlan) -> Collection[int]:
+    """Write the PodGroups; return the replicas whose pods can't be made, since no gang would hold them."""
+    scheduler, wants_gang = writer.ctx.gangs.scheduler, look.spec.scheduling.gang is not None
+    if wants_gang and (scheduler is None or look.seen.gang_trouble):
+        return {c.replica for c in plan.create}  # the pool is woken when one is found
+    return await GroupWriter(writer, look.spec, scheduler).write_groups(look, plan)
 
 
 def _start_calls(ctx: PassContext, look: PassInput, plan: PassPlan, *, decided: bool) -> None:

@@ -142,7 +142,7 @@ class PoolWriter(WriteRunner):
     def _split_children(self, stored: Iterable[Obj]) -> tuple[dict[str, Obj], set[str]]:
         """Of stored children, by name: ours that stay, and the names that get free by themselves."""
         there = {o["metadata"]["name"]: o for o in stored}
-        going = {name for name, o in there.items() if self._will_be_deleted(o)}
+        going = {name for name, o in there.items() if self.will_be_deleted(o)}
         return {n: o for n, o in there.items() if self._is_ours(o) and n not in going}, going
 
     async def create_pods(self, bodies: Iterable[Obj]) -> None:
@@ -181,7 +181,7 @@ class PoolWriter(WriteRunner):
                 note(label, "", "", self.ctx.monotonic(), 0)
             return None
         self.ctx.store.upsert_written(resource, found)
-        if self._will_be_deleted(found):
+        if self.will_be_deleted(found):
             if not self._is_ours(found):
                 # Its name gets free, and perhaps no event says when.
                 note(label, "", "", later, 0)
@@ -274,8 +274,8 @@ class PoolWriter(WriteRunner):
         self.ctx.store.upsert_written(resource, answer)
         return answer
 
-    def _will_be_deleted(self, obj: Obj) -> bool:
-        """Whether it terminates, or the garbage collector will delete it: its name gets free."""
+    def will_be_deleted(self, obj: Obj) -> bool:
+        """Return whether it terminates, or the garbage collector will delete it: its name gets free."""
         going = obj["metadata"].get("deletionTimestamp") is not None
         return going or is_leftover(obj, self.key.name, self.uid)
 

@@ -121,6 +121,7 @@ class Reconciler:
             self.ctx.workers.forget_head(uid)
         self.ctx.neighbours.unsubscribe_pool(key)
         self.ctx.telemetry.forget_pool(key)
+        self.ctx.gangs.note_pool(key, wants_gang=False)
         self.ctx.pace.note_pool(key, moving=False)
         if pool is None:
             self.ctx.kube.forget_token(names.token_audience(key.namespace, key.name))

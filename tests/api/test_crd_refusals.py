@@ -47,6 +47,7 @@ NOT_INSIDE: dict[str, Any] = {
     "weights.transport": {"port": 8010},
     "updateStrategy": {"maxUnavailable": 2},
     "disruption": {"maxUnavailable": 2},
+    "scheduling": {"gang": "PodGroup"},
     "restartPolicy": {"maxRestarts": 2},
     "worker": {"maxQueue": 2},
     "podTemplate": {"labels": {"a": "b"}},
@@ -73,6 +74,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many replicas": ({"replicas": 10000}, "spec.replicas in body should be less than or"),
     "replicas null type": ({"replicas": "two"}, "spec.replicas"),
     "unknown mode": ({"mode": "Inside"}, 'spec.mode: Unsupported value: "Inside"'),
+    "a queue without a gang": (
+        {"scheduling": {"queue": "team"}},
+        "spec.scheduling.queue needs spec.scheduling.gang: set gang to PodGroup, or remove queue",
+    ),
+    "a gang beside a trainer": (
+        {**COLOCATED, "scheduling": {"gang": "PodGroup"}},
+        "spec.scheduling.gang must not be set in mode Colocated",
+    ),
     "no model": (
         {"model": None},
         "spec.model is required: name the checkpoint in spec.model.source",

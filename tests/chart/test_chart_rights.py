@@ -22,6 +22,8 @@ POOLS: Rights = {
     "resource.k8s.io/resourceclaims": {"list", "watch"},
     "discovery.k8s.io/endpointslices": {"get", "list", "watch", "create", "patch"},
     "policy/poddisruptionbudgets": {"get", "list", "watch", "create", "patch"},
+    "scheduling.x-k8s.io/podgroups": {"get", "list", "create", "patch", "delete"},
+    "scheduling.volcano.sh/podgroups": {"get", "list", "create", "patch", "delete"},
     "events.k8s.io/events": {"create"},
 }
 

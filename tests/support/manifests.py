@@ -136,6 +136,7 @@ FULL: Document = {
     },
     "updateStrategy": {"maxUnavailable": 2, "maxSurge": 1, "partition": 1},
     "disruption": {"maxUnavailable": 2},
+    "scheduling": {"gang": "PodGroup", "queue": "team"},
     "restartPolicy": {"baseDelaySeconds": 1, "maxDelaySeconds": 60, "maxRestarts": 5},
     "drainSeconds": 5,
     "worker": {"startTimeoutSeconds": 7200, "maxQueue": 64, "logLevel": "debug"},

@@ -135,6 +135,10 @@ helm.sh/resource-policy: keep
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]
+# Groups of pods that a gang scheduler starts together; where the cluster has none, these grant nothing.
+- apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [get, list, create, patch, delete]
 # The readiness gate rollout.dev/serving is a condition of the pod.
 - apiGroups: [""]
   resources: [pods/status]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from rollout_operator.api import names
+from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
@@ -16,6 +17,7 @@ from rollout_operator.core.placement import PodPlacement
 from rollout_operator.core.settings import NODE_TOLERATION_SECONDS
 
 from . import gang_pods, pod_devices
+from .pod_groups import mark_pod
 from .volumes import pod_volumes, volume_mounts
 from .worker_environment import spec_environment, worker_environment
 
@@ -52,6 +54,8 @@ class PodBuilder:
     """The operator's image, environment and pod template for the engine."""
     turn_claim: str = ""
     """PersistentVolumeClaim with a node's lock directory, for colocated pods; empty: none."""
+    gang_scheduler: GangScheduler | None = None
+    """What starts a replica's pods together; None: nothing does."""
 
     @cached_property
     def overlay(self) -> Obj:
@@ -92,6 +96,8 @@ class PodBuilder:
         }
         if place is not None:
             pod_devices.apply_placement(made, self.spec, rank, place, self.turn_claim)
+        if self.gang_scheduler is not None:
+            mark_pod(made, self.name, replica, self.spec, self.gang_scheduler)
         return made
 
     def _pod_metadata(self, replica: int, rank: int, restarts: int) -> Obj:

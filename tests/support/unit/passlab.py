@@ -32,6 +32,7 @@ from rollout_operator.core.trainer_pods import (
     parse_trainer,
 )
 from rollout_operator.kube.event_recorder import EventRecorder
+from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.passes.pass_context import PassContext
@@ -131,6 +132,7 @@ class PassLab:
                 lambda key: None,
             ),
             kube=kube,
+            gangs=GangWatch(kube, lambda key: None),
             workers=WorkerClients(self.poller, self.calls, self.control),
             recorder=self.told,
             telemetry=OperatorTelemetry(),
