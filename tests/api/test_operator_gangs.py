@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from localkube import Cluster
-from rollout_common.kube.errors import Unavailable
+from rollout_common.kube.errors import KubeError
 from rollout_operator.api.gangs import GangScheduler
 from tests.support.api.apiclient import ApiError, Obj
 from tests.support.api.gang_crds import (
@@ -50,7 +50,7 @@ def installed(lab: PoolLab, *schedulers: GangScheduler) -> Iterator[None]:
 async def known(lab: PoolLab, *schedulers: GangScheduler) -> None:
     """Have the operator look until it knows of exactly these."""
     for _ in range(100):
-        with suppress(Unavailable):  # a new kind's storage takes some seconds
+        with suppress(KubeError):  # a new kind's storage takes some seconds
             await lab.context.gangs.look_again()
         if lab.context.gangs.found == frozenset(schedulers):
             return
@@ -97,8 +97,8 @@ async def test_without_a_gang_scheduler_there_are_no_pods_and_a_word_on_it(lab: 
         await known(lab, KUEUE, VOLCANO)
         await lab.until("two are told", lambda: "Kueue and Volcano" in degraded(lab, "none")[1])
         assert lab.pods("none") == {}
+        lab.api.delete(lab.path("pools", "none"))
     await known(lab)
-    lab.api.delete(lab.path("pools", "none"))
 
 
 async def test_scheduler_plugins_get_a_group_for_each_replica(lab: PoolLab) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rollout_operator.api.gangs import GangScheduler
 from tests.support.api.apiclient import Api, Obj
 
@@ -66,8 +68,13 @@ def install_gang_scheduler(api: Api, scheduler: GangScheduler) -> None:
 
 
 def remove_gang_scheduler(api: Api, scheduler: GangScheduler) -> None:
-    """Delete the CRD of a scheduler, and so its objects."""
-    api.delete(f"{CRDS}/{_crd_name(scheduler)}")
+    """Delete the CRD of a scheduler, and so its objects; return when it is gone."""
+    name = _crd_name(scheduler)
+    api.delete(f"{CRDS}/{name}")
+    end = time.monotonic() + 30
+    while any(each["metadata"]["name"] == name for each in api.get(CRDS)["items"]):
+        assert time.monotonic() < end, f"{name} is still there"
+        time.sleep(0.1)
 
 
 def group_path(scheduler: GangScheduler, namespace: str, name: str = "") -> str:
