@@ -9,6 +9,8 @@ from rollout_worker.engine import EngineRequest, Grammar, InvalidRequest
 from rollout_worker.engines.grammars.grammar_checker import grammar_text
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature, stop_ids
 
+from .mask_records import MASKS_ASK
+
 MIN_TEMPERATURE = 0.01
 """Below it vLLM silently draws at it; 0 is greedy."""
 MAX_TEMPERATURE = 2.0
@@ -104,6 +106,7 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
         prompt_logprobs=None if request.scored is None else request.top_logprobs,
         flat_logprobs=True,
         structured_outputs=_to_structured_params(request.grammar),
+        extra_args=dict(MASKS_ASK) if request.masks else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         # Stop strings are found on our side, token by token.

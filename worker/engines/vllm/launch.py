@@ -33,6 +33,7 @@ from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
 from .intake import VllmModel, skip_grammar_validation
+from .mask_records import MASK_SCHEDULER, can_record_masks
 from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
@@ -226,6 +227,8 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
     if cpu or options.max_batch_tokens is not None:
         _bound_kv_cache(config, options)
     config.model_config.max_model_len += SLACK_TOKENS
+    if can_record_masks(config):
+        config.scheduler_config.scheduler_cls = MASK_SCHEDULER
     return config
 
 

@@ -27,6 +27,7 @@ from rollout_worker.observe.processes import StandstillDetector, find_descendant
 
 from . import launch, settings, shutdown
 from .intake import check_request
+from .mask_records import can_record_masks
 from .steering import SchedulerControl, VllmRequests
 from .under_ray import find_rank_processes
 from .vllm_streams import WeightLabels
@@ -68,6 +69,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             prompt_logprobs=True,
             top_logprobs=MAX_TOP_LOGPROBS,
             structured=True,
+            return_sampling_mask=True,
             seed=True,
             priority=True,
             stop_strings=True,
@@ -112,6 +114,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             "top_logprobs": launch.most_top_logprobs(launched.config),
             "stop_strings": model.tokenizer is not None,
             "structured": not launched.config.model_config.skip_tokenizer_init,
+            "return_sampling_mask": can_record_masks(launched.config),
             "prefix_cache": cache,
             "cache_salt": cache,
         }
@@ -141,6 +144,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         labels, llm = WeightLabels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
         await llm.collective_rpc("rollout_bound_scores")
+        if can_record_masks(launched.config):
+            await llm.collective_rpc("rollout_record_masks")
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
         if launched.config.parallel_config.pipeline_parallel_size > 1:

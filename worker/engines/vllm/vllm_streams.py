@@ -20,8 +20,10 @@ from rollout_common.wire import (
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.replay_records import TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
+from .mask_records import read_masks
 from .prompt_scores import read_scores
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
@@ -134,7 +136,8 @@ class VllmStream:
         self.ended = ending is not None
         spans = labels.token_spans(starts, begin, self.produced)
         kept = (chosen or ())[:count]
-        return self._make_delta(tokens[:count], kept, spans, ending, bad, rows, prompt)
+        masks = read_masks(completion.sampling_mask, count) if self.request.masks else None
+        return self._make_delta(tokens[:count], kept, spans, ending, bad, rows, prompt, masks)
 
     def _take_prompt_scores(
         self, output: Any, starts: Sequence[tuple[str, int]], labels: WeightLabels
@@ -161,6 +164,7 @@ class VllmStream:
         not_finite: WeightsId | None = None,
         top: TopTokens | None = None,
         prompt: PromptScores | None = None,
+        masks: TokenMasks | None = None,
     ) -> EngineDelta:
         reason, match, abort = ending or (None, None, None)
         return EngineDelta(
@@ -176,6 +180,7 @@ class VllmStream:
             queued_seconds=(self.started or time.monotonic()) - self.entered,
             top=top,
             prompt=prompt,
+            masks=masks,
         )
 
     def _token_weights(
