@@ -78,12 +78,14 @@ class VllmStream:
     """The reader's end of one output.
 
     `admission`: done once it may go to vLLM, or must stop waiting. `inside`, `state`: its id and state in vLLM,
-    while vLLM has it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read.
+    while vLLM has it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read; `hidden`: tokens that
+    have none.
     """
 
     request: EngineRequest
     arrival: int
     stops: StopChecker | None
+    hidden: frozenset[int] = frozenset()
     produced: int = 0
     scored: bool = False
     admission: asyncio.Future[None] | None = None
@@ -147,7 +149,8 @@ class VllmStream:
             return None
         self.scored = True
         weights = self._token_weights(0, starts, labels)
-        return read_scores(self.request, output.prompt_logprobs or None, weights)
+        found = output.prompt_logprobs or None
+        return read_scores(self.request, found, weights, self.hidden)
 
     def _scoring_ending(self, completion: Any) -> OutputEnding | None:
         """Return why an output of no tokens ends: not by the token that vLLM made all the same."""
