@@ -14,8 +14,6 @@ from rollout_common.wire import (
     AbortReason,
     GenerateRequest,
     Lifecycle,
-    Multimodal,
-    StructuredOutput,
     WorkerInfo,
     WorkerState,
 )
@@ -25,33 +23,26 @@ from .core.worker_runtime import StateSequence, WorkerRuntime
 from .engine import (
     Engine,
     EngineError,
-    EngineInfo,
     EngineMember,
     GangMembership,
-    Grammar,
-    InvalidRequest,
     can_wake_empty,
 )
 from .engines import EngineOptions, create_engine, create_member
-from .engines.grammars.grammar_checker import GrammarChecker
 from .engines.shared_memory.staging_budget import StagingBudget
 from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
-from .pictures.picture import Picture
 from .requests.admission_checks import (
-    check_pictures_taken,
     check_queue_room,
     check_version,
     engine_failed_problem,
     expand_request,
-    invalid_problem,
     serving_refusal,
 )
 from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
-from .requests.picture_intake import PictureIntake
+from .requests.part_preparation import PartPreparation
 from .requests.prepared_parts import NO_PARTS, PreparedParts
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.model_hub import local_model_folder
@@ -124,11 +115,10 @@ class WorkerService:
         self._grace = settings.shutdown_grace
         self.runtime = WorkerRuntime(settings, gang)
         self._memory = SharedCall(resident_bytes, "memory")
-        self._pictures = PictureIntake()
         self.flights = InFlightRequests(self.runtime)
         staging = StagingBudget(settings.staging_memory)
         self.updates = WeightUpdates(self.runtime, staging)
-        self.grammars = GrammarChecker(self.model_folder)
+        self._preparation = PartPreparation(self.model_folder)
         self.commits = WeightCommits(self.runtime, self.updates, self.flights)
         self.governor = LifecycleGovernor(self.runtime, self.updates, self.flights)
         self.verbs = ControlVerbs(self.runtime, self.flights, self.governor)
@@ -152,7 +142,7 @@ class WorkerService:
                 if self.runtime.gang is not None:
                     tasks.create_task(self.runtime.gang.watch_members())
         finally:
-            await self.grammars.stop()
+            await self._preparation.stop()
 
     # The data port.
 
@@ -168,40 +158,7 @@ class WorkerService:
         with self._counting_refusals():
             self._check_serving()
             engine, info = self.runtime.loaded_engine()
-            try:
-                grammar = await self._check_grammar(request.structured, engine, info)
-                pictures = await self._read_pictures(request.multimodal, engine)
-            except InvalidRequest as error:
-                raise invalid_problem(error) from error
-            return PreparedParts(grammar, pictures)
-
-    async def _check_grammar(
-        self, structured: StructuredOutput | None, engine: Engine, info: EngineInfo
-    ) -> Grammar | None:
-        if structured is None:
-            return None
-        if not engine.capabilities.structured:
-            text = (
-                f"the {info.engine} engine can't mask tokens for this model: leave it out, or add a tokenizer.json"
-                " and an eos_token_id to the model's folder"
-            )
-            raise InvalidRequest("structured", text)
-        try:
-            return await self.grammars.check_structured(structured, info.eos_token_ids)
-        except InvalidRequest:
-            raise
-        except EngineError as error:
-            raise ProblemError("internal-error", f"structured: {error}") from error
-
-    async def _read_pictures(
-        self, multimodal: Multimodal | None, engine: Engine
-    ) -> tuple[Picture, ...]:
-        if multimodal is None:
-            return ()
-        check_pictures_taken(engine.capabilities)
-        pictures = await self._pictures.read_pictures(multimodal)
-        await engine.prepare_pictures(pictures)
-        return pictures
+            return await self._preparation.prepare_parts(request, engine, info)
 
     def submit_request(
         self, request: GenerateRequest, parts: PreparedParts = NO_PARTS

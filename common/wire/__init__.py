@@ -17,6 +17,7 @@ from . import (
     structured,
     weights_models,
     wire_base,
+    worker_info,
 )
 from .control_models import *  # noqa: F403
 from .generate import *  # noqa: F403
@@ -26,6 +27,7 @@ from .scores import *  # noqa: F403
 from .structured import *  # noqa: F403
 from .weights_models import *  # noqa: F403
 from .wire_base import *  # noqa: F403
+from .worker_info import *  # noqa: F403
 
 PUBLIC_NAMES = (
     *control_models.__all__,
@@ -36,4 +38,5 @@ PUBLIC_NAMES = (
     *structured.__all__,
     *weights_models.__all__,
     *wire_base.__all__,
+    *worker_info.__all__,
 )

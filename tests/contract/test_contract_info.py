@@ -176,4 +176,5 @@ def test_every_capability_is_tried_somewhere() -> None:
         *("logprobs", "sampling", "sampling_logprobs", "seed", "priority", "stop_strings"),
         *("in_flight", "sleep_levels", "memory_release", "prefix_cache", "cache_salt"),
         *("chat", "tool_parser", "prompt_logprobs", "top_logprobs", "multimodal"),
+        *("structured", "return_routed_experts", "return_sampling_mask"),
     }

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "4"))
 LONG = {"max_tokens": 1500, "ignore_eos": True}
-HELPERS = ("resource_tracker", "forkserver")
-"""Python's own: an engine lives without them."""
+HELPERS = ("resource_tracker", "forkserver", "grammar_process")
+"""Python's own, and the process that checks grammars: an engine lives without them."""
 KILLED = [
     pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "sglang" else [])
     for kind in kinds()

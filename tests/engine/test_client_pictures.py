@@ -36,7 +36,7 @@ def workers(models: PictureModels) -> Iterator[list[InProcess]]:
 
 def kept(worker: InProcess) -> set[str]:
     """Hashes of the pictures that a worker keeps."""
-    return worker.call(lambda: set(worker.worker._pictures.store._kept))
+    return worker.call(lambda: set(worker.worker._preparation._pictures.store._kept))
 
 
 def test_the_code_of_the_page_runs(
@@ -102,7 +102,7 @@ async def test_a_worker_that_dropped_a_picture_gets_it_again(
     worker = workers[0]
 
     def drop() -> None:
-        store = worker.worker._pictures.store
+        store = worker.worker._preparation._pictures.store
         store._kept.clear()
         store._known.clear()
         store.nbytes = 0

@@ -202,6 +202,10 @@ async def test_masks_allow_exactly_the_tokens_that_continue_the_text(
     while True:
         masks = fill_masks([None, state, other], torch.device("cpu"))
         assert masks is not None
+        assert masks.within_rows(0, 1) is None
+        last = masks.within_rows(2, 3)
+        assert last is not None
+        assert (last.rows, len(last.masks)) == ([0], 1)
         logits = torch.zeros(3, vocab)
         apply_masks(logits, masks)
         assert torch.isfinite(logits[0]).all()

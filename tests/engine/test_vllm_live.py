@@ -13,10 +13,12 @@ import httpx
 import pytest
 
 from rollout_common.turn import Turn, TurnTimeout
+from rollout_common.wire import SamplingMask
+from rollout_worker.schemas import SamplingParams
 from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
 from tests.support.engine.judging import TEMPERATURES, check
 from tests.support.engine.judging_scores import check_rows, check_scores
-from tests.support.engine.reference import Reference
+from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.tinymodels import many_experts, script
 from tests.support.engine.workers import PROMPT, Command, slug
 from tests.support.processes import Process, descendants, shares_lock
@@ -104,6 +106,23 @@ def test_scores_where_raw_logprobs_are_recorded(worker: Command, first: Referenc
     check_rows(output["top_logprobs"], rows, 9)
 
 
+@pytest.mark.parametrize("top_p", [0.2, 0.95, 1.0])
+def test_masks_where_raw_logprobs_are_recorded(
+    worker: Command, first: Reference, top_p: float
+) -> None:
+    """Of few ids, as bits, and of all; the logprobs stay the model's own."""
+    fields = {"max_tokens": 9, "temperature": 0.5, "top_p": top_p, "ignore_eos": True}
+    [output] = worker.generate(sampling=fields, return_sampling_mask=True).json()["outputs"]
+    masks, tokens = SamplingMask.model_validate(output["sampling_mask"]), output["token_ids"]
+    assert output["logprobs"] == pytest.approx(first.raw_logprobs(PROMPT, tokens), abs=CLOSE)
+    params, logits = SamplingParams.model_validate(fields), first.logits(PROMPT, tokens)
+    for index, allowed in enumerate(masks.allowed_ids()):
+        expected = distribution(logits[index], PROMPT, tokens[:index], params)
+        possible = {*expected.isfinite().nonzero().flatten().tolist()}
+        assert tokens[index] in allowed
+        assert len(possible ^ {*allowed.tolist()}) <= 0.01 * len(possible), "but for rounding"
+
+
 def test_an_update_reaches_a_tied_output_head(
     worker: Command, models: dict[str, Path], first: Reference
 ) -> None:
@@ -152,6 +171,9 @@ def test_what_vllm_alone_refuses_ends_that_request_only(
         answer = worker.generate(sampling={"logit_bias": {"5": 1}})
         assert (answer.status_code, slug(answer)) == (422, "unsupported")
         assert "speculative" in answer.json()["detail"]
+        masked = worker.generate(return_sampling_mask=True)
+        assert masked.status_code == 422
+        assert masked.json()["errors"][0]["field"] == "return_sampling_mask"
         assert running.result(60).json()["outputs"][0]["stop_reason"] == "length"
         assert worker.state()["restarts"] == 0
 

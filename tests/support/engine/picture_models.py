@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from rollout_worker.pictures.picture import Picture
 from rollout_worker.pictures.picture_decoding import decode_picture
@@ -24,7 +25,7 @@ KINDS = ("qwen2_vl", "qwen2_5_vl", "llava")
 
 _TEXT = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
+    "hidden_size": 128,  # heads of 32, the least that vLLM has on a CPU
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -43,8 +44,8 @@ _IDS = {
 
 
 def _qwen2_vl(tied: bool) -> Any:
-    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2}
     return transformers.Qwen2VLConfig(
         text_config={**text, "tie_word_embeddings": tied},
         vision_config={**vision, "in_channels": 3, "in_chans": 3},  # SGLang reads the second
@@ -54,12 +55,12 @@ def _qwen2_vl(tied: bool) -> Any:
 
 
 def _qwen2_5_vl(tied: bool) -> Any:
-    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}
     vision = {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "out_hidden_size": 64,
+        "out_hidden_size": 128,
         "num_heads": 2,
         "fullatt_block_indexes": [1],
         "window_size": 56,
@@ -84,7 +85,7 @@ def _llava(tied: bool) -> Any:
         "patch_size": 14,
     }
     return transformers.LlavaConfig(
-        text_config={"model_type": "llama", **_TEXT, "rope_parameters": _ROPE, "head_dim": 16},
+        text_config={"model_type": "llama", **_TEXT, "rope_parameters": _ROPE, "head_dim": 32},
         vision_config=vision,
         image_token_index=PAD,
         tie_word_embeddings=tied,
@@ -107,12 +108,13 @@ def make_picture_model(
                 if weights.ndim > 1 and "norm" not in name:
                     weights.normal_(0, 0.2)
     model.save_pretrained(folder)
+    if kind == "llava":
+        _name_as_published(folder / "model.safetensors")
     if whole:
         _write_processor(folder, kind)
         tokenizer = script()._tokenizer(PAD)
-        tokenizer.add_special_tokens(
-            ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-        )
+        pad = "<image>" if kind == "llava" else "<|image_pad|>"
+        tokenizer.add_special_tokens([pad, "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
         tokenizer.save(str(folder / "tokenizer.json"))
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
@@ -145,6 +147,14 @@ def _write_processor(folder: Path, kind: str) -> None:
         processor = transformers.models.clip.CLIPImageProcessorPil(
             size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
         )
+        about = {
+            "processor_class": "LlavaProcessor",
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+            "image_token": "<image>",
+        }
+        (folder / "processor_config.json").write_text(json.dumps(about))
     else:
         sizes = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
         processor = transformers.models.qwen2_vl.Qwen2VLImageProcessorPil(size=sizes)
@@ -161,6 +171,16 @@ def encoded(seed: int, width: int = 90, height: int = 60) -> bytes:
 
 def picture(seed: int, width: int = 90, height: int = 60) -> Picture:
     return decode_picture(encoded(seed, width, height))
+
+
+def _name_as_published(file: Path) -> None:
+    """Give the vision part the names that LLaVA's checkpoints have, as an older transformers wrote them."""
+    inner = "vision_tower.vision_model."
+    tensors = {
+        name.replace("vision_tower.", inner, 1): tensor for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)
 
 
 class PictureReference:

@@ -72,7 +72,12 @@ class Sleeper:
         config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
         layout = WeightsLayout({"a": TensorSpec("U8", (3,))}, {}, {})
         launched: Any = SimpleNamespace(
-            llm=self.device, config=config, layout=layout, steps=StepCounter(), cpu=False
+            model=SimpleNamespace(pictures=None),
+            llm=self.device,
+            config=config,
+            layout=layout,
+            steps=StepCounter(),
+            cpu=False,
         )
         labels = WeightLabels()
         steering = self.steering = SchedulerControl(launched, 2, labels)

@@ -6,8 +6,10 @@ The masks are those of llguidance (https://github.com/guidance-ai/llguidance), w
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,21 +83,40 @@ class GrammarCompiler:
         return self._tokens
 
 
-def fill_masks(states: Sequence[GrammarState | None], device: torch.device) -> Tensor | None:
-    """Return the masks of a batch's rows, [B, words] int32 with all bits set for rows without a grammar; None if all are."""
-    words = next((state.words for state in states if state is not None), None)
-    if words is None:
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """The masks of those rows of a batch that have a grammar: masks [len(rows), words] int32, a bit for each token."""
+
+    rows: Sequence[int]
+    masks: Tensor
+
+    def within_rows(self, start: int, end: int) -> GrammarMasks | None:
+        """Return the masks of rows [start, end), which are numbered from 0 then; None if there are none."""
+        first, last = bisect_left(self.rows, start), bisect_left(self.rows, end)
+        if first == last:
+            return None
+        return GrammarMasks([row - start for row in self.rows[first:last]], self.masks[first:last])
+
+
+def fill_masks(states: Sequence[GrammarState | None], device: torch.device) -> GrammarMasks | None:
+    """Return the masks of a batch's rows; None if no row has a grammar."""
+    found = [(row, state) for row, state in enumerate(states) if state is not None]
+    if not found:
         return None
-    masks = torch.full((len(states), words), -1, dtype=torch.int32)
-    for state, row in zip(states, masks, strict=True):
-        if state is not None:
-            state.fill_mask(row)
-    return masks.to(device)
+    masks = torch.empty((len(found), found[0][1].words), dtype=torch.int32)
+    for (_, state), mask in zip(found, masks, strict=True):
+        state.fill_mask(mask)
+    return GrammarMasks([row for row, _ in found], masks.to(device))
 
 
-def apply_masks(logits: Tensor, masks: Tensor) -> None:
-    """Set in place what the masks [B, words] exclude of the logits [B, V] to minus infinity."""
-    places = torch.arange(MASK_BITS, device=masks.device, dtype=torch.int32)
-    bits = (masks.unsqueeze(2) >> places) & 1
-    allowed = bits.view(len(masks), -1)[:, : logits.shape[1]].bool()
-    logits.masked_fill_(~allowed, -torch.inf)
+def apply_masks(logits: Tensor, grammars: GrammarMasks) -> None:
+    """Set in place what the masks exclude of their rows of the logits [B, V] to minus infinity."""
+    # By bytes: wider numbers would be four times as many to write, a bit each.
+    places = 1 << torch.arange(8, device=logits.device, dtype=torch.uint8)
+    bits = grammars.masks.view(torch.uint8).unsqueeze(2) & places
+    excluded = bits.view(len(grammars.rows), -1)[:, : logits.shape[1]] == 0
+    if len(grammars.rows) == len(logits):
+        logits.masked_fill_(excluded, -torch.inf)
+        return
+    at = torch.tensor(grammars.rows, device=logits.device)
+    logits[at] = logits[at].masked_fill(excluded, -torch.inf)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from rollout_common.wire.replay import mask_row_bytes
 
+MIN_LOGPROB = -104.0
+"""Below it a probability is 0 in float32, so that no sampler draws the token: a large negative bias excludes it."""
+
 LikeliestTokens = dict[int, tuple[Tensor, Tensor]]
 """Ids [k] and logprobs [k] of the most likely tokens, by row."""
 
@@ -24,7 +27,7 @@ class DrawRecords:
         """Note what could be drawn in these rows of `logprobs` [B, V]; `start`: the batch's number of the first row."""
         if rows:
             at = torch.tensor(rows, device=logprobs.device)
-            possible = (logprobs[at] > -torch.inf).cpu()
+            possible = (logprobs[at] > MIN_LOGPROB).cpu()
             self.allowed |= {start + row: part for row, part in zip(rows, possible, strict=True)}
 
 

@@ -13,7 +13,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.grammars.grammar_state import apply_masks
+from rollout_worker.engines.grammars.grammar_state import GrammarMasks, apply_masks
 
 from .batch_rows import SampledRows
 from .draw_records import DrawRecords, LikeliestTokens
@@ -32,20 +32,28 @@ def draw_tokens(
     temperatures: Tensor,
     positions: Tensor,
     records: DrawRecords | None = None,
-    masks: Tensor | None = None,
+    grammars: GrammarMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for each row of `logits` [B, V]; return tokens [B] and their logprobs [B].
 
     `temperatures` [B, 1], 1 for greedy rows; `positions` [B] of each row's last token. `records` gets what
-    rows ask for besides. `masks` [B, words]: which tokens the grammars allow, if any row has one.
+    rows ask for besides. `grammars`: which tokens those of some rows allow.
     """
     pieces = rows.split_rows(max(1, PIECE_LOGITS // logits.shape[1]))
     sizes = [len(piece) for piece in pieces]
     columns = (torch.split(each, sizes) for each in (logits, temperatures, positions))
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
-    allowed = [None] * len(pieces) if masks is None else torch.split(masks, sizes)
-    parts = zip(pieces, starts, allowed, zip(*columns, strict=True), strict=True)
-    drawn = [_draw_piece(piece, start, records, mask, *part) for piece, start, mask, part in parts]
+    parts = zip(pieces, starts, zip(*columns, strict=True), strict=True)
+    drawn = [
+        _draw_piece(
+            piece,
+            start,
+            records,
+            grammars and grammars.within_rows(start, start + len(piece)),
+            *part,
+        )
+        for piece, start, part in parts
+    ]
     if len(drawn) == 1:
         return drawn[0]
     tokens, logprobs = zip(*drawn, strict=True)
@@ -56,7 +64,7 @@ def _draw_piece(
     rows: SampledRows,
     start: int,
     records: DrawRecords | None,
-    masks: Tensor | None,
+    grammars: GrammarMasks | None,
     logits: Tensor,
     temperatures: Tensor,
     positions: Tensor,
@@ -64,8 +72,8 @@ def _draw_piece(
     work = logits.to(torch.float32, copy=rows.raw_rows is not None)
     norm = work.logsumexp(dim=-1) if rows.raw_rows is not None else None
     rows.edit_logits(work, positions)
-    if masks is not None:
-        apply_masks(work, masks)
+    if grammars is not None:
+        apply_masks(work, grammars)
     # Shifting by the maximum first keeps the quotient in range however small the temperature.
     work.sub_(work.amax(dim=-1, keepdim=True)).div_(temperatures)
     if rows.truncated_rows is not None:

@@ -14,6 +14,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 from typing_extensions import override
 
+from rollout_worker.engines.grammars.grammar_state import GrammarMasks
 from rollout_worker.engines.model_folder import load_tokenizer, read_config, read_eos_ids
 from rollout_worker.engines.settings import MAX_COMPILED_GRAMMARS
 
@@ -71,8 +72,11 @@ def install_grammars() -> None:
     SamplingBatchInfo.apply_logits_bias = keep_masks
 
 
-def take_masks(sampling_info: Any) -> Tensor | None:
-    """Return the masks of a batch, [B, words] int32 on the device, once; None if no request has a grammar."""
+def take_masks(sampling_info: Any) -> GrammarMasks | None:
+    """Return the masks of a batch, once; None if no request has a grammar."""
     kept = getattr(sampling_info, "rollout_masks", None)
     sampling_info.rollout_masks = None
-    return None if kept is None else kept.vocab_mask
+    if kept is None:
+        return None
+    rows = [row for row, grammar in enumerate(sampling_info.grammars) if grammar]
+    return GrammarMasks(rows, kept.vocab_mask[rows])

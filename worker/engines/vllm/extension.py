@@ -36,6 +36,7 @@ from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
 from rollout_worker.observe.processes import command_line_of, find_process
 from rollout_worker.threads import without_garbage_collection
 
+from .draw_watch import DrawWatch
 from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
@@ -146,6 +147,10 @@ class Extension:
         score = getattr(runner, "_get_prompt_logprobs_dict", None)
         if score is not None:
             runner._get_prompt_logprobs_dict = functools.partial(_score_in_pieces, runner, score)
+
+    def rollout_record_masks(self) -> None:
+        """Have the runner note which tokens it could draw, for the requests that ask."""
+        DrawWatch(self.model_runner)
 
     def rollout_prepare(self) -> None:
         """Make the buffers that a later pipeline stage receives into.

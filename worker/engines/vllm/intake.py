@@ -7,7 +7,10 @@ from typing import Any
 
 from rollout_worker.engine import EngineRequest, Grammar, InvalidRequest
 from rollout_worker.engines.grammars.grammar_checker import grammar_text
+from rollout_worker.engines.picture_model import PictureModel, banned_tokens, check_pictures
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature, stop_ids
+
+from .mask_records import MASKS_ASK
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM silently draws at it; 0 is greedy."""
@@ -32,7 +35,8 @@ for each token costs more than making it."""
 class VllmModel:
     """What it takes to check and translate requests.
 
-    `bounded`: its sampler has arrays of fixed length for what a request asks of single tokens.
+    `bounded`: its sampler has arrays of fixed length for what a request asks of single tokens. `pictures`: how it
+    takes them.
     """
 
     max_length: int
@@ -40,6 +44,7 @@ class VllmModel:
     eos_token_ids: frozenset[int]
     tokenizer: Any | None
     bounded: bool = False
+    pictures: PictureModel | None = None
 
 
 def check_request(request: EngineRequest, model: VllmModel) -> None:
@@ -52,15 +57,17 @@ def check_request(request: EngineRequest, model: VllmModel) -> None:
             "vLLM has no 'raw' logprobs with structured, as it masks the logits that it takes them from: ask for"
             " 'sampling', or leave structured out",
         )
+    check_pictures(request, model.pictures)
     if not model.bounded:
         return
     # Beyond what the sampler's arrays hold, vLLM's core raises, and ends.
     sampling = request.sampling
     allowed = len(sampling.allowed_token_ids or ())
+    banned = len(banned_tokens(model.pictures))
     stops = len(stop_ids(sampling, model.eos_token_ids)) if sampling.min_tokens else 0
     for field, found, most, why in (
         ("sampling.allowed_token_ids", allowed, MAX_LISTED_TOKENS, ""),
-        ("sampling.logit_bias", len(sampling.logit_bias), MAX_LISTED_TOKENS, ""),
+        ("sampling.logit_bias", len(sampling.logit_bias), MAX_LISTED_TOKENS - banned, ""),
         ("sampling.stop_token_ids", stops, MAX_STOP_TOKENS, " with min_tokens, EOS included"),
     ):
         if found > most:
@@ -80,6 +87,7 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
         token: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, bias))
         for token, bias in sampling.logit_bias.items()
     }
+    biases |= dict.fromkeys(banned_tokens(model.pictures), -MAX_LOGIT_BIAS)
     return Params(
         # vLLM makes at least one token; that of a request for scores alone is dropped.
         max_tokens=max(1, sampling.max_tokens)
@@ -104,6 +112,7 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
         prompt_logprobs=None if request.scored is None else request.top_logprobs,
         flat_logprobs=True,
         structured_outputs=_to_structured_params(request.grammar),
+        extra_args=dict(MASKS_ASK) if request.masks else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         # Stop strings are found on our side, token by token.

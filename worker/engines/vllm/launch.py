@@ -6,6 +6,7 @@ Everything here blocks, for seconds, and runs in a thread.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import multiprocessing.resource_tracker
 import os
@@ -28,11 +29,17 @@ from rollout_worker.engines.model_folder import (
 )
 from rollout_worker.engines.network import find_interface, own_address, resolve_address
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.picture_model import (
+    PICTURE_FAMILIES,
+    PictureModel,
+    read_picture_model,
+)
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
 from .intake import VllmModel, skip_grammar_validation
+from .mask_records import MASK_SCHEDULER, can_record_masks
 from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
@@ -169,6 +176,7 @@ def launch_vllm(
         eos_token_ids=eos,
         tokenizer=tokenizer,
         bounded=bool(config.use_v2_model_runner),
+        pictures=_picture_model(options, settings),
     )
     # Python's own helper of this process is not vLLM's.
     helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
@@ -206,7 +214,7 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
             f"{current_platform.device_name}: install the vLLM of the device"
         )
     # Ours go in before vLLM looks at them: offline it would look for its default model.
-    ours = _engine_arguments(options, settings, cpu=cpu)
+    ours = _engine_arguments(options, settings, cpu=cpu) | _picture_arguments(options, settings)
     flags = argparse.Namespace(**{**vars(settings.vllm), **ours})
     if leader is not None:
         flags.master_addr = leader
@@ -226,6 +234,8 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
     if cpu or options.max_batch_tokens is not None:
         _bound_kv_cache(config, options)
     config.model_config.max_model_len += SLACK_TOKENS
+    if can_record_masks(config):
+        config.scheduler_config.scheduler_cls = MASK_SCHEDULER
     return config
 
 
@@ -240,7 +250,7 @@ def _engine_arguments(
     ours: dict[str, Any] = {
         "model": str(options.model),
         "tokenizer": str(options.model),
-        "skip_tokenizer_init": not _can_mask_tokens(options),
+        "skip_tokenizer_init": not _needs_tokenizer(options),
         "dtype": dtype,
         "max_model_len": options.max_length,
         "logprobs_mode": LOGPROBS_MODES[options.logprobs],
@@ -271,14 +281,42 @@ def _engine_arguments(
     return ours
 
 
-def _can_mask_tokens(options: EngineOptions) -> bool:
-    """Whether vLLM's core can compile grammars; its tokenizer serves nothing else."""
+def can_mask_tokens(tokenizer: Any | None, eos: frozenset[int]) -> bool:
+    """Whether vLLM's core can compile grammars: it ends a text with the tokenizer's own EOS, which has to end the output."""
+    return tokenizer is not None and supports_grammars(tokenizer, eos & {tokenizer.eos_token_id})
+
+
+def _needs_tokenizer(options: EngineOptions) -> bool:
+    """Whether vLLM's core has to have the tokenizer, for grammars alone."""
     tokenizer = load_tokenizer(options.model)
     if tokenizer is None:
         return False
     eos = read_eos_ids(options.model, read_config(options.model).get("eos_token_id"))
-    # vLLM ends a text with the tokenizer's own EOS, which has to end the output.
-    return supports_grammars(tokenizer, eos & {tokenizer.eos_token_id})
+    return can_mask_tokens(tokenizer, eos)
+
+
+def _picture_model(options: EngineOptions, settings: VllmSettings) -> PictureModel | None:
+    """Return how the model takes pictures; None: it gets text only."""
+    if settings.vllm.language_model_only:
+        return None
+    kind = read_config(options.model).get("model_type")
+    if kind in PICTURE_FAMILIES and importlib.util.find_spec("torchvision") is None:
+        logger.warning("torchvision is not installed, which vLLM needs for pictures: text only")
+        return None
+    return read_picture_model(options.model, kind)
+
+
+def _picture_arguments(options: EngineOptions, settings: VllmSettings) -> dict[str, Any]:
+    """Return what this adapter sets for a model that sees."""
+    if read_config(options.model).get("model_type") not in PICTURE_FAMILIES:
+        return {}
+    if _picture_model(options, settings) is None:
+        return {"language_model_only": True}
+    return {
+        "skip_tokenizer_init": False,  # vLLM's processor, of which nothing is asked, wants one
+        "mm_device_do_normalize": False,  # pictures come normalised
+        "mm_processor_cache_gb": 0.0,  # each request brings its pictures
+    }
 
 
 def most_top_logprobs(config: Any) -> int:

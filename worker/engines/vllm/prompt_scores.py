@@ -6,7 +6,7 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rollout_common.wire import WeightsId
@@ -46,9 +46,12 @@ def keep_prompt_tensors() -> None:
 
 
 def read_scores(
-    request: EngineRequest, tensors: PromptTensors | None, weights: WeightsId
+    request: EngineRequest,
+    tensors: PromptTensors | None,
+    weights: WeightsId,
+    hidden: Collection[int] = (),
 ) -> PromptScores:
-    """Return the scores that a request asks for; a prompt of one token has no tensors."""
+    """Return the scores that a request asks for, of no token in `hidden`; a prompt of one token has no tensors."""
     assert request.scored is not None
     start, end = request.scored
     first = max(1, start)
@@ -57,4 +60,5 @@ def read_scores(
     if end > first:
         assert tensors is not None, "vLLM scored no prompt"
         values, top = tensors.take_scores(first, end)
-    return PromptScores.from_computed(start, values, top, weights, request.top_logprobs)
+    found = PromptScores.from_computed(start, values, top, weights, request.top_logprobs)
+    return found.without_tokens(request.token_ids, hidden)

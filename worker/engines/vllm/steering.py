@@ -12,6 +12,7 @@ from typing import Any
 from rollout_common.wire import AbortReason, MemoryTag, SamplingParams
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.engines.picture_model import banned_tokens
 from rollout_worker.engines.request_checks import (
     check_id_unused,
     make_stop_checker,
@@ -21,6 +22,7 @@ from rollout_worker.engines.request_checks import (
 from .intake import to_sampling_params
 from .launch import LaunchedVllm
 from .settings import FIRST_TOKEN_TIMEOUT_SECONDS
+from .vllm_pictures import VllmPictures
 from .vllm_streams import VllmStream, WeightLabels
 
 
@@ -33,6 +35,7 @@ class SchedulerControl:
     def __init__(self, launched: LaunchedVllm, limit: int, labels: WeightLabels) -> None:
         self._llm = launched.llm
         self._steps = launched.steps
+        self._takes_pictures = launched.model.pictures is not None
         self._queue = AdmissionQueue[VllmStream](
             lambda _: len(self._admitted) < limit, self._admit_stream
         )
@@ -193,6 +196,11 @@ class SchedulerControl:
         await self._llm.engine_core.reset_prefix_cache_async(True, False)
         self._lost_at = self._steps.count
 
+    async def forget_features(self) -> None:
+        """Drop what other weights made of pictures: a prefix that is computed again needs them again."""
+        if self._takes_pictures:
+            await self._llm.engine_core.reset_encoder_cache_async()
+
     async def reset_cache(self) -> None:
         """Drop reusable prefixes; running outputs keep theirs."""
         self._cache += 1
@@ -212,6 +220,8 @@ class VllmRequests:
         self._launched = launched
         self._steering = steering
         self._labels = labels
+        taken = launched.model.pictures
+        self.pictures = None if taken is None else VllmPictures(taken)
         self._arrivals = 0
         self._over = False
         self._cleaning: set[asyncio.Task[None]] = set()
@@ -231,7 +241,8 @@ class VllmRequests:
         if request.sampling.stop:
             stops = make_stop_checker(request.sampling, self._launched.model)
         request = with_known_tokens(request, self._launched.model)
-        stream = streams[name] = VllmStream(request, self._arrivals, stops)
+        hidden = banned_tokens(self._launched.model.pictures)
+        stream = streams[name] = VllmStream(request, self._arrivals, stops, hidden)
         try:
             async for delta in self._run_stream(stream):
                 yield delta
@@ -281,10 +292,13 @@ class VllmRequests:
         if ranks > 1 and request.session_id is not None:
             rank = hash(request.session_id) % ranks
         ordered = config.scheduler_config.policy == "priority"
+        prompt = tokens_input(list(request.token_ids), cache_salt=salt)
+        if request.pictures and self.pictures is not None:
+            prompt = await asyncio.to_thread(self.pictures.make_input, request, salt)
         try:
             collector = await llm.add_request(
                 stream.name,
-                tokens_input(list(request.token_ids), cache_salt=salt),
+                prompt,
                 to_sampling_params(request, launched.model),
                 priority=request.priority if ordered else 0,
                 data_parallel_rank=rank,

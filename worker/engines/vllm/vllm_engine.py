@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,9 +24,11 @@ from rollout_worker.engines import selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.observe.processes import StandstillDetector, find_descendants
+from rollout_worker.pictures.picture import Picture
 
 from . import launch, settings, shutdown
 from .intake import check_request
+from .mask_records import can_record_masks
 from .steering import SchedulerControl, VllmRequests
 from .under_ray import find_rank_processes
 from .vllm_streams import WeightLabels
@@ -68,6 +70,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             prompt_logprobs=True,
             top_logprobs=MAX_TOP_LOGPROBS,
             structured=True,
+            return_sampling_mask=True,
             seed=True,
             priority=True,
             stop_strings=True,
@@ -111,7 +114,9 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             "seed": not (launched.cpu and chunked),
             "top_logprobs": launch.most_top_logprobs(launched.config),
             "stop_strings": model.tokenizer is not None,
-            "structured": not launched.config.model_config.skip_tokenizer_init,
+            "structured": launch.can_mask_tokens(model.tokenizer, model.eos_token_ids),
+            "return_sampling_mask": can_record_masks(launched.config),
+            "multimodal": model.pictures is not None,
             "prefix_cache": cache,
             "cache_salt": cache,
         }
@@ -127,7 +132,11 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         launched, options = parts.launched, self._options
         model = launched.model
         probe = selfcheck.UpdateProbe(
-            parts.traffic.generate, model.vocab_size, model.max_length, options.logprobs
+            parts.traffic.generate,
+            model.vocab_size,
+            model.max_length,
+            options.logprobs,
+            model.pictures,
         )
         async with asyncio.timeout(settings.WARM_UP_TIMEOUT_SECONDS):
             # A long prompt vLLM has tried itself, to measure what memory it takes.
@@ -141,6 +150,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         labels, llm = WeightLabels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
         await llm.collective_rpc("rollout_bound_scores")
+        if can_record_masks(launched.config):
+            await llm.collective_rpc("rollout_record_masks")
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
         if launched.config.parallel_config.pipeline_parallel_size > 1:
@@ -168,6 +179,12 @@ class VllmEngine(EngineAdapter[_VllmParts]):
     @override
     def validate(self, request: EngineRequest) -> None:
         check_request(request, self._require_parts().launched.model)
+
+    @override
+    async def prepare_pictures(self, pictures: Sequence[Picture]) -> None:
+        taken = self._require_parts().traffic.pictures
+        if taken is not None:
+            await asyncio.to_thread(taken.prepare_pictures, pictures)
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:

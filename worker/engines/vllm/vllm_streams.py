@@ -20,8 +20,10 @@ from rollout_common.wire import (
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
+from rollout_worker.replay_records import TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
+from .mask_records import read_masks
 from .prompt_scores import read_scores
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
@@ -76,12 +78,14 @@ class VllmStream:
     """The reader's end of one output.
 
     `admission`: done once it may go to vLLM, or must stop waiting. `inside`, `state`: its id and state in vLLM,
-    while vLLM has it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read.
+    while vLLM has it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read; `hidden`: tokens that
+    have none.
     """
 
     request: EngineRequest
     arrival: int
     stops: StopChecker | None
+    hidden: frozenset[int] = frozenset()
     produced: int = 0
     scored: bool = False
     admission: asyncio.Future[None] | None = None
@@ -134,7 +138,8 @@ class VllmStream:
         self.ended = ending is not None
         spans = labels.token_spans(starts, begin, self.produced)
         kept = (chosen or ())[:count]
-        return self._make_delta(tokens[:count], kept, spans, ending, bad, rows, prompt)
+        masks = read_masks(completion.sampling_mask, count) if self.request.masks else None
+        return self._make_delta(tokens[:count], kept, spans, ending, bad, rows, prompt, masks)
 
     def _take_prompt_scores(
         self, output: Any, starts: Sequence[tuple[str, int]], labels: WeightLabels
@@ -144,7 +149,8 @@ class VllmStream:
             return None
         self.scored = True
         weights = self._token_weights(0, starts, labels)
-        return read_scores(self.request, output.prompt_logprobs or None, weights)
+        found = output.prompt_logprobs or None
+        return read_scores(self.request, found, weights, self.hidden)
 
     def _scoring_ending(self, completion: Any) -> OutputEnding | None:
         """Return why an output of no tokens ends: not by the token that vLLM made all the same."""
@@ -161,6 +167,7 @@ class VllmStream:
         not_finite: WeightsId | None = None,
         top: TopTokens | None = None,
         prompt: PromptScores | None = None,
+        masks: TokenMasks | None = None,
     ) -> EngineDelta:
         reason, match, abort = ending or (None, None, None)
         return EngineDelta(
@@ -176,6 +183,7 @@ class VllmStream:
             queued_seconds=(self.started or time.monotonic()) - self.entered,
             top=top,
             prompt=prompt,
+            masks=masks,
         )
 
     def _token_weights(

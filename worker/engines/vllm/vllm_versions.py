@@ -78,6 +78,7 @@ class VllmVersions(RankVersions):
             if not kept:
                 await steering.drop_kv()
             await self._load_weights(sink.make_ticket())
+            await steering.forget_features()
             self._mark_loaded()
             label = self._labels.make_label(identity, kept=kept)
             await self._launched.llm.engine_core.set_weight_version_async(label)
@@ -88,6 +89,7 @@ class VllmVersions(RankVersions):
         async with self._lock, self._steering.hold_steps():
             await self._steering.drop_kv()
             await self._load_weights(None)
+            await self._steering.forget_features()
 
     async def _load_weights(self, ticket: str | None) -> None:
         """Have the workers load a sink, or the checkpoint; a failure leaves them with halves of two versions."""

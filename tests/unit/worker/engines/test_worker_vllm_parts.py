@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError, EngineRequest, GangMembership, InvalidRequest
 from rollout_worker.engines import EngineOptions, model_folder, network
 from rollout_worker.engines.model_folder import start_while_hashing
+from rollout_worker.engines.picture_model import PictureModel
 from rollout_worker.engines.vllm import launch, settings, under_ray
 from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.engines.vllm.launch import StepCounter
@@ -85,7 +86,7 @@ def steering_of(
 ) -> SchedulerControl:
     """What admits outputs to a vLLM of which only this is there."""
     launched: Any = SimpleNamespace(
-        llm=SimpleNamespace(engine_core=core), steps=steps or StepCounter()
+        llm=SimpleNamespace(engine_core=core), steps=steps or StepCounter(), model=MODEL
     )
     return SchedulerControl(launched, limit, WeightLabels())
 
@@ -395,3 +396,14 @@ def test_the_most_likely_tokens_are_read_of_joined_outputs_too(sampled: int, ran
         assert top is not None
         assert top.to_wire(0, 2).token_ids == ((7, 9), (7, 9))
         assert top.to_wire(0, 2).logprobs == ((-0.5, -1.5), (-0.5, -1.5))
+
+
+def test_placeholders_are_banned_and_counted_among_the_biases() -> None:
+    pictures = PictureModel(9, frozenset({8, 9}), lambda height, width: 2, True, None)
+    model = replace(MODEL, bounded=True, pictures=pictures)
+    biases = dict.fromkeys(range(10, 90), 1.0)
+    request = EngineRequest("r", (1,), SamplingParams(logit_bias=biases), "sampling")
+    check_request(request, model)
+    for prompt in ((1, 9, 9), (1, 8)):
+        with pytest.raises(InvalidRequest, match="placeholders"):
+            check_request(replace(request, token_ids=prompt), model)

@@ -17,7 +17,6 @@ from PIL import Image
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed
 from rollout_worker.pictures.picture import Picture, content_ref
-from rollout_worker.pictures.picture_decoding import MAX_PIXELS
 from rollout_worker.pictures.picture_store import PictureStore
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests.http_requests import data_body_limits
@@ -153,16 +152,6 @@ async def test_bodies_with_pictures_may_be_large(worker: TinyWorker) -> None:
 
 def asked(*images: dict[str, str]) -> Multimodal:
     return Multimodal.model_validate({"images": images})
-
-
-async def test_the_pixels_of_a_request_are_bounded() -> None:
-    half = io.BytesIO()
-    Image.new("1", (2**12, MAX_PIXELS // 2**12)).save(half, "PNG")
-    intake = PictureIntake()
-    await intake.read_pictures(asked(sent(half.getvalue()), sent(half.getvalue())))
-    with pytest.raises(ProblemError, match="pixels together") as refused:
-        await intake.read_pictures(asked(*[named(half.getvalue())] * 3))
-    assert refused.value.problem.status == 422
 
 
 async def test_pictures_in_flight_are_bounded() -> None:
