@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeGuard
 
 
 class GangScheduler(StrEnum):
@@ -42,10 +42,14 @@ KUEUE_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 KUEUE_RETRY_ANNOTATION = "kueue.x-k8s.io/retriable-in-group"
 
 
-def group_resource(scheduler: GangScheduler) -> str | None:
-    """Return the resource of its PodGroups, as `KubeClient` names it; None: it has none."""
-    version = GROUP_API_VERSIONS.get(scheduler)
-    return None if version is None else f"podgroups.{version.partition('/')[0]}"
+def needs_groups(scheduler: GangScheduler | None) -> TypeGuard[GangScheduler]:
+    """Return whether there is a scheduler, and one to which PodGroups show the gangs."""
+    return scheduler in GROUP_API_VERSIONS
+
+
+def group_resource(scheduler: GangScheduler) -> str:
+    """Return the resource of its PodGroups, as `KubeClient` names it."""
+    return f"podgroups.{GROUP_API_VERSIONS[scheduler].partition('/')[0]}"
 
 
 def pod_group_name(pool: str, replica: int) -> str:

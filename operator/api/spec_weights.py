@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -257,8 +257,9 @@ class SchedulingSpec(ApiModel):
     gang: Literal["PodGroup"] | None = None
     """PodGroup: the pods of a replica start together or not at all, by the gang scheduler that the
     cluster has (Kueue, Volcano or scheduler-plugins). Changing it replaces the pods."""
-    queue: Dns1123 | None = None
-    """Queue of Volcano, or LocalQueue of Kueue, which needs one. Changing it replaces the pods."""
+    queue: Annotated[Dns1123, Field(max_length=63)] | None = None
+    """Queue of Volcano, or LocalQueue of Kueue, which needs one; it becomes a label. Changing it
+    replaces the pods."""
 
 
 class RestartPolicy(ApiModel):

@@ -319,7 +319,7 @@ def _describe_missing_replica(view: PoolView, index: int) -> str:
 FINDING_CHECKS: tuple[FindingCheck, ...] = (
     _check_texts("NameConflict", lambda view: view.seen.conflicts.values()),
     _check_texts("Rejected", lambda view: view.seen.rejections.values()),
-    _check_texts("NoGangScheduler", lambda view: filter(None, [view.seen.gang_trouble])),
+    _check_texts("NoGangScheduler", lambda view: filter(None, [view.seen.scheduling.trouble])),
     _check_texts("ApiError", lambda view: view.seen.api_errors.values()),
     _check_problems(lambda view: view.pods.misplaced),
     _check_texts("PodStuck", lambda view: view.pods.stuck),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollout_common.wire import Lifecycle, WeightsId, WorkerState
+from rollout_operator.api.gangs import GangScheduler
 
 from .trainer_pods import ObservedTrainers, RecordedPlacement
 
@@ -153,6 +154,18 @@ class ObservedWorker:
         return self.state is not None and is_loaded(self.state)
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedScheduling:
+    """Who starts the pods of a replica together, where spec asks for that."""
+
+    scheduler: GangScheduler | None = None
+    """Takes the pods; None: spec asks for none, or none does."""
+    lacking: bool = False
+    """Spec asks for one, and none takes the pods, or none is known yet: no pod can be made."""
+    trouble: str = ""
+    """Why none does, with the fix; empty: one does, or it is not known yet."""
+
+
 RECALLED_KEY = "status"
 """Key of an obstacle of the process before this one, until the write is tried again."""
 
@@ -188,8 +201,8 @@ class ObservedPool:
     """Uids of pods whose deletion the API server refused: they go on working for the pool."""
     beside: ObservedTrainers = field(default_factory=ObservedTrainers)
     """The trainer's pods and claims, of a colocated pool."""
-    gang_trouble: str = ""
-    """Why no gang scheduler takes the pods, which their spec asks for; empty: one does."""
+    scheduling: ObservedScheduling = field(default_factory=ObservedScheduling)
+    """What the cluster has that starts pods together."""
     strangers: tuple[str, ...] = ()
     """A sentence on each pod that looks like the pool's and is not: no pass touches them."""
 

@@ -180,6 +180,8 @@ class _PodPlanner:
             and not any(p.name in going for p in gang.living)
         ]
         self.plan.outdated = len(outdated)
+        if self._seen.scheduling.lacking:
+            return  # what is deleted could not be made again
         down = sum(gang.index not in healthy for gang in self._wanted)
         budget = strategy.max_unavailable + self._surge - down
         for gang in sorted(outdated, key=lambda g: (g.index in healthy, -g.index)):

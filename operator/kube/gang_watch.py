@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 from rollout_common.kube.errors import KubeError
 from rollout_common.kube.reflector import list_pages
-from rollout_operator.api.gangs import API_GROUPS, GangScheduler, group_resource
+from rollout_operator.api.gangs import API_GROUPS, GangScheduler, group_resource, needs_groups
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import Obj, PoolKey
 
@@ -61,7 +61,9 @@ class GangWatch:
     @property
     def scheduler(self) -> GangScheduler | None:
         """The scheduler that takes gangs; None: there is none, or none is known yet."""
-        there = self._there or frozenset()
+        return self._choose_scheduler(self._there or frozenset())
+
+    def _choose_scheduler(self, there: frozenset[GangScheduler]) -> GangScheduler | None:
         if self._chosen is not None:
             return self._chosen if self._chosen in there else None
         return next(iter(there)) if len(there) == 1 else None
@@ -118,18 +120,28 @@ class GangWatch:
             KubeError: The API server did not answer, or refused; what was known stays.
         """
         there = frozenset(API_GROUPS[n] for n in await self._kube.get_group_names() & {*API_GROUPS})
+        scheduler = self._choose_scheduler(there)
+        try:
+            found = await self._list_groups(scheduler) if needs_groups(scheduler) else {}
+            changed = {
+                k for k in found.keys() | self._groups if found.get(k) != self._groups.get(k)
+            }
+            self._groups = found
+            self._wake_all(changed)
+        finally:
+            # After the list, without which each group would seem to be missing. But if that is refused,
+            # a pool's own write says why.
+            self._note_schedulers(there)
+
+    def _note_schedulers(self, there: frozenset[GangScheduler]) -> None:
         before, self._there = self._there, there
         if there != before:
             logger.info("gang schedulers in the cluster: %s", ", ".join(sorted(there)) or "none")
             self._wake_all(self._pools)
-        resource = None if self.scheduler is None else group_resource(self.scheduler)
-        found = {} if resource is None else await self._list_groups(resource)
-        changed = {k for k in found.keys() | self._groups if found.get(k) != self._groups.get(k)}
-        self._groups = found
-        self._wake_all(changed)
 
-    async def _list_groups(self, resource: str) -> dict[PoolKey, dict[str, str]]:
+    async def _list_groups(self, scheduler: GangScheduler) -> dict[PoolKey, dict[str, str]]:
         found: dict[PoolKey, dict[str, str]] = {}
+        resource = group_resource(scheduler)
         selector = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
         for namespace in self._namespaces or (None,):
             of = resource_collection(resource, namespace, selector)

@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class GroupWriter:
-    """Writes the PodGroups of one pass; obstacles are the pool's, see `PoolWriter`."""
+    """Writes the PodGroups of one pass, for a scheduler that needs them; obstacles are the pool's, see `PoolWriter`."""
 
     def __init__(
-        self, writer: PoolWriter, spec: RolloutReplicaSpec, scheduler: GangScheduler | None
+        self, writer: PoolWriter, spec: RolloutReplicaSpec, scheduler: GangScheduler
     ) -> None:
         self._writer = writer
         self._spec = spec
         self._scheduler = scheduler
-        self._resource = None if scheduler is None else group_resource(scheduler)
+        self._resource = group_resource(scheduler)
 
     async def write_groups(self, look: PassInput, plan: PassPlan) -> frozenset[int]:
         """Make the groups that are missing, and remove those without a replica.
@@ -43,8 +43,6 @@ class GroupWriter:
             Replicas whose group is not there: their pods would be scheduled one by one.
         """
         gangs, key = self._writer.ctx.gangs, self._writer.key
-        if self._resource is None:
-            return frozenset()
         known = gangs.pool_groups(key)
         present = {pod.replica for pod in look.seen.pods}
         new = {create.replica for create in plan.create}
@@ -68,14 +66,12 @@ class GroupWriter:
         await self._writer.run_all(self._remove_group(name, uid) for name, uid in surplus)
 
     async def _remove_group(self, name: str, uid: str) -> None:
-        assert self._resource is not None
         what, send = f"the deletion of podgroup {name!r}", partial(self._send_delete, name, uid)
         await self._writer.run_guarded(
             f"delete podgroup/{name}", what, ("delete", self._resource), send
         )
 
     async def _send_delete(self, name: str, uid: str) -> None:
-        assert self._resource is not None
         ctx, key = self._writer.ctx, self._writer.key
         try:
             await ctx.kube.delete(self._resource, key.namespace, name, uid=uid)
@@ -84,18 +80,14 @@ class GroupWriter:
         ctx.gangs.note_group(key, name, None)
 
     async def _ensure_group(self, replica: int, made: list[Obj | None]) -> None:
-        assert self._scheduler is not None
-        assert self._resource is not None
         key, uid = self._writer.key, self._writer.uid
         body = pod_group(key.name, key.namespace, uid, replica, self._spec, self._scheduler)
-        assert body is not None
         name = body["metadata"]["name"]
         label, send = f"podgroup/{name}", partial(self._send_group, body)
         request = ("create", self._resource)
         made.append(await self._writer.run_guarded(label, f"podgroup {name!r}", request, send))
 
     async def _send_group(self, body: Obj) -> Obj | None:
-        assert self._resource is not None
         ctx, key, name = self._writer.ctx, self._writer.key, body["metadata"]["name"]
         try:
             found = await ctx.kube.create(self._resource, body)

@@ -10,7 +10,12 @@ from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
-from rollout_operator.core.observed_pool import ObservedPool, ObservedWorker, Pod
+from rollout_operator.core.observed_pool import (
+    ObservedPool,
+    ObservedScheduling,
+    ObservedWorker,
+    Pod,
+)
 from rollout_operator.core.pass_plan import ControlVerb
 from rollout_operator.core.pods.pod_groups import queue_trouble
 from rollout_operator.core.services import read_gates
@@ -73,19 +78,22 @@ def observe_pool(
         api_errors=memory.obstacles.api_errors,
         undeleted=memory.obstacles.undeleted,
         beside=beside,
-        gang_trouble=_find_gang_trouble(ctx, key, spec),
+        scheduling=_observe_scheduling(ctx, key, spec),
         strangers=foreign,
     )
 
 
-def _find_gang_trouble(ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec) -> str:
-    """Why no gang scheduler takes the pool's pods; empty: one does, or none is asked for."""
+def _observe_scheduling(
+    ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec
+) -> ObservedScheduling:
     wants_gang = spec.scheduling.gang is not None
     ctx.gangs.note_pool(key, wants_gang=wants_gang)
     if not wants_gang:
-        return ""
+        return ObservedScheduling()
     scheduler = ctx.gangs.scheduler
-    return ctx.gangs.find_trouble() if scheduler is None else queue_trouble(spec, scheduler)
+    trouble = ctx.gangs.find_trouble() if scheduler is None else queue_trouble(spec, scheduler)
+    taken = None if trouble else scheduler
+    return ObservedScheduling(taken, lacking=taken is None, trouble=trouble)
 
 
 def _observe_members(

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
 from rollout_operator.api import names
+from rollout_operator.api.gangs import needs_groups
 from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
@@ -154,7 +155,7 @@ async def _write_children(
         return
     defaults = ctx.config.engine_defaults(spec.engine.type)
     turn = ctx.config.turn_claim
-    gang = None if spec.scheduling.gang is None else ctx.gangs.scheduler
+    gang = seen.scheduling.scheduler
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn, gang)
     budget = () if plan.budget is None else (writer.write_budget(plan.budget),)
     await writer.run_all((writer.write_services(spec.weights.transport.port), *budget))
@@ -188,9 +189,12 @@ async def _write_children(
 
 async def _write_groups(writer: PoolWriter, look: PassInput, plan: PassPlan) -> Collection[int]:
     """Write the PodGroups; return the replicas whose pods can't be made, since no gang would hold them."""
-    scheduler, wants_gang = writer.ctx.gangs.scheduler, look.spec.scheduling.gang is not None
-    if wants_gang and (scheduler is None or look.seen.gang_trouble):
+    if look.seen.scheduling.lacking:
         return {c.replica for c in plan.create}  # the pool is woken when one is found
+    # A pool that asks for none may have groups of its former template.
+    scheduler = look.seen.scheduling.scheduler or writer.ctx.gangs.scheduler
+    if not needs_groups(scheduler):
+        return ()
     return await GroupWriter(writer, look.spec, scheduler).write_groups(look, plan)
 
 

@@ -14,7 +14,7 @@ from localkube import Cluster
 from rollout_common.kube.errors import KubeError
 from rollout_operator.api.gangs import GangScheduler
 from tests.support.api.apiclient import ApiError, Obj
-from tests.support.api.gang_crds import (
+from tests.support.api.gang_installs import (
     group_path,
     install_gang_scheduler,
     remove_gang_scheduler,

@@ -37,16 +37,13 @@ def pod_group(
     replica: int,
     spec: RolloutReplicaSpec,
     scheduler: GangScheduler,
-) -> Obj | None:
-    """Return the PodGroup of a replica, owned by the RolloutReplica; None: the scheduler needs none."""
-    version = gangs.GROUP_API_VERSIONS.get(scheduler)
-    if version is None:
-        return None
+) -> Obj:
+    """Return the PodGroup of a replica, owned by the RolloutReplica, for a scheduler that needs it."""
     wanted: Obj = {"minMember": spec.parallelism.nodes}
     if scheduler is GangScheduler.VOLCANO and spec.scheduling.queue is not None:
         wanted["queue"] = spec.scheduling.queue
     return {
-        "apiVersion": version,
+        "apiVersion": gangs.GROUP_API_VERSIONS[scheduler],
         "kind": "PodGroup",
         "metadata": {
             "name": gangs.pod_group_name(pool, replica),
