@@ -44,6 +44,12 @@ class Component:
     link_flags: str = ""
     tags: str = ""
     links: tuple[str, ...] = ()
+    module: str = ""
+    """`module@version` in whose folder it is built, since it has replacements, which `go install` refuses."""
+
+    @property
+    def folder(self) -> Path:
+        return _module_path(self.module) if self.module else SOURCES
 
     @property
     def command(self) -> list[str]:
@@ -56,14 +62,15 @@ class Component:
         return ["go", "build", *flags, "-o", str(binaries() / self.name), self.package]
 
     def stamp(self) -> str:
-        made_of = (self.package, self.link_flags, self.tags, preflight.GO_RELEASE)
+        module = (self.module,) if self.module else ()
+        made_of = (self.package, self.link_flags, self.tags, preflight.GO_RELEASE, *module)
         digest = hashlib.sha256(" ".join(made_of).encode())
         for path in self._sources():
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
     def _sources(self) -> list[Path]:
-        if "@" in self.package:
+        if self.module or "@" in self.package:
             return []
         own = (SOURCES / self.package).glob("*.go") if self.package.startswith("./") else ()
         return [SOURCES / "go.mod", SOURCES / "go.sum", *sorted(own)]
@@ -97,11 +104,16 @@ COMPONENTS = (
         for name in ("containerd", "containerd-shim-runc-v2", "ctr")
     ),
 )
+ON_DEMAND = (
+    # Newer releases are for newer Kubernetes only in name: a scheduler reads the same objects.
+    Component("gang-scheduler", "./cmd/scheduler", module="sigs.k8s.io/scheduler-plugins@v0.33.5"),
+)
+"""Built only if they are named."""
 
 
 def build(names: Sequence[str] = (), *, without: Collection[str] = ()) -> None:
     """Build what is missing or outdated, of all components or of those named, `without` some."""
-    known = {component.name: component for component in COMPONENTS}
+    known = {component.name: component for component in (*COMPONENTS, *ON_DEMAND)}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ClusterError(f"unknown component {unknown[0]!r}: one of {', '.join(known)}")
@@ -132,18 +144,25 @@ def module_folder(module: str) -> Path:
     """Return Go's folder with the sources of a module that ours requires."""
     required = (line.split() for line in (SOURCES / "go.mod").read_text().splitlines())
     version = next(words[1] for words in required if words[:1] == [module])
-    return cache() / "go/pkg/mod" / f"{module}@{version}"
+    return _module_path(f"{module}@{version}")
+
+
+def _module_path(module: str) -> Path:
+    return cache() / "go/pkg/mod" / module
 
 
 def _compile(component: Component) -> None:
     log = cache() / "logs" / f"build-{component.name}.log"
     log.parent.mkdir(exist_ok=True)
+    if component.module:
+        download = ["go", "mod", "download", component.module]
+        subprocess.run(download, cwd=cache(), env=_environment(), check=True)
     tail: deque[str] = deque(maxlen=8)
     with (
         log.open("w") as file,
         subprocess.Popen(
             component.command,
-            cwd=SOURCES,
+            cwd=component.folder,
             env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

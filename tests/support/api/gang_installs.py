@@ -5,16 +5,26 @@ The operator makes no object of Kueue's, so of Kueue there is only the group, wi
 
 from __future__ import annotations
 
-import time
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
+from rollout_common.kube.errors import KubeError
 from rollout_operator.api.gangs import GROUP_API_VERSIONS, GangScheduler
 from tests.support.api.apiclient import Api, Obj
+from tests.support.api.poollab import PoolLab
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _FILES = Path(__file__).parent / "gang_crds"
+
+TWO_PODS: Obj = {
+    "engine": {"type": "vllm", "image": "localhost/none"},
+    "parallelism": {"tensor": 2, "nodes": 2},
+    "accelerator": {"resource": "example.com/gpu"},
+}
+"""Of a spec: replicas of two pods, with one device each."""
 
 _LOCAL_QUEUES: Obj = {
     "metadata": {
@@ -38,19 +48,27 @@ _LOCAL_QUEUES: Obj = {
 }
 
 
-def install_gang_scheduler(api: Api, scheduler: GangScheduler) -> None:
-    """Create the CRD of a scheduler."""
-    api.create(CRDS, _read_crd(scheduler))
+def install_schedulers(api: Api, *schedulers: GangScheduler) -> None:
+    """Have these in the cluster, for as long as it runs.
+
+    None is ever removed: an API server takes from a second to more than half a minute to delete a kind
+    that is new to it.
+    """
+    there = {each["metadata"]["name"] for each in api.get(CRDS)["items"]}
+    for crd in map(_read_crd, schedulers):
+        if crd["metadata"]["name"] not in there:
+            api.create(CRDS, crd)
 
 
-def remove_gang_scheduler(api: Api, scheduler: GangScheduler) -> None:
-    """Delete the CRD of a scheduler, and so its objects; return when it is gone."""
-    name = _read_crd(scheduler)["metadata"]["name"]
-    api.delete(f"{CRDS}/{name}")
-    end = time.monotonic() + 30
-    while any(each["metadata"]["name"] == name for each in api.get(CRDS)["items"]):
-        assert time.monotonic() < end, f"{name} is still there"
-        time.sleep(0.1)
+async def await_known(lab: PoolLab, *schedulers: GangScheduler) -> None:
+    """Have the operator look until it knows of exactly these."""
+    for _ in range(100):
+        with suppress(KubeError):  # a new kind's storage takes some seconds
+            await lab.context.gangs.look_again()
+            if lab.context.gangs.found == frozenset(schedulers):
+                return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"the operator knows {lab.context.gangs.found}")
 
 
 def group_path(scheduler: GangScheduler, namespace: str, name: str = "") -> str:

@@ -24,6 +24,7 @@ from aiohttp import web
 import processless
 from localkube import Cluster
 from rollout_client.worker_control import WorkerControl
+from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.config import EngineDefaults, OperatorConfig
 from rollout_operator.operator_process import Operator
@@ -352,7 +353,10 @@ async def _answering(server: processless.Server, lab: PoolLab) -> AsyncIterator[
 
 @asynccontextmanager
 async def pool_lab(
-    cluster: Cluster, namespace: str, workers: Workers | None = None
+    cluster: Cluster,
+    namespace: str,
+    workers: Workers | None = None,
+    gang_scheduler: GangScheduler | None = None,
 ) -> AsyncIterator[PoolLab]:
     """Start everything in a namespace of its own, and remove it at the end.
 
@@ -360,6 +364,7 @@ async def pool_lab(
         cluster: With the CRD.
         namespace: Its name.
         workers: Real ones at the pods' addresses; None: one server answers for all pods.
+        gang_scheduler: The one to use of several; None: the one that the cluster has.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(_namespace(cluster, namespace))
@@ -375,7 +380,7 @@ async def pool_lab(
             return Reconciler(context).reconcile
 
         operator = lab.operator = LabOperator(
-            _config(namespace), make, make_parts=partial(LabParts, workers.port)
+            _config(namespace, gang_scheduler), make, make_parts=partial(LabParts, workers.port)
         )
         kubelet = Kubelet(cluster, namespace, workers.pods)
         running = lab.running = asyncio.create_task(operator.run())
@@ -387,13 +392,14 @@ async def pool_lab(
             kubelet.stop()
 
 
-def _config(namespace: str) -> OperatorConfig:
+def _config(namespace: str, gang_scheduler: GangScheduler | None) -> OperatorConfig:
     return OperatorConfig(
         watch_namespaces=(namespace,),
         leader_elect=False,
         lease_namespace=namespace,
         http_host="127.0.0.1",
         http_port=0,
+        gang_scheduler=gang_scheduler,
         engines={"hf": EngineDefaults(image="localhost/none")},
     )
 

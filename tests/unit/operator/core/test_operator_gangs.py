@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedPool, Pod
+from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedPool, ObservedScheduling, Pod
 from rollout_operator.core.pass_plan import CreatePod, DeletePod, RequeueAfter
 from rollout_operator.core.pod_planning import (
     PodPlan,
@@ -405,6 +406,16 @@ def test_a_rolling_update_takes_the_broken_first_then_from_the_top() -> None:
     assert {d.reason for d in found.delete} == {"its pod template is outdated"}
     found, _ = plan(spec, *pods, healthy=frozenset({3}))
     assert [name for name, _ in deleted(found)] == ["pool-2-0", "pool-1-0", "pool-0-0"]
+
+
+def test_a_rolling_update_deletes_nothing_that_could_not_be_made_again() -> None:
+    """Nothing that serves goes for a gang scheduler that is not there, or for a queue that it refuses."""
+    spec = spec_of(replicas=2)
+    old = [pod(spec, index, revision="v1-of-before") for index in (0, 1)]
+    found, _ = plan(spec, *old, scheduling=ObservedScheduling(lacking=True))
+    assert (found.outdated, found.delete) == (2, [])
+    found, _ = plan(spec, *old, scheduling=ObservedScheduling(GangScheduler.VOLCANO))
+    assert found.delete
 
 
 def test_a_rolling_update_leaves_what_is_new_or_going() -> None:
