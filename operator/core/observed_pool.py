@@ -156,7 +156,7 @@ class ObservedWorker:
 
 @dataclass(frozen=True, slots=True)
 class ObservedScheduling:
-    """Who starts the pods of a replica together, where spec asks for that."""
+    """The gang scheduler of a pool whose spec asks for one."""
 
     scheduler: GangScheduler | None = None
     """Takes the pods; None: spec asks for none, or none does."""

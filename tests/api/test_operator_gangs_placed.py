@@ -23,7 +23,6 @@ from tests.support.api.poollab import NO_NODE, PoolLab, pool_lab
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.soak,  # test_operator_gangs.py has the same objects, without a scheduler
-    pytest.mark.timeout(3600),
 ]
 PLUGINS = GangScheduler.SCHEDULER_PLUGINS
 PERMIT_SECONDS = 10

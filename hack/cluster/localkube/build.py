@@ -105,7 +105,7 @@ COMPONENTS = (
     ),
 )
 ON_DEMAND = (
-    # Newer releases are for newer Kubernetes only in name: a scheduler reads the same objects.
+    # Its Kubernetes is 1.33, and it schedules the pods of a newer API server.
     Component("gang-scheduler", "./cmd/scheduler", module="sigs.k8s.io/scheduler-plugins@v0.33.5"),
 )
 """Built only if they are named."""
