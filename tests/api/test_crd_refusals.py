@@ -78,6 +78,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"scheduling": {"queue": "team"}},
         "spec.scheduling.queue needs spec.scheduling.gang: set gang to PodGroup, or remove queue",
     ),
+    "a queue that is too long for a label": (
+        {"scheduling": {"gang": "PodGroup", "queue": "q" * 64}},
+        "spec.scheduling.queue: Too long: may not be more than 63 bytes",
+    ),
     "a gang beside a trainer": (
         {**COLOCATED, "scheduling": {"gang": "PodGroup"}},
         "spec.scheduling.gang must not be set in mode Colocated",
