@@ -124,7 +124,9 @@ class GangWatch:
         try:
             found = await self._list_groups(scheduler) if needs_groups(scheduler) else {}
             changed = {
-                k for k in found.keys() | self._groups if found.get(k) != self._groups.get(k)
+                k
+                for k in found.keys() | self._groups
+                if found.get(k, {}) != self._groups.get(k, {})
             }
             self._groups = found
             self._wake_all(changed)
