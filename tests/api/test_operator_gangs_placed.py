@@ -101,27 +101,35 @@ def placed(lab: PoolLab, name: str) -> list[int]:
     return sorted(sum(n.startswith(f"{name}-{replica}-") for n in there) for replica in (0, 1))
 
 
-def remove_pool(lab: PoolLab, name: str) -> None:
-    """Delete a pool, and its pods as a kubelet would."""
+async def remove_pool(lab: PoolLab, name: str) -> None:
+    """Suspend a pool, so that no pod is made again, end its pods as a kubelet would, and delete it."""
+
+    def emptied() -> bool:
+        pods = lab.pods(name)
+        for pod, body in pods.items():
+            if "deletionTimestamp" in body["metadata"]:
+                lab.api.delete(lab.path("pods", pod), gracePeriodSeconds=0)
+        return not pods
+
+    lab.patch(name, suspend=True)
+    await lab.until(f"{name} has no pods", emptied)
     lab.api.delete(lab.path("pools", name))
-    for pod in lab.pods(name):
-        lab.api.delete(lab.path("pods", pod), gracePeriodSeconds=0)
 
 
 async def test_one_gang_starts_and_none_holds_half(lab: PoolLab, tmp_path: Path) -> None:
     install_schedulers(lab.api, PLUGINS)
-    with nodes(lab), scheduling(lab.cluster, tmp_path):
+    with nodes(lab):
         create_two(lab, "apart")
         await lab.until("a replica has half", lambda: placed(lab, "apart") == [1, 2])
-        remove_pool(lab, "apart")
-        await lab.until("there is room again", lambda: not lab.pods("apart"))
+        await remove_pool(lab, "apart")
 
-        create_two(lab, "gangs", scheduling={"gang": "PodGroup"})
-        await lab.until("one gang has nodes", lambda: placed(lab, "gangs") == [0, 2], 60)
-        end = time.monotonic() + 2 * PERMIT_SECONDS
-        while time.monotonic() < end:
-            assert placed(lab, "gangs") == [0, 2]
-            await asyncio.sleep(0.5)
-        add_node(lab, FOURTH)
-        await lab.until("both have nodes", lambda: placed(lab, "gangs") == [2, 2], 60)
-        remove_pool(lab, "gangs")
+        with scheduling(lab.cluster, tmp_path):
+            create_two(lab, "gangs", scheduling={"gang": "PodGroup"})
+            await lab.until("one gang has nodes", lambda: placed(lab, "gangs") == [0, 2], 60)
+            end = time.monotonic() + 2 * PERMIT_SECONDS
+            while time.monotonic() < end:
+                assert placed(lab, "gangs") == [0, 2]
+                await asyncio.sleep(0.5)
+            add_node(lab, FOURTH)
+            await lab.until("both have nodes", lambda: placed(lab, "gangs") == [2, 2], 60)
+            await remove_pool(lab, "gangs")
