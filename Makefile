@@ -86,6 +86,10 @@ test: prepared ## run every test but the soak, in three lanes (PYTEST_ARGS="-k c
 soak: prepared ## run tests that are too long for every day: long cycles, many examples of each property
 	$(BIN)/pytest --soak --timeout 3600 $(PYTEST_ARGS)
 
+.PHONY: vm
+vm: cluster-build images ## check local nodes in a Debian with cgroup v2 only, booted by QEMU (root)
+	@$(PYTHON3) hack/vm/machine.py python3 hack/vm/check.py
+
 .PHONY: test-fast
 test-fast: $(VENV) ## run the tests that need no cluster
 	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)

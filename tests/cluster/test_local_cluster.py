@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from localkube import Cluster, ClusterError, fakedevices, network
+from localkube import Cluster, ClusterError, cgroups, fakedevices, network
 from localkube.home import SOURCES, cache
 from localkube.settings import DNS_ADDRESS
 from tests.support.clusters import control_plane, nodes_cluster
@@ -413,11 +414,11 @@ def test_a_control_plane_without_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("umount --lazy /sys/fs/cgroup/memory", "no cgroup v1 memory hierarchy"),
+        ("umount --lazy /sys/fs/cgroup/memory", "lacks the controllers"),
         ("mount -t tmpfs -o size=64m tmpfs $ROLLOUT_CACHE", "free some, or set ROLLOUT_CACHE"),
         ("mount -t tmpfs -o ro tmpfs $ROLLOUT_CACHE", "not writable: set ROLLOUT_CACHE"),
     ],
-    ids=["cgroup v2 only", "no disk", "read-only"],
+    ids=["no memory controller", "no disk", "read-only"],
 )
 def test_a_machine_that_lacks_something(tmp_path: Path, change: str, sentence: str) -> None:
     # In a mount namespace of its own: the machine itself stays as it is.
@@ -425,6 +426,21 @@ def test_a_machine_that_lacks_something(tmp_path: Path, change: str, sentence: s
     status, said = run_cli("up", env={"ROLLOUT_CACHE": str(tmp_path)}, prefix=prefix)
     assert status == 2, said
     assert sentence in said
+
+
+@needs_root
+def test_a_group_of_cgroup_v2_is_removed_with_the_processes_left_in_it() -> None:
+    points = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    tops = [Path(point) for _, point, kind, *_ in points if kind == "cgroup2"]
+    if not tops:
+        pytest.skip("cgroup v2 is not mounted")
+    group = tops[0] / f"rollout-test-{os.getpid()}"
+    (group / "init").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as left:
+        (group / "init/cgroup.procs").write_text(str(left.pid))
+        cgroups.remove([str(group)])
+        assert left.wait(5) == -signal.SIGKILL
+    assert not group.exists()
 
 
 @needs_root

@@ -2,6 +2,7 @@
 
 A script, not imported: `node_init.py enter SPEC` becomes `unshare`, which runs
 `node_init.py boot SPEC` as pid 1 of the node. Pid 1's death ends every process of the node.
+With cgroup v2 there is a step between them, `node_init.py settle SPEC`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-NAMESPACES = ("--mount", "--pid", "--net", "--cgroup", "--uts", "--ipc")
+NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 DEADLINE_SECONDS = 60
 RESTART_SECONDS = 1
 
@@ -32,10 +33,27 @@ KERNEL_SETTINGS = {
 
 
 def enter(spec_file: str, spec: dict[str, Any]) -> None:
+    """Join the node's cgroups, which become the roots of a cgroup namespace."""
     for folder in spec["cgroups"]["folders"]:
         Path(folder, "cgroup.procs").write_text(str(os.getpid()))
-    boot_command = [sys.executable, "-I", __file__, "boot", spec_file]
-    command = ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL", *boot_command]
+    become("unshare", "--cgroup", *script("settle", spec_file))
+
+
+def settle(spec_file: str, spec: dict[str, Any]) -> None:
+    """Leave the root of cgroup v2, so that it may pass its controllers on to pods."""
+    if leaf := spec["cgroups"]["leaf"]:
+        Path(leaf, "cgroup.procs").write_text(str(os.getpid()))
+        root = Path(leaf).parent
+        names = (root / "cgroup.controllers").read_text().split()
+        (root / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in names))
+    become("unshare", *NAMESPACES, "--fork", "--kill-child=KILL", *script("boot", spec_file))
+
+
+def script(verb: str, spec_file: str) -> list[str]:
+    return [sys.executable, "-I", __file__, verb, spec_file]
+
+
+def become(*command: str) -> None:
     os.execvp(command[0], command)
 
 
@@ -56,11 +74,9 @@ def mount_all(spec: dict[str, Any]) -> None:
     run("mount", "-t", "proc", "proc", "/proc")
     subprocess.run(["umount", "--lazy", "/sys"], check=False)
     run("mount", "-t", "sysfs", "sysfs", "/sys")
-    run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/sys/fs/cgroup")
-    for mount in spec["cgroups"]["mounts"]:
-        point, options = mount.split(" ")
-        Path(point).mkdir(exist_ok=True)
-        run("mount", "-t", "cgroup", "-o", options, "cgroup", point)
+    for words in spec["cgroups"]["mounts"]:
+        Path(words[-1]).mkdir(exist_ok=True)
+        run("mount", *words)
     for source, point in spec["binds"].items():
         run("mount", "--bind", source, point)
     for name, value in KERNEL_SETTINGS.items():
@@ -140,5 +156,7 @@ if __name__ == "__main__":
     read = json.loads(Path(spec_file).read_text())
     if verb == "enter":
         enter(spec_file, read)
+    elif verb == "settle":
+        settle(spec_file, read)
     else:
         boot(read)

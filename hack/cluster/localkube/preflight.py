@@ -39,12 +39,7 @@ def control_plane() -> None:
 def real_nodes() -> None:
     """Check what real nodes need of the kernel, by trying it in namespaces that end at once."""
     root("a cluster with nodes")
-    if "memory" not in {hierarchy.controllers for hierarchy in cgroups.hierarchies()}:
-        raise ClusterError(
-            "this machine has no cgroup v1 memory hierarchy, and nodes are only made for cgroup v1 "
-            "so far: use `--nodes 0` (control plane only), or kind or k3d (README.md, On kind or k3d)"
-        )
-    filesystems = Path("/proc/filesystems").read_text().split()
+    cgroups.check()
     for name, command in _KERNEL_FEATURES.items():
         done = subprocess.run(
             ["unshare", "--mount", "--net", "--pid", "--cgroup", "--fork", *command.split()],
@@ -58,8 +53,15 @@ def real_nodes() -> None:
                 f"the kernel (or this sandbox) lacks {name}, which nodes need: "
                 f"`{command}` says {done.stderr.strip()!r}. Use `--nodes 0` (control plane only)"
             )
-    if "overlay" not in filesystems:
+    if not _has_overlay():
+        # Most kernels have it as a module, which is loaded for the first that needs it.
+        subprocess.run(["/sbin/modprobe", "overlay"], capture_output=True, timeout=30, check=False)
+    if not _has_overlay():
         raise ClusterError("the kernel lacks overlay, which nodes need: try `modprobe overlay`")
+
+
+def _has_overlay() -> bool:
+    return "overlay" in Path("/proc/filesystems").read_text().split()
 
 
 def go() -> None:
