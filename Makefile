@@ -13,7 +13,7 @@ BIN := $(CACHE)/venv/bin
 PYTHON3 ?= python3
 CLUSTER_PY := $(PYTHON3) hack/cluster/cluster.py
 UV_VERSION := 0.13.8
-UV := $(CACHE)/boot/bin/uv
+UV := $(CACHE)/boot/uv
 export UV_CACHE_DIR := $(CACHE)/uv
 # Two threads fighting for busy cores make an engine ten times slower (docs/benchmarks.md).
 export OMP_NUM_THREADS ?= 1
@@ -194,9 +194,14 @@ clean-cache: clean ## remove the cache, too: the next run builds everything
 	chmod -R u+w $(CACHE)/go 2>/dev/null || true
 	rm -rf $(CACHE)
 
+# glibc 2.36 reads a detached thread's memory after the thread may have returned it, and uv detaches threads that
+# end at once: one of some hundred installs died by a segmentation fault in pthread_detach. A cache of stacks that
+# never overflows keeps that memory mapped.
 $(UV):
 	$(PYTHON3) -m venv $(CACHE)/boot
 	$(CACHE)/boot/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	printf '#!/bin/sh\nGLIBC_TUNABLES=glibc.pthread.stack_cache_size=4294967296 exec "$${0%%/*}/bin/uv" "$$@"\n' >$@
+	chmod +x $@
 
 $(VENV): requirements/dev.txt pyproject.toml hack/hatch_build.py common/transfer/delta.c | $(UV)
 	@echo "installing the development environment (once; 5 GB, about 3 minutes)"

@@ -48,7 +48,7 @@ def run(*words: str) -> None:
 
 
 def main(wheel: str) -> None:
-    uv = Path(os.environ.get("ROLLOUT_CACHE", ".cache")) / "boot" / "bin" / "uv"
+    uv = Path(os.environ.get("ROLLOUT_CACHE", ".cache")) / "boot" / "uv"
     with tempfile.TemporaryDirectory() as folder:
         python = f"{folder}/venv/bin/python"
         run(str(uv), "venv", "--quiet", "--python", sys.executable, f"{folder}/venv")
