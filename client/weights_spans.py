@@ -21,7 +21,12 @@ def append_span(spans: list[WeightsSpan], span: WeightsSpan) -> None:
 
 
 def _same_weights(a: WeightsSpan, b: WeightsSpan) -> bool:
-    return (a.epoch, a.version, a.stale_kv) == (b.epoch, b.version, b.stale_kv)
+    return (a.epoch, a.version, a.stale_kv, a.adapter) == (
+        b.epoch,
+        b.version,
+        b.stale_kv,
+        b.adapter,
+    )
 
 
 def cut_spans(spans: list[WeightsSpan], length: int) -> None:

@@ -119,7 +119,8 @@ class EngineRequest:
     of the most likely tokens to record at each scored position and with each token, of the kind `logprobs`.
     `routed_from`: record the experts of all tokens from this position of the prompt on; None: of none. `masks`: record
     which tokens could be drawn. `grammar`: tokens that can't lead to a matching text are not drawn, and EOS only after one.
-    `pictures`: of the prompt, in the order of its placeholders; the engine has been asked to prepare them.
+    `pictures`: of the prompt, in the order of its placeholders; the engine has been asked to prepare them. `adapter`:
+    one of the active weights'; it is found again by name whenever the weights change.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class EngineRequest:
     routed_from: int | None = None
     masks: bool = False
     pictures: tuple[Picture, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,7 +489,8 @@ class Engine(Protocol):
     ) -> Sink:
         """Give memory for one more version next to the serving one; nothing else changes.
 
-        `entries` fit `EngineInfo.layout`. The worker fills one slot at a time, and closes or
+        `entries` fit `EngineInfo.layout`, or are those of LoRA adapters (`lora/`): then the sink is a `LoraSink`, whose
+        commit leaves the model's weights as they are. The worker fills one slot at a time, and closes or
         commits it before it asks for the next; a refill may be open in addition. `on_disk`: in a file
         without a name in `spill_dir`; only the engine itself asks for it, through `WeightsRefill`.
         `given`: memory that has, or will have by `seal`, the bytes of `entries`. An engine that can

@@ -34,6 +34,7 @@ from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
 from .requests.admission_checks import (
+    check_adapter,
     check_queue_room,
     check_version,
     engine_failed_problem,
@@ -181,9 +182,10 @@ class WorkerService:
     def _admit_request(self, request: GenerateRequest, parts: PreparedParts) -> InFlightRequest:
         self._check_serving()
         engine, info = self.runtime.loaded_engine()
-        active = self.updates.active_identity
+        active = self.updates.active
         assert active is not None, "an engine has loaded weights"
-        exact = check_version(request, active)
+        exact = check_version(request, active.identity)
+        check_adapter(request.adapter, active, engine.capabilities)
         request_id = request.request_id or uuid.uuid4().hex
         # Before the queue's 429, after which the client would send its duplicate again.
         if request_id in self.flights:

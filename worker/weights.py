@@ -15,6 +15,7 @@ from rollout_common.wire import CASTABLE
 from rollout_common.wire.root_hash import OUTPUT_HEAD, TREE_SCHEME, HashedTensor, root_hash_of
 
 from .engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
+from .lora.lora_checks import check_adapters, holds_adapters
 
 __all__ = [
     "ALIGN",
@@ -35,7 +36,13 @@ _FIX_FUSED = (
 
 
 def check_layout(layout: WeightsLayout, entries: Sequence[TensorEntry], where: str) -> None:
-    """Refuse a missing or unexpected tensor, or one of a wrong shape or dtype; `where`: their source."""
+    """Refuse a missing or unexpected tensor, or one of a wrong shape or dtype; `where`: their source.
+
+    Tensors of adapters are a version, too: these must fit the model's.
+    """
+    if holds_adapters(entries):
+        check_adapters(layout, entries, where)
+        return
     have = {entry.name: entry.spec for entry in entries}
     for name, want in layout.required.items():
         if name not in have:

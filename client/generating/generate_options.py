@@ -46,6 +46,7 @@ class ScoreOptions(TypedDict, total=False):
     priority: int
     deadline_seconds: float
     images: Sequence[bytes]
+    adapter: str | None
 
 
 class GenerateOptions(ScoreOptions, total=False):
@@ -70,6 +71,7 @@ class GenerateOptions(ScoreOptions, total=False):
         deadline_seconds: For everything, waiting and all attempts; default: the pool's.
         images: Encoded pictures (PNG or JPEG) of the prompt's placeholders, in order; `token_ids` are
             what the model's processor returns. Each worker gets their bytes once.
+        adapter: Name of a LoRA adapter of the active weights, as published; default: the model alone.
         on_version_change: What to do if the weights change within an output: `continue` (spans say
             which weights made which token), `restart` from the prompt, or `fail`.
     """

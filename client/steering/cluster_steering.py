@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from typing_extensions import override
@@ -28,7 +28,7 @@ from rollout_client.errors import (
 )
 from rollout_common.kube.access import Obj
 from rollout_common.kube.reflector import retry_pause
-from rollout_common.wire import WeightsId, WeightsSource
+from rollout_common.wire import WeightsDtypes, WeightsId, WeightsSource
 
 from .control_ports import ControlPorts
 from .pushing.push import Push
@@ -179,8 +179,8 @@ class ClusterSteering(Steering):
         return done if push is None else push.reported(done)
 
     @override
-    async def tensor_dtypes(self) -> Mapping[str, str]:
-        return await self._head_ports().get_dtypes()
+    async def describe_checkpoint(self) -> WeightsDtypes:
+        return await self._head_ports().describe_checkpoint()
 
     async def _stage_on_heads(
         self, version: Version, push: Push, until: float, tell: OnProgress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -171,8 +171,8 @@ class ControlPorts:
             raise SteeringFailed(f"no worker answers ({said or 'the pool has no members'})")
         return found
 
-    async def get_dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes of the model's checkpoint from the first member that reports them.
+    async def describe_checkpoint(self) -> WeightsDtypes:
+        """Return the dtypes and the root hash of the model's checkpoint from the first member that reports them.
 
         Raises:
             SteeringFailed: No member does.
@@ -180,10 +180,10 @@ class ControlPorts:
         answers = await self.ask_members(lambda control: control.dtypes())
         for answer in answers.values():
             if isinstance(answer, WeightsDtypes):
-                return answer.dtypes
+                return answer
         said = (f"{name}: {answer}" for name, answer in answers.items())
         why = "; ".join(said) or "the pool has no members"
-        raise SteeringFailed(f"cast: no worker tells the dtypes of its model ({why})")
+        raise SteeringFailed(f"no worker describes the checkpoint of its model ({why})")
 
     async def ask_members(
         self,

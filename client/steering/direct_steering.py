@@ -23,6 +23,7 @@ from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_common.wire import (
     CommitResponse,
     RequireRequest,
+    WeightsDtypes,
     WeightsId,
     WeightsSource,
     WorkerState,
@@ -132,8 +133,8 @@ class DirectSteering(Steering):
             self._keeper.start()
 
     @override
-    async def tensor_dtypes(self) -> Mapping[str, str]:
-        return await self._ports.get_dtypes()
+    async def describe_checkpoint(self) -> WeightsDtypes:
+        return await self._ports.describe_checkpoint()
 
     async def _commit_staged(
         self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout_client.errors import PublishFailed
-from rollout_common.wire import WeightsId, WeightsSource
+from rollout_common.wire import WeightsDtypes, WeightsId, WeightsSource
 
 if TYPE_CHECKING:
     from .pushing.push import Push
@@ -177,8 +177,8 @@ class Steering(Protocol):
             Superseded: Newer weights replaced these.
         """
 
-    async def tensor_dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes that tensors must have, by name."""
+    async def describe_checkpoint(self) -> WeightsDtypes:
+        """Return the dtypes that tensors must have, by name, and the root hash of the model's checkpoint."""
 
     async def change_state(self, state: PoolState, seconds: float) -> int:
         """Move all replicas to a state; return how many of them serve then."""

@@ -16,8 +16,9 @@ from rollout_client.blocking_portal import calling_thread
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
 from rollout_client.steering.pushing.ranks.rank_publish import RankConnections, RankPublish
-from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsId, WeightsSource
+from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsDtypes, WeightsId, WeightsSource
 
+from .adapter_tensors import GivenAdapter, adapter_tensors
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
@@ -59,7 +60,7 @@ class SteeringVerbs:
         self._steering = steering
         self._steering_hook = hook
         self._max_staleness = max_staleness
-        self._dtypes: Mapping[str, str] | None = None
+        self._checkpoint: WeightsDtypes | None = None
         self._last: WeightsId | None = None  # published here
         self._pusher = Pusher()
         self._together = RankConnections(self._pusher)
@@ -87,13 +88,14 @@ class SteeringVerbs:
         path: str | PurePath | EllipsisType | None = ...,
         *,
         tensors: Tensors | None = None,
+        adapters: Mapping[str, GivenAdapter] | None = None,
         seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
         **options: Unpack[PushOptions],
     ) -> Published:
         """Publish a version to all replicas and return once it serves.
 
-        The version is a folder that the workers can read, or tensors of this process, which go straight
+        The version is a folder that the workers can read, or tensors or adapters of this process, which go straight
         to the replicas' memory. If this trainer dies during the call, the pool ends up consistent: every
         replica serves the old weights, or every replica the new ones.
 
@@ -106,9 +108,12 @@ class SteeringVerbs:
                 of (name, tensor), with the names and shapes of the model's checkpoint, and its dtypes
                 unless `cast` is given. A generator is always read to its end, even if the call fails: other
                 ranks wait in it.
+            adapters: Instead of both: LoRA adapters by the name by which requests will ask for them, each a PEFT model,
+                a folder that PEFT wrote, or (configuration, tensors by PEFT's names). They are all that serve with
+                the model's own checkpoint from then on: those of earlier versions end.
             seconds: Deadline for the whole call.
             progress: Called with the progress.
-            **options: Only for tensors, see `PushOptions`.
+            **options: Only for tensors and adapters, see `PushOptions`.
 
         Raises:
             PublishFailed: The operator, or a worker that can't use the weights, gives the reason; or this
@@ -118,6 +123,12 @@ class SteeringVerbs:
             ValueError: A tensor, which the message names, can't be published. Or memory is short.
             OSError: The folder of `spool` can't be written; nothing was committed.
         """
+        if adapters is not None:
+            if tensors is not None or options.get("cast"):
+                raise TypeError("give publish_weights adapters alone, without tensors or cast")
+            PushPlan.of(path, options)
+            base = (await self._describe_checkpoint(seconds)).root_hash
+            tensors = await asyncio.to_thread(adapter_tensors, adapters, base)
         if tensors is None:
             check_path(path, options)
             assert not isinstance(path, EllipsisType)
@@ -168,21 +179,20 @@ class SteeringVerbs:
             push.close()
 
     async def _cast_dtypes(self, plan: PushPlan, seconds: float) -> Mapping[str, str] | None:
-        """Return the dtypes that floating-point tensors are cast to.
+        """Return the dtypes that floating-point tensors are cast to."""
+        return (await self._describe_checkpoint(seconds)).dtypes if plan.cast else None
 
-        A pool has one model, so its workers are asked only once.
-        """
-        if not plan.cast:
-            return None
-        if self._dtypes is None:
+    async def _describe_checkpoint(self, seconds: float) -> WeightsDtypes:
+        """Return what the workers say of their model's checkpoint. A pool has one, so they are asked only once."""
+        if self._checkpoint is None:
             steering = await self._get_steering()
             try:
                 async with asyncio.timeout(seconds):
-                    self._dtypes = await steering.tensor_dtypes()
+                    self._checkpoint = await steering.describe_checkpoint()
             except TimeoutError:
-                why = f"cast: no worker told the dtypes of its model within {seconds:g} s"
+                why = f"no worker described the checkpoint of its model within {seconds:g} s"
                 raise SteeringFailed(why) from None
-        return self._dtypes
+        return self._checkpoint
 
     async def publish_handed_over(
         self,

@@ -9,6 +9,7 @@ Nothing here imports torch or a web framework. Code outside of this project impo
 from __future__ import annotations
 
 from . import (
+    adapters,
     control_models,
     generate,
     pictures,
@@ -19,6 +20,7 @@ from . import (
     wire_base,
     worker_info,
 )
+from .adapters import *  # noqa: F403
 from .control_models import *  # noqa: F403
 from .generate import *  # noqa: F403
 from .pictures import *  # noqa: F403
@@ -30,6 +32,7 @@ from .wire_base import *  # noqa: F403
 from .worker_info import *  # noqa: F403
 
 PUBLIC_NAMES = (
+    *adapters.__all__,
     *control_models.__all__,
     *generate.__all__,
     *pictures.__all__,

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from .adapters import AdapterName
 from .pictures import Multimodal
 from .replay import RoutedExperts, SamplingMask
 from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
@@ -139,6 +140,9 @@ class GenerateRequest(Body):
         default=None,
         description="Pictures of the prompt; `token_ids` has the processor's expanded ids.",
     )
+    adapter: AdapterName | None = Field(
+        default=None, description="LoRA adapter of the active weights; null: the model alone."
+    )
     sampling: SamplingParams = SamplingParams()
     logprobs: Literal["sampling", "raw", "none"] | None = Field(
         default=None, description="null: the pool's default; 'none': no logprobs."
@@ -253,6 +257,11 @@ class WeightsSpan(Identified):
     end: int = Field(ge=0)
     stale_kv: bool = Field(
         default=False, description="Whether KV computed with older weights was reused."
+    )
+    adapter: str | None = Field(
+        default=None,
+        exclude_if=_is_absent,
+        description="The adapter of these weights that was applied; omitted: none.",
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from .adapters import ServedAdapter
 from .wire_base import (
     Body,
     Float,
@@ -45,6 +46,11 @@ __all__ = [
     "WeightsSource",
     "WeightsState",
 ]
+
+
+def _is_empty(value: tuple[object, ...]) -> bool:
+    """Whether to leave a field out of JSON, instead of writing an empty list."""
+    return not value
 
 
 class Checkpoint(Body):
@@ -172,6 +178,15 @@ class Transfer(Wire):
     )
 
 
+ServedAdapters = Annotated[
+    tuple[ServedAdapter, ...],
+    Field(
+        exclude_if=_is_empty,
+        description="LoRA adapters of these weights, by name; omitted if there are none.",
+    ),
+]
+
+
 class StagedWeights(Identified):
     """The staging slot, as `POST /v1/weights/stage` and `GET /v1/weights` report it."""
 
@@ -181,6 +196,7 @@ class StagedWeights(Identified):
     bytes_total: int = 0
     root_hash: str | None = Field(default=None, max_length=128)
     labels: Mapping[str, str] = Field(default_factory=dict)
+    adapters: ServedAdapters = ()
     error: str | None = Field(
         default=None, description="Names the tensor or file at fault, and the fix."
     )
@@ -212,6 +228,7 @@ class ActiveWeights(Identified):
 
     root_hash: str | None = Field(default=None, max_length=128)
     labels: Mapping[str, str] = Field(default_factory=dict)
+    adapters: ServedAdapters = ()
 
 
 class WeightsState(Wire):
@@ -242,6 +259,9 @@ class WeightsDtypes(Wire):
 
     dtypes: Mapping[str, str] = Field(
         description="By name of a tensor of the model's checkpoint: its dtype, as safetensors calls it."
+    )
+    root_hash: str | None = Field(
+        default=None, max_length=128, description="Of the model's checkpoint."
     )
 
 

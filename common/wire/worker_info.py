@@ -46,6 +46,12 @@ class Capabilities(Wire):
         default=False, description="It records which tokens could be drawn."
     )
     multimodal: bool = Field(default=False, description="Prompts may have pictures.")
+    adapters: bool = Field(
+        default=False, description="Weights may have LoRA adapters: `adapter` names one of them."
+    )
+    adapters_in_flight: tuple[InFlightPolicy, ...] = Field(
+        default=(), description="As `in_flight`, of commits that bring or end adapters."
+    )
     seed: bool = Field(
         description="The same seed samples the same tokens, whatever else is in the batch."
     )

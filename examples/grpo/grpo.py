@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -86,17 +87,33 @@ class Policy:
         allowed: ids that may be sampled.
     """
 
+    learning_rate = 2e-3
+
     def __init__(self, model: Path, allowed: Sequence[int]) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.banned = torch.ones(self.model.config.vocab_size, dtype=torch.bool)
         self.banned[list(allowed)] = False
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
+        self.prepare()
+        learning = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.Adam(learning, lr=self.learning_rate)
         self.versions: dict[Identity, dict[str, Tensor]] = {}
         self.remember((0, 0))
 
+    def prepare(self) -> None:
+        """Choose what learns: here, all of the model."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what learns, by name."""
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
+
+    def published(self) -> dict[str, Any]:
+        """Return what an update brings, as arguments of `publish_weights`."""
+        return {"tensors": self.model}
+
     def remember(self, identity: Identity) -> None:
         """Keep the current weights as this version, and drop the oldest versions."""
-        state = self.model.state_dict()
+        state = self.state()
         self.versions[identity] = {name: value.clone() for name, value in state.items()}
         while len(self.versions) > KEPT_VERSIONS:
             self.versions.pop(min(self.versions))
@@ -120,14 +137,14 @@ class Policy:
     @torch.no_grad()
     def as_sampled(self, samples: Samples, *, raw: bool = False) -> Tensor:
         """Return [B, L]: each token's logprob under the weights that sampled it; NaN if gone."""
-        now = {name: value.clone() for name, value in self.model.state_dict().items()}
+        now = {name: value.clone() for name, value in self.state().items()}
         found = torch.where(samples.sampled, torch.nan, 0.0)
         for identity, state in self.versions.items():
             made = (samples.identity == torch.tensor(identity)).all(-1) & samples.sampled
             if made.any():
-                self.model.load_state_dict(state)
+                self.model.load_state_dict(state, strict=False)
                 found[made] = self.logprobs(samples, raw=raw)[made]
-        self.model.load_state_dict(now)
+        self.model.load_state_dict(now, strict=False)
         return found
 
     def learn(self, samples: Samples) -> float:

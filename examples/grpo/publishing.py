@@ -96,15 +96,15 @@ class Publisher:
         self.version += 1
         self.policy.remember(self.identity)
         way, clock = self.ways[self.version % len(self.ways)], Clock()
-        model, version = self.policy.model, self.version
+        version = self.version
         if way == "files":
             # A few more than serve, for workers that restart during the publish.
             done = self.pool.save_and_publish(
-                model, version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS,
+                self.policy.model, version, self.folder, mounted_at=self.mount, keep=KEPT_FOLDERS,
                 progress=clock.saw,
             )  # fmt: skip
         else:
-            done = self.pool.publish_weights(version, tensors=model, transport=way)
+            done = self.pool.publish_weights(version, transport=way, **self.policy.published())
         self.updates.append(update(done, clock))
         self.committed = self.identity
 

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import grpo
 from grpo import GROUP, TEMPERATURE, Policy, Samples
+from lora import NAME, LoraPolicy, rank_of
 from publishing import Publisher, ways_of, with_transport
 from rollout_client import GenerateResult, RolloutPool
 
@@ -29,7 +30,9 @@ def rewards(digits: Tensor) -> Tensor:
     return ((digits[:, 1:] - digits[:, :-1]) % TEN == 1).float().mean(1)
 
 
-def sample(pool: RolloutPool, digits: Sequence[int], seed: int) -> Samples:
+def sample(
+    pool: RolloutPool, digits: Sequence[int], seed: int, adapter: str | None = None
+) -> Samples:
     """Sample `PROMPTS` groups of `GROUP` from the pool; `digits`: the ids of 0 to 9."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, TEN, (PROMPTS,), generator=generator).repeat_interleave(GROUP)
@@ -40,7 +43,10 @@ def sample(pool: RolloutPool, digits: Sequence[int], seed: int) -> Samples:
         "ignore_eos": True,
     }
     results: list[GenerateResult] = pool.generate_many(
-        [[digits[start]] for start in starts.tolist()], sampling=sampling, logprobs="sampling"
+        [[digits[start]] for start in starts.tolist()],
+        sampling=sampling,
+        logprobs="sampling",
+        adapter=adapter,
     )
     digit_of = {token: digit for digit, token in enumerate(digits)}
     drawn = torch.tensor([[digit_of[token] for token in each.token_ids] for each in results])
@@ -69,14 +75,30 @@ def main() -> None:
     """Command line."""
     parser = with_transport(grpo.arguments(__doc__ or "", steps=40))
     parser.add_argument("--digits", type=int, nargs=TEN, default=range(20, 30), metavar="ID")
+    parser.add_argument(
+        "--lora",
+        type=rank_of,
+        metavar="RANK",
+        help="learn an adapter of this rank, and publish it alone: the pool's engine needs --enable-lora, if it is not hf",
+    )
     args = parser.parse_args()
+    if args.lora and (args.transport == "files" or args.compare):
+        parser.error("--lora: adapters go straight into the workers' memory")
     disable_progress_bar()
     torch.manual_seed(args.seed)
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
-        policy = Policy(args.model, args.digits)
+        policy = (
+            LoraPolicy(args.model, args.digits, args.lora)
+            if args.lora
+            else Policy(args.model, args.digits)
+        )
         publisher = Publisher(pool, policy, args.weights, args.mount, ways_of(args))
         draw = partial(sample, pool, args.digits)
+        if isinstance(policy, LoraPolicy):
+            print(policy.report(), flush=True)
+            publisher.publish()  # an adapter that changes nothing yet, for the first samples
+            draw = partial(draw, adapter=NAME)
         rows = grpo.train(publisher, draw, args.steps, args.seed)
     grpo.write(rows, publisher.updates, args.out, "GRPO: counting on", chance=1 / TEN)
 

@@ -5,7 +5,7 @@ process of it, SGLang's own children included. It costs nothing until SGLang is 
 
 - `sgl_kernel` exists for GPUs only. Any `sgl_kernel.*` name is found here and raises when called;
   the models of the tests call none, as SGLang also has torch-native paths.
-- SGLang's recorder of experts locks its memory for a GPU. Here it is plain memory.
+- SGLang's recorder of experts, and its layers for adapters, lock memory for a GPU. Here it is plain memory.
 - `torch_memory_saver` needs CUDA's virtual memory. `sglang_cpu_memory` gives pages back by madvise.
 """
 
@@ -22,6 +22,8 @@ from typing import Any
 
 ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
 HOST_POOLS = "sglang.srt.mem_cache.pool_host.common"
+ADAPTER_LAYERS = "sglang.srt.lora.layers"
+ADAPTER_BATCHES = "sglang.srt.lora.backend.torch_backend"
 
 
 class _Absent:
@@ -80,7 +82,30 @@ def _replace_allocator(module: types.ModuleType) -> None:
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
 
 
-REPLACEMENTS = {ADAPTER: _replace_saver, HOST_POOLS: _replace_allocator}
+class _PlainTorch:
+    """torch, whose tensors are never locked."""
+
+    def __init__(self, torch: types.ModuleType) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._torch, name)
+        if name not in ("tensor", "zeros"):
+            return found
+        return lambda *args, pin_memory=False, **fields: found(*args, **fields)
+
+
+def _leave_unlocked(module: Any) -> None:
+    module.torch.Tensor.pin_memory = lambda self, *_: self
+    module.torch = _PlainTorch(module.torch)
+
+
+REPLACEMENTS = {
+    ADAPTER: _replace_saver,
+    HOST_POOLS: _replace_allocator,
+    ADAPTER_LAYERS: _leave_unlocked,
+    ADAPTER_BATCHES: _leave_unlocked,
+}
 """What is done to a module right after it was loaded."""
 
 

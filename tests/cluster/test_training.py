@@ -53,6 +53,21 @@ def test_grpo_on_a_pool_raises_the_reward(cluster: Cluster) -> None:
     assert all(f"1.{step}" in " ".join(row["versions"] for row in rows) for step in range(1, 10))
 
 
+@pytest.mark.soak
+def test_an_adapter_that_is_published_alone_raises_the_reward(cluster: Cluster) -> None:
+    _, rows, pool = trained(cluster, "lora", steps=15)
+    # 10 steps reached 0.53.
+    assert float(rows[-1]["reward"]) > float(rows[0]["reward"]) + 0.2
+    assert {row["transport"] for row in rows} <= {
+        "memory (shm)",
+        "memory (shm+tcp)",
+        "memory (tcp)",
+    }
+    assert (
+        pool["status"]["weights"]["committed"]["version"] == 16
+    )  # the first one changes nothing yet
+
+
 def test_every_token_is_right_while_the_pool_grows_and_loses_a_worker(cluster: Cluster) -> None:
     """A policy learns to ask a calculator."""
     result, rows, pool = trained(cluster, "tools", TOOL_STEPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_worker.engines.hf.core import LEAST_PREFILL, MOST_PREFILL, PrefillPace
+from rollout_worker.engines.hf.prefill_pace import LEAST_PREFILL, MOST_PREFILL, PrefillPace
 
 
 def settled(pace: PrefillPace, overhead: float, per_token: float, todo: int = 10**6) -> int:

@@ -21,10 +21,13 @@ from rollout_worker.engine import (
     TensorEntry,
     WeightsLayout,
     WeightsRefill,
+    WeightsRejected,
 )
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
 from rollout_worker.engines.weight_versions import WeightVersions
+from rollout_worker.lora.lora_checks import holds_adapters
+from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.pictures.picture import Picture
 
 
@@ -55,6 +58,7 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
         self._give_up = threading.Event()
         self._parts: EnginePartsT | None = None
         self._ended: str | None = None
+        self._root_hash = ""
         self.on_end: Callable[[str], None] = lambda why: None
 
     def _require_parts(self) -> EnginePartsT:
@@ -74,6 +78,7 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
         *,
         by_path: bool = True,
     ) -> EngineInfo:
+        self._root_hash = root_hash
         return EngineInfo(
             engine=engine,
             engine_version=version,
@@ -98,7 +103,22 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
         given: GivenWeights | None = None,
     ) -> Sink:
         versions = self._require_parts().versions
+        if holds_adapters(entries):
+            self._check_adapters_served()
+            return LoraSink(
+                entries, self._root_hash, versions.load_adapters, versions.unload_adapters
+            )
         return await versions.open_slot(entries, on_disk=on_disk, given=given)
+
+    def _check_adapters_served(self) -> None:
+        """Raise `WeightsRejected` if this engine serves no adapters, or not as it was started."""
+        if self._options.gang is not None:
+            raise WeightsRejected("replicas of several nodes serve no adapters: merge them")
+        if not self.capabilities.adapters:
+            raise WeightsRejected(
+                "this engine serves no adapters as it was started: give it --enable-lora, or merge them into the"
+                " weights"
+            )
 
     @override
     async def commit(self, identity: WeightsId, sink: Sink, kv: KvPolicy) -> None:

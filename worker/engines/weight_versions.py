@@ -24,6 +24,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink
+from rollout_worker.lora.lora_sink import LoraAdapter, LoraSink
 
 WeightsChange = tuple[int, WeightsId, bool]
 """From this token of an output on: the weights that made the tokens, and whether they used KV of older weights."""
@@ -89,7 +90,14 @@ class WeightVersions(ABC, Generic[SinkT]):
             async with self._lock:
                 if "weights" in self._asleep and not self._empty:
                     raise EngineError("the weights are asleep: wake them before the commit")
-                await self._switch_weights(identity, self._require_sealed(sink), kv)
+                if not isinstance(sink, LoraSink):
+                    await self._switch_weights(identity, self._require_sealed(sink), kv)
+                elif self._empty:
+                    raise EngineError("the weights that these adapters change have no values")
+                else:
+                    require_sealed(sink, LoraSink)
+                    await self._switch_adapters(identity, sink.loaded, kv)
+                    sink.loaded = None  # closing the sink leaves them
         except BaseException:  # also if it is cancelled while it waits for the lock
             await asyncio.to_thread(sink.close)
             raise
@@ -163,11 +171,26 @@ class WeightVersions(ABC, Generic[SinkT]):
         """Return a sink with the sleeping weights' values; None if the engine's own copy has them."""
         return None if self._has_copy else self._require_sealed(await refill())
 
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> Any:
+        """Load adapters next to those that serve, as `LoraSink` asks; runs in a thread.
+
+        Raises:
+            WeightsRejected: This engine can't serve them.
+        """
+        raise WeightsRejected("this engine serves no adapters")
+
+    def unload_adapters(self, loaded: Any) -> None:
+        """Give up what `load_adapters` returned; never blocks."""
+
+    async def _switch_adapters(self, identity: WeightsId, loaded: Any, kv: KvPolicy) -> None:
+        """Make loaded adapters serve, and no others, with the weights that serve now."""
+        raise WeightsRejected("this engine serves no adapters")
+
     # The rest differs between engines.
 
     @abstractmethod
     async def _switch_weights(self, identity: WeightsId, sink: SinkT, kv: KvPolicy) -> None:
-        """Make the weights of a sink serve, and call `_mark_loaded` before the next step."""
+        """Make the weights of a sink serve, without adapters, and call `_mark_loaded` before the next step."""
 
     @abstractmethod
     async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:

@@ -310,7 +310,7 @@ class LifecycleGovernor:
         if runtime.turn is not None and not self._released:
             await runtime.turn.note_use()
         with runtime.telemetry.time_transition("sleep"):
-            asleep = engine.sleep(level, target.released, self._updates.refill_active)
+            asleep = engine.sleep(level, target.released, self._updates.refill_base)
             await runtime.call_engine(asleep, MEMORY_CALL_SECONDS, "sleep")
         self._released, self._level = self._released | target.released, level
         if "weights" in target.released:
@@ -345,13 +345,15 @@ class LifecycleGovernor:
             if tags and not await runtime.take_turn(lambda: not self.is_resident(tags)):
                 runtime.lifecycle.move_to(Lifecycle.ASLEEP)
                 return
-            load = runtime.hold_target().load and not self._needs_new_weights(tags)
+            # Adapters come without the weights that they change.
+            asked = runtime.hold_target().load or self._updates.serves_adapters
+            load = asked and not self._needs_new_weights(tags)
             if not load and "weights" in tags:
                 logger.info(
                     "waking without weights %s, to be replaced", self._updates.active_identity
                 )
             with runtime.telemetry.time_transition("wake"):
-                awake = engine.wake(tags, self._updates.refill_active if load else None)
+                awake = engine.wake(tags, self._updates.refill_base if load else None)
                 await runtime.call_engine(awake, MEMORY_CALL_SECONDS, "wake")
         except EngineCrashed:
             raise

@@ -6,7 +6,7 @@ since an answer that ignored them could be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import (
@@ -144,16 +144,16 @@ class OpenAIRequest(OpenAIBody):
         """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def check_fields(self, served: str) -> None:
-        """Refuse a different model, and fields that would change the output.
+    def check_fields(self, served: Sequence[str]) -> None:
+        """Refuse a model other than those served, and fields that would change the output.
 
         Raises:
             ProblemError: names the field.
         """
-        if self.model not in (None, served):
+        if self.model not in (None, *served):
             raise ProblemError(
                 "not-found",
-                f"model {self.model!r} is not served here: use {served!r}",
+                f"model {self.model!r} is not served here: use {' or '.join(map(repr, served))}",
                 errors=[{"field": "model", "message": "unknown"}],
             )
         _check_unused_fields(self.model_extra or {})
@@ -272,7 +272,7 @@ class ChatRequest(OpenAIRequest):
         return bool(self.tools) and self.tool_choice != "none"
 
     @override
-    def check_fields(self, served: str) -> None:
+    def check_fields(self, served: Sequence[str]) -> None:
         super().check_fields(served)
         if self.top_logprobs:
             raise unsupported_field(

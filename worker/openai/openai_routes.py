@@ -109,7 +109,7 @@ def _add_completions_route(router: APIRouter, worker: WorkerService, texts: Mode
         body: CompletionRequest, request: Request, min_version: MinVersion = None
     ) -> Response:
         """Complete one or more prompts, given as text or token ids."""
-        body.check_fields(worker.settings.served_name)
+        body.check_fields(_served_names(worker))
         if (body.logprobs or 0) > 1:
             raise unsupported_field("logprobs", "only sampled tokens have logprobs: use 0 or 1")
         worker.check_serving()
@@ -128,7 +128,7 @@ def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) 
     @router.post(CHAT_PATH)
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
         """Continue a conversation; tool calls are parsed if the chat template defines them."""
-        body.check_fields(worker.settings.served_name)
+        body.check_fields(_served_names(worker))
         worker.check_serving()
         ids = await texts.render_conversation(
             body.messages,
@@ -161,27 +161,36 @@ def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) 
 def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
     started = int(time.time())
 
-    def served() -> dict[str, Any]:
-        info = worker.runtime.info
+    def describe_model(name: str) -> dict[str, Any]:
+        info, base = worker.runtime.info, worker.settings.served_name
         return {
-            "id": worker.settings.served_name,
+            "id": name,
             "object": "model",
             "created": started,
             "owned_by": "rollout",
             "max_model_len": None if info is None else info.max_length,
+            **({} if name == base else {"parent": base}),
         }
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The served model, as a list of one."""
-        return {"object": "list", "data": [served()]}
+        """The served model, and the adapters of the active weights."""
+        return {"object": "list", "data": [describe_model(name) for name in _served_names(worker)]}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        """The served model, by name."""
-        if model != worker.settings.served_name:
+        """The served model, or an adapter, by name."""
+        if model not in _served_names(worker):
             raise ProblemError("not-found", f"model {model!r} is not served here")
-        return served()
+        return describe_model(model)
+
+
+def _served_names(worker: WorkerService) -> tuple[str, ...]:
+    """Return what `model` may name: the served model, and the adapters of the active weights."""
+    active = worker.updates.active
+    adapters = () if active is None else active.adapters
+    base = worker.settings.served_name
+    return (base, *(adapter.name for adapter in adapters if adapter.name != base))
 
 
 def _check_batch(prompts: int, n: int, max_queue: int) -> None:
@@ -214,6 +223,8 @@ class _OpenAICall:
         self._worker, self._request, self._body = worker, request, body
         self._texts = texts
         self._min_version = min_version
+        base = worker.settings.served_name
+        self._adapter = None if body.model in (None, base) else body.model
         self.tools = False
         self.structured = response_structure(body.response_format)
         self.structured_by = "response_format"
@@ -235,13 +246,13 @@ class _OpenAICall:
                     logprobs=logprobs,
                     max_tokens=max_tokens,
                     structured=self.structured,
-                ).model_copy(update={"min_version": self._min_version})
+                ).model_copy(update={"min_version": self._min_version, "adapter": self._adapter})
                 parts = await self._worker.prepare_parts(asked)
                 flights.append(self._worker.submit_request(asked, parts))
         except ProblemError as error:
             await abort_abandoned(self._worker.flights, flights)
             raise rename_structured_error(error, self.structured_by) from error
-        served = self._worker.settings.served_name
+        served = self._adapter or self._worker.settings.served_name
         exchange = OpenAIExchange(name, served, self._body, flights, decode, self.tools)
         if self._body.stream:
             return await self._stream_response(exchange)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollout_common.wire import (
+    ActiveWeights,
     Capabilities,
     GenerateRequest,
     Lifecycle,
@@ -122,6 +123,23 @@ def check_version(request: GenerateRequest, active: WeightsId) -> WeightsId | No
     return exact
 
 
+def check_adapter(name: str | None, active: ActiveWeights, able: Capabilities) -> None:
+    """Refuse a request for an adapter that the active weights don't have.
+
+    Raises:
+        ProblemError: 422 that names those they have.
+    """
+    served = [adapter.name for adapter in active.adapters]
+    if name is None or name in served:
+        return
+    if not able.adapters:
+        fix = "this engine serves no adapters as it was started: give it --enable-lora, or leave adapter out"
+    else:
+        named = f"have {', '.join(served)}" if served else "have none"
+        fix = f"no adapter {name!r} serves here, weights {active.identity} {named}: publish it, or use another name"
+    raise invalid_problem(InvalidRequest("adapter", fix))
+
+
 def _version_not_met(wanted: str, active: WeightsId) -> ProblemError:
     return ProblemError(
         "version-not-met",
@@ -173,6 +191,7 @@ def expand_request(
             pictures=parts.pictures,
             routed_from=_routed_from(request, index),
             masks=request.return_sampling_mask,
+            adapter=request.adapter,
         )
         for index in range(request.sampling.n)
     ]

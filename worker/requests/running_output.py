@@ -67,6 +67,8 @@ class RunningOutput:
             self.masks = self.masks or TokenMasks(delta.masks.vocab_size)
             self.masks.extend(delta.masks)
         for span in delta.spans:
+            if self.request.adapter is not None:
+                span = span.model_copy(update={"adapter": self.request.adapter})
             self._append_span(span)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.preemptions = max(self.preemptions, delta.preemptions)

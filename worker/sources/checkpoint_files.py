@@ -1,7 +1,7 @@
 """Safetensors files as a source of weights: finds, opens, reads, hashes and checks them.
 
-A source is a folder (one `model.safetensors`, an index with shards, or any `*.safetensors`) or one
-file. To open it, only headers are read, which prove that every file is whole. Bytes are read leaf by leaf,
+A source is a folder (one `model.safetensors`, an index with shards, any `*.safetensors`, or adapters as PEFT saves
+them) or one file. To open it, only headers are read, which prove that every file is whole. Bytes are read leaf by leaf,
 never by memory mapping: bytes that were read stay readable when the file is deleted. A folder may have a
 `manifest.json`, which its publisher writes last::
 
@@ -17,18 +17,20 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
+from rollout_common.wire.adapters import CONFIG_KEY, entry_name
 from rollout_common.wire.root_hash import TREE_SCHEME, scheme_of
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.weights import compute_root_hash
 
-from .source_reading import ContentHashes, ReadLeaf, WholeVersion, hash_tensors
+from .adapter_folder import TENSORS_FILE, find_adapter_folders, read_config, version_name
+from .source_reading import ContentHashes, ReadLeaf, WholeVersion, copy_leaf, hash_tensors
 
 MAX_HEADER_BYTES = 100 << 20
 """Largest safetensors header, as the format's own library has it."""
@@ -63,6 +65,8 @@ class FileSource(WholeVersion):
     entries: tuple[TensorEntry, ...]
     places: Mapping[str, TensorOffset]
     manifest: WeightsManifest | None
+    inline: Mapping[str, bytes] = field(default_factory=dict)
+    """Tensors whose bytes were made from what a file says."""
 
     @property
     def bytes_total(self) -> int:
@@ -79,6 +83,8 @@ class FileSource(WholeVersion):
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> contextlib.AbstractContextManager[ReadLeaf]:
         """Return what reads the leaves of a tensor from its file, in any order."""
+        if (content := self.inline.get(entry.name)) is not None:
+            return contextlib.nullcontext(partial(_read_inline, memoryview(content)))
         return _opened_tensor(entry, self.places[entry.name])
 
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
@@ -102,13 +108,36 @@ def open_source(path: Path, *, roots: Sequence[Path] = (), manifest: bool = True
             raise WeightsRejected(f"{str(path)!r} does not exist: check path and mounts")
         for file in (path / INDEX, path / MANIFEST):
             _resolve_confined(file, roots)
-        files, listed = _find_files(path)
-        found = _read_entries(path, [_resolve_confined(file, roots) for file in files], listed)
+        inline: dict[str, bytes] = {}
+        folders: dict[str, Path] = {}
+        if path.is_dir() and not (path / SINGLE).exists() and not (path / INDEX).exists():
+            folders = find_adapter_folders(path)
+        if folders:
+            found = _read_adapters(folders, roots, inline)
+        else:
+            files, listed = _find_files(path)
+            found = _read_entries(path, [_resolve_confined(file, roots) for file in files], listed)
         promised = _read_manifest(path / MANIFEST) if manifest and path.is_dir() else None
     except OSError as error:
         raise WeightsRejected(f"cannot read {str(path)!r}: {error}") from error
-    entries = tuple(entry for _, (entry, _) in sorted(found.items()))
-    return FileSource(path, entries, {name: place for name, (_, place) in found.items()}, promised)
+    configs = [TensorEntry(name, TensorSpec("U8", (len(inline[name]),))) for name in inline]
+    entries = sorted([*configs, *(entry for entry, _ in found.values())], key=lambda e: e.name)
+    places = {name: place for name, (_, place) in found.items()}
+    return FileSource(path, tuple(entries), places, promised, inline)
+
+
+def _read_adapters(
+    folders: Mapping[str, Path], roots: Sequence[Path], inline: dict[str, bytes]
+) -> Found:
+    """Return the tensors of adapters, and add their configurations to `inline`."""
+    found: Found = {}
+    for name, folder in folders.items():
+        confine = partial(_resolve_confined, roots=roots)
+        inline[entry_name(name, CONFIG_KEY)] = read_config(name, folder, confine)
+        for entry, offset in _read_header(file := confine(folder / TENSORS_FILE)):
+            renamed = TensorEntry(version_name(name, entry.name), entry.spec)
+            found[renamed.name] = (renamed, TensorOffset(file, offset))
+    return found
 
 
 def _read_entries(path: Path, files: Sequence[Path], listed: Sequence[str]) -> Found:
@@ -234,6 +263,12 @@ def _opened_tensor(entry: TensorEntry, place: TensorOffset) -> Iterator[ReadLeaf
         raise _unreadable_tensor(entry, place, error) from error
     with stream:
         yield partial(_read_leaf, entry, place, stream.fileno())
+
+
+def _read_inline(content: memoryview, begin: int, end: int, part: memoryview | None) -> memoryview:
+    if part is None:
+        return content[begin:end]
+    return copy_leaf(content[begin:end], part)
 
 
 def _read_leaf(

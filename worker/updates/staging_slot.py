@@ -10,21 +10,27 @@ import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from rollout_common.wire import StagedWeights, StageRequest, WeightsId, WeightsSource
+from rollout_common.wire import (
+    ServedAdapter,
+    StagedWeights,
+    StageRequest,
+    WeightsId,
+    WeightsSource,
+)
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import (
     ContentMismatch,
-    Engine,
     EngineError,
     Sink,
     TrainerTensors,
     WeightsLayout,
     WeightsRejected,
 )
+from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.pushed_source import receive
-from rollout_worker.sources.tensor_filling import Elsewhere, Located, fill_sink
+from rollout_worker.sources.tensor_filling import Elsewhere, Located, OpenSlot, fill_sink
 
 from .settings import DISCARD_TIMEOUT_SECONDS
 
@@ -56,6 +62,8 @@ class StagingSlot:
         self.labels: Mapping[str, str] = request.labels
         self.deadline_seconds = request.deadline_seconds
         self.root_hash: str | None = None
+        self.adapters: tuple[ServedAdapter, ...] = ()
+        """What it holds, once it is staged, if it holds adapters."""
         self.done = 0
         self.total = 0
         self.error: str | None = None
@@ -76,13 +84,13 @@ class StagingSlot:
 
     async def fill_slot(
         self,
-        engine: Engine,
+        open_slot: OpenSlot,
         layout: WeightsLayout,
         located: Located | None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """Fill the slot from handed tensors, the push or the located files; raise what `fill_sink` raises."""
-        open_slot, verify, report = engine.open_slot, self._verify_hash, self.report_progress
+        verify, report = self._verify_hash, self.report_progress
         want = self.expected
         if self.given is not None:
             self._sink = await tensor_bytes.fill(
@@ -97,6 +105,8 @@ class StagingSlot:
             self._sink = await fill_sink(
                 open_slot, layout, located, verify, report, elsewhere, expected=want
             )
+        if isinstance(self._sink, LoraSink):
+            self.adapters = tuple(each.to_wire() for each in self._sink.adapters)
         self._filled = True
 
     async def await_filling(self, filling: Awaitable[None]) -> None:
@@ -170,6 +180,7 @@ class StagingSlot:
                 "bytes_total": self.total,
                 "root_hash": self.known_hash,
                 "labels": self.labels,
+                "adapters": self.adapters,
                 "error": self.error,
                 "slug": self.slug,
                 "chunks": 0 if self.incoming is None else self.incoming.chunks,

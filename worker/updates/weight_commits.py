@@ -96,6 +96,8 @@ class WeightCommits:
             if done is not None:
                 return done
             slot = self._check_staged(request)
+            if slot.adapters:
+                self._check_adapter_policy(request)
             logger.info("committing weights %s for %r", slot.identity, caller)
             start = time.monotonic()
             try:
@@ -136,6 +138,18 @@ class WeightCommits:
             if policy not in able:
                 fix = f"the engine {info.engine} can't {policy!r}: "
                 fix += f"use one of {', '.join(able)}" if name == "in_flight" else "use 'Abort'"
+                errors = [{"field": name, "message": fix}]
+                raise ProblemError("unsupported", fix, errors=errors)
+
+    def _check_adapter_policy(self, request: CommitRequest) -> None:
+        engine, info = self._runtime.loaded_engine()
+        able = engine.capabilities.adapters_in_flight
+        asked = {"in_flight": request.in_flight}
+        if _keeps_kv_at_deadline(request):
+            asked["on_deadline"] = "Keep"
+        for name, policy in asked.items():
+            if policy not in able:
+                fix = f"the engine {info.engine} can't {policy!r} while adapters change: use one of {', '.join(able)}"
                 errors = [{"field": name, "message": fix}]
                 raise ProblemError("unsupported", fix, errors=errors)
 
@@ -210,6 +224,7 @@ class WeightCommits:
             kv = _kv_policy(request)
             if kv == "pin" and updates.empty:
                 kv = "recompute"  # sleep has dropped the former weights
+            await self._abort_without_adapter(slot, section, kv)
             flip = engine.commit(slot.identity, slot.take_sink(), kv)
             try:
                 await runtime.call_engine(flip, ENGINE_COMMIT_SECONDS, "commit")
@@ -326,6 +341,20 @@ class WeightCommits:
     def _outputs_of(self, ids: Collection[str]) -> list[RunningOutput]:
         unfinished = self._flights.unfinished_outputs
         return [unfinished[i] for i in ids if i in unfinished]
+
+    async def _abort_without_adapter(
+        self, slot: StagingSlot, section: _CommitSection, kv: KvPolicy
+    ) -> None:
+        """End outputs whose adapter the new weights don't have, while the engine is paused; pinned ones keep theirs."""
+        names = {adapter.name for adapter in slot.adapters}
+        keeping = self._runtime.engine_stats().running_ids if kv == "pin" else frozenset()
+        outputs = [
+            output
+            for request_id, output in self._flights.unfinished_outputs.items()
+            if output.request.adapter not in (None, *names) and request_id not in keeping
+        ]
+        section.running.extend(o for o in outputs if o not in section.running)
+        await self._flights.abort_outputs(outputs, AbortReason.WEIGHTS)
 
     async def _abort_pinned_elsewhere(self, active: WeightsId, section: _CommitSection) -> None:
         """End outputs that asked for exactly other weights, while the engine is paused.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from rollout_common.wire import (
     CHECKPOINT,
@@ -33,19 +35,26 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.weights_fence import WeightsFence
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import EngineInfo, Sink, TrainerTensors, WeightsRejected
+from rollout_worker.engine import (
+    Engine,
+    EngineInfo,
+    Sink,
+    TensorEntry,
+    TrainerTensors,
+    WeightsRejected,
+)
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.lora.lora_checks import holds_adapters
 from rollout_worker.sources import tensor_bytes
-from rollout_worker.sources.pushed.pushed_source import refill
-from rollout_worker.sources.tensor_filling import Located, fill_sink, locate_source, resolve_within
+from rollout_worker.sources.tensor_filling import locate_source, resolve_within
 
+from .active_refill import ActiveRefill
 from .pushed_weights import PushedWeights, fill_elsewhere
-from .settings import DTYPE_LOOKUP_SECONDS, REFILL_TIMEOUT_SECONDS
+from .settings import DTYPE_LOOKUP_SECONDS
 from .staging_slot import (
     StagingSlot,
     content_mismatch,
     is_same_content,
-    no_copy_error,
     regression_problem,
 )
 
@@ -60,6 +69,7 @@ class WeightUpdates:
     def __init__(self, runtime: WorkerRuntime, staging: StagingBudget) -> None:
         self._runtime = runtime
         self.pushes = PushedWeights(runtime, staging)
+        self._refill = ActiveRefill(runtime, self.pushes)
         self.freeing, self._settle = staging.freeing, staging.wait_until_freed
         self.active: ActiveWeights | None = None
         self.source = CHECKPOINT_SOURCE
@@ -112,9 +122,11 @@ class WeightUpdates:
         Raises:
             ProblemError: No model is loaded.
         """
-        layout = self._runtime.loaded_engine()[1].layout
+        info = self._runtime.loaded_engine()[1]
+        layout = info.layout
         specs = {**layout.optional, **layout.required}
-        return WeightsDtypes(dtypes={name: spec.dtype for name, spec in specs.items()})
+        dtypes = {name: spec.dtype for name, spec in specs.items()}
+        return WeightsDtypes(dtypes=dtypes, root_hash=info.root_hash)
 
     def raise_fence(self, caller: str, request: RequireRequest) -> WeightsState:
         """Raise the fence.
@@ -246,6 +258,7 @@ class WeightUpdates:
             phase="Staged",
             root_hash=active.root_hash,
             labels=active.labels,
+            adapters=active.adapters,
         )
 
     async def _stage_slot(self, slot: StagingSlot) -> None:
@@ -264,59 +277,56 @@ class WeightUpdates:
                 located = None
                 others = self.pushes.fill_other_nodes(slot.incoming, expected, seconds)
             else:
-                located = self._locate_source(slot.resolved, info)
+                located = locate_source(slot.resolved, self._runtime.settings, Path(info.model))
                 source = partial(StageSource.of, slot.resolved)
                 others = fill_elsewhere(self._runtime.gang, source, expected, seconds)
-            await slot.fill_slot(engine, info.layout, located, others)
+            open_slot = partial(self._open_slot, engine, info)
+            await slot.fill_slot(open_slot, info.layout, located, others)
 
-    def _locate_source(self, source: WeightsSource, info: EngineInfo) -> Located:
-        return locate_source(source, self._runtime.settings, Path(info.model))
+    async def _open_slot(
+        self, engine: Engine, info: EngineInfo, entries: Sequence[TensorEntry], **options: Any
+    ) -> Sink:
+        """Open the engine's slot; adapters only where the weights that they change serve."""
+        active = self.active
+        assert active is not None, "an engine has loaded weights"
+        if (
+            holds_adapters(entries)
+            and not active.adapters
+            and (self.empty or active.root_hash != info.root_hash)
+        ):
+            raise WeightsRejected(
+                f"adapters belong to the model's own checkpoint, and weights {active.identity} serve here: publish the"
+                " checkpoint first, or start a pool whose model these weights are"
+            )
+        return await engine.open_slot(entries, **options)
 
     @property
     def has_no_copy(self) -> bool:
         """Whether `refill_active` could read the active weights' bytes nowhere."""
         handed_over = self.given is not None and bool(self.given.tensors)
-        return self.source.pushed is not None and not handed_over and self.pushes.kept is None
+        pushed = self.source.pushed is not None and not self.serves_adapters
+        return pushed and not handed_over and self.pushes.kept is None
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether the active weights are adapters on the model's own checkpoint."""
+        return self.active is not None and bool(self.active.adapters)
 
     async def refill_active(self, *, on_disk: bool = False) -> Sink:
-        """Load the active weights again; see `engine.WeightsRefill`."""
-        engine, info, active = self._runtime.engine, self._runtime.info, self.active
-        assert engine is not None
-        assert info is not None
-        assert active is not None, "an engine has loaded weights"
+        """Load the active weights again, adapters if they are such; see `engine.WeightsRefill`."""
+        assert self.active is not None, "an engine has loaded weights"
+        want = self.active.root_hash
+        if self.source.pushed is None:
+            return await self._refill.read_source(self.source, want, on_disk=on_disk)
+        return await self._refill.read_pushed(self.active, self.given, on_disk=on_disk)
 
-        def verify(root_hash: str) -> None:
-            if root_hash != active.root_hash:
-                raise WeightsRejected(
-                    f"the source of the active weights has root_hash {root_hash}, they had "
-                    f"{active.root_hash}: its bytes were changed; commit a later version from an "
-                    "intact source"
-                )
-
-        want, open_slot = active.root_hash, partial(engine.open_slot, on_disk=on_disk)
-        if self.source.pushed is not None:
-            if self.given is not None and self.given.tensors:
-                return await tensor_bytes.fill(
-                    open_slot, info.layout, self.given, verify, expected=want
-                )
-            kept = self.pushes.kept
-            if self.given is not None or kept is None:
-                raise no_copy_error(active.identity, handed_over=self.given is not None)
-            others = self.pushes.fill_other_nodes(
-                kept, want, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
-            )
-            return await refill(open_slot, info.layout, kept, verify, others)
-        located = self._locate_source(self.source, info)
-        elsewhere = fill_elsewhere(
-            self._runtime.gang,
-            partial(StageSource.of, self.source),
-            want,
-            REFILL_TIMEOUT_SECONDS,
-            on_disk=on_disk,
-        )
-        return await fill_sink(
-            open_slot, info.layout, located, verify, elsewhere=elsewhere, expected=want
-        )
+    async def refill_base(self, *, on_disk: bool = False) -> Sink:
+        """Load the model's weights that are active again, without their adapters; see `engine.WeightsRefill`."""
+        if not self.serves_adapters:
+            return await self.refill_active(on_disk=on_disk)
+        info = self._runtime.info
+        assert info is not None, "a model is loaded"
+        return await self._refill.read_source(CHECKPOINT_SOURCE, info.root_hash, on_disk=on_disk)
 
     async def clear_slot(self) -> None:
         """Cancel and drop what is staged; the caller holds `slot_lock`."""
@@ -345,6 +355,7 @@ class WeightUpdates:
             version=slot.identity.version,
             root_hash=slot.root_hash,
             labels=slot.labels,
+            adapters=slot.adapters,
         )
         self.source, self._given_source = slot.resolved, slot.source
         self.given = slot.given

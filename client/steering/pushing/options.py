@@ -97,7 +97,9 @@ class PushPlan:
             ValueError: A transport, base, host or port is not valid, or the rate is too small to send anything.
         """
         if path is not ...:
-            raise TypeError("give publish_weights a path or tensors, not both")
+            raise TypeError(
+                "give publish_weights a path, tensors or adapters, and only one of them"
+            )
         _check_names(options)
         transport = options.get("transport", "auto")
         if transport not in TRANSPORTS:
@@ -127,7 +129,7 @@ class PushPlan:
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
-    known = (*PushOptions.__annotations__, "path", "tensors", "seconds", "progress")
+    known = (*PushOptions.__annotations__, "path", "tensors", "adapters", "seconds", "progress")
     check_option_names("publish_weights", options, known)
 
 
@@ -177,7 +179,7 @@ def check_path(path: object, options: Mapping[str, Any]) -> None:
         TypeError: The source is missing, or an option applies to tensors only.
     """
     if path is ...:
-        raise TypeError("give publish_weights a path, or tensors=")
+        raise TypeError("give publish_weights a path, tensors= or adapters=")
     _check_names(options)
     if options:
         raise TypeError(f"{', '.join(sorted(options))}: only a publish of tensors takes this")

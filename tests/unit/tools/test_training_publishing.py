@@ -53,7 +53,9 @@ def parsed(*flags: str) -> argparse.Namespace:
 
 def publisher(*flags: str) -> tuple[Pool, Publisher]:
     pool, remembered = Pool(), list[Any]()
-    policy = SimpleNamespace(model=None, remember=remembered.append)
+    policy = SimpleNamespace(
+        model=None, remember=remembered.append, published=lambda: {"tensors": None}
+    )
     ways = ways_of(parsed(*flags))
     made = Publisher(pool, policy, Path("w"), Path("m"), ways)  # type: ignore[arg-type]
     return pool, made

@@ -81,7 +81,13 @@ class Sleeper:
         )
         labels = WeightLabels()
         steering = self.steering = SchedulerControl(launched, 2, labels)
-        self.versions = VllmVersions(launched, steering, labels, EngineOptions(Path("model")))
+        adapters: Any = SimpleNamespace(
+            forget_memory=self._forget_adapters, switch_adapters=lambda loaded: None
+        )
+        options = EngineOptions(Path("model"))
+        self.versions = VllmVersions(launched, steering, labels, options, adapters)
+
+    async def _forget_adapters(self) -> None: ...
 
     @property
     def there(self) -> set[str]:

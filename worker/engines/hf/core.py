@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,9 +22,11 @@ from rollout_worker.engines.admission_queue import AdmissionQueue
 
 from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
+from .lora_layers import HfAdapter
 from .picture_features import PictureEncoder
+from .prefill_pace import PrefillPace
 from .sequence import NO_RECORD, BatchSampler, OutputSequence, TokenRecord
-from .settings import PREFILL_SECONDS_PER_STEP, SEND_INTERVAL_SECONDS
+from .settings import SEND_INTERVAL_SECONDS
 from .weights.weights_memory import WeightsMemory
 
 logger = logging.getLogger(__name__)
@@ -33,9 +35,6 @@ DeltaDelivery = tuple[OutputSequence, EngineDelta]
 
 SCORED_LOGITS = 1 << 26
 """Logits of prompts that are scored in one pass: 256 MB in float32, some 400 positions of a vocabulary of 152,000."""
-LEAST_PREFILL, MOST_PREFILL = 64, 8192
-"""Bounds of the tokens of prefixes in a step, however slow or fast the device."""
-_AVERAGE_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
@@ -55,40 +54,6 @@ class BatchCensus:
     running: frozenset[str] = frozenset()
     queued: int = 0
     pinned: frozenset[str] = frozenset()
-
-
-class PrefillPace:
-    """Limits the prefixes in a step so that it lasts about twice as long as one without.
-
-    Neither running outputs nor a pause must wait for long prompts. `fixed`: the limit if it is not 0; else the limit
-    begins at `first` and is halved or doubled by how long the passes take.
-    """
-
-    def __init__(self, fixed: int, first: int) -> None:
-        self._fixed = fixed
-        self._budget = first
-        self._decode: float | None = None
-        self._warm = False
-
-    def note_pass(self, seconds: float, fed: int) -> None:
-        """Learn from a pass that fed `fed` tokens of prefixes."""
-        if not self._warm:  # the first pass also does work that later ones find done
-            self._warm = True
-        elif not fed:
-            old = self._decode
-            self._decode = seconds if old is None else old + _AVERAGE_WEIGHT * (seconds - old)
-        else:
-            alone = self._decode or 0.0
-            share = (seconds - alone) / max(PREFILL_SECONDS_PER_STEP, alone)
-            # A short pass with few tokens says nothing about one with many; a long one does.
-            if share > 1:
-                self._budget = max(LEAST_PREFILL, min(self._budget, fed) // 2)
-            elif share < 0.5 and fed > self._budget // 2:
-                self._budget = min(MOST_PREFILL, self._budget * 2)
-
-    def prefill_budget(self) -> int:
-        """Return how many tokens of prefixes the next step may take in, at least one."""
-        return self._fixed or self._budget
 
 
 class BatchCore:
@@ -121,6 +86,8 @@ class BatchCore:
         self._sent = 0.0
         self.identity: WeightsId = CHECKPOINT
         self._pinned: WeightsId | None = None
+        self._adapters: dict[bool, Mapping[str, HfAdapter]] = {False: {}, True: {}}
+        """Of the active weights, and of those before them that outputs are pinned to."""
         self.paused = False
         self.unfit = False  # memory is given back: no step can be made
         self.totals = StepTotals()
@@ -162,9 +129,13 @@ class BatchCore:
         self._deliver([(sequence, sequence.take_delta()) for sequence in ended])
         return {sequence.request.request_id for sequence in ended}
 
-    def commit_weights(self, identity: WeightsId, kv: KvPolicy) -> None:
-        """Stamp tokens with `identity` from now on; the weights were swapped just before."""
+    def commit_weights(
+        self, identity: WeightsId, kv: KvPolicy, adapters: Mapping[str, HfAdapter]
+    ) -> None:
+        """Stamp tokens with `identity` from now on, and apply its adapters; the weights were swapped just before."""
         former, self.identity = self.identity, identity
+        self._adapters = {False: adapters, True: self._adapters[False]}
+        self._forward.lora.prepare_layers(adapters)
         for sequence in self.running:
             if kv == "pin" and not sequence.pinned:
                 sequence.pinned = True
@@ -206,6 +177,7 @@ class BatchCore:
         """Give the former weights back once none of their outputs runs."""
         if self._pinned is not None and not any(sequence.pinned for sequence in self.running):
             self._pinned = None
+            self._adapters[True] = {}
             self._weights.release_pinned()
 
     def run_step(self) -> None:
@@ -263,6 +235,7 @@ class BatchCore:
 
     def _run_group(self, group: list[OutputSequence], weights: WeightsId, *, pinned: bool) -> None:
         """Make one pass for a group, and draw for those that have no more to feed."""
+        group = self._with_adapters(group, pinned=pinned)
         if not group:
             return
         # The thread's own time: that of other threads on a busy machine says nothing about the pass.
@@ -279,7 +252,8 @@ class BatchCore:
                 wanted.append(count - 1)
             end, encoder = start + count, self._encoder
             part = encoder.part_between(sequence.pictures, start, end, weights) if encoder else None
-            return RowFeed(row_of[id(sequence)], start, tokens, wanted, part)
+            adapter = self._adapters[pinned].get(sequence.request.adapter or "")
+            return RowFeed(row_of[id(sequence)], start, tokens, wanted, part, adapter)
 
         feeds = [feed(sequence, 1) for sequence in singles], [feed(s, n) for s, n in parts]
         self._reserve_kv(max(each.end for part in feeds for each in part))
@@ -306,6 +280,15 @@ class BatchCore:
         self.totals.decode_tokens += len(singles)
         self.totals.prefill_tokens += fed
         self._pace.note_pass(time.thread_time() - begin, fed)
+
+    def _with_adapters(self, group: list[OutputSequence], *, pinned: bool) -> list[OutputSequence]:
+        """Return a group without the outputs whose adapter is gone, which end: no other weights may go on with them."""
+        known = self._adapters[pinned]
+        gone = [each for each in group if each.request.adapter not in (None, *known)]
+        for sequence in gone:
+            sequence.abort_output(AbortReason.WEIGHTS)
+        self._unsent.extend(each for each in gone if each not in self._unsent)
+        return [each for each in group if not each.done] if gone else group
 
     def _score_prompts(
         self, logits: Tensor, singles: int, parts: Sequence[tuple[OutputSequence, int]]

@@ -13,6 +13,7 @@ from torch import Tensor
 from .attention import AttentionBlock, ForwardPass, current_pass
 from .expert_routes import find_routers
 from .kv import KvRows
+from .lora_layers import HfAdapter, LoraLayers, find_segments
 from .picture_features import PicturePart
 
 
@@ -20,7 +21,7 @@ from .picture_features import PicturePart
 class RowFeed:
     """Tokens to feed to a row that already holds `start` tokens.
 
-    `wanted`: those whose logits are, by index. `pictures`: what pictures change in them.
+    `wanted`: those whose logits are, by index. `pictures`: what pictures change in them. `adapter`: of their request.
     """
 
     row: int
@@ -28,6 +29,7 @@ class RowFeed:
     tokens: Sequence[int]
     wanted: Sequence[int] = ()
     pictures: PicturePart | None = None
+    adapter: HfAdapter | None = None
 
     @property
     def end(self) -> int:
@@ -42,6 +44,7 @@ class ForwardRunner:
         self._model = model
         self._kv = kv
         self.routers = find_routers(model)
+        self.lora = LoraLayers(model)
         self._device = model.device
         text = model.config.get_text_config()
         self.vocab_size: int = text.vocab_size
@@ -73,6 +76,7 @@ class ForwardRunner:
             last += [end + index for index in feed.wanted]
             end += len(feed.tokens)
         self._kv.places = (places[0], places[1])
+        self.lora.segments = find_segments([(len(feed.tokens), feed.adapter) for feed in feeds])
         current_pass.now = ForwardPass(
             self._make_blocks(singles, pieces, places[1]), bool(singles), self._has_window
         )
@@ -85,6 +89,7 @@ class ForwardRunner:
             return logits, self.routers.collect_routes(chosen)
         finally:
             current_pass.now = self._kv.places = None
+            self.lora.segments = ()
 
     def _model_inputs(
         self, ids: Tensor, columns: Tensor, feeds: Sequence[RowFeed]

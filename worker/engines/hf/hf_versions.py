@@ -24,9 +24,11 @@ from rollout_worker.engine import (
     WeightsRefill,
 )
 from rollout_worker.engines.weight_versions import WeightVersions
+from rollout_worker.lora.lora_sink import LoraAdapter
 from rollout_worker.threads import open_in_thread, run_in_thread
 
 from .core import BatchCore
+from .lora_layers import HfAdapter, LoraLayers
 from .thread import StepThread
 from .weights.buffers import TensorSink
 from .weights.weights_memory import NOT_UPDATABLE, WeightsMemory
@@ -39,8 +41,11 @@ T = TypeVar("T")
 class HfVersions(WeightVersions[TensorSink]):
     """The weights of one running engine."""
 
-    def __init__(self, memory: WeightsMemory, core: BatchCore, thread: StepThread) -> None:
+    def __init__(
+        self, memory: WeightsMemory, core: BatchCore, thread: StepThread, lora: LoraLayers
+    ) -> None:
         super().__init__(TensorSink)
+        self._lora = lora
         self._memory = memory
         self._core = core
         self._thread = thread
@@ -59,9 +64,23 @@ class HfVersions(WeightVersions[TensorSink]):
     async def _switch_weights(self, identity: WeightsId, sink: TensorSink, kv: KvPolicy) -> None:
         def flip() -> None:
             self._memory.swap_weights(sink, pin=kv == "pin")
-            self._core.commit_weights(identity, kv)
+            self._core.commit_weights(identity, kv, {})
             self._mark_loaded()
             self._core.unfit = bool(self._asleep)
+
+        await self._run_command(flip)
+
+    @override
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> dict[str, HfAdapter]:
+        return self._lora.load_adapters(adapters)
+
+    @override
+    async def _switch_adapters(
+        self, identity: WeightsId, loaded: dict[str, HfAdapter], kv: KvPolicy
+    ) -> None:
+        def flip() -> None:
+            self._memory.release_pinned()  # what is pinned from now on has these very weights
+            self._core.commit_weights(identity, kv, loaded)
 
         await self._run_command(flip)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities
+from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities, InFlightPolicy
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.grammars.grammar_state import GrammarCompiler
 from rollout_worker.engines.options import EngineOptions
 
-from .core import BatchCore, DeltaDelivery, PrefillPace
+from .core import BatchCore, DeltaDelivery
 from .expert_routes import RouterRecorder
 from .forward import ForwardRunner
 from .hf_versions import HfVersions
 from .kv import KvRows
 from .picture_features import PictureEncoder
+from .prefill_pace import PrefillPace
 from .settings import HfSettings
 from .thread import StepThread
 from .weights.buffers import device_allocator
@@ -25,6 +26,8 @@ from .weights.weights_memory import WeightsMemory
 
 DEFAULT_BATCH_TOKENS = 32768
 """A KV cache of some hundred MB for a model that a CPU can serve."""
+
+IN_FLIGHT: tuple[InFlightPolicy, ...] = ("Drain", "Abort", "Keep", "Recompute", "Pin")
 
 FIRST_PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens of prefixes in the first steps, before the speed of the device is known."""
@@ -127,7 +130,7 @@ def assemble_parts(
     grammars = None
     if supports_grammars(loaded.tokenizer, loaded.eos_token_ids):
         grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-    versions = HfVersions(memory, core, thread)
+    versions = HfVersions(memory, core, thread, forward.lora)
     return HfParts(loaded, kv, memory, core, thread, versions, grammars, forward.routers, encoder)
 
 
@@ -143,10 +146,12 @@ def make_capabilities(
         structured=structured,
         return_routed_experts=routed,
         return_sampling_mask=True,
+        adapters=True,
+        adapters_in_flight=IN_FLIGHT,
         seed=True,
         priority=True,
         stop_strings=stop_strings,
-        in_flight=("Drain", "Abort", "Keep", "Recompute", "Pin"),
+        in_flight=IN_FLIGHT,
         sleep_levels=(1, 2) if reloads else (1,),
         memory_release=True,
         prefix_cache=False,

@@ -156,6 +156,9 @@ def make_capabilities(
         structured=structured,
         return_routed_experts=routed,
         return_sampling_mask=True,
+        adapters=bool(facts.get("enable_lora")),
+        # A request keeps the adapter that the child has taken it with.
+        adapters_in_flight=("Drain", "Abort"),
         seed=True,
         priority=True,
         stop_strings=tokenizer,

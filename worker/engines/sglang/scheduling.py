@@ -16,6 +16,7 @@ from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
 
 from .child_connection import ChildConnection
+from .sglang_adapters import SglangAdapters
 from .sglang_pictures import SentPixels
 from .sglang_streams import SglangStream
 
@@ -23,8 +24,15 @@ from .sglang_streams import SglangStream
 class RequestScheduler:
     """The requests of one child."""
 
-    def __init__(self, connection: ChildConnection, max_running: int, weights: WeightsId) -> None:
+    def __init__(
+        self,
+        connection: ChildConnection,
+        max_running: int,
+        weights: WeightsId,
+        adapters: SglangAdapters,
+    ) -> None:
         self._connection = connection
+        self._adapters = adapters
         self._weights = weights
         self._queue = AdmissionQueue[SglangStream](
             lambda _: not self.paused and len(self._posted) < max_running, self._post_request
@@ -47,10 +55,17 @@ class RequestScheduler:
     def _post_request(self, stream: SglangStream) -> None:
         if not self._posted:
             self._progress = time.monotonic()
+        try:
+            adapter = self._adapters.find_name(stream.request.adapter)
+        except KeyError:
+            why = f"adapter {stream.request.adapter!r} serves no longer: the weights have changed"
+            stream.fail_output(InvalidRequest("adapter", why))
+            return
         rid = f"{next(self._numbers):016x}"
         for op, args in self._pixels.commands_for(stream.request.pictures):
             self._connection.send_command(op, **args)
-        self._connection.send_command("generate", **stream.begin_request(rid, self._weights))
+        begun = stream.begin_request(rid, self._weights)
+        self._connection.send_command("generate", **begun, lora_path=adapter)
         self._posted[rid] = stream
 
     def take_frames(self, frames: list[Any]) -> None:

@@ -127,7 +127,7 @@ class _ChildServer:
             refusal = str(error)
         keep = (
             *("disable_overlap_schedule", "disable_radix_cache", "enable_memory_saver"),
-            "enable_return_routed_experts",
+            *("enable_return_routed_experts", "enable_lora"),
         )
         return {
             "version": __version__,
@@ -159,6 +159,8 @@ class _ChildServer:
         try:
             request = messages.GenerateReqInput(stream=True, **args)
             request.normalize_batch_and_arguments()
+            if request.lora_path:
+                await manager._validate_and_resolve_lora(request)
             manager._init_req_state(request)
             state = manager.rid_to_state[rid]
             state.event = _OutputReader(rid, state.out_list, self._deliver_tokens, scored)
@@ -236,6 +238,16 @@ class _ChildServer:
             done, why = await step(message)
             if not done:
                 raise RuntimeError(why)
+
+    async def _do_load_adapter(self, name: str, path: str) -> None:
+        load = messages.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path)
+        done = await self._manager.load_lora_adapter(load)
+        if not done.success:
+            raise ValueError(done.error_message)
+
+    async def _do_unload_adapter(self, name: str) -> None:
+        unload = messages.UnloadLoRAAdapterReqInput(lora_name=name)
+        await self._manager.unload_lora_adapter(unload)
 
     async def _do_call_ranks(self, method: str, **args: Any) -> None:
         """Run one of the methods that `patches` adds in every scheduler."""

@@ -20,6 +20,9 @@ from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
 from .model import SglangModel
 
+ADAPTER_LOAD_SECONDS = 120.0
+"""Reading an adapter of a gigabyte from files that were just written takes a second or two."""
+
 NVIDIA_SMI_TIMEOUT_SECONDS = 30.0
 """nvidia-smi takes a few seconds where the driver is not loaded yet; with a broken driver it hangs."""
 
@@ -85,7 +88,7 @@ REFUSED_FLAGS = tested.reasons_by_flag({
     "an update would not reach weights that are kept elsewhere":
         "--cpu-offload-gb --offload-group-size --offload-mode --kt-weight-path --kt-method --enable-paged-experts "
         "--ple-offload-embedding --no-ple-offload-embedding --enable-elastic-expert-backup --weight-cache-mode",
-    "no request names an adapter: merge it into the weights": "--enable-lora --lora-paths --uno-lora-path",
+    "adapters come through POST /v1/weights/stage": "--lora-paths --uno-lora-path",
     # Spans: KV of other weights is never passed off as that of the new ones.
     "KV kept elsewhere outlives the weights that made it":
         "--hicache-storage-backend --enable-lmcache --enable-flexkv --enable-unified-cache-external-linker "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -27,6 +28,7 @@ from . import settings
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, check_request, make_capabilities
 from .scheduling import RequestScheduler
+from .sglang_adapters import SglangAdapters
 from .sglang_node import SglangNode, StartedNode
 from .sglang_streams import SglangStream
 from .sglang_versions import SglangVersions
@@ -42,6 +44,7 @@ class _SglangParts:
     connection: ChildConnection
     scheduler: RequestScheduler
     versions: SglangVersions
+    adapters: SglangAdapters
     pinned: frozenset[str] = frozenset()
 
     @property
@@ -79,9 +82,10 @@ class SglangEngine(EngineAdapter[_SglangParts]):
                 f"the KV cache holds {tokens} tokens, below the maximum length {model.max_length}: "
                 "raise max_batch_tokens or lower max_length"
             )
-        scheduler = RequestScheduler(connection, int(facts["max_running"]), CHECKPOINT)
+        adapters = SglangAdapters(connection, self._options.spill_dir)
+        scheduler = RequestScheduler(connection, int(facts["max_running"]), CHECKPOINT, adapters)
         versions = SglangVersions(
-            self._options, model, connection, scheduler, facts, self._node.mark_dead
+            self._options, model, connection, scheduler, facts, self._node.mark_dead, adapters
         )
         self.capabilities = make_capabilities(
             tokenizer=model.tokenizer is not None,
@@ -90,7 +94,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
             facts=facts,
             pictures=model.pictures is not None,
         )
-        return _SglangParts(model, connection, scheduler, versions)
+        return _SglangParts(model, connection, scheduler, versions, adapters)
 
     async def _warm_up_and_check(
         self, parts: _SglangParts, root_hash: str, report: Callable[[Progress], None]
@@ -130,6 +134,8 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         if self._parts is not None:
             self._parts.versions.stop_calling_ranks()
         await self._node.stop()
+        if self._parts is not None:
+            await asyncio.to_thread(self._parts.adapters.delete_files)
 
     def _on_node_end(self) -> None:
         self._ended = self._node.ended

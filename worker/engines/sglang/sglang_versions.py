@@ -27,10 +27,12 @@ from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
 from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.lora.lora_sink import LoraAdapter
 
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal
 from .scheduling import RequestScheduler
+from .sglang_adapters import ChildAdapters, SglangAdapters
 
 
 async def open_node_slot(
@@ -68,8 +70,10 @@ class SglangVersions(RankVersions):
         scheduler: RequestScheduler,
         facts: dict[str, Any],
         give_up: Callable[[str], None],
+        adapters: SglangAdapters,
     ) -> None:
         super().__init__(options)
+        self._adapters = adapters
         self._options = options
         self._model = model
         self._connection = connection
@@ -127,8 +131,26 @@ class SglangVersions(RankVersions):
         async with self._without_steps("the commit"):
             await self._scheduler.stop_steps("in_place" if keep else "retract")
             await self._load_weights(sink, str(identity), flush=not keep)
+        self._adapters.switch_adapters(None)
         self._mark_loaded()
         self._scheduler.switch_weights(identity, keep=keep)
+
+    @override
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> ChildAdapters:
+        return self._adapters.load_adapters(adapters)
+
+    @override
+    def unload_adapters(self, loaded: ChildAdapters) -> None:
+        self._adapters.unload_adapters(loaded)
+
+    @override
+    async def _switch_adapters(
+        self, identity: WeightsId, loaded: ChildAdapters, kv: KvPolicy
+    ) -> None:
+        async with self._without_steps("the commit"):
+            await self._scheduler.stop_steps("retract")
+        self._adapters.switch_adapters(loaded)
+        self._scheduler.switch_weights(identity, keep=False)
 
     async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
         where = sink.sink_location

@@ -36,6 +36,7 @@ from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
 from rollout_worker.observe.processes import command_line_of, find_process
 from rollout_worker.threads import without_garbage_collection
 
+from .cpu_lora import mend_lora_operations
 from .draw_watch import DrawWatch
 from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
@@ -151,6 +152,10 @@ class Extension:
     def rollout_record_masks(self) -> None:
         """Have the runner note which tokens it could draw, for the requests that ask."""
         DrawWatch(self.model_runner)
+
+    def rollout_mend_adapters(self) -> None:
+        """Let requests without an adapter get none, on a CPU."""
+        mend_lora_operations()
 
     def rollout_prepare(self) -> None:
         """Make the buffers that a later pipeline stage receives into.

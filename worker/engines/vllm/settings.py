@@ -19,6 +19,9 @@ PROCESS_STOP_SECONDS = 5
 FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
 """A pause waits this long for first tokens: longer than most prefills, which would otherwise run twice."""
 
+ADAPTER_LOAD_SECONDS = 120.0
+"""Reading an adapter of a gigabyte from files that were just written takes a second or two."""
+
 WARM_UP_TIMEOUT_SECONDS = 600.0
 """The first steps compile kernels, which takes minutes."""
 
@@ -59,7 +62,8 @@ REFUSED_FLAGS = tested.reasons_by_flag({
         "--offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size "
         "--offload-num-in-group --offload-prefetch-step --offload-params",
     "an update puts experts where they were at the start": "--enable-eplb --eplb-config",
-    "no request names an adapter: merge it into the weights": "--enable-lora",
+    "adapters come through POST /v1/weights/stage, each to the layers that it names":
+        "--lora-target-modules --default-mm-loras --enable-tower-connector-lora",
     # Spans: KV of other weights is never passed off as that of the new ones.
     "KV kept elsewhere outlives the weights that made it":
         "--kv-transfer-config --kv-offloading-size --kv-offloading-backend --ec-transfer-config",

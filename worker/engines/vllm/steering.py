@@ -22,6 +22,7 @@ from rollout_worker.engines.request_checks import (
 from .intake import to_sampling_params
 from .launch import LaunchedVllm
 from .settings import FIRST_TOKEN_TIMEOUT_SECONDS
+from .vllm_adapters import VllmAdapters
 from .vllm_pictures import VllmPictures
 from .vllm_streams import VllmStream, WeightLabels
 
@@ -215,11 +216,16 @@ class VllmRequests:
     """All requests of one vLLM."""
 
     def __init__(
-        self, launched: LaunchedVllm, steering: SchedulerControl, labels: WeightLabels
+        self,
+        launched: LaunchedVllm,
+        steering: SchedulerControl,
+        labels: WeightLabels,
+        adapters: VllmAdapters,
     ) -> None:
         self._launched = launched
         self._steering = steering
         self._labels = labels
+        self._adapters = adapters
         taken = launched.model.pictures
         self.pictures = None if taken is None else VllmPictures(taken)
         self._arrivals = 0
@@ -302,11 +308,14 @@ class VllmRequests:
                 to_sampling_params(request, launched.model),
                 priority=request.priority if ordered else 0,
                 data_parallel_rank=rank,
+                lora_request=self._find_adapter(request.adapter),
             )
             stream.inside = collector.request_id
             stream.state = llm.output_processor.request_states.get(collector.request_id)
             if stream.aborting is not None or stream.returned:
                 await llm.abort(stream.inside, internal=True)
+        except InvalidRequest:
+            raise
         except (VLLMClientError, ValueError) as error:  # about this request alone
             field = getattr(error, "parameter", None)
             known = field in SamplingParams.model_fields
@@ -316,6 +325,14 @@ class VllmRequests:
         except Exception as error:
             raise _crash_error(error) from error
         return collector
+
+    def _find_adapter(self, name: str | None) -> Any:
+        try:
+            return self._adapters.find_request(name)
+        except KeyError:
+            raise InvalidRequest(
+                "adapter", f"adapter {name!r} serves no longer: the weights have changed"
+            ) from None
 
     def _abort_in_background(self, inside: str) -> None:
         """Make vLLM end an output that nobody reads any more."""

@@ -31,6 +31,7 @@ from .intake import check_request
 from .mask_records import can_record_masks
 from .steering import SchedulerControl, VllmRequests
 from .under_ray import find_rank_processes
+from .vllm_adapters import VllmAdapters
 from .vllm_streams import WeightLabels
 from .vllm_versions import VllmVersions
 
@@ -47,6 +48,7 @@ class _VllmParts:
     steering: SchedulerControl
     versions: VllmVersions
     traffic: VllmRequests
+    adapters: VllmAdapters
     pinned: frozenset[str] = frozenset()
 
     @property
@@ -75,6 +77,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             priority=True,
             stop_strings=True,
             in_flight=("Drain", "Abort", "Keep", "Recompute"),
+            # A request inside vLLM keeps the adapter that it came with.
+            adapters_in_flight=("Drain", "Abort"),
             sleep_levels=(1, 2),
             memory_release=True,
             prefix_cache=True,
@@ -119,6 +123,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             "multimodal": model.pictures is not None,
             "prefix_cache": cache,
             "cache_salt": cache,
+            "adapters": launched.config.lora_config is not None,
         }
         self.capabilities = self.capabilities.model_copy(update=known)
         logger.info("serving %s, weights %s", self._options.model, launched.root_hash)
@@ -152,6 +157,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         await llm.collective_rpc("rollout_bound_scores")
         if can_record_masks(launched.config):
             await llm.collective_rpc("rollout_record_masks")
+        if launched.cpu and launched.config.lora_config is not None:
+            await llm.collective_rpc("rollout_mend_adapters")
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
         if launched.config.parallel_config.pipeline_parallel_size > 1:
@@ -160,8 +167,10 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         ranks = int(launched.config.parallel_config.data_parallel_size)
         limit = int(launched.config.scheduler_config.max_num_seqs) * ranks
         steering = SchedulerControl(launched, limit, labels)
-        versions = VllmVersions(launched, steering, labels, self._options)
-        return _VllmParts(launched, steering, versions, VllmRequests(launched, steering, labels))
+        adapters = VllmAdapters(llm, self._options.spill_dir)
+        versions = VllmVersions(launched, steering, labels, self._options, adapters)
+        traffic = VllmRequests(launched, steering, labels, adapters)
+        return _VllmParts(launched, steering, versions, traffic, adapters)
 
     @override
     async def stop(self) -> None:
@@ -175,6 +184,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         parts.versions.stop_calling_ranks()
         await parts.versions.close_spill()
         await asyncio.to_thread(shutdown.shut_down_vllm, parts.launched)
+        await asyncio.to_thread(parts.adapters.delete_files)
 
     @override
     def validate(self, request: EngineRequest) -> None:

@@ -27,9 +27,11 @@ from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
 from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.lora.lora_sink import LoraAdapter
 
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
+from .vllm_adapters import LoadedAdapters, VllmAdapters
 from .vllm_streams import WeightLabels
 
 
@@ -42,8 +44,10 @@ class VllmVersions(RankVersions):
         steering: SchedulerControl,
         labels: WeightLabels,
         options: EngineOptions,
+        adapters: VllmAdapters,
     ) -> None:
         super().__init__(options, steering.asleep)
+        self._adapters = adapters
         self._launched = launched
         self._steering = steering
         self._labels = labels
@@ -78,11 +82,34 @@ class VllmVersions(RankVersions):
             if not kept:
                 await steering.drop_kv()
             await self._load_weights(sink.make_ticket())
+            self._adapters.switch_adapters(None)
             await steering.forget_features()
             self._mark_loaded()
-            label = self._labels.make_label(identity, kept=kept)
-            await self._launched.llm.engine_core.set_weight_version_async(label)
-            self._labels.adopt_label(label)
+            await self._label_steps(identity, kept=kept)
+
+    async def _label_steps(self, identity: WeightsId, *, kept: bool) -> None:
+        label = self._labels.make_label(identity, kept=kept)
+        await self._launched.llm.engine_core.set_weight_version_async(label)
+        self._labels.adopt_label(label)
+
+    @override
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> LoadedAdapters:
+        return self._adapters.load_adapters(adapters)
+
+    @override
+    def unload_adapters(self, loaded: LoadedAdapters) -> None:
+        self._adapters.unload_adapters(loaded)
+
+    @override
+    async def _switch_adapters(
+        self, identity: WeightsId, loaded: LoadedAdapters, kv: KvPolicy
+    ) -> None:
+        steering = self._steering
+        async with steering.hold_steps():
+            await steering.requeue_unstarted()
+            await steering.drop_kv()
+            self._adapters.switch_adapters(loaded)
+            await self._label_steps(identity, kept=False)
 
     async def reload_checkpoint(self) -> None:
         """Load the checkpoint once more as a commit loads a version, while nothing runs."""
@@ -169,6 +196,8 @@ class VllmVersions(RankVersions):
         if source is not None:
             await self._load_weights(source.make_ticket())
             await self.close_spill()
+        if "weights" in tags:
+            await self._adapters.forget_memory()
         self._cache_follows = self._cache_follows and "kv_cache" not in tags
 
     async def close_spill(self) -> None:

@@ -36,6 +36,7 @@ from rollout_worker.engines.sglang.child_connection import ChildConnection, enco
 from rollout_worker.engines.sglang.model import SglangModel, check_request, read_model
 from rollout_worker.engines.sglang.process import SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
+from rollout_worker.engines.sglang.sglang_adapters import SglangAdapters
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_tokens
 from rollout_worker.engines.sglang.sglang_versions import SglangVersions
@@ -84,7 +85,7 @@ async def scheduler() -> AsyncIterator[tuple[RequestScheduler, SglangStream, soc
     """A scheduler with one request, and the other end of its connection, where a child would be."""
     here, there = socket.socketpair()
     connection = ChildConnection(lambda frames: found.take_frames(frames))
-    found = RequestScheduler(connection, 4, CHECKPOINT)
+    found = RequestScheduler(connection, 4, CHECKPOINT, SglangAdapters(connection, None))
     reading = asyncio.create_task(connection.run(here))
     await asyncio.sleep(0.01)
     stream = SglangStream(asked(1), 0, EOS, StopChecker(asked(1).sampling, EOS, None))
@@ -322,6 +323,7 @@ async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_st
     write_weights(tmp_path, 1)
     found = read_model(replace(options, max_length=8))
     facts = {"no_updates": None, "device": [9, 0], "ranks": 1}
+    adapters = SglangAdapters(ChildConnection(print), None)
     for more, why in (
         ({"no_updates": "Online weight updates are not supported"}, "Online weight updates"),
         ({"device": [10, 0]}, r"capability 10\.0"),
@@ -330,9 +332,10 @@ async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_st
             options,
             found,
             ChildConnection(print),
-            RequestScheduler(ChildConnection(print), 1, CHECKPOINT),
+            RequestScheduler(ChildConnection(print), 1, CHECKPOINT, adapters),
             facts | more,
             print,
+            adapters,
         )
         with pytest.raises(WeightsRejected, match=why):
             await versions.open_slot([])

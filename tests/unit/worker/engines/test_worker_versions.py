@@ -22,12 +22,12 @@ def versions(engine: str) -> Any:
     """The part of an adapter that commits; nothing of the rest is reached here."""
     none: Any = None
     if engine == "hf":
-        return HfVersions(none, none, none)
+        return HfVersions(none, none, none, none)
     if engine == "vllm":
         steering: Any = SimpleNamespace(asleep=set())
-        return VllmVersions(none, steering, none, OPTIONS)
+        return VllmVersions(none, steering, none, OPTIONS, none)
     plain: Any = SimpleNamespace(quantisation={})
-    return SglangVersions(OPTIONS, plain, none, none, {}, none)
+    return SglangVersions(OPTIONS, plain, none, none, {}, none, none)
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
@@ -61,7 +61,8 @@ class Child:
 def sleeping_sglang(child: Child) -> SglangVersions:
     fake: Any = child
     model: Any = SimpleNamespace(quantisation={})
-    return SglangVersions(OPTIONS, model, fake, fake, {"enable_memory_saver": True}, print)
+    facts = {"enable_memory_saver": True}
+    return SglangVersions(OPTIONS, model, fake, fake, facts, print, fake)
 
 
 async def never(*, on_disk: bool = False) -> Any:

@@ -208,7 +208,7 @@ def slot(**fields: Any) -> StagingSlot:
 async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: WeightsLayout) -> None:
     sink, found = Bytes(), slot()
     assert found.to_view().phase == "Staging"
-    await found.fill_slot(engine(sink), layout, source)
+    await found.fill_slot(engine(sink).open_slot, layout, source)
     view = found.to_view()
     assert (view.phase, view.bytes_done, view.bytes_total) == ("Staged", 72, 72)
     assert found.take_sink() is sink
@@ -222,7 +222,7 @@ async def test_other_content_than_was_promised_is_refused(
 ) -> None:
     sink, found = Bytes(), slot(root_hash="xxh3_128:0")
     with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
-        await found.fill_slot(engine(sink), layout, source)
+        await found.fill_slot(engine(sink).open_slot, layout, source)
     assert sink.done == ["closed"]
     assert not found.is_staged
     assert found.to_view().root_hash == "xxh3_128:0"
@@ -232,7 +232,7 @@ async def test_dropping_what_is_staged_gives_its_memory_back_once(
     source: Located, layout: WeightsLayout
 ) -> None:
     sink, found = Bytes(), slot()
-    await found.fill_slot(engine(sink), layout, source)
+    await found.fill_slot(engine(sink).open_slot, layout, source)
     await found.drop_slot()
     await found.drop_slot()
     assert sink.done == ["sealed", "closed"]
@@ -243,7 +243,7 @@ async def test_dropping_what_is_being_filled_waits_for_its_thread(
 ) -> None:
     sink, found = Bytes(), slot()
     sink.go.clear()
-    found.task = asyncio.create_task(found.fill_slot(engine(sink), layout, source))
+    found.task = asyncio.create_task(found.fill_slot(engine(sink).open_slot, layout, source))
     await asyncio.to_thread(sink.reading.wait, 10)
     dropping = asyncio.create_task(found.drop_slot())
     await asyncio.sleep(0.02)
