@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -186,8 +186,3 @@ def split_key(key: str) -> tuple[str, str]:
 def tensor_key(module: str, half: str) -> str:
     """Return the name that versions give to half of a module's pair: PEFT's own."""
     return f"base_model.model.{module}.{half}.weight"
-
-
-def adapter_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the adapters of a version's tensors, in order; none for a version of the model's."""
-    return tuple(sorted({split_entry(name)[0] for name in names if is_adapter_entry(name)}))

@@ -9,9 +9,9 @@ from rollout_common.wire.adapters import (
     CONFIG_KEY,
     MAX_ADAPTERS,
     MAX_CONFIG_BYTES,
+    MAX_RANK,
     AdapterConfig,
     AdapterRefused,
-    adapter_names,
     is_adapter_entry,
     split_entry,
     split_key,
@@ -37,17 +37,15 @@ def check_adapters(layout: WeightsLayout, entries: Sequence[TensorEntry], where:
         why = f"tensor {mixed!r} in {where!r} is not of an adapter: publish the model's tensors or adapters, not both"
         raise WeightsRejected(why, tensor=mixed)
     try:
-        names = adapter_names(entry.name for entry in entries)
-        if len(names) > MAX_ADAPTERS:
-            raise AdapterRefused(f"{len(names)} adapters: publish at most {MAX_ADAPTERS} at once")
-        for name in names:
-            own = {
-                key: entry.spec
-                for entry in entries
-                for adapter, key in [split_entry(entry.name)]
-                if adapter == name
-            }
-            _check_tensors(name, own, {**layout.optional, **layout.required})
+        groups: dict[str, dict[str, TensorSpec]] = {}
+        for entry in entries:
+            name, key = split_entry(entry.name)
+            groups.setdefault(name, {})[key] = entry.spec
+        if len(groups) > MAX_ADAPTERS:
+            raise AdapterRefused(f"{len(groups)} adapters: publish at most {MAX_ADAPTERS} at once")
+        model = {**layout.optional, **layout.required}
+        for name, own in groups.items():
+            _check_tensors(name, own, model)
     except AdapterRefused as error:
         raise WeightsRejected(f"{where!r}: {error}") from error
 
@@ -79,6 +77,8 @@ def _check_pair(where: str, pair: Mapping[str, TensorSpec], weight: TensorSpec |
     a, b = pair["lora_A"], pair["lora_B"]
     out, width = weight.shape
     rank = a.shape[0] if a.shape else 0
+    if rank > MAX_RANK:
+        raise AdapterRefused(f"{where}: its rank is {rank}: use at most {MAX_RANK}")
     for half, spec, want in (("lora_A", a, (rank, width)), ("lora_B", b, (out, rank))):
         if spec.shape != want or not rank:
             raise AdapterRefused(
