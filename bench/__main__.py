@@ -26,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     # As the Makefile does: threads that fight for busy cores make an engine ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = Options(arguments.quick, arguments.runs, arguments.dtype)
+    options = Options(
+        arguments.quick, arguments.runs, arguments.dtype, arguments.pools, arguments.replicas
+    )
     missed = False
     for name in arguments.name or COMMANDS:
         print(f"{name}: {_summary(name)}", flush=True)
@@ -72,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         default=DTYPES[0],
         help="of the 0.5B shape for vllm and sglang; many CPUs only emulate bfloat16",
     )
+    parser.add_argument("--pools", type=_positive, help="of reconcile; default: 200, 50 if quick")
+    parser.add_argument("--replicas", type=_positive, help="of each pool of reconcile; default: 4")
     parser.add_argument("--write", action="store_true", help="also update docs/benchmarks.md")
     return parser
 

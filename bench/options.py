@@ -12,12 +12,14 @@ class Options:
     """What a benchmark is asked for.
 
     `runs`: rounds of everything that is repeated; None leaves it to the benchmark. `dtype`: of the
-    0.5B shape where two servers are compared.
+    0.5B shape where two servers are compared. `pools`, `replicas`: of `reconcile`; None leaves them to it.
     """
 
     quick: bool = False
     runs: int | None = None
     dtype: str = DTYPES[0]
+    pools: int | None = None
+    replicas: int | None = None
 
     def count(self, whole: int, quick: int) -> int:
         """Return how often to repeat: as asked, else `whole`, or `quick` with --quick."""
@@ -28,4 +30,6 @@ class Options:
         quick = "--quick" if self.quick else ""
         runs = "" if self.runs is None else f"--runs {self.runs}"
         dtype = "" if self.dtype == DTYPES[0] else f"--dtype {self.dtype}"
-        return " ".join(filter(None, (quick, runs, dtype)))
+        pools = "" if self.pools is None else f"--pools {self.pools}"
+        replicas = "" if self.replicas is None else f"--replicas {self.replicas}"
+        return " ".join(filter(None, (quick, runs, dtype, pools, replicas)))

@@ -38,37 +38,40 @@ WAIT = "rollout_operator_queue_wait_seconds"
 def run(options: Options) -> Result:
     """Measure; steady state and restarts are repeated, the rest happens once."""
     pools, window = (50, 5) if options.quick else (200, 10)
+    pools, replicas = options.pools or pools, options.replicas or REPLICAS
     rounds = options.count(5, 2)
     with scale_lab("bench-reconcile") as lab:
         names = {f"pool-{index:03}" for index in range(pools)}
-        plain = _plain(lab, pools)
+        plain = _plain(lab, pools, replicas)
         lab.start_operator()
         lab.calls()
-        start = phase(lab, partial(_create, lab, names))
+        start = phase(lab, partial(_create, lab, names, replicas))
+        asked = lab.counts()["/v1/state"]
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
+        polls = (lab.counts()["/v1/state"] - asked) / sum(each.seconds for each in steady)
         update = phase(lab, partial(_update, lab, names))
         listing = [_listing(lab) for _ in range(rounds)]
-        restarts = [_restart(lab, pools) for _ in range(rounds)]
+        restarts = [_restart(lab, pools * replicas) for _ in range(rounds)]
         figures = [
-            *_start_figures(start, plain, pools),
-            *_steady_figures(steady, pools),
+            *_start_figures(start, plain, pools, replicas),
+            *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
             *_restart_figures(restarts, listing),
         ]
     quiet = [call for each in steady for call in each.calls]
     notes = [
-        f"{pools} pools of {REPLICAS} pods; everything, the API server too, on these cores.",
+        f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
         f"Requests of the start, by kind: {kinds(start.calls)}.",
         f"Requests in steady state ({rounds} x {window} s): {kinds(quiet)}.",
         f"Requests of the last restart: {kinds(restarts[-1].calls)}.",
         "Quantiles of passes and waits are interpolated within the buckets of the operator's"
         " histograms, which know no least and no greatest.",
     ]
-    return Result("reconcile", f"{pools} pools of {REPLICAS} pods", figures, notes)
+    return Result("reconcile", f"{pools} pools of {replicas} pods", figures, notes)
 
 
-def _create(lab: Lab, names: set[str]) -> None:
-    lab.create(*(processless_pool(name, replicas=REPLICAS) for name in sorted(names)))
+def _create(lab: Lab, names: set[str], replicas: int) -> None:
+    lab.create(*(processless_pool(name, replicas=replicas) for name in sorted(names)))
     lab.await_condition("Ready", names, READY_SECONDS)
 
 
@@ -87,13 +90,13 @@ class Plain:
     cpu: float
 
 
-def _plain(lab: Lab, count: int) -> Plain:
+def _plain(lab: Lab, count: int, replicas: int) -> Plain:
     manager = processes.recorded(lab.cluster.state, "kube-controller-manager")
     assert manager is not None, "the controller-manager runs"
     used, began = usage_of(manager.pid), time.monotonic()
     for index in range(count):
-        lab.api.create(DEPLOYMENTS, _deployment(f"plain-{index:03}"))
-    _await_pods(lab, count * REPLICAS, READY_SECONDS)
+        lab.api.create(DEPLOYMENTS, _deployment(f"plain-{index:03}", replicas))
+    _await_pods(lab, count * replicas, READY_SECONDS)
     took, cpu = time.monotonic() - began, usage_of(manager.pid).cpu - used.cpu
     lab.api.delete(DEPLOYMENTS, propagationPolicy="Background")
     _await_pods(lab, 0, READY_SECONDS)
@@ -113,7 +116,7 @@ def _is_ready(pod: Obj) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in found)
 
 
-def _deployment(name: str) -> Obj:
+def _deployment(name: str, replicas: int) -> Obj:
     labels = {"app": name}
     container = {"name": "worker", "image": "localhost/none"}
     pod = {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}, "containers": [container]}
@@ -122,7 +125,7 @@ def _deployment(name: str) -> Obj:
         "kind": "Deployment",
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": {
-            "replicas": REPLICAS,
+            "replicas": replicas,
             "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
@@ -136,14 +139,14 @@ def _listing(lab: Lab) -> float:
     return time.monotonic() - began
 
 
-def _restart(lab: Lab, pools: int) -> Phase:
+def _restart(lab: Lab, heads: int) -> Phase:
     """Kill the operator and wait until its successor knows every pool and has heard every head."""
     lab.stop_operator()
     lab.calls()
     asked, began = lab.counts()["/v1/state"], time.monotonic()
     lab.start_operator()
     end = began + READY_SECONDS
-    while not _converged(lab, pools, asked):
+    while not _converged(lab, heads, asked):
         if time.monotonic() > end:
             raise RuntimeError(f"the restarted operator has not converged in {READY_SECONDS:g} s")
         time.sleep(0.05)
@@ -152,10 +155,10 @@ def _restart(lab: Lab, pools: int) -> Phase:
     return ended(lab, took, Usage(0, 0, began), {})
 
 
-def _converged(lab: Lab, pools: int, asked: int) -> bool:
+def _converged(lab: Lab, heads: int, asked: int) -> bool:
     ready = lab.metrics().get("rollout_pool_replicas_ready", {}).values()
     heard = lab.counts()["/v1/state"] - asked
-    return sum(ready) == pools * REPLICAS and heard >= pools * REPLICAS
+    return sum(ready) == heads and heard >= heads
 
 
 def _histogram(label: str, during: Phase, name: str) -> Figure:
@@ -165,8 +168,8 @@ def _histogram(label: str, during: Phase, name: str) -> Figure:
     return Figure(label, "s", Seen(count, during.quantile(name, 0.5), p99=tail))
 
 
-def _start_figures(start: Phase, plain: Plain, pools: int) -> list[Figure]:
-    needed = 2 + 2 * REPLICAS
+def _start_figures(start: Phase, plain: Plain, pools: int, replicas: int) -> list[Figure]:
+    needed = 2 + 2 * replicas
     statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
     return [
         figure("all pools Ready, from the first create", start.seconds,
@@ -176,19 +179,17 @@ def _start_figures(start: Phase, plain: Plain, pools: int) -> list[Figure]:
         _histogram("… one pass", start, DURATION),
         _histogram("… wait in the queue", start, WAIT),
         figure("… writes of a pool", len(start.writes) / pools, "calls",
-               baseline=needed, against="2 Services, 4 pods, 4 gates"),
+               baseline=needed, against=f"2 Services, {replicas} pods, {replicas} gates"),
         figure("… of them to status", statuses, "calls"),
         figure("resident memory", start.resident / 2**20, "MiB"),
     ]  # fmt: skip
 
 
-def _steady_figures(steady: list[Phase], pools: int) -> list[Figure]:
-    heads = pools * REPLICAS
-    polls = heads / max(5.0, heads / 200)
+def _steady_figures(steady: list[Phase], pools: int, asked: float) -> list[Figure]:
     cpu = [100 * each.cpu / each.seconds for each in steady]
     requests = [60 * len(each.calls) / each.seconds / pools for each in steady]
     return [
-        figure(f"steady state: CPU share ({polls:.0f} polls a second)", cpu, "%"),
+        figure(f"steady state: CPU share ({asked:.0f} questions to workers a second)", cpu, "%"),
         figure("… writes", [len(each.writes) for each in steady], "calls", goal=Goal(0, tail=0)),
         figure("… requests per pool and minute", requests, "calls"),
     ]
