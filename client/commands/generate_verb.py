@@ -34,9 +34,11 @@ async def run_generate(given: argparse.Namespace, pool: PoolAccess) -> int:
     """Print the text of an answer; for `--ids` its token ids."""
     sampling = {"temperature": given.temperature, "max_tokens": given.max_tokens}
     if given.ids is None:
-        route, body = "completions", {"prompt": given.text, **sampling}
+        route, body = "completions", {"prompt": given.text, "model": given.adapter, **sampling}
     else:
         route, body = "generate", {"token_ids": given.ids, "sampling": sampling}
+        if given.adapter is not None:  # older workers refuse the field
+            body["adapter"] = given.adapter
     answer = await _send_request(given, pool, f"/v1/{route}", body)
     if given.output == "json":
         print_json(answer)

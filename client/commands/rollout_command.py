@@ -71,6 +71,7 @@ def _add_reading_verbs(verbs: Verbs) -> None:
     generate.add_argument(
         "--max-tokens", type=parse_count, default=64, metavar="N", help="default: 64"
     )
+    generate.add_argument("--adapter", metavar="NAME", help="LoRA adapter of the active weights")
     generate.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     generate.add_argument(
         "--token-file", type=Path, help="token of the data port, if it wants one; only in a pod"
