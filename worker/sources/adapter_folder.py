@@ -1,8 +1,8 @@
 """Folders of LoRA adapters as PEFT saves them, as a source of weights.
 
 `save_pretrained` writes the adapter `default` into the folder itself, and each other one into a folder of its name below.
-Their tensors become those of a version (`rollout_common.wire.adapters`), so that the same adapters have the same root
-hash, pushed or read from files.
+Their tensors become those of a version (`rollout_common.wire.adapters`). A push by the client has other root hashes: its
+configurations name the checkpoint, too.
 """
 
 from __future__ import annotations
