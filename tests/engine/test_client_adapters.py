@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +27,10 @@ from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
 from tests.support.engine.workers import PROMPT, InProcess, in_process
 
-PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "adapters.md"
+PEFT = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-verl")
+JOB = ROOT / "tests" / "support" / "engine" / "peft_job.py"
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
@@ -97,6 +104,28 @@ def test_every_worker_serves_what_was_published(
     assert all(list(r.token_ids) == judges[2].greedy(PROMPT, 8) for r in results)
     pool.publish_weights(10, path=str(tmp_path / "adapter"))
     assert pool.generate(PROMPT, sampling=GREEDY, adapter="default").output.weights[0].version == 10
+
+
+def test_a_model_of_peft_itself(
+    workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """Its tokens are greedy, and its logprobs PEFT's, pushed and by its own files."""
+    worker = workers[0]
+    words = [str(tiny_models.model(1)), worker.url, worker.control_url, str(tmp_path / "saved")]
+    done = subprocess.run(
+        [sys.executable, str(JOB), *words],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{PEFT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for way in ("pushed", "saved"):
+        for name in ("default", "second"):
+            assert found[way][name]["greedy"], (way, name)
+            assert found[way][name]["off"] < 1e-4, (way, name)
 
 
 def test_what_is_no_adapter_is_refused_with_its_name(
