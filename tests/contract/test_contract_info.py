@@ -177,4 +177,5 @@ def test_every_capability_is_tried_somewhere() -> None:
         *("in_flight", "sleep_levels", "memory_release", "prefix_cache", "cache_salt"),
         *("chat", "tool_parser", "prompt_logprobs", "top_logprobs", "multimodal"),
         *("structured", "return_routed_experts", "return_sampling_mask"),
+        *("adapters", "adapters_in_flight"),
     }
