@@ -511,8 +511,8 @@ async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "a path, or tensors="),
-        ({"path": "x", "tensors": {}}, "not both"),
+        ({}, "a path, tensors= or adapters="),
+        ({"path": "x", "tensors": {}}, "only one of them"),
         ({"path": "x", "transport": "shm"}, "transport: only a publish of tensors"),
         ({"tensors": {}, "keep": 3}, "give spool, too"),
         ({"tensors": {}, "spol": "/w"}, "no argument 'spol': do you mean 'spool'"),

@@ -162,7 +162,7 @@ async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path
     async with story("untold", 2, tmp_path) as trainer:
         for rank in range(2):
             told = await trainer.tells(rank, 1)
-            assert "no worker tells the dtypes" in told["error"], told
+            assert "no worker describes the checkpoint" in told["error"], told
             assert told["seconds"] < 20
 
 
