@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_common.wire.adapters import (
     CONFIG_KEY,
     MAX_ADAPTERS,
+    TENSORS_FILE,
     AdapterConfig,
     AdapterRefused,
     check_name,
@@ -74,7 +75,7 @@ def _read_folder(folder: Path) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
 
     try:
         config = AdapterConfig.decode((folder / CONFIG_KEY).read_bytes())
-        return config, load_file(folder / "adapter_model.safetensors")
+        return config, load_file(folder / TENSORS_FILE)
     except OSError as error:
         raise AdapterRefused(f"can't be read: {error}") from error
 

@@ -31,6 +31,7 @@ MAX_CONFIG_BYTES = 2**16
 MAX_RANK = 1024
 ADAPTERS_PREFIX = "adapters/"
 CONFIG_KEY = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 AdapterName = Annotated[str, Field(strict=True, pattern=NAME_PATTERN)]
@@ -134,11 +135,6 @@ _PLAIN_FIELDS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def is_adapter_entry(name: str) -> bool:
-    """Return whether a tensor of a version belongs to an adapter."""
-    return name.startswith(ADAPTERS_PREFIX)
 
 
 def entry_name(adapter: str, key: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ADAPTER_LOAD_SECONDS = 120.0
+"""Reading an adapter of a gigabyte from files that were just written takes a second or two."""
+
 RESOLVE_RETRY_SECONDS = 1.0
 """Between two look-ups of the head's name: the cluster's DNS learns of a pod seconds after its start."""
 

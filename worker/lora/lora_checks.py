@@ -12,7 +12,6 @@ from rollout_common.wire.adapters import (
     MAX_RANK,
     AdapterConfig,
     AdapterRefused,
-    is_adapter_entry,
     split_entry,
     split_key,
 )
@@ -32,7 +31,9 @@ def check_adapters(layout: WeightsLayout, entries: Sequence[TensorEntry], where:
     Raises:
         WeightsRejected: Names the tensor and the fix.
     """
-    mixed = next((entry.name for entry in entries if not is_adapter_entry(entry.name)), None)
+    mixed = next(
+        (entry.name for entry in entries if not entry.name.startswith(ADAPTERS_PREFIX)), None
+    )
     if mixed is not None:
         why = f"tensor {mixed!r} in {where!r} is not of an adapter: publish the model's tensors or adapters, not both"
         raise WeightsRejected(why, tensor=mixed)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_common.wire.adapters import CONFIG_KEY, tensor_key
+from rollout_common.wire.adapters import CONFIG_KEY, TENSORS_FILE, tensor_key
 from rollout_worker.engine import EngineError
 
 from .lora_sink import LoraAdapter
@@ -65,7 +65,7 @@ def _write_adapter(folder: Path, adapter: LoraAdapter) -> Path:
         shape = list(tensor.spec.shape)
         header[name] = {"dtype": tensor.spec.dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    with (folder / "adapter_model.safetensors").open("wb") as stream:
+    with (folder / TENSORS_FILE).open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for _, tensor in halves:
             stream.write(tensor.content)

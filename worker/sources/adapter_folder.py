@@ -13,6 +13,7 @@ from pathlib import Path
 from rollout_common.wire.adapters import (
     CONFIG_KEY,
     MAX_CONFIG_BYTES,
+    TENSORS_FILE,
     AdapterConfig,
     AdapterRefused,
     entry_name,
@@ -22,7 +23,6 @@ from rollout_common.wire.adapters import (
 from rollout_worker.engine import WeightsRejected
 
 DEFAULT_NAME = "default"
-TENSORS_FILE = "adapter_model.safetensors"
 
 
 def find_adapter_folders(path: Path) -> dict[str, Path]:

@@ -24,12 +24,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from rollout_common.wire.adapters import CONFIG_KEY, entry_name
+from rollout_common.wire.adapters import CONFIG_KEY, TENSORS_FILE, entry_name
 from rollout_common.wire.root_hash import TREE_SCHEME, scheme_of
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.weights import compute_root_hash
 
-from .adapter_folder import TENSORS_FILE, find_adapter_folders, read_config, version_name
+from .adapter_folder import find_adapter_folders, read_config, version_name
 from .source_reading import ContentHashes, ReadLeaf, WholeVersion, copy_leaf, hash_tensors
 
 MAX_HEADER_BYTES = 100 << 20

@@ -97,7 +97,7 @@ class WeightCommits:
                 return done
             slot = self._check_staged(request)
             if slot.adapters:
-                self._check_adapter_policy(request)
+                self._check_policy(request, adapters=True)
             logger.info("committing weights %s for %r", slot.identity, caller)
             start = time.monotonic()
             try:
@@ -128,28 +128,19 @@ class WeightCommits:
         """What a commit that failed leaves behind."""
         return "no weights are loaded yet" if self._updates.empty else "the old weights serve on"
 
-    def _check_policy(self, request: CommitRequest) -> None:
+    def _check_policy(self, request: CommitRequest, *, adapters: bool = False) -> None:
+        """Refuse a policy that the engine can't keep to; `adapters`: of a commit that brings some."""
         engine, info = self._runtime.loaded_engine()
-        able = engine.capabilities.in_flight
+        able, when = engine.capabilities.in_flight, ""
+        if adapters:
+            able, when = engine.capabilities.adapters_in_flight, " while adapters change"
         asked: dict[str, str] = {"in_flight": request.in_flight}
         if _keeps_kv_at_deadline(request):
             asked["on_deadline"] = "Keep"
         for name, policy in asked.items():
             if policy not in able:
-                fix = f"the engine {info.engine} can't {policy!r}: "
+                fix = f"the engine {info.engine} can't {policy!r}{when}: "
                 fix += f"use one of {', '.join(able)}" if name == "in_flight" else "use 'Abort'"
-                errors = [{"field": name, "message": fix}]
-                raise ProblemError("unsupported", fix, errors=errors)
-
-    def _check_adapter_policy(self, request: CommitRequest) -> None:
-        engine, info = self._runtime.loaded_engine()
-        able = engine.capabilities.adapters_in_flight
-        asked = {"in_flight": request.in_flight}
-        if _keeps_kv_at_deadline(request):
-            asked["on_deadline"] = "Keep"
-        for name, policy in asked.items():
-            if policy not in able:
-                fix = f"the engine {info.engine} can't {policy!r} while adapters change: use one of {', '.join(able)}"
                 errors = [{"field": name, "message": fix}]
                 raise ProblemError("unsupported", fix, errors=errors)
 

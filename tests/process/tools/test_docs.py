@@ -34,6 +34,7 @@ from rollout_worker.engine import Sink, TensorEntry, TensorSpec
 from rollout_worker.engines import (
     adapter,
     admission_queue,
+    file_adapters,
     model_folder,
     picture_model,
     picture_positions,
@@ -399,6 +400,7 @@ def test_what_engines_share_is_described_as_it_is() -> None:
     modules = (
         adapter,
         admission_queue,
+        file_adapters,
         grammar_checker,
         grammar_state,
         model_folder,

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout_common.transfer.layout import TORCH_NAMES
 from rollout_worker.engine import EngineError, WeightsRejected
 from rollout_worker.lora.lora_sink import LoraAdapter, LoraTensor
-
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +71,7 @@ class LoraLayers:
         return HfAdapter(adapter.name, adapter.config.scaling, pairs)
 
     def _copy_tensor(self, half: LoraTensor) -> Tensor:
-        flat = torch.frombuffer(half.content, dtype=_TORCH_DTYPES[half.spec.dtype])
+        flat = torch.frombuffer(half.content, dtype=getattr(torch, TORCH_NAMES[half.spec.dtype]))
         return flat.reshape(half.spec.shape).to(self._device, copy=True)
 
     def prepare_layers(self, adapters: Mapping[str, HfAdapter]) -> None:

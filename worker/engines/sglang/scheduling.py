@@ -56,10 +56,9 @@ class RequestScheduler:
         if not self._posted:
             self._progress = time.monotonic()
         try:
-            adapter = self._adapters.find_name(stream.request.adapter)
-        except KeyError:
-            why = f"adapter {stream.request.adapter!r} serves no longer: the weights have changed"
-            stream.fail_output(InvalidRequest("adapter", why))
+            adapter = self._adapters.find_handle(stream.request.adapter)
+        except InvalidRequest as error:
+            stream.fail_output(error)
             return
         rid = f"{next(self._numbers):016x}"
         for op, args in self._pixels.commands_for(stream.request.pictures):

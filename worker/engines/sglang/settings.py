@@ -20,9 +20,6 @@ from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
 from .model import SglangModel
 
-ADAPTER_LOAD_SECONDS = 120.0
-"""Reading an adapter of a gigabyte from files that were just written takes a second or two."""
-
 NVIDIA_SMI_TIMEOUT_SECONDS = 30.0
 """nvidia-smi takes a few seconds where the driver is not loaded yet; with a broken driver it hangs."""
 

@@ -23,6 +23,7 @@ from rollout_worker.engine import (
     TensorEntry,
     WeightsRejected,
 )
+from rollout_worker.engines.file_adapters import LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
@@ -32,7 +33,7 @@ from rollout_worker.lora.lora_sink import LoraAdapter
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal
 from .scheduling import RequestScheduler
-from .sglang_adapters import ChildAdapters, SglangAdapters
+from .sglang_adapters import SglangAdapters
 
 
 async def open_node_slot(
@@ -136,16 +137,16 @@ class SglangVersions(RankVersions):
         self._scheduler.switch_weights(identity, keep=keep)
 
     @override
-    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> ChildAdapters:
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> LoadedAdapters[str]:
         return self._adapters.load_adapters(adapters)
 
     @override
-    def unload_adapters(self, loaded: ChildAdapters) -> None:
+    def unload_adapters(self, loaded: LoadedAdapters[str]) -> None:
         self._adapters.unload_adapters(loaded)
 
     @override
     async def _switch_adapters(
-        self, identity: WeightsId, loaded: ChildAdapters, kv: KvPolicy
+        self, identity: WeightsId, loaded: LoadedAdapters[str], kv: KvPolicy
     ) -> None:
         async with self._without_steps("the commit"):
             await self._scheduler.stop_steps("retract")

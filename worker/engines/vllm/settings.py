@@ -19,9 +19,6 @@ PROCESS_STOP_SECONDS = 5
 FIRST_TOKEN_TIMEOUT_SECONDS = 1.0
 """A pause waits this long for first tokens: longer than most prefills, which would otherwise run twice."""
 
-ADAPTER_LOAD_SECONDS = 120.0
-"""Reading an adapter of a gigabyte from files that were just written takes a second or two."""
-
 WARM_UP_TIMEOUT_SECONDS = 600.0
 """The first steps compile kernels, which takes minutes."""
 

@@ -308,7 +308,7 @@ class VllmRequests:
                 to_sampling_params(request, launched.model),
                 priority=request.priority if ordered else 0,
                 data_parallel_rank=rank,
-                lora_request=self._find_adapter(request.adapter),
+                lora_request=self._adapters.find_handle(request.adapter),
             )
             stream.inside = collector.request_id
             stream.state = llm.output_processor.request_states.get(collector.request_id)
@@ -325,14 +325,6 @@ class VllmRequests:
         except Exception as error:
             raise _crash_error(error) from error
         return collector
-
-    def _find_adapter(self, name: str | None) -> Any:
-        try:
-            return self._adapters.find_request(name)
-        except KeyError:
-            raise InvalidRequest(
-                "adapter", f"adapter {name!r} serves no longer: the weights have changed"
-            ) from None
 
     def _abort_in_background(self, inside: str) -> None:
         """Make vLLM end an output that nobody reads any more."""

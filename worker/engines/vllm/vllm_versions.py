@@ -23,6 +23,7 @@ from rollout_worker.engine import (
     TensorEntry,
     WeightsRefill,
 )
+from rollout_worker.engines.file_adapters import LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
@@ -31,7 +32,7 @@ from rollout_worker.lora.lora_sink import LoraAdapter
 
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
-from .vllm_adapters import LoadedAdapters, VllmAdapters
+from .vllm_adapters import VllmAdapters
 from .vllm_streams import WeightLabels
 
 
@@ -93,16 +94,16 @@ class VllmVersions(RankVersions):
         self._labels.adopt_label(label)
 
     @override
-    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> LoadedAdapters:
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> LoadedAdapters[Any]:
         return self._adapters.load_adapters(adapters)
 
     @override
-    def unload_adapters(self, loaded: LoadedAdapters) -> None:
+    def unload_adapters(self, loaded: LoadedAdapters[Any]) -> None:
         self._adapters.unload_adapters(loaded)
 
     @override
     async def _switch_adapters(
-        self, identity: WeightsId, loaded: LoadedAdapters, kv: KvPolicy
+        self, identity: WeightsId, loaded: LoadedAdapters[Any], kv: KvPolicy
     ) -> None:
         steering = self._steering
         async with steering.hold_steps():
