@@ -49,16 +49,14 @@ class VerlRollout:
         await self._pools.close()
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Wake the pool: for `kv_cache`, and already for `weights` without a folder.
+        """Wake the pool for `kv_cache`, after the trainer has freed its own memory.
 
-        A sleeping pool takes new weights only from a folder, and loads them as it wakes. With a folder
-        it takes memory only after the trainer has freed its own; without, both need it at once.
+        `weights` needs no wake: what is pushed to a pool that sleeps waits in its main memory.
         """
         unknown = sorted(set(tags) - set(MEMORY_TAGS))
         if unknown:
             raise ValueError(f"unknown tags {unknown}: use {', '.join(MEMORY_TAGS)}")
-        needed = "kv_cache" if self._settings.folder is not None else "weights"
-        if self.is_leader_rank and {needed, "kv_cache"} & set(tags):
+        if self.is_leader_rank and "kv_cache" in tags:
             await self._pools.current_pool().wake()
 
     async def release(self) -> None:

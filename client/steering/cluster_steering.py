@@ -49,7 +49,7 @@ from .settings import (
     STATUS_POLL_SECONDS,
     STRAGGLER_SECONDS,
 )
-from .staging_barrier import Barrier, Version
+from .staging_barrier import Barrier, Version, takes_pushes
 from .steering_protocol import (
     OnProgress,
     PoolState,
@@ -185,10 +185,10 @@ class ClusterSteering(Steering):
     async def _stage_on_heads(
         self, version: Version, push: Push, until: float, tell: OnProgress
     ) -> Barrier:
-        """Bring the bytes to every head that has loaded; they also mend heads that don't serve yet."""
+        """Bring the bytes to every head that has loaded, also to those that don't serve yet, or sleep."""
         heads = self._head_ports()
         states = await heads.get_states(min(SLOW_HEAD_SECONDS, until - time.monotonic()))
-        loaded = [name for name, state in states.items() if state.resident.weights]
+        loaded = [name for name, state in states.items() if takes_pushes(state)]
         waiting = [name for name in loaded if not states[name].serving]
         barrier = Barrier(heads, version, loaded, push=push, spared=waiting)
         await barrier.stage(until, tell)

@@ -1,9 +1,9 @@
 """Weights and state of a pool without an operator: the client calls each control port.
 
 The result is what the operator would do. All live replicas stage; when all have, all commit. A replica
-that died in between, sleeps or fails to commit is fenced and gets the weights before it serves again,
-and one that was restarted returns to the pool's state (`pool_keeper`). Until the first commit, a
-failure leaves the old weights serving everywhere.
+that sleeps keeps pushed bytes for its wake. One that died in between, sleeps or fails to commit is fenced
+and gets the weights before it serves again, and one that was restarted returns to the pool's state
+(`pool_keeper`). Until the first commit, a failure leaves the old weights serving everywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .control_ports import ControlPorts, DirectOptions
 from .pool_keeper import PoolKeeper
 from .pushing.push import Push
 from .settings import PROGRESS_INTERVAL_SECONDS, RETRY_INTERVAL_SECONDS, STATE_ASK_SECONDS
-from .staging_barrier import Barrier, Version, refused
+from .staging_barrier import Barrier, Version, refused, takes_pushes
 from .steering_protocol import OnProgress, PoolState, Published, PublishProgress, Steering
 
 logger = logging.getLogger(__name__)
@@ -122,9 +122,11 @@ class DirectSteering(Steering):
         try:
             async with self._keeper.lock:
                 states = await self._ports.get_states()
-                live = [name for name, state in states.items() if state.resident.weights]
+                awake = [name for name, state in states.items() if state.resident.weights]
+                asleep = [] if push is None else [n for n in states if n not in awake]
+                asleep = [name for name in asleep if takes_pushes(states[name])]
                 version = Version(identity, source, root_hash)
-                barrier = Barrier(self._ports, version, live, push=push)
+                barrier = Barrier(self._ports, version, [*awake, *asleep], push=push, spared=asleep)
                 await barrier.stage(until, tell)
                 done = await self._commit_staged(barrier, len(states), began, until, tell)
                 return done if push is None else push.reported(done)
@@ -139,8 +141,8 @@ class DirectSteering(Steering):
     async def _commit_staged(
         self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress
     ) -> Published:
-        """Commit on all that staged: from here it only goes forward."""
-        identity, count = barrier.version.identity, len(barrier.staged)
+        """Commit on all that staged and are awake: from here it only goes forward."""
+        identity, count = barrier.version.identity, len(barrier.committing)
         message = f"committing weights {identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
         root_hash = next(iter(barrier.staged.values()), barrier.version.root_hash)
@@ -167,7 +169,7 @@ class DirectSteering(Steering):
         order = self._options.commit_request(version.identity, left, version.root_hash)
         try:
             answers = await self._ports.ask_members(
-                lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS), barrier.staged
+                lambda c: c.commit(order, timeout=left + QUICK_CALL_SECONDS), barrier.committing
             )
         except BaseException:
             # Cancelled: some replicas may have flipped, so the others must, too.

@@ -123,7 +123,15 @@ class PoolKeeper:
             return False
         identity = version.identity
         await control.require(RequireRequest(epoch=identity.epoch, min_version=identity.version))
-        source = StageSource.of(version.source)
+        if not _has_staged(state, version):
+            await self._stage_version(version, control)
+        order = self._options.commit_request(identity, root_hash=version.root_hash)
+        await control.commit(order)
+        return True
+
+    async def _stage_version(self, version: Version, control: WorkerControl) -> None:
+        """Have one replica read the target, pushed bytes from its peers, and wait until it has."""
+        identity, source = version.identity, StageSource.of(version.source)
         if version.source.pushed is not None:
             source = StageSource(pushed=PushedBytes(peers=await self._find_peers(identity)))
         request = StageRequest(
@@ -134,9 +142,6 @@ class PoolKeeper:
         )
         await control.stage(request)
         await _wait_staged(identity, control)
-        order = self._options.commit_request(identity, root_hash=version.root_hash)
-        await control.commit(order)
-        return True
 
     async def _find_peers(self, identity: WeightsId) -> tuple[Peer, ...]:
         """Return members that offer the bytes of a pushed version, each with a ticket for one fetch.
@@ -205,6 +210,12 @@ def _is_behind(state: WorkerState, version: Version) -> bool:
     """Whether a replica lacks a version; one that woke without weights lacks any."""
     active = state.weights.active
     return active is None or active.identity < version.identity
+
+
+def _has_staged(state: WorkerState, version: Version) -> bool:
+    """Whether a replica has these very bytes in its slot, which a trainer pushed to it while it slept."""
+    found = progress_of(state, version.identity)
+    return isinstance(found, Staged) and version.root_hash in (None, found.root_hash)
 
 
 async def _wait_staged(identity: WeightsId, control: WorkerControl) -> None:

@@ -13,6 +13,7 @@ from rollout_client.errors import EpochLost, PublishFailed
 from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_common.wire import (
     DiscardRequest,
+    Lifecycle,
     StagedWeights,
     StageRequest,
     StageSource,
@@ -70,6 +71,11 @@ def progress_of(state: WorkerState, identity: WeightsId) -> Staged | Unusable | 
     return Staged(slot.root_hash) if slot.phase == "Staged" else None
 
 
+def takes_pushes(state: WorkerState) -> bool:
+    """Whether a worker takes pushed bytes: its weights are in memory, or it sleeps and keeps the bytes for its wake."""
+    return state.resident.weights or state.lifecycle is Lifecycle.ASLEEP
+
+
 class Barrier:
     """Replicas that stage a version; some may leave before the end.
 
@@ -107,6 +113,11 @@ class Barrier:
         """Replicas with other content under this identity, which is not ours to discard."""
         self._based: frozenset[str] = frozenset()
         """Replicas that take a delta."""
+
+    @property
+    def committing(self) -> list[str]:
+        """Members that have staged and serve: they commit, and the spared ones once they wake."""
+        return [name for name in self.staged if name not in self._spared]
 
     async def stage(self, until: float, tell: OnProgress) -> None:
         """Return when all live replicas have staged; if that fails, none keeps what it staged.
@@ -162,11 +173,11 @@ class Barrier:
                     await self._news.wait()
             await self._look()
         if push is not None:
-            # A replica that wakes loads a folder; pushed bytes without one need a replica that has them.
+            # A replica that starts loads a folder; pushed bytes without one need a replica that has them.
             if not self.staged and push.spool is None:
                 raise PublishFailed(
-                    "no replica takes the weights, so their bytes would be nowhere: wake the pool, or"
-                    " give spool="
+                    "no replica takes the weights, so their bytes would be nowhere: wait until one has loaded,"
+                    " or give spool="
                 )
             self._compare(await push.ended())
             await push.durable()

@@ -48,8 +48,8 @@ def main() -> None:
     policy = Policy(args.model, args.digits)
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
-        # By files: memory that sleeps takes no pushed tensors.
-        publisher = Publisher(pool, policy, args.weights, args.mount, ways=("files",))
+        # Into the main memory of workers that sleep: they commit it as they wake.
+        publisher = Publisher(pool, policy, args.weights, args.mount)
         for step in range(1, args.steps + 1):
             began = time.monotonic()
             samples = train.sample(pool, args.digits, args.seed + step)

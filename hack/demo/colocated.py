@@ -24,7 +24,13 @@ NAMESPACE = "colocated"
 POOL, JOB, CLAIM = "shared", "colocated", "colocated-gpus"
 DEVICES, STEPS = 2, 8
 EXAMPLES = REPOSITORY / "examples"
-SCRIPTS = ("colocated/turns.py", "grpo/grpo.py", "grpo/publishing.py", "grpo/train.py")
+SCRIPTS = (
+    "colocated/turns.py",
+    "grpo/grpo.py",
+    "grpo/lora.py",
+    "grpo/publishing.py",
+    "grpo/train.py",
+)
 
 
 def tell(scene: Scene, steps: int) -> Report:

@@ -15,7 +15,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .pass_plan import DisruptionBudget
 from .replica_heads import ReplicaHead
-from .updates.pushed_copies import can_share_copy
+from .updates.pushed_copies import can_share_copy, waits_for_wake
 from .updates.weights_plan import WeightsPlan
 
 
@@ -29,7 +29,7 @@ def plan_budget(
     version = weights.committed_version
     is_last = False
     if version.is_pushed:
-        copies = sum(can_share_copy(head, version) for head in heads)
+        copies = sum(can_share_copy(h, version) or waits_for_wake(h, version) for h in heads)
         is_last = 0 < copies <= allowed
         allowed = min(allowed, max(copies - 1, 0)) if copies else allowed
     return DisruptionBudget(max(pods - allowed, 0), unready_go=not is_last)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.contracts import Served, made_by, sound
+from tests.support.engine.contracts import Served, level_of, made_by, sound
 from tests.support.engine.judging import greedy as is_greedy
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import PROMPT, slug
@@ -32,12 +32,6 @@ def refused(worker: Served, kind: str) -> None:
     assert int(answer.headers["retry-after"]) >= 1
     assert slug(worker.data.get("/ready")) == kind
     assert worker.data.get("/health").status_code == 200
-
-
-def level_of(worker: Served, level: int) -> int:
-    if level not in worker.able["sleep_levels"]:
-        pytest.skip(f"{worker.kind} declares no sleep level {level}")
-    return level
 
 
 def test_a_caller_waits_for_the_next_state(worker: Served) -> None:

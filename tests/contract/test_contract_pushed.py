@@ -11,7 +11,7 @@ import pytest
 from rollout_common.transfer.connections.frames import Kind
 from rollout_worker.schemas import StagedWeights
 from rollout_worker.sources.checkpoint_files import open_source
-from tests.support.engine.contracts import Served
+from tests.support.engine.contracts import Served, level_of
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import PROMPT
 from tests.support.unit.pushing import Version, trainer
@@ -53,23 +53,7 @@ def test_pushed_weights_serve_as_files_do(
     worker: Served, reference: dict[int, Reference], way: str
 ) -> None:
     given = version_of(worker.models.weights(2))
-    epoch, version = worker.next_version()
-    answer = worker.post(
-        "weights/stage",
-        epoch=epoch,
-        version=version,
-        source={"pushed": {}},
-        labels={"seed": "2"},
-        deadline_seconds=120,
-    )
-    assert answer.status_code == 202, answer.text
-    transfer = StagedWeights.model_validate(answer.json()).transfer
-    assert transfer is not None
-    with trainer(transfer, given, way) as end:
-        end.keep_alive()
-        end.whole(transfer)
-        told = end.answer()
-        assert told.kind is Kind.STAGED, told.head
+    epoch, version = bring(worker, 2, given, {}, way=way).values()
     assert bool(mapping(worker)) == held_apart(worker), "the commit's pause maps it"
     given.slot.close()
     done = worker.commit(epoch, version, in_flight="Abort")
@@ -82,6 +66,34 @@ def test_pushed_weights_serve_as_files_do(
     assert worker.state()["weights"]["kept"] is None
     [output] = worker.outputs(GREEDY)
     assert output["token_ids"] == reference[1].greedy(PROMPT, 8)
+
+
+@pytest.mark.parametrize("load", [True, False], ids=["with the old weights", "without"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_sleeps_keeps_what_is_pushed_for_its_wake(
+    worker: Served, reference: dict[int, Reference], level: int, load: bool
+) -> None:
+    level = level_of(worker, level)
+    if not load:
+        level_of(worker, 2)  # an engine without it can't wake without values, either
+    worker.load(1)
+    worker.post("sleep", level=level)
+    given = version_of(worker.models.weights(2))
+    identity = bring(worker, 2, given, {})
+    given.slot.close()
+    assert worker.state()["lifecycle"] == "Asleep"
+    answer = worker.post("weights/commit", **identity)
+    assert (answer.status_code, answer.json()["type"]) == (409, "urn:rollout:problem:asleep")
+    worker.post("wake", tags=["weights"], load=load)
+    worker.commit(*identity.values(), in_flight="Abort")
+    assert worker.post("wake").json()["lifecycle"] == "Active"
+    [output] = worker.outputs(GREEDY)
+    assert output["token_ids"] == reference[2].greedy(PROMPT, 8)
+    # What was pushed asleep is kept as any other version: sleep at level 2 comes back to it.
+    worker.post("sleep", level=level)
+    worker.post("wake")
+    [output] = worker.outputs(GREEDY)
+    assert output["token_ids"] == reference[2].greedy(PROMPT, 8)
 
 
 def test_what_is_staged_is_held_until_it_is_given_up(worker: Served) -> None:
@@ -119,8 +131,22 @@ def test_what_differs_serves_as_the_whole_does(
 def brought(
     worker: Served, seed: int, given: Version, pushed: dict[str, Any], base: Version | None = None
 ) -> dict[str, int]:
-    """Bring the weights of a seed over TCP, as what differs if there is a base, and commit them; returns
-    their identity."""
+    """Bring the weights of a seed over TCP and commit them; return their identity."""
+    identity = bring(worker, seed, given, pushed, base)
+    done = worker.commit(*identity.values(), in_flight="Abort")
+    assert done["active"]["root_hash"] == given.root_hash
+    return identity
+
+
+def bring(
+    worker: Served,
+    seed: int,
+    given: Version,
+    pushed: dict[str, Any],
+    base: Version | None = None,
+    way: str = "tcp",
+) -> dict[str, int]:
+    """Stage the weights of a seed, only what differs if there is a base; return their identity."""
     epoch, version = worker.next_version()
     answer = worker.post(
         "weights/stage",
@@ -133,7 +159,7 @@ def brought(
     assert answer.status_code == 202, answer.text
     transfer = StagedWeights.model_validate(answer.json()).transfer
     assert transfer is not None
-    with trainer(transfer, given, "tcp") as end:
+    with trainer(transfer, given, way) as end:
         end.keep_alive()
         if base is None:
             end.whole(transfer)
@@ -142,6 +168,4 @@ def brought(
             end.whole(transfer, base=pushed["base"])
         told = end.answer()
         assert told.kind is Kind.STAGED, told.head
-    done = worker.commit(epoch, version, in_flight="Abort")
-    assert done["active"]["root_hash"] == given.root_hash
     return {"epoch": epoch, "version": version}

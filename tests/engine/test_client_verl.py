@@ -125,12 +125,18 @@ async def test_the_step_is_the_version_of_weights_that_come_from_memory(
         await rollout.update_weights(reused(first))
 
 
-async def test_a_sleeping_pool_takes_weights_from_the_folder(
-    config: Config, workers: list[InProcess], tiny_models: TinyModels, volume: Path
+@pytest.mark.parametrize("durable", [False, True], ids=["memory", "folder"])
+async def test_a_sleeping_pool_takes_weights(
+    config: Config,
+    workers: list[InProcess],
+    tiny_models: TinyModels,
+    volume: Path,
+    durable: bool,
 ) -> None:
     """As with `free_cache_engine`: asleep while the trainer learns, published, then awake."""
     assert config.custom is not None
-    rollout = VerlRollout(Config({"pool": {**config.custom["pool"], "folder": str(volume)}}))
+    folder = {"folder": str(volume)} if durable else {}
+    rollout = VerlRollout(Config({"pool": {**config.custom["pool"], **folder}}))
     for step, seed in ((1, 2), (2, 3), (3, 2)):
         tensors = load_file(tiny_models.weights(seed) / "model.safetensors")
         await rollout.release()
@@ -141,7 +147,7 @@ async def test_a_sleeping_pool_takes_weights_from_the_folder(
         assert workers[1].state()["weights"]["active"]["version"] == step
     with in_process(tiny_models.model(2)) as other:
         assert workers[1].sample(8)["token_ids"] == other.sample(8)["token_ids"]
-    assert len(os.listdir(volume)) == 2, "old versions are deleted"
+    assert len(os.listdir(volume)) == (2 if durable else 0), "old versions are deleted"
     # A colocated reward model had the devices: the same step once more, asleep and awake.
     await rollout.release()
     await rollout.update_weights(reused(tensors))

@@ -58,14 +58,14 @@ class LifecycleGovernor:
         """Start over with a new engine, which runs and has all its memory."""
         self._frozen = self._resuming = False
         self._released: frozenset[MemoryTag] = frozenset()
-        self._level = 1
+        self._level, self._updates.dropped = 1, False
         self._forget_drain_plan()
 
     def note_engine_gone(self) -> None:
         """Note that the engine died while it should be asleep: all its memory is free."""
         self._forget_drain_plan()
         self._released, self._level = EVERYTHING, self._runtime.hold_target().level
-        self._updates.empty = False
+        self._updates.empty, self._updates.dropped = False, True
 
     def _forget_drain_plan(self) -> None:
         self._drain_until = inf
@@ -279,8 +279,8 @@ class LifecycleGovernor:
         runtime.lifecycle.move_to(Lifecycle.ASLEEP)
 
     async def _release_memory(self, target: HoldTarget) -> None:
-        """Give memory back; active, staged and pinned weights go together."""
-        if "weights" not in target.released:
+        """Give memory back; active, staged and pinned weights go together, what is pushed later stays."""
+        if "weights" not in target.released - self._released:
             await self._put_to_sleep(target)
             return
         async with self._updates.slot_lock:  # so that nobody stages before they are gone
@@ -314,7 +314,7 @@ class LifecycleGovernor:
             await runtime.call_engine(asleep, MEMORY_CALL_SECONDS, "sleep")
         self._released, self._level = self._released | target.released, level
         if "weights" in target.released:
-            self._updates.empty = False
+            self._updates.empty, self._updates.dropped = False, level == 2
         await self._give_devices_back()
 
     async def _give_devices_back(self) -> None:
@@ -363,7 +363,7 @@ class LifecycleGovernor:
             raise
         self._released -= tags
         if "weights" in tags:
-            self._level, self._updates.empty = 1, not load
+            self._level, self._updates.empty, self._updates.dropped = 1, not load, False
         target = runtime.hold_target()
         if self._released or target.want is WantedState.ASLEEP:
             runtime.lifecycle.move_to(Lifecycle.ASLEEP)

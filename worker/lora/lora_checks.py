@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from rollout_common.wire import ActiveWeights
 from rollout_common.wire.adapters import (
     ADAPTERS_PREFIX,
     CONFIG_KEY,
@@ -23,6 +24,21 @@ DTYPES = frozenset({"F32", "F16", "BF16"})
 def holds_adapters(entries: Sequence[TensorEntry]) -> bool:
     """Return whether these are the tensors of adapters, not of a model."""
     return any(entry.name.startswith(ADAPTERS_PREFIX) for entry in entries)
+
+
+def check_base(active: ActiveWeights, checkpoint: str, *, empty: bool, resident: bool) -> None:
+    """Refuse adapters where the weights that they change don't serve: the checkpoint, whose root hash is given.
+
+    Raises:
+        WeightsRejected: Says what serves, and the fix.
+    """
+    if not resident:
+        raise WeightsRejected("adapters can't be staged while the weights sleep: wake them first")
+    if not active.adapters and (empty or active.root_hash != checkpoint):
+        raise WeightsRejected(
+            f"adapters belong to the model's own checkpoint, and weights {active.identity} serve here: publish the"
+            " checkpoint first, or start a pool whose model these weights are"
+        )
 
 
 def check_adapters(layout: WeightsLayout, entries: Sequence[TensorEntry], where: str) -> None:

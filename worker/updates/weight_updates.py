@@ -41,10 +41,9 @@ from rollout_worker.engine import (
     Sink,
     TensorEntry,
     TrainerTensors,
-    WeightsRejected,
 )
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.lora.lora_checks import holds_adapters
+from rollout_worker.lora.lora_checks import check_base, holds_adapters
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.tensor_filling import locate_source, resolve_within
 
@@ -79,6 +78,8 @@ class WeightUpdates:
         """The active weights' bytes, if they are tensors of this process and still exist."""
         self.empty = False
         """Whether the weights have memory but no values; then nothing is generated."""
+        self.dropped = False
+        """Whether the engine sleeps without a copy of the weights, which come from elsewhere when it wakes."""
         self.previous: ActiveWeights | None = None
         self.slot: StagingSlot | None = None
         self.slot_lock = asyncio.Lock()
@@ -163,8 +164,8 @@ class WeightUpdates:
         self._runtime.loaded_engine()
         if not self._runtime.is_alive:
             raise ProblemError("failed", "the engine died and is being restarted", retry_after=5)
-        self.check_resident()
         identity = WeightsId(epoch=request.epoch, version=request.version)
+        self._check_memory(request, given)
         self.check_order(identity)
         if request.source.pushed is not None and given is None:
             self.pushes.check_pushed(request.source.pushed)
@@ -178,7 +179,7 @@ class WeightUpdates:
             request = request.model_copy(update={"root_hash": root_hash})
         if identity == active.identity:
             known = self._answer_if_active(request, active, resolved)
-            if not self.empty:
+            if not (self.empty or (self.dropped and self.has_no_copy)):
                 return known
             request = request.model_copy(update={"root_hash": active.root_hash})
         try:
@@ -202,6 +203,15 @@ class WeightUpdates:
                 **self.refusal_facts,
             )
 
+    def _check_memory(self, request: StageRequest, given: TrainerTensors | None) -> None:
+        """Refuse to stage while the weights are asleep, except for pushed bytes: those wait in main memory.
+
+        Raises:
+            ProblemError: 409 `asleep`.
+        """
+        if request.source.pushed is None or given is not None:
+            self.check_resident()
+
     def _known_hashes(self, active: ActiveWeights) -> dict[WeightsId, str | None]:
         """The root hashes of what serves and of what is in the slot; None: not known yet."""
         staged, known = self.slot, {active.identity: active.root_hash}
@@ -217,7 +227,7 @@ class WeightUpdates:
         identity = WeightsId(epoch=request.epoch, version=request.version)
         # A commit or a sleep may have happened during the wait for the lock.
         self._runtime.loaded_engine()
-        self.check_resident()
+        self._check_memory(request, given)
         self.check_order(identity)
         slot = self.slot
         if request.source.pushed is not None:
@@ -289,15 +299,9 @@ class WeightUpdates:
         """Open the engine's slot; adapters only where the weights that they change serve."""
         active = self.active
         assert active is not None, "an engine has loaded weights"
-        if (
-            holds_adapters(entries)
-            and not active.adapters
-            and (self.empty or active.root_hash != info.root_hash)
-        ):
-            raise WeightsRejected(
-                f"adapters belong to the model's own checkpoint, and weights {active.identity} serve here: publish the"
-                " checkpoint first, or start a pool whose model these weights are"
-            )
+        if holds_adapters(entries):
+            resident = self._runtime.engine_stats().resident.weights
+            check_base(active, info.root_hash, empty=self.empty, resident=resident)
         return await engine.open_slot(entries, **options)
 
     @property

@@ -2,7 +2,8 @@
 
 The operator brings none of these bytes. A trainer pushes them to every worker and then moves the
 pointer; a worker that joins, restarts or has lost them fetches them from workers that keep them. A
-worker keeps what it serves, so before the first commit there is none to fetch from.
+worker keeps what it serves, so before the first commit there is none to fetch from. What came
+while it slept waits in its slot, and it commits that as it wakes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_common.wire import KeptWeights, StagedWeights
+from rollout_operator.core.observed_pool import is_asleep
 from rollout_operator.core.pass_plan import RequeueAfter
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 
@@ -33,6 +35,14 @@ def can_share_copy(head: ReplicaHead, version: WeightsVersion) -> bool:
     if kept is None or head.is_finished or not head.pod.ip:
         return False
     return _is_of(kept, version) and version.root_hash in (None, kept.root_hash)
+
+
+def waits_for_wake(head: ReplicaHead, version: WeightsVersion) -> bool:
+    """It sleeps, and has these pushed bytes staged, which its sleep does not end."""
+    state = head.worker.state
+    if not version.is_pushed or state is None or head.is_finished:
+        return False
+    return is_asleep(state) and head.staged_hash(version) is not None
 
 
 def is_staged_nowhere(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> bool:

@@ -9,13 +9,14 @@ from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhas
 from rollout_operator.core.pass_plan import ControlVerb, EventNote
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
 
-from .content_hashes import serving_hash, unsupported_by_pool
+from .content_hashes import bind_root_hash, serving_hash, unsupported_by_pool
 from .pushed_copies import (
     is_copy_available,
     is_lost_everywhere,
     is_staged_nowhere,
     is_stranded,
     lacks_bytes,
+    waits_for_wake,
 )
 from .weights_plan import WeightsPass, WeightsPlan
 
@@ -181,16 +182,20 @@ def _supersede_update(plan: WeightsPlan, update: LastUpdate, why: str) -> None:
 def _begin_update(run: WeightsPass) -> None:
     """Start the update to the target; if no replica is in service, commit it at once.
 
-    Pushed bytes that wait in a slot end with sleep and suspension, and bytes that no worker has are
-    never committed: until the trainer publishes again, the old weights are the pool's.
+    Bytes that no worker goes on having are never committed: until the trainer publishes again, the old
+    weights are the pool's. Pushed bytes in the slot of a worker that sleeps stay there until it wakes;
+    a worker that falls asleep, or whose pod goes, loses them.
     """
     plan, target, identity = run.plan, run.target, run.target.identity
+    root_hash = None
     if run.is_resting and target.is_pushed and not run.is_served(identity):
-        plan.withheld = is_staged_nowhere(target, run.heads)
-        return
+        if not _is_kept_asleep(run, target):
+            plan.withheld = is_staged_nowhere(target, run.heads)
+            return
+        root_hash = bind_root_hash(target, run.heads).root_hash
     if run.is_resting and plan.update is not None and plan.update.identity == identity:
         # Given up for sleep or suspension: loaded on wake-up, and `Superseded` stays visible.
-        known = {**identity.model_dump(), "root_hash": plan.update.root_hash}
+        known = {**identity.model_dump(), "root_hash": plan.update.root_hash or root_hash}
         plan.committed = CommittedWeights(**known, source=target.source)
         return
     plan.update = update = LastUpdate(
@@ -200,6 +205,7 @@ def _begin_update(run: WeightsPass) -> None:
         phase=UpdatePhase.STAGING,
         attempts=1,
         started_at=run.time,
+        root_hash=root_hash,
     )
     plan.barrier = None
     serving = run.heads_in_service
@@ -211,6 +217,11 @@ def _begin_update(run: WeightsPass) -> None:
     elif unsupported_by_pool(run.spec, serving, target) is None:
         note = f"staging weights {identity} on {len(serving)} replicas"
         plan.notes.append(EventNote("Normal", "WeightsStaging", note))
+
+
+def _is_kept_asleep(run: WeightsPass, target: WeightsVersion) -> bool:
+    """Some worker has taken these pushed bytes while it slept, and nothing is about to end its pod."""
+    return not run.spec.suspend and any(waits_for_wake(h, target) for h in run.heads.values())
 
 
 def _complete_after_rest(run: WeightsPass) -> None:

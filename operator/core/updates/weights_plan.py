@@ -40,7 +40,7 @@ class WeightsPlan:
     no_copy: str | None = None
     """A sentence if no replica has the pushed weights any more that some head needs."""
     withheld: bool = False
-    """The target is not committed while the pool rests: no worker keeps pushed bytes while it rests."""
+    """The target is not committed while the pool rests: no worker has its pushed bytes."""
     out_of_service: set[str] = field(default_factory=set)
     """Heads that failed to commit what the others serve: they get no traffic."""
     fence_epoch: int = 0

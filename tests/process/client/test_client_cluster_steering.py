@@ -261,13 +261,15 @@ async def test_pushed_weights_are_on_every_head_before_the_target_moves(
     api: FlakyApi, tmp_path: Path
 ) -> None:
     async with scripted_controls(3) as controls:
-        controls[2].resident = False  # asleep: it takes them from the others once it wakes
+        controls[1].resident = False  # asleep: it keeps them for its wake
+        controls[2].refuse["stage"] = (409, "asleep")  # of an older release
+        controls[2].resident = controls[2].serving = False
         async with pushing(api, tmp_path, controls) as (receivers, sending):
             api.commits(1, 1, PUSHED_HASH)
             done = await sending
             assert api.source == {"pushed": {}}
             assert [bool(each.content) for each in receivers] == [True, True, False]
-            assert [each.verbs for each in controls] == [["stage"], ["stage"], []]
+            assert [each.verbs for each in controls] == [["stage"]] * 3
             assert done.report is not None
             assert sorted(done.report.replicas) == ["w0", "w1"]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import certifi
 import httpx
+import pytest
 
 from tests.support.engine.engine_kinds import QUEUE, ROOT, EngineKind
 from tests.support.engine.tinymodels import TinyModels
@@ -228,6 +229,13 @@ def sound(output: Output) -> None:
         assert len(rows) == count
     assert (output["stop_reason"] == "aborted") is (output["abort_reason"] is not None)
     assert (output["stop_match"] is not None) is (output["stop_reason"] == "stop")
+
+
+def level_of(worker: Served, level: int) -> int:
+    """Return the level; skip the test if the engine has no such sleep."""
+    if level not in worker.able["sleep_levels"]:
+        pytest.skip(f"{worker.kind} declares no sleep level {level}")
+    return level
 
 
 def made_by(output: Output) -> list[tuple[int, bool]]:

@@ -94,7 +94,7 @@ class ScriptedControl:
         return {
             "boot_id": "b",
             "engine": "hf",
-            "lifecycle": "Active",
+            "lifecycle": "Active" if self.resident else "Asleep",
             "serving": self.serving,
             "weights": self._weights(),
             "resident": {"weights": self.resident, "kv_cache": self.resident},

@@ -139,7 +139,7 @@ class SimWorker:
 
     def begin_stage(self, body: StageRequest) -> str | None:
         """Take the request; the bytes come with `end_stage`."""
-        if not self.resident.weights:
+        if not self.resident.weights and body.source.pushed is None:
             return "asleep"
         if body.epoch < self.fence_epoch:
             return "stale-epoch"
@@ -178,9 +178,8 @@ class SimWorker:
         return self.begin_stage(body) or self.end_stage(body)
 
     def push(self, identity: WeightsId) -> bool:
-        """A trainer's bytes come, whole, into the slot; whether it took them."""
-        asleep = self.lifecycle is Lifecycle.ASLEEP
-        if self.silent or self.loading or self.failed or asleep or identity < self.active:
+        """A trainer's bytes come, whole, into the slot, also asleep; whether it took them."""
+        if self.silent or self.loading or self.failed or identity < self.active:
             return False
         slot = self.staged
         later = slot is not None and (slot.epoch, slot.version) > identity.as_tuple()
@@ -220,8 +219,10 @@ class SimWorker:
         return None
 
     def sleep(self) -> None:
-        """Give all memory back, and what is staged with it."""
-        self.hold, self.staged, self.woken, self.empty = "Asleep", None, False, False
+        """Give all memory back, and what is staged with it; what came while it slept stays."""
+        if self.resident.weights:
+            self.staged = None
+        self.hold, self.woken, self.empty = "Asleep", False, False
 
     def wake(self, body: WakeRequest) -> str | None:
         """Take memory back, that of weights alone and without values if so asked."""

@@ -58,7 +58,9 @@ class HfVersions(WeightVersions[TensorSink]):
         on_disk: bool = False,
         given: GivenWeights | None = None,
     ) -> Sink:
-        return await open_in_thread(lambda: self._memory.open_sink(entries, given))
+        # While the weights sleep, the device is somebody else's.
+        awake = "weights" not in self._asleep
+        return await open_in_thread(lambda: self._memory.open_sink(entries, given, on_device=awake))
 
     @override
     async def _switch_weights(self, identity: WeightsId, sink: TensorSink, kv: KvPolicy) -> None:

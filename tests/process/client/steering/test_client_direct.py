@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 from aiohttp import web
 
 from rollout_client import (
@@ -20,8 +21,12 @@ from rollout_client import (
 from rollout_client.discovery.pool_members import Member
 from rollout_client.steering import control_ports, pool_keeper
 from rollout_client.steering.direct_steering import DirectSteering
+from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.staging_barrier import Version
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.schemas import Pushed, WeightsSource
+from tests.support.unit.digests import tensor_digest
+from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
 from tests.support.waiting import until
 
@@ -161,6 +166,50 @@ async def test_who_sleeps_is_fenced_and_gets_them_later(steered: Steered) -> Non
     asleep.resident = True
     await until(lambda: asleep.active == (1, 5), what="the keeper to seed it")
     await until(lambda: len(steered.serving) == 2, what="it to be noted")
+
+
+PUSHED = {"a": torch.arange(7.0)}
+PUSHED_HASH = root_hash_of(
+    {"a": HashedTensor("F32", (7,), tensor_digest(PUSHED["a"].numpy().tobytes()))}
+)
+
+
+@pytest.mark.parametrize("sleeping", [1, 2])
+async def test_who_sleeps_keeps_what_is_pushed_for_its_wake(
+    steered: Steered, sleeping: int
+) -> None:
+    receivers = [Receiver(each.member.name) for each in steered.controls]
+    for control, receiver in zip(steered.controls, receivers, strict=True):
+        control.transfer, control.phase = receiver.transfer, "Staging"
+        control.root_hash = PUSHED_HASH
+    asleep = steered.controls[-sleeping:]
+    for each in asleep:
+        each.resident, each.holds = False, ["Asleep"]
+    pusher = Pusher()
+    push = pusher.begin(PUSHED)
+    source = WeightsSource(pushed=Pushed())
+    sending = asyncio.ensure_future(
+        steered.direct.publish_identity(NEW, source, 20, steered.told.append, push)
+    )
+    await push.fill()
+    done = await sending
+    assert (done.replicas, done.root_hash) == (2 - sleeping, PUSHED_HASH)
+    assert f"{sleeping} get them before they serve again" in done.message
+    for each in asleep:
+        assert each.verbs == ["stage", "require"]
+        each.phase = "Staged"
+    await steered.direct.change_state("Active", 10)
+    for each in steered.controls:
+        assert each.active == NEW.as_tuple()
+        assert each.body("commit")["root_hash"] == PUSHED_HASH
+        assert each.verbs.count("stage") == 1, "it has the bytes"
+    for each in asleep:
+        first = next(body for verb, body in each.bodies if verb == "wake")
+        assert first["load"] is False, "the old weights are not read"
+    push.close()
+    pusher.close()
+    for receiver in receivers:
+        receiver.close()
 
 
 async def test_a_pool_that_sleeps_commits_at_once(steered: Steered) -> None:

@@ -364,6 +364,81 @@ async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kep
     assert worker.engine.active.number == 7
 
 
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("load", [True, False])
+async def test_bytes_that_come_asleep_wait_for_the_wake(
+    worker: TinyWorker, kind: str, level: int, *, load: bool
+) -> None:
+    await push(worker, 1, Version(7), kind)
+    await worker.commit(1)
+    await worker.sleep(level=level)
+    staged = await push(worker, 2, Version(8), kind)
+    assert (staged.phase, staged.error) == ("Staged", None)
+    with refused("asleep"):
+        await worker.commit(2)
+    await worker.sleep(level=2)
+    assert worker.updates.slot is not None, "a deeper sleep leaves it alone"
+    await worker.wake(tags=["weights"], load=load)
+    await worker.commit(2)
+    await worker.wake()
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert worker.engine.active.number == 8
+    await worker.sleep(level=level)
+    await worker.wake()
+    assert worker.engine.active.number == 8
+
+
+async def test_a_sleeping_worker_takes_the_next_push_and_no_files(worker: TinyWorker) -> None:
+    await worker.sleep(level=1)
+    with refused("asleep"):
+        await worker.begin_stage(1, 7)
+    for version in (1, 2):
+        await push(worker, version, Version(version), "tcp")
+    with refused("version-regressed"):
+        await stage(worker, 1)
+    await worker.wake()
+    await worker.commit(2)
+    assert worker.engine.active.number == 2
+
+
+async def test_weights_that_fall_asleep_take_what_is_staged_with_them(worker: TinyWorker) -> None:
+    await push(worker, 1, Version(7), "tcp")
+    await worker.sleep(tags=["kv_cache"])
+    assert worker.updates.slot is not None
+    await worker.sleep(level=1)
+    assert worker.updates.slot is None
+
+
+async def test_bytes_that_sleep_lost_come_again_while_it_lasts(worker: TinyWorker) -> None:
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    await worker.sleep(level=2)
+    assert (await stage(worker, 1)).phase == "Staged", "they are kept"
+    worker.updates.pushes.drop_kept()
+    await push(worker, 1, Version(7), "tcp")
+    await worker.wake(tags=["weights"], load=False)
+    await worker.commit(1)
+    await worker.wake()
+    await worker.reaches(Lifecycle.ACTIVE)
+    assert worker.engine.active.number == 7
+
+
+async def test_an_engine_that_dies_asleep_loses_what_came(worker: TinyWorker) -> None:
+    await worker.sleep(level=1)
+    await push(worker, 1, Version(7), "tcp")
+    worker.engine.die()
+    await until(lambda: len(worker.engines) == 2, what="another engine")
+    await worker.reaches(Lifecycle.ASLEEP)
+    await worker.wake()
+    with refused("not-staged"):
+        await worker.commit(1)
+    assert worker.engine.active.number == 100
+    await push(worker, 1, Version(7), "tcp")
+    await worker.commit(1)
+    assert worker.engine.active.number == 7
+
+
 async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
     worker: TinyWorker,
 ) -> None:

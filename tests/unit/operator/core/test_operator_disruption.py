@@ -67,6 +67,17 @@ def test_the_last_copy_of_pushed_weights_stays() -> None:
     assert budget_of(world).min_available == 2
 
 
+def test_the_only_sleeping_replica_with_the_next_weights_stays() -> None:
+    world = World(spec_of(replicas=2, disruption={"maxUnavailable": 2}))
+    world.run()
+    world.set(state="Asleep")
+    world.run()
+    assert world.worker(1).push(WeightsId(epoch=0, version=1))
+    world.set(weights=pushed(0, 1))
+    world.run()
+    assert budget_of(world) == DisruptionBudget(2, unready_go=False)
+
+
 def test_what_somebody_changed_is_named() -> None:
     want = disruption_budget("pool", "ns", "uid", DisruptionBudget(2, unready_go=True))
     assert budget_difference(want, want) is None

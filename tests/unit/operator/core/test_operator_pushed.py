@@ -280,6 +280,105 @@ def test_a_pushed_target_is_not_committed_at_rest_and_the_old_weights_come_back(
     assert serve(world, V3) == [True, True]
 
 
+def fall_asleep(world: World) -> None:
+    world.set(state="Asleep")
+    world.run()
+    assert world.status.phase == "Asleep"
+
+
+def wake_up(world: World) -> None:
+    world.set(state="Active", suspend=False)
+    world.log.clear()
+    world.run()
+
+
+def committed_of(world: World) -> tuple[WeightsId, str | None]:
+    committed = world.status.weights.committed
+    assert committed is not None
+    return committed.identity, committed.root_hash
+
+
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
+def test_what_is_pushed_to_a_sleeping_pool_is_committed_and_serves_when_it_wakes(
+    strategy: str,
+) -> None:
+    world = a_world(2, strategy)
+    publish(world, V1)
+    fall_asleep(world)
+    publish(world, V2)
+    assert phase_of(world) == (2, "Complete")
+    assert committed_of(world) == (V2, root_hash(V2))
+    assert [worker.active for worker in world.workers.values()] == [V1, V1], "they sleep"
+    assert world.status.phase == "Asleep"
+    wake_up(world)
+    assert serve(world, V2) == [True, True]
+    assert [worker.reads for worker in world.workers.values()] == [[], []], "V1 is not read again"
+    assert not [entry for entry in world.log if entry.startswith("stage")]
+
+
+def test_a_sleeping_replica_without_the_bytes_fetches_them_from_one_that_has_woken() -> None:
+    world = a_world(3)
+    fall_asleep(world)
+    publish(world, V1, 1)
+    assert committed_of(world) == (V1, root_hash(V1))
+    wake_up(world)
+    assert serve(world, V1) == [True] * 3
+    assert sorted(entry for entry in world.log if entry.startswith("stage")) == [
+        "stage pool-0-0",
+        "stage pool-2-0",
+    ]
+
+
+def test_bytes_that_differ_between_sleeping_replicas_are_bound_to_one_content() -> None:
+    world = a_world(2)
+    fall_asleep(world)
+    world.worker(1).other_bytes = "-odd"
+    publish(world, V1)
+    world.worker(1).other_bytes = ""
+    assert committed_of(world) == (V1, root_hash(V1))
+    wake_up(world)
+    assert serve(world, V1) == [True, True]
+    assert {worker.active_hash for worker in world.workers.values()} == {root_hash(V1)}
+
+
+def test_the_next_push_to_a_sleeping_pool_replaces_the_last_and_waits_for_its_pointer() -> None:
+    world = a_world(2)
+    fall_asleep(world)
+    publish(world, V1)
+    push(world, V2)
+    world.set(state="Active")
+    for _ in range(4):
+        world.step()
+    assert serve(world, V2) == [False, False]
+    world.set(weights=pushed(0, 2))
+    world.run()
+    assert serve(world, V2) == [True, True]
+    assert [worker.commits for worker in world.workers.values()] == [[V2], [V2]]
+
+
+def test_pods_that_go_take_what_they_had_staged_asleep_with_them() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    fall_asleep(world)
+    publish(world, V2)
+    world.set(suspend=True)
+    world.run()
+    wake_up(world)
+    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    publish(world, V3)
+    assert serve(world, V3) == [True, True]
+
+
+def test_what_is_staged_asleep_is_not_committed_when_its_pods_are_about_to_go() -> None:
+    world = a_world(2)
+    publish(world, V1)
+    fall_asleep(world)
+    push(world, V2)
+    world.set(weights=pushed(0, 2), suspend=True)
+    world.run()
+    assert committed_of(world) == (V1, root_hash(V1))
+
+
 def test_later_bytes_in_a_joiners_slot_wait_for_the_pointer() -> None:
     world = a_world(2)
     publish(world, V1)

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,13 +82,17 @@ class WeightsMemory:
         return sum(map(tensor_nbytes, (*self._all, *(tensor for _, tensor in self._pinned))))
 
     def open_sink(
-        self, entries: Sequence[TensorEntry], given: GivenWeights | None = None
+        self,
+        entries: Sequence[TensorEntry],
+        given: GivenWeights | None = None,
+        *,
+        on_device: bool = True,
     ) -> TensorSink:
         """Return a sink for another version of the weights, with these tensors; blocks.
 
         Given tensors and memory serve as they are, where they can. Else all memory is taken at once, on the
-        model's device if that has enough next to the serving weights, else in main memory; tensors of
-        another dtype or device pass through more main memory.
+        model's device if that may be used (`on_device`) and has enough next to the serving weights, else in
+        main memory; tensors of another dtype or device pass through more main memory.
 
         Raises:
             WeightsRejected: this model's weights can't be updated.
@@ -98,13 +103,14 @@ class WeightsMemory:
         if isinstance(given, MappedWeights) and can_serve_from(entries, self._targets):
             return MappedTensorSink(entries, given, self._targets)
         if isinstance(given, TrainerTensors):
-            return TrainerTensorSink(entries, given, self._targets, self._allocate_tensors)
+            allocate = partial(self._allocate_tensors, on_device=on_device)
+            return TrainerTensorSink(entries, given, self._targets, allocate)
         specs: list[NamedSpec] = [
             (each.name, each.spec.shape, self._targets[each.name].dtype)
             for each in entries
             if each.name in self._targets
         ]
-        allocation = self._allocate_tensors(specs)
+        allocation = self._allocate_tensors(specs, on_device=on_device)
         bounce = None
         if size := bounce_bytes(entries, allocation):
             # Page-locked if there is a GPU, which then reads it several times as fast.
@@ -117,9 +123,9 @@ class WeightsMemory:
                 raise
         return TensorSink(allocation=allocation, bounce=bounce)
 
-    def _allocate_tensors(self, specs: Sequence[NamedSpec]) -> TensorAllocation:
+    def _allocate_tensors(self, specs: Sequence[NamedSpec], *, on_device: bool) -> TensorAllocation:
         self._staging.wait_until_freed()
-        if self._allocate_on_device is not None:
+        if self._allocate_on_device is not None and on_device:
             try:
                 return TensorAllocation(self._allocate_on_device(specs), lambda: None)
             except torch.OutOfMemoryError:
