@@ -64,7 +64,7 @@ demo-build:
 	@$(CLUSTER_PY) build --check-nodes --without kwok
 
 .PHONY: demo-train
-demo-train: demo-prepared ## let a policy learn on that cluster: examples/grpo (STEPS=40 TASK=counting|lora|tools)
+demo-train: demo-prepared ## let a policy learn on that cluster: (STEPS=40 TASK=counting|lora|tools|vision|distill)
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.train
 
 .PHONY: demo-colocated

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -90,37 +91,80 @@ def train_step(
     return float(divergence.detach()), float(counts.float().mean())
 
 
-def main(steps: int, port: int) -> None:
-    """Distil for so many steps."""
-    model = make_model(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    sampling = {"max_tokens": LENGTH, "ignore_eos": True}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        workers = []
-        for index, (name, made) in enumerate((("teacher", make_teacher()), ("student", model))):
-            made.save_pretrained(folder / name)
-            (folder / f"logs-{name}").mkdir()
-            plan = LocalPlan("hf", str(folder / name), port=port + 10 * index)
-            workers.append(LocalWorkers(plan, folder / f"logs-{name}", print))
-        with workers[0], workers[1]:
+@contextmanager
+def open_pools(
+    args: argparse.Namespace, models: dict[str, LlamaForCausalLM]
+) -> Iterator[tuple[RolloutPool, RolloutPool]]:
+    """Yield the pools of teacher and student: those that were named, or one worker on this machine for each."""
+    with ExitStack() as stack:
+        if args.student:
+            names = (args.teacher, args.student)
+            pools = [RolloutPool.from_cluster(name, args.namespace) for name in names]
+            for pool in pools:
+                stack.enter_context(pool).wait_serving(seconds=300)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            write_models(models, folder)
+            workers = []
+            for index, name in enumerate(models):
+                (folder / f"logs-{name}").mkdir()
+                plan = LocalPlan("hf", str(folder / name), port=args.port + 10 * index)
+                made = LocalWorkers(plan, folder / f"logs-{name}", print)
+                workers.append(stack.enter_context(made))
             for each in workers:
                 each.wait_until_ready()
-            with workers[0].connect() as teacher, workers[1].connect() as student:
-                student.acquire()
-                for step in range(1, steps + 1):
-                    prompts = torch.randint(0, TEN, (PROMPTS,)).tolist()
-                    results = student.generate_many([[p] for p in prompts], sampling=sampling)
-                    divergence, counted = train_step(model, optimizer, results, prompts, teacher)
-                    student.publish_weights(step, tensors=model)
-                    print(
-                        f"step {step:3}  divergence {divergence:.3f}  counts {counted:.3f}",
-                        flush=True,
-                    )
+            pools = [stack.enter_context(each.connect()) for each in workers]
+        yield pools[0], pools[1]
 
 
-if __name__ == "__main__":
+def write_models(models: dict[str, LlamaForCausalLM], folder: Path) -> None:
+    """Write each into a folder of its name."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+
+
+def distil(
+    teacher: RolloutPool, student: RolloutPool, model: LlamaForCausalLM, steps: int
+) -> list[float]:
+    """Distil for so many steps; return the shares of the student's samples that count on."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    sampling = {"max_tokens": LENGTH, "ignore_eos": True}
+    shares = []
+    student.acquire()
+    for step in range(1, steps + 1):
+        prompts = torch.randint(0, TEN, (PROMPTS,)).tolist()
+        results = student.generate_many([[p] for p in prompts], sampling=sampling)
+        divergence, counted = train_step(model, optimizer, results, prompts, teacher)
+        student.publish_weights(step, tensors=model)
+        shares.append(counted)
+        print(f"step {step:3}  divergence {divergence:.3f}  counts {counted:.3f}", flush=True)
+    return shares
+
+
+def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--port", type=int, default=8100, help="data port of the teacher")
-    main(**vars(parser.parse_args()))
+    parser.add_argument("--student", help="a RolloutReplica instead of a worker on this machine")
+    parser.add_argument("--teacher", help="the other RolloutReplica")
+    parser.add_argument("--namespace", help="of both; their models are those of --write-models")
+    parser.add_argument(
+        "--write-models", type=Path, metavar="FOLDER", help="write both models, and end"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write table.csv there")
+    args = parser.parse_args()
+    models = {"teacher": make_teacher(), "student": make_model(0)}
+    if args.write_models:
+        write_models(models, args.write_models)
+        return
+    with open_pools(args, models) as (teacher, student):
+        shares = distil(teacher, student, models["student"], args.steps)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        rows = "".join(f"{step},{share:.4f}\n" for step, share in enumerate(shares, 1))
+        (args.out / "table.csv").write_text(f"step,reward\n{rows}")
+
+
+if __name__ == "__main__":
+    main()

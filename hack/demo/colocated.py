@@ -81,8 +81,9 @@ def _meet(stage: Stage, steps: int) -> None:
 
 
 def manifests(steps: int) -> list[dict[str, Any]]:
-    """Return the example's trainer with its claim and rights, its Job with the local image."""
-    items = list(yaml.safe_load_all((EXAMPLES / JOB / "trainer.yaml").read_text()))
+    """Return the example's trainer with its claim and rights, its Job with the local image and namespace."""
+    text = (EXAMPLES / JOB / "trainer.yaml").read_text()
+    items = list(yaml.safe_load_all(text.replace("rollout.dev/rl/", f"rollout.dev/{NAMESPACE}/")))
     return [localized(item, steps) if item["kind"] == "Job" else item for item in items]
 
 

@@ -1,4 +1,4 @@
-"""Train a policy on a real cluster: examples/grpo next to a pool of workers, until it reaches its goal.
+"""Train a policy on a real cluster: an example's trainer next to a pool of workers, until it reaches its goal.
 
     make demo-train                    40 steps, about two minutes after the first run: weights go into
                                        the workers' memory, each fourth time as files, to compare
@@ -6,8 +6,10 @@
     TASK=lora make demo-train          a LoRA adapter learns, and is published alone
     TASK=tools make demo-train         until it asks a calculator, in conversations, while the pool
                                        grows and a worker is killed
+    TASK=vision make demo-train        a model that sees learns to count squares
+    TASK=distill make demo-train       a student learns from a frozen teacher, a pool of its own
 
-Leaves the table and the learning curve in the cache; the cluster stays up, `make clean` removes it.
+Leaves the table, and the learning curve of examples/grpo, in the cache; the cluster stays up, `make clean` removes it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ SHAPE = (
     *("--vocab", "512", "--hidden", "64", "--intermediate", "128", "--heads", "2"),
     *("--kv-heads", "1", "--max-length", "256", "--std", "0.05"),
 )
-EXAMPLE = REPOSITORY / "examples" / "grpo"
+EXAMPLES = REPOSITORY / "examples"
+EXAMPLE = EXAMPLES / "grpo"
 JOB_SECONDS, HEAL_SECONDS = 900.0, 180.0
 GOAL = 0.8
 """Chance is 0.1. Some policies stay at 0.86 for long, with one wrong number in ten: they have learned, too."""
@@ -59,6 +62,10 @@ class Task:
         trouble: whether the pool grows and loses a worker during the training.
         arguments: of the trainer, in addition to those of its Job.
         goal: the reward to reach.
+        example: folder of all its files.
+        pools: names of its RolloutReplicas.
+        manifests: of these, and of the trainer's account.
+        writer: the script that writes the models of its pools; none: they have the demo's.
     """
 
     manifest: str
@@ -68,12 +75,39 @@ class Task:
     trouble: bool = False
     arguments: tuple[str, ...] = ()
     goal: float = GOAL
+    example: str = "grpo"
+    pools: tuple[str, ...] = (POOL,)
+    manifests: tuple[str, ...] = ("pool.yaml",)
+    writer: str = ""
+
+    @property
+    def home(self) -> Path:
+        """The folder of the example."""
+        return EXAMPLES / self.example
 
 
 TASKS = {
     "counting": Task("job.yaml", "grpo", steps=40, enough=30, arguments=("--compare",)),
     "lora": Task("job.yaml", "grpo", steps=40, enough=30, arguments=("--lora=16",), goal=0.6),
     "tools": Task("tools-job.yaml", "grpo-tools", steps=20, enough=15, trouble=True),
+    "vision": Task(
+        *("job.yaml", "vision"),
+        steps=15,
+        enough=12,
+        goal=0.7,
+        example="vision",
+        pools=("sight",),
+        writer="squares.py",
+    ),
+    "distill": Task(
+        *("job.yaml", "distill"),
+        steps=25,
+        enough=20,
+        example="distill",
+        pools=("teacher", "student"),
+        manifests=("teacher.yaml", "pool.yaml"),
+        writer="distill.py",
+    ),
 }
 
 
@@ -90,20 +124,25 @@ def tell(scene: Scene, task: Task, steps: int) -> Path:
     assert scene.models is not None
     folder = scene.models / "weights" / task.folder
     make_empty(folder)
-    with stage.step("A pool of two workers and the account of its trainer"):
-        stage.delete(("job", task.folder), ("rr", POOL))
-        stage.kubectl("apply", "-f", str(EXAMPLE / "pool.yaml"), show=True)
-        stage.kubectl("wait", "rr", POOL, "--for=condition=Ready", "--timeout=240s")
-        stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
-    with stage.step(f"GRPO for {steps} steps, as a Job"):
-        stage.apply_files("grpo", EXAMPLE)
+    with stage.step("The workers and the account of their trainer"):
+        stage.delete(("job", task.folder), *(("rr", pool) for pool in task.pools))
+        if task.writer:
+            script = str(task.home / task.writer)
+            stage.run(sys.executable, script, "--write-models", str(scene.models / "models"))
+        for manifest in task.manifests:
+            stage.kubectl("apply", "-f", str(task.home / manifest), show=True)
+        for pool in task.pools:
+            stage.kubectl("wait", "rr", pool, "--for=condition=Ready", "--timeout=240s")
+        stage.kubectl("get", "rr", *task.pools, "-o", "wide", show=True)
+    with stage.step(f"{steps} steps of training, as a Job"):
+        stage.apply_files(task.example, task.home)
         stage.apply(job(task, steps))
-        trouble = Trouble(stage, POOL)
+        trouble = Trouble(stage, task.pools[0])
         follow(scene, task.folder, trouble.saw if task.trouble else lambda line: None)
         if task.trouble:
             trouble.over(HEAL_SECONDS)
         else:
-            stage.kubectl("get", "rr", POOL, "-o", "wide", show=True)
+            stage.kubectl("get", "rr", *task.pools, "-o", "wide", show=True)
     with (folder / "result" / "table.csv").open() as file:
         earned = [float(row["reward"]) for row in csv.DictReader(file)]
     for path in sorted((folder / "result").iterdir()):
@@ -122,7 +161,7 @@ def make_empty(folder: Path) -> None:
 
 
 def job(task: Task, steps: int) -> dict[str, Any]:
-    body: dict[str, Any] = yaml.safe_load((EXAMPLE / task.manifest).read_text())
+    body: dict[str, Any] = yaml.safe_load((task.home / task.manifest).read_text())
     body["spec"]["template"]["spec"]["containers"][0]["args"] += task.arguments
     return localized(body, steps)
 

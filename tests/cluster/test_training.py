@@ -31,12 +31,12 @@ def trained(
     """Tell the story; return the folder with the results, the rows of their table and the pool at the end."""
     folder = rollout_local.make_models(cache() / "models" / train.NAMESPACE, *train.SHAPE)
     rollout_local.claims(cluster, train.NAMESPACE, folder)
-    stage = Stage(cluster.environment(), train.NAMESPACE)
+    stage, pools = Stage(cluster.environment(), train.NAMESPACE), train.TASKS[task].pools
     try:
         result = train.tell(Scene(stage, models=folder), train.TASKS[task], steps)
-        pool = stage.get("rr", train.POOL)
+        pool = stage.get("rr", pools[0])
     finally:
-        stage.kubectl("delete", "rr", train.POOL, "--ignore-not-found", "--wait=false")
+        stage.kubectl("delete", "rr", *pools, "--ignore-not-found", "--wait=false")
     with (result / "table.csv").open() as file:
         return result, list(csv.DictReader(file)), pool
 
@@ -66,6 +66,22 @@ def test_an_adapter_that_is_published_alone_raises_the_reward(cluster: Cluster) 
     assert (
         pool["status"]["weights"]["committed"]["version"] == 16
     )  # the first one changes nothing yet
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("task", "steps", "chance", "earns"), [("vision", 10, 0.4, 0.7), ("distill", 15, 0.2, 0.6)]
+)
+def test_the_other_examples_learn(
+    cluster: Cluster, task: str, steps: int, chance: float, earns: float
+) -> None:
+    _, rows, pool = trained(cluster, task, steps)
+    earned = [float(row["reward"]) for row in rows]
+    assert len(earned) == steps
+    assert earned[0] < chance
+    assert max(earned) > earns, earned
+    if task == "vision":
+        assert pool["status"]["weights"]["committed"]["version"] == steps
 
 
 def test_every_token_is_right_while_the_pool_grows_and_loses_a_worker(cluster: Cluster) -> None:

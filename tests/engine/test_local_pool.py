@@ -121,6 +121,21 @@ def test_the_example_learns_to_count(tmp_path: Path) -> None:
     assert max(differences) < 1e-3
 
 
+@pytest.mark.soak  # every day the contract suite sees that pictures become the right tokens
+def test_the_model_that_sees_learns_to_count_squares(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "vision" / "squares.py"
+    done = subprocess.run(
+        [sys.executable, example, "--steps", "8", "--port", str(free_port_row()), "--out", tmp_path],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    steps = re.findall(r"reward (\d\.\d+)  \|dlogp\| (\S+)", done.stdout)
+    assert len(steps) == 8, done.stdout + done.stderr
+    rewards, differences = ([float(each) for each in column] for column in zip(*steps, strict=True))
+    assert rewards[0] < 0.4 < 0.6 < rewards[-1], rewards
+    assert max(differences) < 1e-3
+    assert (tmp_path / "table.csv").read_text().count("\n") == 9
+
+
 @pytest.mark.soak  # every day test_client_docs.py scores by the code of docs/generate.md
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
     example = ROOT / "examples" / "distill" / "distill.py"
