@@ -130,6 +130,7 @@ class PoolInformer:
             partial(self._note_trouble, (resource, namespace)),
             seconds=self.interval,
             wait=partial(self._wait_until_due, namespace) if resource == "pools" else None,
+            begin=partial(self._feed.begin_list, resource, namespace),
         )
         async with aclosing(steps):
             async for step in steps:
