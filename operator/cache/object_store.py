@@ -118,6 +118,9 @@ class ObjectStore:
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
 
+        An object without a version is gone, too: somebody else's delete was faster, and the API server
+        answers with what it has read before.
+
         Args:
             resource: Of the object.
             key: Its namespace and name.
@@ -128,7 +131,8 @@ class ObjectStore:
             Whether this changed the store.
         """
         kind = self._kinds[resource]
-        if (answer.get("metadata") or {}).get("deletionTimestamp"):
+        meta = answer.get("metadata") or {}
+        if meta.get("deletionTimestamp") and meta.get("resourceVersion"):
             return self.upsert_written(resource, answer)
         known = kind.find_object(key)
         return known is not None and _object_uid(known) == uid and bool(kind.remove_object(known))

@@ -91,6 +91,21 @@ def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
 
 
+def test_an_answer_without_a_version_says_that_the_object_is_gone() -> None:
+    """As the API server answers where another delete was faster; the watch may have shown the end long ago."""
+    store = ObjectStore()
+    answer = going(0)
+    del answer["metadata"]["resourceVersion"]
+    store.apply_event("pods", "ADDED", pod("a", 2))
+    assert store.upsert_deleted("pods", A, "uid-a", answer)
+    assert store.apply_event("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
+    assert store.pool_pods(KEY) == []
+    store.apply_event("pods", "DELETED", pod("a", 4))
+    store.replace_listed("pods", [], listed_at="5")
+    assert not store.upsert_deleted("pods", A, "uid-a", answer)
+    assert store.pool_pods(KEY) == []
+
+
 def test_a_delete_hides_no_namesake() -> None:
     store = ObjectStore()
     store.apply_event("pods", "ADDED", pod("a", 9, uid="another"))
