@@ -81,6 +81,7 @@ class OperatorParts:
             self.feed,
             namespaces=config.watch_namespaces,
             interval=config.resync_seconds,
+            lost=lambda: self.streams.restart(),
         )
         self.neighbours = NeighbourInformer(
             self.kube,

@@ -136,6 +136,7 @@ async def follow_collection(
     seconds: float = WATCH_TIMEOUT_SECONDS,
     pauses: tuple[float, float] = (MIN_RETRY_PAUSE_SECONDS, MAX_RETRY_PAUSE_SECONDS),
     wait: Callable[[], Awaitable[None]] | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[ListedValues[T] | WatchedValue[T]]:
     """Yield a list, then each event from there, and begin again after some time or whatever ends it.
 
@@ -150,10 +151,12 @@ async def follow_collection(
         seconds: How long a watch follows events before it lists again.
         pauses: The shortest and the longest pause between two watches.
         wait: Awaited between two lists instead of a watch.
+        begin: Called before each list is asked for. All that is known then is also in the list.
     """
     attempt, (shortest, longest), clock = 0, pauses, asyncio.get_running_loop().time
     while True:
         began = clock()
+        begin()
         try:
             async with aclosing(_list_and_watch(api, of, read, seconds, wait)) as cycle:
                 async for step in cycle:

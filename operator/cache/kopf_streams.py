@@ -46,6 +46,7 @@ class KopfStreams:
         self._spawned = spawned
         self._listed = listed
         self._stop = asyncio.Event()
+        self._lost = asyncio.Event()
 
     async def run(self) -> None:
         """Stream until `stop`."""
@@ -59,10 +60,18 @@ class KopfStreams:
                 reason = f"{type(error).__name__}: {error}"
             if self._stop.is_set():
                 return
+            reason = "its place is lost" if self._lost.is_set() else reason
             attempt = 0 if time.monotonic() - began > STREAM_CALM_SECONDS else attempt + 1
             logger.warning("the stream of pools ended (%s): restarting it", reason)
             await asyncio.sleep(retry_pause(attempt))
             await self._listed()
+
+    def restart(self) -> None:
+        """Begin again: the API server may have come back from a backup, and kopf goes on from where it was.
+
+        A watch from a version that is yet to come shows nothing until then.
+        """
+        self._lost.set()
 
     def stop(self) -> None:
         """Ask `run` to end."""
@@ -83,12 +92,13 @@ class KopfStreams:
             namespaces=self._namespaces,
             stop_flag=self._stop,
         )
+        self._lost.clear()
         self._spawned()
-        await _run_until_one_ends(tasks)
+        await _run_until_one_ends([*tasks, asyncio.create_task(self._lost.wait())])
 
 
 async def _run_until_one_ends(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Wait until one of kopf's root tasks ends, end the others, and raise what one of them raised.
+    """Wait until one of these tasks ends, end the others, and raise what one of them raised.
 
     `kopf.run_tasks` would cancel all tasks of the loop that are not kopf's as well.
     """

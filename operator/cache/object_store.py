@@ -4,7 +4,9 @@ That is pods, Services, PodDisruptionBudgets and, of Hybrid pools, EndpointSlice
 from the answers to our own writes (`upsert_written`) and from whole lists (`replace_listed`). A list removes
 ghosts: objects whose DELETED event never came, which happens after a 410 and when a stream was cut. Objects
 are ordered by `resourceVersion`, so a late event never undoes a newer one: a deleted object leaves a
-tombstone until the next list, and nothing older than a list is believed after it. Events and lists come
+tombstone until the next list, and nothing older than a list is believed after it. A list is the truth about
+all that is not newer than it, and where it is older than what was known before it was asked for, the cluster
+came back from a backup: then it is the truth about everything. Events and lists come
 trimmed (`trim_object`). Nothing is copied on reading: callers must not change what they get.
 
 The store also keeps pools of another operator's class, so that their children do not seem to lack a pool;
@@ -15,9 +17,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
+
+
+class ListOutcome(NamedTuple):
+    """What a list changed in the store."""
+
+    touched: set[PoolKey]
+    """Pools in which something came, changed or went."""
+    ghosts: int
+    """Objects that were known and are gone."""
+    rewound: bool
+    """The cluster came back from a backup: versions run backwards."""
 
 
 class ObjectStore:
@@ -104,6 +118,9 @@ class ObjectStore:
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
 
+        An object without a version is gone, too: somebody else's delete was faster, and the API server
+        answers with what it has read before.
+
         Args:
             resource: Of the object.
             key: Its namespace and name.
@@ -114,10 +131,15 @@ class ObjectStore:
             Whether this changed the store.
         """
         kind = self._kinds[resource]
-        if (answer.get("metadata") or {}).get("deletionTimestamp"):
+        meta = answer.get("metadata") or {}
+        if meta.get("deletionTimestamp") and meta.get("resourceVersion"):
             return self.upsert_written(resource, answer)
         known = kind.find_object(key)
         return known is not None and _object_uid(known) == uid and bool(kind.remove_object(known))
+
+    def begin_list(self, resource: ResourceName, namespace: str | None = None) -> None:
+        """Note that a list is about to be asked for, of one namespace or (None) of all."""
+        self._kinds[resource].begin_list(namespace)
 
     def replace_listed(
         self,
@@ -126,7 +148,7 @@ class ObjectStore:
         *,
         listed_at: str,
         namespace: str | None = None,
-    ) -> tuple[set[PoolKey], int]:
+    ) -> ListOutcome:
         """Take a finished list: add and change what it holds, remove what it lacks.
 
         Args:
@@ -134,14 +156,9 @@ class ObjectStore:
             objs: Everything that the list held.
             listed_at: `resourceVersion` of the list.
             namespace: The namespace that was listed; None for all.
-
-        Returns:
-            The pools in which something came, changed or went, and the number of ghosts.
         """
-        touched, ghosts = self._kinds[resource].replace_listed(
-            objs, _version_number(listed_at), namespace
-        )
-        return self._pools_to_wake(resource, touched), ghosts
+        found = self._kinds[resource].replace_listed(objs, _version_number(listed_at), namespace)
+        return found._replace(touched=self._pools_to_wake(resource, found.touched))
 
     def object_counts(self) -> dict[ResourceName, int]:
         """Return how many objects of each resource are known."""
@@ -174,6 +191,12 @@ def _object_uid(obj: Obj) -> str:
     return str(obj["metadata"].get("uid", ""))
 
 
+def _is_same_version(one: Obj, other: Obj) -> bool:
+    return 0 < _object_version(one) == _object_version(other) and _object_uid(one) == _object_uid(
+        other
+    )
+
+
 class _ResourceStore:
     """All known objects of one resource, by (namespace, name), with an index by pool."""
 
@@ -184,6 +207,8 @@ class _ResourceStore:
         self._by_pool: defaultdict[PoolKey, dict[str, Obj]] = defaultdict(dict)
         self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
         self._listed_at: dict[str | None, int] = {}
+        self._floors: dict[str | None, int] = {}
+        """By namespace (None: all), the newest version that was known before its list was asked for."""
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -201,10 +226,13 @@ class _ResourceStore:
     def object_keys(self) -> list[PoolKey]:
         return list(self._objects)
 
-    def put_object(self, obj: Obj, *, listed: bool = False) -> set[PoolKey]:
-        key = _object_key(obj)
-        if self._is_late(obj, self._objects.get(key)) or (not listed and self._is_listed(obj)):
+    def put_object(self, obj: Obj) -> set[PoolKey]:
+        if self._is_late(obj) or self._is_listed(obj):
             return set()
+        return self._replace_object(obj)
+
+    def _replace_object(self, obj: Obj) -> set[PoolKey]:
+        key = _object_key(obj)
         pool = owning_pool(self._resource, obj)
         touched = self._drop_object(key)
         if pool is not None and self._covers_pool(pool):
@@ -222,15 +250,22 @@ class _ResourceStore:
             return set()  # its labels came back after it had left the selector
         return self._drop_object(key)
 
+    def begin_list(self, namespace: str | None) -> None:
+        known = ((key.namespace, _object_version(obj)) for key, obj in self._objects.items())
+        seen = (
+            v for where, v in (*known, *self._tombstones.values()) if namespace in (None, where)
+        )
+        self._floors[namespace] = max(seen, default=0)
+
     def replace_listed(
         self, objs: Iterable[Obj], listed_at: int, namespace: str | None
-    ) -> tuple[set[PoolKey], int]:
-        touched = self._start_over_if_rewound(listed_at, namespace)
+    ) -> ListOutcome:
+        touched, rewound = self._start_over_if_rewound(listed_at, namespace)
         present = set()
         ghosts = 0
         for obj in objs:
             present.add(_object_uid(obj))
-            touched |= self.put_object(obj, listed=True)
+            touched |= self._put_listed(obj, listed_at)
         for key, known in list(self._objects.items()):
             if _object_uid(known) in present or namespace not in (None, key.namespace):
                 continue
@@ -244,24 +279,37 @@ class _ResourceStore:
             for uid, (where, version) in self._tombstones.items()
             if version > listed_at or namespace not in (None, where)
         }
-        return touched, ghosts
+        return ListOutcome(touched, ghosts, rewound)
 
-    def _start_over_if_rewound(self, listed_at: int, namespace: str | None) -> set[PoolKey]:
-        """Forget everything if versions run backwards: the cluster came back from a backup."""
-        if not 0 < listed_at < self._listed_at.get(namespace, 0):
+    def _put_listed(self, obj: Obj, listed_at: int) -> set[PoolKey]:
+        """Take what a list holds, unless something newer than the list is known of it."""
+        known = self._objects.get(_object_key(obj))
+        newest = max(self._buried_version(obj), 0 if known is None else _object_version(known))
+        if 0 < listed_at < newest or (known is not None and _is_same_version(obj, known)):
             return set()
+        return self._replace_object(obj)
+
+    def _start_over_if_rewound(
+        self, listed_at: int, namespace: str | None
+    ) -> tuple[set[PoolKey], bool]:
+        """Forget everything if versions run backwards; return what that touched, and whether they do."""
+        floor = max(self._listed_at.get(namespace, 0), self._floors.pop(namespace, 0))
+        if not 0 < listed_at < floor:
+            return set(), False
         self._tombstones.clear()
         self._listed_at.clear()
         forgotten = [key for key in self._objects if namespace in (None, key.namespace)]
-        return set().union(*(self._drop_object(key) for key in forgotten))
+        return set().union(*(self._drop_object(key) for key in forgotten)), True
 
-    def _is_late(self, obj: Obj, known: Obj | None) -> bool:
-        version = _object_version(obj)
-        _, buried = self._tombstones.get(_object_uid(obj), ("", -1))
-        if version <= buried:
+    def _is_late(self, obj: Obj) -> bool:
+        version, known = _object_version(obj), self._objects.get(_object_key(obj))
+        if version <= self._buried_version(obj):
             return True
         # Equal versions are the same object: nothing to wake for.
         return known is not None and 0 < version <= _object_version(known)
+
+    def _buried_version(self, obj: Obj) -> int:
+        return self._tombstones.get(_object_uid(obj), ("", -1))[1]
 
     def _is_listed(self, obj: Obj) -> bool:
         """Return whether the last list knew of this version: then it is in the store, or gone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ class PoolInformer:
         namespaces: What to follow; empty: all.
         interval: Seconds between two lists.
         relist_seconds: How long after kopf's stream has lost its place pools are listed.
+        lost: Called when kopf's stream may have lost its place without a sign.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class PoolInformer:
         namespaces: tuple[str, ...] = (),
         interval: float = 300.0,
         relist_seconds: float = RELIST_DELAY_SECONDS,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._kube = kube
         self._feed = feed
         self.interval = interval
         self._relist_seconds = relist_seconds
+        self._lost = lost
         self._due: dict[str | None, asyncio.Event] = {
             each: asyncio.Event() for each in namespaces or (None,)
         }
@@ -76,6 +79,8 @@ class PoolInformer:
         self._due_timer: asyncio.TimerHandle | None = None
         self._listed_at: dict[_Scope, float] = {}
         self._problems: dict[_Scope, str] = {}
+        self._unlisted: set[_Scope] = set()
+        """What could not be listed, because nothing answered."""
         self._all_listed = asyncio.Event()
         self._pools_listed = asyncio.Event()
 
@@ -130,12 +135,15 @@ class PoolInformer:
             partial(self._note_trouble, (resource, namespace)),
             seconds=self.interval,
             wait=partial(self._wait_until_due, namespace) if resource == "pools" else None,
+            begin=partial(self._feed.begin_list, resource, namespace),
         )
         async with aclosing(steps):
             async for step in steps:
                 if isinstance(step, ListedValues):
-                    self._feed.take_list(resource, step, namespace)
+                    rewound = self._feed.take_list(resource, step, namespace)
                     self._note_list(resource, namespace)
+                    if rewound:
+                        self._follow_pools_anew()
                 else:
                     self._feed.take_event(resource, step.kind, step.value)
 
@@ -157,9 +165,20 @@ class PoolInformer:
         for due in self._due.values():
             due.set()
 
+    def _follow_pools_anew(self) -> None:
+        self.schedule_pool_list(0)
+        self._lost()
+
     def _note_trouble(self, scope: _Scope, error: KubeError | None) -> None:
         """Log an error, but not again before a list has worked or the reason has changed."""
         text = "" if error is None else explain_error(error, _ABSENT)
-        if text and text != self._problems.get(scope):
+        before = self._problems.get(scope)
+        if text and text != before:
             logger.warning("%s", text)
+        if error is None and scope in self._unlisted:
+            # The API server was away: it may have come back from a backup.
+            self._unlisted.discard(scope)
+            self._follow_pools_anew()
+        elif error is not None and error.status == 0 and before:
+            self._unlisted.add(scope)  # two errors without a list in between: a list has failed
         self._problems[scope] = text

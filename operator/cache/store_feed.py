@@ -40,18 +40,28 @@ class StoreFeed:
         for key in self._store.apply_event(resource, event, obj):
             self._queue.add(key, 0.0 if resource == "pools" else self._batch_delay(key))
 
+    def begin_list(self, resource: ResourceName, namespace: str | None) -> None:
+        """Note that a list is about to be asked for."""
+        self._store.begin_list(resource, namespace)
+
     def take_list(
         self, resource: ResourceName, listed: ListedValues[Obj], namespace: str | None
-    ) -> None:
-        """Take a finished list of one namespace, or (None) of all."""
-        touched, ghosts = self._store.replace_listed(
+    ) -> bool:
+        """Take a finished list of one namespace, or (None) of all; return whether versions run backwards."""
+        found = self._store.replace_listed(
             resource, listed.values, listed_at=listed.resource_version, namespace=namespace
         )
-        if ghosts:
-            self._telemetry.ghosts.inc(ghosts)
-            logger.info("a list found %d %s gone that the watch had missed", ghosts, resource)
-        for key in touched:
+        if found.ghosts:
+            self._telemetry.ghosts.inc(found.ghosts)
+            logger.info("a list found %d %s gone that the watch had missed", found.ghosts, resource)
+        if found.rewound:
+            logger.warning(
+                "a list of %s is older than what was known before: the cluster came back from a backup",
+                resource,
+            )
+        for key in found.touched:
             self._queue.add(key)
+        return found.rewound
 
     def wake_pools(self, namespace: str | None, seconds: float) -> None:
         """Look at all pools of one namespace, or (None) of all, spread over so many seconds."""

@@ -135,7 +135,7 @@ class HeadPlanner:
 
     def _pause_call(self, head: ReplicaHead, *, waking: bool) -> CallWorker:
         """Pause; our own hold goes from Asleep to Paused without a gap."""
-        drain, generation = self.spec.drain_seconds, self.seen.generation
+        drain, generation = self.spec.drain_seconds, self._generation(head)
         body = PauseRequest(mode="drain", deadline_seconds=drain, generation=generation)
         extra = WEIGHTS_LOAD_SECONDS if waking else CALL_SLACK_SECONDS
         return _make_call(head, ControlVerb.PAUSE, body, drain + extra)
@@ -143,12 +143,20 @@ class HeadPlanner:
     def _sleep_call(self, head: ReplicaHead) -> CallWorker:
         drain, level = self.spec.drain_seconds, self.spec.sleep.level
         body = SleepRequest(
-            level=level, mode="drain", deadline_seconds=drain, generation=self.seen.generation
+            level=level, mode="drain", deadline_seconds=drain, generation=self._generation(head)
         )
         return _make_call(head, ControlVerb.SLEEP, body, drain + WEIGHTS_LOAD_SECONDS)
 
+    def _generation(self, head: ReplicaHead) -> int:
+        """The object's generation, or a newer one that the worker has seen.
+
+        An etcd that is restored from a snapshot counts from an older one, which the worker would refuse.
+        """
+        state = head.worker.state
+        return max(self.seen.generation, (state and state.generation) or 0)
+
     def _wake_call(self, head: ReplicaHead) -> CallWorker:
-        body = WakeRequest(generation=self.seen.generation)
+        body = WakeRequest(generation=self._generation(head))
         return _make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
 
     def _replaces_weights_on_wake(self, head: ReplicaHead, state: WorkerState) -> bool:
@@ -180,7 +188,7 @@ class HeadPlanner:
     def _wake_weights(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
         if state.resident.weights:
             return None
-        body = WakeRequest(tags=("weights",), load=False, generation=self.seen.generation)
+        body = WakeRequest(tags=("weights",), load=False, generation=self._generation(head))
         return _make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
 
     def _release_hold(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:
@@ -191,7 +199,7 @@ class HeadPlanner:
         if mine.state == "Asleep":
             replaces = self._replaces_weights_on_wake(head, state)
             return self._wake_weights(head, state) if replaces else self._wake_call(head)
-        body = ReleaseRequest(generation=self.seen.generation)
+        body = ReleaseRequest(generation=self._generation(head))
         return _make_call(head, ControlVerb.RESUME, body)
 
     def _discard_call(self, head: ReplicaHead, state: WorkerState) -> CallWorker | None:

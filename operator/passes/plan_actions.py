@@ -57,12 +57,16 @@ async def apply_plan(
     if decided:
         memory.barrier = plan.barrier
         count_update(ctx, look, plan)
+    if _is_overtaken(ctx, look):
+        return 0.0
     if not look.seen.paused:
         before = obstacles.reported_labels
         await _write_children(writer, look, plan, memory)
         if not writer.relabelled:
             obstacles.end_pass()  # else nothing was tried that could show them gone
         writer.check_alive()
+        if _is_overtaken(ctx, look):
+            return 0.0
         _start_calls(ctx, look, plan, decided=decided)
         if obstacles.reported_labels != before or writer.relabelled or writer.changed:
             return 0.0
@@ -73,6 +77,17 @@ async def apply_plan(
     if phase is UpdatePhase.COMMITTING and update_phase(look.stored) is not phase:
         return 0.0  # the decision is in status now: commit calls may start
     return soonest_requeue(later, plan.requeue)
+
+
+def _is_overtaken(ctx: PassContext, look: PassInput) -> bool:
+    """Whether the user has changed or deleted the object since the pass read it: the next pass acts.
+
+    A status that says the same is not written, so no conflict tells.
+    """
+    now = ctx.store.find_pool(look.key)
+    if now is None or now["metadata"].get("deletionTimestamp"):
+        return True
+    return (now["metadata"]["uid"], now["spec"]) != (look.seen.uid, look.pool["spec"])
 
 
 async def write_status(

@@ -83,8 +83,8 @@ class PoolMemory:
     """The part of `stored` that the operator owns, as a document."""
     unwritten: RolloutReplicaStatus | None = None
     """The newest status, while the API server does not take it."""
-    spec: tuple[tuple[str, int], RolloutReplicaSpec] | None = None
-    """The last spec that could be read, after its object's uid and generation."""
+    spec: tuple[Obj, RolloutReplicaSpec] | None = None
+    """The last spec that could be read, after its text."""
 
     def recall_obstacles(self) -> None:
         """Believe in what the last process met until this one has tried the write itself."""
@@ -129,13 +129,11 @@ class PoolMemory:
         return self.believed_status
 
     def read_spec(self, pool: Obj) -> RolloutReplicaSpec:
-        """Return the object's spec, parsed once for each generation.
+        """Return the object's spec, parsed once; after a restore of etcd one generation may have two.
 
         Raises:
             InvalidSpec: this operator can't read it.
         """
-        meta = pool["metadata"]
-        generation = meta["uid"], meta.get("generation", 0)
-        if self.spec is None or self.spec[0] != generation:
-            self.spec = (generation, parse_spec(pool))
+        if self.spec is None or self.spec[0] != pool["spec"]:
+            self.spec = (pool["spec"], parse_spec(pool))
         return self.spec[1]

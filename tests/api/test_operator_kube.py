@@ -119,7 +119,7 @@ async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
     containers = [{"name": "worker", "image": "localhost/none"}]
     spec: Obj = {"containers": containers, "serviceAccountName": "operator"}
     labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: KEY.name}
-    name = f"goes-{grace}".lower()
+    name = f"goes-{uuid.uuid4().hex[:6]}"
     meta = {"namespace": NAMESPACE, "name": name, "labels": labels}
     body: Obj = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
     if grace == 30:

@@ -79,6 +79,8 @@ class SimWorker:
     """What running requests get at its end."""
     kept: KeptWeights | None = None
     """The pushed version that it serves, as long as it has room for a copy."""
+    generation: int | None = None
+    """The newest one that it was called with."""
     slot_seen: object = None
     slot_since: float = 0.0
     """When its slot came to hold what the last poll saw in it."""
@@ -130,6 +132,7 @@ class SimWorker:
             wakes_empty=self.wakes_empty,
             holds=tuple(holds),
             caller=ME,
+            generation=self.generation,
             progress=self.progress,
             turn=self.turn,
             last_error=self.last_error,

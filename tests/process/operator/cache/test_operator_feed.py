@@ -50,7 +50,12 @@ class Bench:
             namespaces=namespaces,
             interval=300,
             relist_seconds=0.05,
+            lost=self._count_lost,
         )
+        self.lost = 0
+
+    def _count_lost(self) -> None:
+        self.lost += 1
 
     def woken(self) -> list[PoolKey]:
         found = []
@@ -221,6 +226,41 @@ async def test_an_outage_forgets_nothing_and_is_logged_once(
     followed.server.send(PODS, "ADDED", pod(100, name="math-1-0"))
     await until(lambda: len(followed.pod_names()) == 2, 10, what="the next watch")
     assert caplog.text.count("later") == 1
+
+
+async def test_kopfs_stream_has_lost_its_place_once_the_api_server_is_back(
+    followed: Followed,
+) -> None:
+    """It may have come back from a backup; only what is watched is listed often enough to tell."""
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    await until(lambda: len(followed.server.watches) == 4, what="the watches")
+    listing = followed.loopback.answers["GET", PODS]
+    asked = 0
+
+    async def cut(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    followed.loopback.answers["GET", PODS] = cut
+    followed.server.end(PODS)
+    await until(lambda: asked >= 3, what="further tries")
+    assert (followed.lost, followed.pool_lists()) == (0, 1)
+    followed.loopback.answers["GET", PODS] = listing
+    await until(lambda: followed.pool_lists() == 2, 5, what="the list of pools")
+    assert followed.lost == 1
+
+
+async def test_a_list_from_a_backup_has_pools_listed_and_streamed_anew(followed: Followed) -> None:
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    followed.server.send(PODS, "ADDED", pod(100_000))
+    await until(lambda: followed.pod_names() != [], what="the pod")
+    followed.server.end(PODS)
+    await until(lambda: followed.pod_names() == [], what="the list")
+    await until(lambda: followed.pool_lists() == 2, what="the list of pools")
+    assert (followed.lost, followed.ghosts()) == (1, 0)
 
 
 async def test_a_list_of_kopfs_is_followed_by_one_of_ours(followed: Followed) -> None:

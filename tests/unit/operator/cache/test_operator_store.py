@@ -91,6 +91,21 @@ def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
 
 
+def test_an_answer_without_a_version_says_that_the_object_is_gone() -> None:
+    """As the API server answers where another delete was faster; the watch may have shown the end long ago."""
+    store = ObjectStore()
+    answer = going(0)
+    del answer["metadata"]["resourceVersion"]
+    store.apply_event("pods", "ADDED", pod("a", 2))
+    assert store.upsert_deleted("pods", A, "uid-a", answer)
+    assert store.apply_event("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
+    assert store.pool_pods(KEY) == []
+    store.apply_event("pods", "DELETED", pod("a", 4))
+    store.replace_listed("pods", [], listed_at="5")
+    assert not store.upsert_deleted("pods", A, "uid-a", answer)
+    assert store.pool_pods(KEY) == []
+
+
 def test_a_delete_hides_no_namesake() -> None:
     store = ObjectStore()
     store.apply_event("pods", "ADDED", pod("a", 9, uid="another"))
@@ -128,7 +143,7 @@ def test_a_pool_of_another_class_and_its_children_are_left_alone(
         woken = store.apply_event("pods", "ADDED", child)
     else:
         store.replace_listed("pools", [theirs], listed_at="5")
-        woken, _ = store.replace_listed("pods", [child], listed_at="5")
+        woken = store.replace_listed("pods", [child], listed_at="5").touched
     assert woken == ({KEY} if leads else set())
     assert store.find_pool(KEY) == (theirs if leads else None)
     assert (store.pool_keys(), names(store), store.pod_count(KEY)) == (
@@ -233,8 +248,8 @@ def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
     store = ObjectStore()
     for name in ("a", "b", "c"):
         store.apply_event("pods", "ADDED", pod(name, 5))
-    touched, ghosts = store.replace_listed("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
-    assert (touched, ghosts) == ({KEY}, 2)
+    found = store.replace_listed("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
+    assert found == ({KEY}, 2, False)
     assert names(store) == ["a", "d"]
     # What it removed does not come back by an event from before the list.
     assert store.apply_event("pods", "MODIFIED", pod("b", 9)) == set()
@@ -243,13 +258,13 @@ def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
 def test_a_list_that_changes_nothing_touches_nothing() -> None:
     store = ObjectStore()
     store.apply_event("pods", "ADDED", pod("a", 5))
-    assert store.replace_listed("pods", [pod("a", 5)], listed_at="9")[0] == set()
+    assert store.replace_listed("pods", [pod("a", 5)], listed_at="9").touched == set()
 
 
 def test_a_list_does_not_remove_what_is_newer_than_it() -> None:
     store = ObjectStore()
     store.upsert_written("pods", pod("made-meanwhile", 12))
-    assert store.replace_listed("pods", [], listed_at="10")[0] == set()
+    assert store.replace_listed("pods", [], listed_at="10").touched == set()
     assert names(store) == ["made-meanwhile"]
 
 
@@ -257,7 +272,7 @@ def test_a_list_does_not_bring_back_what_was_deleted_meanwhile() -> None:
     store = ObjectStore()
     store.apply_event("pods", "ADDED", pod("a", 5))
     store.apply_event("pods", "DELETED", pod("a", 12))
-    assert store.replace_listed("pods", [pod("a", 5)], listed_at="10")[0] == set()
+    assert store.replace_listed("pods", [pod("a", 5)], listed_at="10").touched == set()
     assert names(store) == []
 
 
@@ -265,8 +280,8 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
     store = ObjectStore()
     store.apply_event("pools", "ADDED", pool(1))
     store.apply_event("pools", "ADDED", pool(2, namespace="elsewhere"))
-    touched, _ = store.replace_listed("pools", [], listed_at="9", namespace="rl")
-    assert touched == {KEY}
+    found = store.replace_listed("pools", [], listed_at="9", namespace="rl")
+    assert found.touched == {KEY}
     assert store.pool_keys() == [PoolKey("elsewhere", "math")]
 
 
@@ -281,9 +296,57 @@ def test_after_a_list_nothing_older_is_believed() -> None:
 def test_a_cluster_restored_from_a_backup_is_believed() -> None:
     store = ObjectStore()
     store.replace_listed("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
-    assert store.replace_listed("pods", [pod("a", 20)], listed_at="40")[0] == {KEY}
+    assert store.replace_listed("pods", [pod("a", 20)], listed_at="40") == ({KEY}, 0, True)
     assert store.pool_pods(KEY) == [pod("a", 20)]
     assert store.apply_event("pods", "MODIFIED", pod("a", 41)) == {KEY}
+
+
+def test_a_backup_from_after_the_last_list_undoes_what_came_since() -> None:
+    """Events, our own writes, and a delete: all newer than the list before, and than the cluster now."""
+    store = ObjectStore()
+    store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="10")
+    store.apply_event("pods", "MODIFIED", pod("a", 20))
+    store.upsert_written("pods", pod("c", 25))
+    store.upsert_deleted("pods", PoolKey("rl", "b"), "uid-b", {"kind": "Status"})
+    store.apply_event("pods", "DELETED", pod("b", 30))
+    store.begin_list("pods")
+    found = store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="12")
+    assert found == ({KEY}, 0, True)
+    assert store.pool_pods(KEY) == [pod("a", 5), pod("b", 6)]
+    assert store.apply_event("pods", "MODIFIED", pod("a", 13)) == {KEY}, "older than what is undone"
+
+
+def test_a_write_during_a_list_is_no_backup() -> None:
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 5))
+    store.begin_list("pods")
+    store.upsert_written("pods", pod("b", 12))
+    assert not store.replace_listed("pods", [pod("a", 5)], listed_at="10").rewound
+    assert names(store) == ["a", "b"]
+
+
+def test_a_backup_whose_versions_have_caught_up_is_believed() -> None:
+    """Others have written so much since that no version tells: a list is true of all that is not newer."""
+    store = ObjectStore()
+    store.apply_event("pods", "ADDED", pod("a", 20))
+    store.apply_event("pods", "ADDED", pod("b", 6))
+    store.apply_event("pods", "DELETED", pod("b", 21))
+    store.begin_list("pods")
+    found = store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="40")
+    assert found == ({KEY}, 0, False)
+    assert store.pool_pods(KEY) == [pod("a", 5), pod("b", 6)]
+
+
+def test_each_namespace_is_believed_when_its_own_list_comes() -> None:
+    store = ObjectStore()
+    store.apply_event("pools", "ADDED", pool(50))
+    store.apply_event("pools", "ADDED", pool(60, namespace="elsewhere"))
+    for namespace in ("rl", "elsewhere"):
+        store.begin_list("pools", namespace)
+    assert store.replace_listed("pools", [pool(20)], listed_at="40", namespace="rl").rewound
+    assert store.find_pool(PoolKey("elsewhere", "math")) == pool(60, namespace="elsewhere")
+    assert store.replace_listed("pools", [], listed_at="41", namespace="elsewhere").rewound
+    assert store.pool_keys() == [KEY]
 
 
 def test_versions_that_are_no_numbers_take_what_came_last() -> None:
@@ -294,7 +357,7 @@ def test_versions_that_are_no_numbers_take_what_came_last() -> None:
     store.apply_event("pods", "ADDED", first)
     assert store.apply_event("pods", "MODIFIED", second) == {KEY}
     assert store.pool_pods(KEY) == [second]
-    assert store.replace_listed("pods", [], listed_at="y")[0] == {KEY}
+    assert store.replace_listed("pods", [], listed_at="y").touched == {KEY}
 
 
 History = list[tuple[str, str, int]]

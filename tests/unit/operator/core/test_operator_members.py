@@ -179,6 +179,14 @@ def test_pause() -> None:
     assert bench.told() == (body, 22)
 
 
+def test_a_worker_that_knows_a_newer_generation_is_called_with_that_one() -> None:
+    """An etcd restored from a snapshot counts from an older one, and the worker refuses what is older."""
+    bench = Bench(state="Paused")
+    for known, told in ((8, 9), (12, 12)):
+        bench.sim.generation = known
+        assert bench.body().generation == told
+
+
 def test_sleep() -> None:
     bench = Bench(state="Asleep", sleep={"level": 2})
     body = SleepRequest(level=2, mode="drain", deadline_seconds=7, generation=9)

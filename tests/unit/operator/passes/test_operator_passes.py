@@ -74,6 +74,43 @@ def changed(lab: PassLab, notes: dict[str, str] | None = None, **spec: Any) -> N
 # What a pass starts from.
 
 
+@pytest.mark.parametrize("gone", [False, True], ids=["changed", "deleted"])
+async def test_a_pass_whose_object_is_another_one_by_now_does_nothing_more(
+    lab: PassLab, gone: bool
+) -> None:
+    """Its status says the same as before, is not written, and so conflicts with nothing."""
+    takes = lab.api.answers["PATCH", f"{POOL}/status"]
+
+    async def overtake(request: web.Request) -> web.StreamResponse:
+        answer = await takes(request)
+        now = lab.ctx.store.find_pool(KEY)
+        assert now is not None
+        later = {**now, "metadata": now["metadata"] | {"resourceVersion": "50"}}
+        if gone:
+            lab.ctx.store.apply_event("pools", "DELETED", later)
+        else:
+            lab.ctx.store.apply_event(
+                "pools", "MODIFIED", later | {"spec": now["spec"] | {"suspend": True}}
+            )
+        return answer
+
+    lab.has_pool()
+    lab.api.answers["PATCH", f"{POOL}/status"] = overtake
+    assert await lab.reconcile() == 0.0
+    assert lab.pod_writes == []
+    lab.api.answers["PATCH", f"{POOL}/status"] = takes
+    await lab.reconcile()
+    assert lab.pod_writes == [], "nor the next one, which knows"
+
+
+async def test_a_generation_that_comes_again_with_another_spec_is_read_again(lab: PassLab) -> None:
+    """After a restore of etcd."""
+    found = lab.has_pool()
+    memory = PoolMemory()
+    assert memory.read_spec(found).replicas == 1
+    assert memory.read_spec({**found, "spec": found["spec"] | {"replicas": 3}}).replicas == 3
+
+
 async def test_nothing_is_decided_before_each_head_was_asked_once(lab: PassLab) -> None:
     lab.has_pool(replicas=2)
     for number in range(2):
