@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 import grpo
 import train
 from grpo import Policy
-from publishing import Publisher
+from publishing import Publisher, ways_of, with_transport
 from rollout_client import RolloutPool
 
 
@@ -40,7 +40,7 @@ def resident() -> Iterator[None]:
 
 def main() -> None:
     """Command line."""
-    parser = grpo.arguments(__doc__ or "", steps=10)
+    parser = with_transport(grpo.arguments(__doc__ or "", steps=10))
     parser.add_argument("--digits", type=int, nargs=train.TEN, default=range(20, 30), metavar="ID")
     args = parser.parse_args()
     disable_progress_bar()
@@ -48,8 +48,8 @@ def main() -> None:
     policy = Policy(args.model, args.digits)
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
-        # Into the main memory of workers that sleep: they commit it as they wake.
-        publisher = Publisher(pool, policy, args.weights, args.mount)
+        # By `auto` into the main memory of workers that sleep: they commit it as they wake.
+        publisher = Publisher(pool, policy, args.weights, args.mount, ways_of(args))
         for step in range(1, args.steps + 1):
             began = time.monotonic()
             samples = train.sample(pool, args.digits, args.seed + step)

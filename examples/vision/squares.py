@@ -183,7 +183,7 @@ def main() -> None:
     )
     parser.add_argument("--namespace", help="of the RolloutReplica")
     parser.add_argument(
-        "--write-model", type=Path, metavar="FOLDER", help="write the model, and end"
+        "--write-models", type=Path, metavar="FOLDER", help="write the model, and end"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write table.csv there")
     args = parser.parse_args()

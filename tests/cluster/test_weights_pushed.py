@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from safetensors.torch import load_file
 
@@ -18,19 +20,24 @@ pytestmark = pytest.mark.timeout(540)
 """Alone, it also makes and removes the cluster, which takes minutes on a busy machine."""
 
 
-def test_what_a_trainer_pushed_reaches_the_pool_and_who_joins_it_later(
+def test_what_a_trainer_pushed_reaches_the_pool_who_joins_it_later_and_who_sleeps(
     cluster: Cluster, fleet: Fleet
 ) -> None:
     grant = [f"--serviceaccount={fleet.namespace}:{ACCOUNT}", "--clusterrole=rollout-trainer"]
     for words in (["serviceaccount", ACCOUNT], ["rolebinding", ACCOUNT, *grant]):
         fleet.kubectl("create", *words, check=False)  # there from a run before
     kubeconfig = cluster.service_account_kubeconfig(fleet.namespace, ACCOUNT)
-    folder = rollout_local.make_models() / "weights" / "2"
-    with RolloutPool.from_cluster(
-        fleet.name, fleet.namespace, kubeconfig=kubeconfig, control_token=steering_token(fleet)
-    ) as trainer:
+    folder = rollout_local.make_models() / "weights"
+    first, second = (load_file(folder / name / "model.safetensors") for name in ("2", "3"))
+    connect = partial(
+        RolloutPool.from_cluster,
+        *(fleet.name, fleet.namespace),
+        kubeconfig=kubeconfig,
+        control_token=steering_token(fleet),
+    )
+    with connect() as trainer:
         trainer.wait_serving(2, seconds=START_SECONDS)
-        done = trainer.publish_weights(1, tensors=load_file(folder / "model.safetensors"))
+        done = trainer.publish_weights(1, tensors=first)
     fleet.identity = done.identity.as_tuple()
     fleet.bytes_of[fleet.identity] = "2"
     fleet.settled(fleet.identity, 2)
@@ -44,3 +51,15 @@ def test_what_a_trainer_pushed_reaches_the_pool_and_who_joins_it_later(
     assert found == {done.root_hash}
     kept = [fleet.weights(replica)["kept"] for replica in range(3)]
     assert [(k["epoch"], k["version"]) for k in kept] == [fleet.identity] * 3, "each can give it"
+    with connect() as trainer:
+        trainer.sleep()
+        done = trainer.publish_weights(2, tensors=second)
+        assert fleet.status()["phase"] == "Asleep", "nobody is woken for it"
+        assert fleet.committed() == done.identity.as_tuple()
+        assert [fleet.active(replica) for replica in range(3)] == [fleet.identity] * 3
+        trainer.wake()
+    fleet.identity = done.identity.as_tuple()
+    fleet.bytes_of[fleet.identity] = "3"
+    fleet.settled(fleet.identity, 3)
+    found = {fleet.weights(replica)["active"]["root_hash"] for replica in range(3)}
+    assert found == {done.root_hash}, "they had it when they woke"
