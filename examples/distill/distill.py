@@ -121,6 +121,7 @@ def write_models(models: dict[str, LlamaForCausalLM], folder: Path) -> None:
     """Write each into a folder of its name."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
+        (folder / name / "model.safetensors").chmod(0o644)  # safetensors lets nobody else read it
 
 
 def distil(

@@ -118,6 +118,7 @@ def write_model(model: transformers.Qwen2VLForConditionalGeneration, folder: Pat
     """Write what a pool loads."""
     model.save_pretrained(folder)
     make_processor().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors lets nobody else read it
 
 
 @contextmanager
