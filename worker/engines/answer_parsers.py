@@ -18,6 +18,8 @@ from rollout_worker.engine import EngineError
 HERMES_MARKS = ("<tool_call>", "</tool_call>")
 TEMPLATE_PARSER = "response_template"
 """transformers' own parser, by the description of answers that a tokenizer may have."""
+MARK_TOKENS = 32
+"""As many as a mark of reasoning may be, with the white space behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,20 @@ class AnswerOrigin:
     prompt_ids: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     variables: Mapping[str, Any] | None = None
+
+    def as_request(self) -> dict[str, Any]:
+        """Return what parsers of the engines want of the request, as OpenAI's body."""
+        return {
+            "model": "",
+            "messages": [{"role": "user", "content": ""}],
+            "tools": list(self.tools) or None,
+            "chat_template_kwargs": dict(self.variables or {}),
+        }
+
+    def prompt_end(self, tokenizer: Any) -> str:
+        """Return the last text of the prompt, in which a template opens or closes the answer's reasoning."""
+        text: str = tokenizer.decode(list(self.prompt_ids[-MARK_TOKENS:]))
+        return text.rstrip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import uuid
 from collections.abc import Callable, Collection
 
 from rollout_worker.engines.answer_parsers import (
@@ -20,7 +21,7 @@ from rollout_worker.engines.answer_parsers import (
     ToolCall,
 )
 
-from .answer_formats import FORMATS, MAX_BROKEN_CALLS, OTHER, WHOLE, CallFormat
+from .answer_formats import FORMATS, MAX_BROKEN_CALLS, MISTRAL, OTHER, WHOLE, CallFormat
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class AnswerReader:
             self._thoughts = None if reasoning is None else make(None, reasoning)
         longest_first = sorted(specials, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._logged = False
+        self._logged, self._tool = False, tool
 
     @property
     def is_whole(self) -> bool:
@@ -85,6 +86,13 @@ class AnswerReader:
         if thinks and (self.is_whole or self._thoughts is not None):
             return ("",)
         return self.format.opens if tools and self._calls is not None else ()
+
+    def call_id(self, name: str, number: int) -> str:
+        """Return an id for the call of this number in a conversation, as the format's templates want it."""
+        if self._tool == "kimi_k2":
+            return f"functions.{name}:{number}"
+        some = uuid.uuid4().hex
+        return some[:9] if self.format is MISTRAL else f"call_{some[:24]}"
 
     def clean_text(self, text: str) -> str:
         """Return a text without special tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,13 +68,14 @@ class ChatReading:
             thought = self.content_of(found.reasoning)
             message |= {"reasoning_content": thought, "reasoning": thought}
         if found.calls:
+            earlier = sum(len(each.get("tool_calls") or ()) for each in self.request.messages)
             message["tool_calls"] = [
                 {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "id": self.reader.call_id(call.name, number),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for call in found.calls[:most]
+                for number, call in enumerate(found.calls[:most], earlier)
             ]
         return message
 

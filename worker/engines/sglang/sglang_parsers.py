@@ -16,8 +16,6 @@ from rollout_worker.engines.answer_parsers import (
     silence_loggers,
 )
 
-MARK_TOKENS = 32
-"""At the end of a prompt, in which a template opens or closes the answer's reasoning."""
 HARMONY_START = "<|start|>assistant"
 """What a prompt of gpt-oss ends with, and its parser looks for."""
 
@@ -41,7 +39,7 @@ def make_parser(tool: str | None, reasoning: str | None, tokenizer: Any) -> Pars
     def think(text: str, origin: AnswerOrigin, request: Any) -> tuple[str, str]:
         options = {"tokenizer": tokenizer, "tool_call_parser_active": tool is not None}
         known: Any = ReasoningParser(reasoning, False, None, request, **options)
-        tail = tokenizer.decode(list(origin.prompt_ids[-MARK_TOKENS:])).rstrip()
+        tail = origin.prompt_end(tokenizer)
         opens, closes = known.detector.think_start_token, known.detector.think_end_token
         if closes and tail.endswith(closes):
             return "", text
@@ -51,14 +49,7 @@ def make_parser(tool: str | None, reasoning: str | None, tokenizer: Any) -> Pars
         return thought or "", content or ""
 
     def parse(text: str, origin: AnswerOrigin) -> ParsedAnswer:
-        request = ChatCompletionRequest.model_validate(
-            {
-                "model": "",
-                "messages": [{"role": "user", "content": ""}],
-                "tools": list(origin.tools) or None,
-                "chat_template_kwargs": dict(origin.variables or {}),
-            }
-        )
+        request = ChatCompletionRequest.model_validate(origin.as_request())
         if tool == "gpt-oss" and text.startswith("<|channel|>"):
             text = HARMONY_START + text
         thought = ""

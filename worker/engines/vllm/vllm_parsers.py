@@ -15,8 +15,6 @@ from rollout_worker.engines.answer_parsers import (
 
 HARMONY_PARSERS = {"openai", "openai_gptoss"}
 """They parse gpt-oss' token ids together; vLLM itself chooses that by the model's type."""
-MARK_TOKENS = 32
-"""At the end of a prompt, in which a template closes the reasoning that it leaves out."""
 
 
 def vllm_parsers() -> EngineParsers:
@@ -52,18 +50,11 @@ def make_parser(tool: str | None, reasoning: str | None, tokenizer: Any) -> Pars
         get_encoding()  # a file, which the first answer would miss if it can't be fetched
 
     def parse(text: str, origin: AnswerOrigin) -> ParsedAnswer:
-        variables = dict(origin.variables or {})
-        request = ChatCompletionRequest.model_validate(
-            {
-                "messages": [{"role": "user", "content": ""}],
-                "tools": list(origin.tools) or None,
-                "chat_template_kwargs": variables,
-            }
-        )
+        request = ChatCompletionRequest.model_validate(origin.as_request())
+        variables = request.chat_template_kwargs
         parser = kind(cached, request.tools, chat_template_kwargs=variables)
-        end = getattr(parser.reasoning_parser, "reasoning_end_str", None)
-        tail = cached.decode(list(origin.prompt_ids[-MARK_TOKENS:])).rstrip()
-        if end and tool is None and tail.endswith(end):
+        closes = getattr(parser.reasoning_parser, "reasoning_end_str", None)
+        if tool is None and closes and origin.prompt_end(cached).endswith(closes):
             return ParsedAnswer(text)
         parser.set_prompt_token_ids(list(origin.prompt_ids))
         thought, content, calls = parser.parse(

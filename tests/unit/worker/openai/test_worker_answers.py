@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -245,6 +246,19 @@ def test_parsers_that_a_tokenizer_does_not_fit_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=said):
         HERMES_ONLY.make_parser(*pair, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("tool", "shape"),
+    [
+        ("hermes", "call_[0-9a-f]{24}"),
+        ("mistral", "[0-9a-z]{9}"),  # its templates refuse any other length
+        ("kimi_k2", "functions.add:3"),
+    ],
+)
+def test_ids_of_calls_are_what_the_formats_templates_take(tool: str, shape: str) -> None:
+    reader = AnswerReader(tool, None, lambda *_: lambda text, _: ParsedAnswer(text), ())
+    assert re.fullmatch(shape, reader.call_id("add", 3))
 
 
 def test_formats_that_can_be_forced_are_json_objects() -> None:
