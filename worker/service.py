@@ -27,7 +27,8 @@ from .engine import (
     GangMembership,
     can_wake_empty,
 )
-from .engines import EngineOptions, create_engine, create_member
+from .engines import EngineOptions, check_parsers, create_engine, create_member
+from .engines.answer_parsers import ParserNames
 from .engines.shared_memory.staging_budget import StagingBudget
 from .lifecycle.control_verbs import ControlVerbs
 from .lifecycle.governor import LifecycleGovernor
@@ -69,9 +70,18 @@ def make_engine_factory(
         gang: The nodes of the replica; None: this one only.
         guest: As `EngineOptions.guest`.
     """
-    return lambda: create_engine(
-        settings.engine, _engine_options(settings, gang, staging, guest=guest)
-    )
+
+    def create() -> Engine:
+        options = _engine_options(settings, gang, staging, guest=guest)
+        check_parsers(parser_names(settings), options.model)
+        return create_engine(settings.engine, options)
+
+    return create
+
+
+def parser_names(settings: WorkerSettings) -> ParserNames:
+    """Return the parsers of answers that the settings name."""
+    return ParserNames(settings.engine, settings.tool_call_parser, settings.reasoning_parser)
 
 
 def make_member_factory(

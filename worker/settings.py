@@ -44,6 +44,12 @@ GangFetch = Literal["needed", "all"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+PARSER_FLAGS = {
+    "--tool-call-parser": "tool_call_parser",
+    "--reasoning-parser": "reasoning_parser",
+}
+"""Flags of the engines' own servers that are the worker's here, with the settings that they set."""
+
 _LEADER = re.compile(r"[^.]+-0(\.|$)")
 
 
@@ -226,6 +232,10 @@ class WorkerSettings:
         "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR")
     engine_arg: tuple[str, ...] = _flag(str, (),
         "flag to pass to the engine, repeatable; the variable takes shell words", repeated=True, metavar="ARG")
+    tool_call_parser: str | None = _flag(_parse_name, None,
+        "the engine's parser of tool calls for OpenAI's routes; default: hermes if the chat template shows its format")
+    reasoning_parser: str | None = _flag(_parse_name, None,
+        "the engine's parser of reasoning for OpenAI's routes; default: reasoning stays text")
     nodes: int = _flag(_parse_positive, 1,
         "nodes that the engine spans, each with a worker of its own; above 1 they form a gang")
     rank: int = _flag(_parse_rank, 0, "which of these nodes this is; 0 is the head, which serves", metavar="N")
@@ -303,6 +313,9 @@ def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> Wor
     values["weights_roots"] = _weights_roots(
         values["weights_roots"], in_pool=values["pool"] is not None
     )
+    found, values["engine_arg"] = _split_parser_flags(values["engine_arg"])
+    for name, value in found.items():
+        values[name] = values[name] or value
     settings = WorkerSettings(**values)
     _check_authentication(settings)
     _check_spill_folder(settings.spill_dir)
@@ -336,6 +349,22 @@ def _flag_value(
         return flag.read(cast(str, text))
     except ValueError as error:
         raise InvalidSettings(f"{source} is {text!r}: {error}") from error
+
+
+def _split_parser_flags(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Take the names of parsers out of the engine's flags: in a pool, `spec.engine.args` is where they stand."""
+    found: dict[str, str] = {}
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        flag, _, name = word.partition("=")
+        if flag not in PARSER_FLAGS:
+            kept.append(word)
+            continue
+        found[PARSER_FLAGS[flag]] = name or next(rest, "")
+        if not found[PARSER_FLAGS[flag]]:
+            raise InvalidSettings(f"{flag} among the engine's flags names no parser: add its name")
+    return found, tuple(kept)
 
 
 def _own_namespace() -> str | None:

@@ -161,7 +161,7 @@ def test_a_streamed_chat_adds_up(client: Any) -> None:
 
 
 def test_tools_reach_the_template(client: Any, worker: Served, tokenizer: Any) -> None:
-    assert (worker.able["chat"], worker.able["tool_parser"]) == (True, "hermes")
+    assert (worker.able["chat"], worker.able["tool_parser"]) == (True, worker.kind.parser)
     asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": 2, "tools": [TOOL], **EXACT}
     answer: Any = client.chat.completions.create(**asked)
     assert '"name": "add"' in tokenizer.decode(answer.prompt_token_ids)

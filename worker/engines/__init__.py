@@ -5,12 +5,16 @@ An adapter for another engine implements `rollout_worker.engine.Engine` and gets
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rollout_worker.engine import ENGINES, Engine, EngineError, EngineMember
 from rollout_worker.threads import without_garbage_collection
 
+from .answer_parsers import HERMES_ONLY, EngineParsers, ParserNames
+from .model_folder import load_tokenizer
 from .options import EngineOptions
 
-__all__ = ["EngineOptions", "create_engine", "create_member"]
+__all__ = ["EngineOptions", "check_parsers", "create_engine", "create_member", "find_parsers"]
 
 
 def create_engine(engine: str, options: EngineOptions) -> Engine:
@@ -55,6 +59,43 @@ def create_member(engine: str, options: EngineOptions) -> EngineMember:
 
             return SglangMember(options)
     raise _single_node_error(engine)
+
+
+def find_parsers(engine: str) -> EngineParsers:
+    """Return the parsers of answers that come with an engine; blocks while its modules are imported.
+
+    Raises:
+        EngineError: the engine is not installed where the worker runs.
+    """
+    try:
+        with without_garbage_collection():
+            if engine == "vllm":
+                from .vllm.vllm_parsers import vllm_parsers
+
+                return vllm_parsers()
+            if engine == "sglang":
+                from .sglang.sglang_parsers import sglang_parsers
+
+                return sglang_parsers()
+    except ImportError as error:
+        raise EngineError(
+            f"the parsers of {engine} can't be imported: {error}; install it where the worker runs, or leave"
+            " --tool-call-parser and --reasoning-parser out"
+        ) from error
+    return HERMES_ONLY
+
+
+def check_parsers(names: ParserNames, folder: Path) -> None:
+    """Refuse parsers that the engine does not have, or that can't be used with a model's tokenizer; blocks.
+
+    Raises:
+        EngineError: names the flag and the fix.
+    """
+    if names.tool is None and names.reasoning is None:
+        return
+    parsers = find_parsers(names.engine)
+    parsers.check_names(names)
+    parsers.make_parser(names.tool, names.reasoning, load_tokenizer(folder))
 
 
 def _single_node_error(engine: str) -> EngineError:

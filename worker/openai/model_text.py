@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError
+from rollout_worker.engines import find_parsers
+from rollout_worker.engines.answer_parsers import HERMES_ONLY, ParserNames, ParseText
 from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.threads import SharedCall
 
+from .answer_reading import AnswerReader, begun_length, choose_parsers
 from .settings import TEMPLATE_READ_SECONDS, TOKENIZER_SECONDS
-from .tool_calls import begun_length
 
 T = TypeVar("T")
 
@@ -48,17 +50,28 @@ def read_chat_template(folder: Path) -> str:
     return str(template)
 
 
+NO_PARSERS = ParserNames("hf")
+
+
 class ModelText:
     """The served model's tokenizer and chat template.
 
     Args:
         folder: Returns the folder of the loaded model; raises ProblemError while none is loaded.
         seconds: How long reading the chat template may take.
+        parsers: The parsers of answers that the worker's flags name.
     """
 
-    def __init__(self, folder: Callable[[], Path], seconds: float = TEMPLATE_READ_SECONDS) -> None:
+    def __init__(
+        self,
+        folder: Callable[[], Path],
+        seconds: float = TEMPLATE_READ_SECONDS,
+        parsers: ParserNames = NO_PARSERS,
+    ) -> None:
         self._folder = folder
         self._seconds = seconds
+        self._parsers = parsers
+        self._reader: AnswerReader | None = None
         self._tokenizer: Any = None
         self._template: str | None = None
         self._reading = SharedCall(lambda: read_chat_template(folder()), "template")
@@ -134,7 +147,25 @@ class ModelText:
 
     async def special_tokens(self) -> list[str]:
         """Return the tokenizer's special tokens, which no text becomes."""
-        return await self._run_in_thread(lambda tokenizer: list(tokenizer.all_special_tokens))
+        return await self._run_in_thread(special_tokens)
+
+    async def tool_parser(self) -> str | None:
+        """Return the name of the parser of calls; None: they stay text."""
+        return choose_parsers(self._parsers, await self.chat_template())[0]
+
+    async def answer_reader(self) -> AnswerReader | None:
+        """Return what reads the answers of chats; None if they are text only.
+
+        Raises:
+            ProblemError: 422 if the model has no tokenizer, or not one for the parsers.
+        """
+        given = self._parsers
+        tool, reasoning = choose_parsers(given, await self.chat_template())
+        if self._reader is None and (tool, reasoning) != (None, None):
+            self._reader = await self._run_in_thread(
+                lambda tokenizer: _make_reader(given, tool, reasoning, tokenizer)
+            )
+        return self._reader
 
     async def make_decoder(self) -> Callable[[Sequence[int], bool], str]:
         """Return a function (ids, keep special tokens) -> text, fast enough for the event loop."""
@@ -156,6 +187,30 @@ class ModelText:
             raise _late_problem(
                 f"the tokenizer was busy with other requests for {TOKENIZER_SECONDS:g} s"
             ) from None
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the tokens that decoding leaves out: also those that have no role in the tokenizer."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
+
+
+def _make_reader(
+    given: ParserNames, tool: str | None, reasoning: str | None, tokenizer: Any
+) -> AnswerReader:
+    own = (
+        HERMES_ONLY if (given.tool, given.reasoning) == (None, None) else find_parsers(given.engine)
+    )
+
+    def make(tool: str | None, reasoning: str | None) -> ParseText:
+        # What the template alone shows is parsed as on every engine.
+        parsers = HERMES_ONLY if reasoning is None and given.tool is None else own
+        return parsers.make_parser(tool, reasoning, tokenizer)
+
+    try:
+        return AnswerReader(tool, reasoning, make, special_tokens(tokenizer))
+    except EngineError as error:
+        raise _unsupported_problem("messages", str(error)) from error
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -213,6 +268,11 @@ def _plain_message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
         raise _bad_field(f"{field}.role", "every message needs a role")
     kept = {key: value for key, value in message.items() if value is not None}
     kept["content"] = _join_text(f"{field}.content", message.get("content"))
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought is not None:
+        # Templates know it under either name, as the engines' servers do.
+        text = _join_text(f"{field}.reasoning_content", thought)
+        kept |= {"reasoning_content": text, "reasoning": text}
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):

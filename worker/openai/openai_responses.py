@@ -8,18 +8,76 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_common.wire import StopReason, StreamDelta, WeightsSpan
+from rollout_worker.engines.answer_parsers import AnswerOrigin
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.running_output import RunningOutput
 
+from .answer_reading import AnswerReader, TextGate
 from .model_text import StreamedText
 from .openai_models import ChatRequest, CompletionRequest
-from .tool_calls import ToolCallFilter, parse_tool_calls
 
 Decode = Callable[[Sequence[int], bool], str]
 Choice = dict[str, Any]
 
 FINISH_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
 """`abort` is not an OpenAI value, but none of theirs says that the answer is incomplete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReading:
+    """How the answers of one chat are read.
+
+    Attributes:
+        reader: The model's.
+        request: The chat.
+        thinks: Whether they may have reasoning: not if a grammar begins with their first token.
+    """
+
+    reader: AnswerReader
+    request: ChatRequest
+    thinks: bool = True
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        return self.request.offered_tools if self.request.may_call_tools else []
+
+    @property
+    def first_marks(self) -> tuple[str, ...]:
+        """What may begin something else than content."""
+        return self.reader.first_marks(tools=bool(self.tools), thinks=self.thinks)
+
+    def content_of(self, text: str) -> str:
+        """Return a text that is content, with special tokens only if they were asked for."""
+        return self.reader.clean_text(text) if self.request.skip_special_tokens else text
+
+    def read_message(self, text: str, output: RunningOutput) -> dict[str, Any]:
+        """Return the fields of OpenAI's message for a text, or for the rest of one."""
+        origin = AnswerOrigin(
+            self.tools,
+            output.request.token_ids,
+            output.token_ids,
+            self.request.chat_template_kwargs,
+        )
+        found = self.reader.read_text(text, origin, thinks=self.thinks)
+        # Of more calls than the caller takes, the first ones.
+        most = 1 if self.request.parallel_tool_calls is False else None
+        message: dict[str, Any] = {"content": self.content_of(found.content)}
+        if found.reasoning:
+            # SGLang's server has the one name, vLLM's the other.
+            thought = self.content_of(found.reasoning)
+            message |= {"reasoning_content": thought, "reasoning": thought}
+        if found.calls:
+            earlier = sum(len(each.get("tool_calls") or ()) for each in self.request.messages)
+            message["tool_calls"] = [
+                {
+                    "id": self.reader.call_id(call.name, number),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(found.calls[:most], earlier)
+            ]
+        return message
 
 
 @dataclass(slots=True)
@@ -31,8 +89,8 @@ class OpenAIExchange:
     request: ChatRequest | CompletionRequest
     flights: list[InFlightRequest]
     decode: Decode
-    tools: bool = False
-    """Whether to parse tool calls."""
+    reading: ChatReading | None = None
+    """How answers are read; None: they are text only."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -40,15 +98,9 @@ class OpenAIExchange:
         """Whether this is the chat route."""
         return isinstance(self.request, ChatRequest)
 
-    @property
-    def max_tool_calls(self) -> int | None:
-        """How many calls of tools an answer may have: of more, the first ones; None: any number."""
-        asked = self.request.parallel_tool_calls if isinstance(self.request, ChatRequest) else None
-        return 1 if asked is False else None
-
     def make_text(self) -> StreamedText:
-        """For the text of one output."""
-        special = not self.request.skip_special_tokens
+        """For the text of one output; parsers want its special tokens."""
+        special = self.reading is not None or not self.request.skip_special_tokens
         return StreamedText(self.decode, self.request.stop_strings, special=special)
 
     def numbered_outputs(self) -> Iterator[tuple[int, InFlightRequest, RunningOutput]]:
@@ -120,22 +172,32 @@ class OpenAIExchange:
     def _make_choice(self, index: int, flight: InFlightRequest, output: RunningOutput) -> Choice:
         asked = output.request.logprobs is not None
         growing = self.make_text()
-        text = growing.push_ids(_visible_ids(output.token_ids, output)) + growing.take_rest()
+        ids = self.visible_ids(output.token_ids, output)
+        text = growing.push_ids(ids) + growing.take_rest()
         choice: Choice = {
             "index": index,
             "logprobs": self.logprobs_field(output.token_ids, output.logprobs if asked else None),
             "finish_reason": _finish_reason(output),
         }
-        if self.is_chat:
-            content, calls = parse_tool_calls(text) if self.tools else (text, [])
-            calls = calls[: self.max_tool_calls]
-            message = {"role": "assistant", "content": content or (None if calls else "")}
-            choice["message"] = {**message, "tool_calls": calls} if calls else message
-            if calls and output.stop_reason is StopReason.STOP:
-                choice["finish_reason"] = "tool_calls"
-        else:
+        if not self.is_chat:
             choice["text"] = text
+        elif self.reading is None:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            message = self.reading.read_message(text, output)
+            if "tool_calls" in message:
+                message["content"] = message["content"].lstrip() or None
+                if output.stop_reason is StopReason.STOP:
+                    choice["finish_reason"] = "tool_calls"
+            choice["message"] = {"role": "assistant", **message}
         return choice | self._token_id_fields(flight, output.token_ids, output.spans, first=True)
+
+    def visible_ids(self, ids: Sequence[int], output: RunningOutput) -> Sequence[int]:
+        """Return the ids without the stop id that ended the output, which is text only for some parsers."""
+        if self.reading is not None and self.reading.reader.is_whole:
+            return ids
+        match = output.stop_match
+        return ids[:-1] if match is not None and match.token_id is not None else ids
 
     def _token_id_fields(
         self,
@@ -162,7 +224,8 @@ class StreamedChunks:
         self._kind = "chat.completion.chunk" if exchange.is_chat else "text_completion"
         self._outputs = {(id(f), o.index): (i, f, o) for i, f, o in exchange.numbered_outputs()}
         self._growing = {key: exchange.make_text() for key in self._outputs}
-        self._gates = {key: ToolCallFilter() for key in self._outputs}
+        marks = () if exchange.reading is None else exchange.reading.first_marks
+        self._gates = {key: TextGate(marks) for key in self._outputs}
         self._made = dict.fromkeys(self._outputs, 0)
         self._offset = dict.fromkeys(self._outputs, 0)
 
@@ -185,7 +248,7 @@ class StreamedChunks:
         begin, ids = self._made[key], delta.token_ids
         self._made[key] += len(ids)
         last = output.stop_reason is not None and self._made[key] == len(output.token_ids)
-        text = self._growing[key].push_ids(_visible_ids(ids, output) if last else ids)
+        text = self._growing[key].push_ids(self._exchange.visible_ids(ids, output) if last else ids)
         logprobs = self._exchange.logprobs_field(ids, delta.logprobs, self._offset[key])
         if logprobs and "tokens" in logprobs:
             self._offset[key] += sum(len(token) for token in logprobs["tokens"])
@@ -201,15 +264,18 @@ class StreamedChunks:
             if not self._exchange.is_chat:
                 yield self._make_chunk([_partial_choice(index, finish, text=rest)])
                 continue
-            delta: dict[str, Any] = {"content": rest} if rest else {}
-            if self._exchange.tools:
-                visible = self._gates[key].push_text(rest)
-                content, calls = self._gates[key].take_rest()
-                calls = calls[: self._exchange.max_tool_calls]
-                delta = {"content": visible + content} if visible + content else {}
-                if calls:
-                    delta["tool_calls"] = [{"index": n, **c} for n, c in enumerate(calls)]
+            delta: dict[str, Any] = {"content": rest}
+            if self._exchange.reading is not None:
+                gate = self._gates[key]
+                before = self._exchange.reading.content_of(gate.push_text(rest))
+                delta = self._exchange.reading.read_message(gate.held, output)
+                delta["content"] = before + delta["content"]
+                if "tool_calls" in delta:
+                    calls = enumerate(delta["tool_calls"])
+                    delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
                     finish = "tool_calls" if finish == "stop" else finish
+            if not delta["content"]:
+                del delta["content"]
             yield self._make_chunk([_partial_choice(index, finish, delta=delta)])
         options = self._exchange.request.stream_options
         if options is not None and options.include_usage:
@@ -218,8 +284,8 @@ class StreamedChunks:
     def _text_choice(self, index: int, key: tuple[int, int], text: str) -> Choice:
         if not self._exchange.is_chat:
             return _partial_choice(index, text=text)
-        if self._exchange.tools:
-            text = self._gates[key].push_text(text)
+        if self._exchange.reading is not None:
+            text = self._exchange.reading.content_of(self._gates[key].push_text(text))
         return _partial_choice(index, delta={"content": text})
 
     def _make_chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:
@@ -232,9 +298,3 @@ def _partial_choice(index: int, finish: str | None = None, **what: Any) -> Choic
 
 def _finish_reason(output: RunningOutput) -> str:
     return FINISH_REASONS[output.stop_reason or StopReason.ABORTED]
-
-
-def _visible_ids(ids: Sequence[int], output: RunningOutput) -> Sequence[int]:
-    """The ids without the stop id that ended the output, which is not part of the text."""
-    match = output.stop_match
-    return ids[:-1] if match is not None and match.token_id is not None else ids

@@ -33,9 +33,10 @@ from rollout_worker.requests.http_requests import (
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService
 
+from .answer_formats import FORMATS, CallFormat
 from .model_text import ModelText
 from .openai_models import ChatRequest, CompletionRequest, openai_error_words, unsupported_field
-from .openai_responses import OpenAIExchange, StreamedChunks
+from .openai_responses import ChatReading, OpenAIExchange, StreamedChunks
 from .openai_structured import (
     forced_functions,
     rename_structured_error,
@@ -43,7 +44,6 @@ from .openai_structured import (
     tool_call_structure,
 )
 from .settings import DEFAULT_DEADLINE_SECONDS
-from .tool_calls import tool_parser_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
@@ -139,23 +139,36 @@ def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) 
             continue_final_message=body.continue_final_message,
         )
         call = _OpenAICall(worker, texts, request, body, min_version)
-        parser = tool_parser_of(await texts.chat_template())
-        call.tools = body.may_call_tools and parser is not None
         if functions := forced_functions(body):
-            if parser is None:
-                raise unsupported_field(
-                    "tool_choice",
-                    "the model's chat template has no known format of calls: use 'auto'",
-                )
             call.structured_by = "tools"
             call.structured = tool_call_structure(
+                await _format_to_force(texts),
                 functions,
                 await texts.special_tokens(),
                 several=body.tool_choice == "required" and body.parallel_tool_calls is not False,
             )
+        reader = await texts.answer_reader()
+        if reader is not None:
+            reading = ChatReading(reader, body, thinks=call.structured is None)
+            call.reading = reading if reading.first_marks else None
         return await call.answer_request(
             "chatcmpl", [ids], body.token_limit, logprobs=bool(body.logprobs)
         )
+
+
+async def _format_to_force(texts: ModelText) -> CallFormat:
+    """Return the format of forced calls, or refuse `tool_choice` if there is none."""
+    parser = await texts.tool_parser()
+    if parser is None:
+        raise unsupported_field(
+            "tool_choice", "the model's chat template has no known format of calls: use 'auto'"
+        )
+    form = FORMATS.get(parser)
+    if form is None or not form.can_force:
+        raise unsupported_field(
+            "tool_choice", f"calls that the parser {parser!r} reads can't be forced: use 'auto'"
+        )
+    return form
 
 
 def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
@@ -225,7 +238,7 @@ class _OpenAICall:
         self._min_version = min_version
         base = worker.settings.served_name
         self._adapter = None if body.model in (None, base) else body.model
-        self.tools = False
+        self.reading: ChatReading | None = None
         self.structured = response_structure(body.response_format)
         self.structured_by = "response_format"
 
@@ -253,7 +266,7 @@ class _OpenAICall:
             await abort_abandoned(self._worker.flights, flights)
             raise rename_structured_error(error, self.structured_by) from error
         served = self._adapter or self._worker.settings.served_name
-        exchange = OpenAIExchange(name, served, self._body, flights, decode, self.tools)
+        exchange = OpenAIExchange(name, served, self._body, flights, decode, self.reading)
         if self._body.stream:
             return await self._stream_response(exchange)
         await finish_flights(self._worker.flights, flights, DEFAULT_DEADLINE_SECONDS, self._request)
@@ -326,7 +339,8 @@ async def _stream_events(
         yield _format_event(chunks.delta_chunk(*first))
         async for flight, delta in pieces:
             yield _format_event(chunks.delta_chunk(flight, delta))
-    for chunk in chunks.closing_chunks():
+    # In a thread: what is held back until the end is parsed there.
+    for chunk in await asyncio.to_thread(lambda: list(chunks.closing_chunks())):
         yield _format_event(chunk)
     yield STREAM_END
 

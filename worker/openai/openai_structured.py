@@ -8,8 +8,8 @@ from typing import Any
 
 from rollout_common.wire.problems import ProblemError
 
+from .answer_formats import CallFormat
 from .openai_models import ChatRequest, unsupported_field
-from .tool_calls import CLOSE, OPEN
 
 ANY_OBJECT = {"type": "object"}
 
@@ -67,11 +67,16 @@ def forced_functions(body: ChatRequest) -> list[Mapping[str, Any]]:
 
 
 def tool_call_structure(
-    functions: Sequence[Mapping[str, Any]], specials: Sequence[str], *, several: bool
+    form: CallFormat,
+    functions: Sequence[Mapping[str, Any]],
+    specials: Sequence[str],
+    *,
+    several: bool,
 ) -> dict[str, Any]:
-    """Return the structure of calls of these functions in the format that `tool_calls` parses.
+    """Return the structure of calls of these functions in a format that can be forced.
 
     Args:
+        form: The format.
         functions: What may be called: `name`, perhaps `parameters`, a JSON Schema.
         specials: The tokenizer's special tokens; a grammar names them apart from text.
         several: Whether the answer may have more than one call.
@@ -88,10 +93,12 @@ def tool_call_structure(
         }
         for each in functions
     ]
-    begin, end = (mark if mark in specials else json.dumps(mark) for mark in (OPEN, CLOSE))
+    marks = (form.opens[0], form.closes) if form.closes else ()
+    named = [mark if mark in specials else json.dumps(mark) for mark in marks]
+    call = f'{named[0]} "\\n" body "\\n" {named[1]}' if named else "body"
     schema = json.dumps({"anyOf": calls}, ensure_ascii=False)
-    more = ' ("\\n" call)*' if several else ""
-    rules = (f"start: call{more}", f'call: {begin} "\\n" body "\\n" {end}', f"body: %json {schema}")
+    more = f' ("{form.between}\\n" call)*' if several else ""
+    rules = (f"start: call{more}", f"call: {call}", f"body: %json {schema}")
     return {"grammar": "\n".join(rules)}
 
 

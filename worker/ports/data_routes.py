@@ -24,10 +24,9 @@ from rollout_common.wire.problems import ProblemError
 from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.openai.openai_routes import add_openai_routes
-from rollout_worker.openai.tool_calls import tool_parser_of
 from rollout_worker.requests.http_requests import EVENTS_TYPE, EventStream, finish_flights
 from rollout_worker.requests.in_flight_requests import InFlightRequest
-from rollout_worker.service import WorkerService
+from rollout_worker.service import WorkerService, parser_names
 
 from .auth import SEE_STATE, SharedToken
 from .port_app import PortGuard, new_app
@@ -41,7 +40,7 @@ def make_data_app(worker: WorkerService) -> FastAPI:
         limits=worker.body_limits,
         refused=worker.count_refusal,
     )
-    texts = ModelText(worker.model_folder)
+    texts = ModelText(worker.model_folder, parsers=parser_names(worker.settings))
     _add_generate_route(app, worker)
     _add_info_routes(app, worker, texts)
     _add_probe_routes(app, worker)
@@ -157,7 +156,7 @@ def _add_info_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> N
     async def info() -> WorkerInfo:
         """Return what is served and what the engine supports."""
         template = await texts.chat_template()
-        return worker.worker_info(chat=bool(template), tool_parser=tool_parser_of(template))
+        return worker.worker_info(chat=bool(template), tool_parser=await texts.tool_parser())
 
     @app.get("/v1/weights")
     async def weights() -> WeightsState:

@@ -31,7 +31,8 @@ class EngineKind:
     """How to run one engine.
 
     `flags` of every worker; those of the suite's are `narrow`, so that at most `ROWS` outputs run
-    at once, and `impatient`: a step of `HANG_SECONDS` counts as hung. `in_process`: it has no
+    at once, and `impatient`: a step of `HANG_SECONDS` counts as hung. `parser`: of tool calls, one of the engine's own for
+    the format that the tiny model's template shows; the suite names it in a flag. `in_process`: it has no
     process that could die alone. `serve`: what Python runs, with the flags of `rollout-worker serve`.
     """
 
@@ -40,6 +41,7 @@ class EngineKind:
     flags: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
     impatient: tuple[str, ...] = ()
+    parser: str = "hermes"
     env: Mapping[str, str] = field(default_factory=dict)
     in_process: bool = False
     start_seconds: float = 480.0
@@ -72,12 +74,14 @@ KINDS = {
         EngineKind(
             "vllm",
             CACHE / "env-vllm" / "bin" / "python",
+            parser="qwen3_json",
             narrow=engine_args(f"--max-num-seqs={ROWS}"),
             impatient=engine_args(f"--step-deadline-seconds={HANG_SECONDS}"),
         ),
         EngineKind(
             "sglang",
             CACHE / "env-sglang" / "bin" / "python",
+            parser="qwen25",
             narrow=engine_args(f"--max-running-requests={ROWS}"),
             impatient=engine_args(f"--step-deadline-seconds={HANG_SECONDS}"),
         ),

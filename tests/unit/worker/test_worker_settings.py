@@ -43,6 +43,19 @@ def test_every_flag_has_a_variable_and_the_flag_wins() -> None:
     assert (found.data_port, found.control_port, found.dtype) == (9000, 9002, "auto")
 
 
+def test_parsers_may_be_named_among_the_engines_flags() -> None:
+    words = ["--a", "--tool-call-parser=hermes", "--reasoning-parser", "qwen3", "-b"]
+    found = settings([*ALONE, *(f"--engine-arg={word}" for word in words)])
+    assert (found.tool_call_parser, found.reasoning_parser) == ("hermes", "qwen3")
+    assert found.engine_arg == ("--a", "-b")
+    found = settings([*ALONE, "--tool-call-parser", "mistral", f"--engine-arg={words[1]}"])
+    assert (found.tool_call_parser, found.engine_arg) == ("mistral", ())
+    with pytest.raises(
+        InvalidSettings, match="--reasoning-parser among the engine's flags names no"
+    ):
+        settings([*ALONE, "--engine-arg=--reasoning-parser"])
+
+
 def test_everything_from_the_environment() -> None:
     environ = {
         "ROLLOUT_MODEL": "/m",

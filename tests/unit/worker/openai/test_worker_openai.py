@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout_common.wire.problems import ProblemError
+from rollout_worker.engines.answer_parsers import parse_hermes_call
+from rollout_worker.openai.answer_reading import AnswerReader
 from rollout_worker.openai.model_text import ModelText, StreamedText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
-from rollout_worker.openai.tool_calls import ToolCallFilter, parse_tool_calls, tool_parser_of
 from rollout_worker.ports.data_routes import make_data_app
 from tests.support.unit.asgi import call
 from tests.support.unit.tiny_worker import tiny_worker
@@ -83,46 +84,6 @@ def test_pieces_add_up_to_the_text(text: str, sizes: list[int], stop: str) -> No
         assert "".join(grow(pieces, stops)) == whole
 
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-
-
-def test_tool_calls_are_taken_out() -> None:
-    content, calls = parse_tool_calls(f"Let me see.\n{CALL}\n{CALL}")
-    assert content == "Let me see."
-    assert [call["function"]["name"] for call in calls] == ["add", "add"]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "é"}
-    assert calls[0]["id"] != calls[1]["id"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("no call ", "<tool_call>{broken</tool_call>", '<tool_call>{"arguments": {}}'),
-        *("<tool_call>[]", "<tool_call>" + "[" * 10**5),
-        r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>',
-    ],
-    ids=lambda text: text[:30],
-)
-def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parse_tool_calls(text) == (text, [])
-
-
-@given(st.lists(st.integers(1, 9), max_size=60))
-def test_a_gate_lets_nothing_of_a_call_through(sizes: list[int]) -> None:
-    text, gate, seen = f"so <tool < it is{CALL}", ToolCallFilter(), ""
-    rest = text
-    for size in [*sizes, len(text)]:
-        seen += gate.push_text(rest[:size])
-        rest = rest[size:]
-    content, calls = gate.take_rest()
-    assert (seen + content, len(calls)) == ("so <tool < it is", 1)
-
-
-def test_the_parser_is_known_by_the_template() -> None:
-    assert tool_parser_of("{% if tools %}…<tool_call>…") == "hermes"
-    assert tool_parser_of("{{ messages }}") is None
-
-
 def test_messages_become_plain() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     messages: list[dict[str, Any]] = [
@@ -138,6 +99,14 @@ def test_messages_become_plain() -> None:
     assert call["function"] == {"name": "f", "arguments": '{"x": [1]}'}, "the caller's is untouched"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_reaches_the_template_under_both_names(name: str) -> None:
+    asked = {"role": "assistant", "content": "a", name: "Hm."}
+    both = {"reasoning_content": "Hm.", "reasoning": "Hm."}
+    assert plain_messages([asked]) == [{"role": "assistant", "content": "a", **both}]
+    assert plain_messages([{**asked, name: None}]) == [{"role": "assistant", "content": "a"}]
+
+
 DEEP = {"function": {"name": "f", "arguments": "[" * 10**5}}
 
 
@@ -147,6 +116,7 @@ DEEP = {"function": {"name": "f", "arguments": "[" * 10**5}}
         ({"content": "a"}, "messages.0.role"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content"),
         ({"role": "user", "content": 3}, "messages.0.content"),
+        ({"role": "assistant", "reasoning": 3}, "messages.0.reasoning_content"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls"),
         ({"role": "assistant", "tool_calls": 5}, "messages.0.tool_calls"),
         ({"role": "assistant", "tool_calls": [DEEP]}, "messages.0.tool_calls"),
@@ -226,7 +196,8 @@ async def test_of_several_calls_only_the_first_where_one_is_asked_for(
         ModelText, "make_decoder", lambda _: given(lambda ids, _special: said if ids else "")
     )
     monkeypatch.setattr(ModelText, "render_conversation", lambda *_, **__: given([5, 6]))
-    monkeypatch.setattr(ModelText, "chat_template", lambda _: given("tools <tool_call>"))
+    reader = AnswerReader("hermes", None, lambda *_: parse_hermes_call, ())
+    monkeypatch.setattr(ModelText, "answer_reader", lambda _: given(reader))
     tool = {"type": "function", "function": {"name": "a"}}
     asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 3}
     asked |= {"parallel_tool_calls": parallel, "stream": stream}

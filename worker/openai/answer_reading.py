@@ -1,0 +1,224 @@
+"""Read answers: their content, reasoning and tool calls, by the parsers of the engine. No output is lost.
+
+A parser may leave text out, in a stream even text outside of calls. So it gets one call at a time, found by the marks of
+its format, once the answer is complete; what it makes no call of stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+from collections.abc import Callable, Collection
+
+from rollout_worker.engines.answer_parsers import (
+    HERMES_MARKS,
+    AnswerOrigin,
+    ParsedAnswer,
+    ParserNames,
+    ParseText,
+    ToolCall,
+)
+
+from .answer_formats import FORMATS, MAX_BROKEN_CALLS, MISTRAL, OTHER, WHOLE, CallFormat
+
+logger = logging.getLogger(__name__)
+
+HARMONY_PAIRS = (("gpt-oss", "gpt-oss"), ("openai", "openai_gptoss"))
+"""Parsers of tools and of reasoning that are one: a call ends reasoning, so either name means both."""
+THOUGHT_MARKS = r"(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|◁/?think▷|\s)*"
+"""What a parser of reasoning may leave out: marks and white space."""
+FUNCTION_NAME = re.compile(r"[^\s<>]+")
+HARMONY_BODY = re.compile(
+    r"<\|message\|>(.*?)(?=<\|(?:end|call|return|start|channel)\|>|$)", re.DOTALL
+)
+
+
+def choose_parsers(names: ParserNames, template: str) -> tuple[str | None, str | None]:
+    """Return the parsers of tools and of reasoning: those that flags name, else Hermes' if the template shows its format."""
+    for pair in HARMONY_PAIRS:
+        if names.tool == pair[0] or names.reasoning == pair[1]:
+            return pair
+    whole = FORMATS.get(names.reasoning or "") is WHOLE
+    shown = HERMES_MARKS[0] in template and "tools" in template
+    return names.tool or ("hermes" if shown and not whole else None), names.reasoning
+
+
+class AnswerReader:
+    """Reads the answers of one model.
+
+    Args:
+        tool: The parser of calls; None: calls stay text.
+        reasoning: The parser of reasoning; None: it stays text.
+        make: Returns the parser of these names, of which one may be None.
+        specials: The tokenizer's special tokens.
+
+    Raises:
+        EngineError: the parsers can't be used with this tokenizer.
+    """
+
+    def __init__(
+        self,
+        tool: str | None,
+        reasoning: str | None,
+        make: Callable[[str | None, str | None], ParseText],
+        specials: Collection[str],
+    ) -> None:
+        self.format = OTHER if tool is None else FORMATS.get(tool, OTHER)
+        self._whole = self._calls = self._thoughts = None
+        if WHOLE in (self.format, FORMATS.get(reasoning or "")):
+            self.format, self._whole = WHOLE, make(tool, reasoning)
+        else:
+            self._calls = None if tool is None else make(tool, None)
+            self._thoughts = None if reasoning is None else make(None, reasoning)
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._logged, self._tool = False, tool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one parser reads the whole text, and wants to see the token that ended it."""
+        return self._whole is not None
+
+    def first_marks(self, *, tools: bool, thinks: bool) -> tuple[str, ...]:
+        """Return what may begin something else than content; an empty text: anything may."""
+        if thinks and (self.is_whole or self._thoughts is not None):
+            return ("",)
+        return self.format.opens if tools and self._calls is not None else ()
+
+    def call_id(self, name: str, number: int) -> str:
+        """Return an id for the call of this number in a conversation, as the format's templates want it."""
+        if self._tool == "kimi_k2":
+            return f"functions.{name}:{number}"
+        some = uuid.uuid4().hex
+        return some[:9] if self.format is MISTRAL else f"call_{some[:24]}"
+
+    def clean_text(self, text: str) -> str:
+        """Return a text without special tokens."""
+        return self._specials.sub("", text)
+
+    def read_text(self, text: str, origin: AnswerOrigin, *, thinks: bool) -> ParsedAnswer:
+        """Return the parts of a complete text; `thinks`: it may begin with reasoning. Takes long for long texts."""
+        if self._whole is not None:
+            return self._read_whole(self._whole, text, origin)
+        found = ParsedAnswer(text)
+        if thinks and self._thoughts is not None:
+            found = self._split_reasoning(self._thoughts, text, origin)
+        if not origin.tools or self._calls is None:
+            return found
+        content, calls = self._take_calls(self._calls, found.content, origin)
+        return ParsedAnswer(content, found.reasoning, calls)
+
+    def _read_whole(self, parse: ParseText, text: str, origin: AnswerOrigin) -> ParsedAnswer:
+        found = self._try_parse(parse, text, origin)
+        if found is None or (found.calls and not (origin.tools and _are_sound(found.calls))):
+            return ParsedAnswer(text)
+        empty = not (found.content or found.reasoning or found.calls)
+        if empty or not all(_has_part(found, body) for body in HARMONY_BODY.findall(text)):
+            return ParsedAnswer(text)
+        return found
+
+    def _split_reasoning(self, parse: ParseText, text: str, origin: AnswerOrigin) -> ParsedAnswer:
+        found, whole = self._try_parse(parse, text, origin), text.rstrip()
+        if found is None or not whole.endswith(found.content.rstrip()):
+            return ParsedAnswer(text)
+        before = whole.removesuffix(found.content.rstrip())
+        thought = re.escape(found.reasoning.strip())
+        kept = re.fullmatch(f"{THOUGHT_MARKS}{thought}{THOUGHT_MARKS}", before)
+        return found if kept else ParsedAnswer(text)
+
+    def _take_calls(
+        self, parse: ParseText, text: str, origin: AnswerOrigin
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        form: CallFormat = self.format
+        kept: list[str] = []
+        calls: list[ToolCall] = []
+        begin = done = broken = 0
+        while broken < MAX_BROKEN_CALLS:
+            begin, mark = form.find_open(text, begin)
+            if not mark:
+                break
+            end = form.find_end(text, begin, mark)
+            found = None if end is None else self._try_parse(parse, text[begin:end], origin)
+            if end is None or found is None or not self._is_call(found, text[begin:end]):
+                broken += MAX_BROKEN_CALLS if form.ends == "text" else 1
+                begin = end or begin + len(mark)
+                continue
+            before = text[done:begin]
+            kept.append("" if calls and form.between and before.strip() == form.between else before)
+            if form.ends == "text":
+                kept.append(found.content)
+            calls += found.calls
+            begin = done = end
+        content = "".join((*kept, text[done:]))
+        return content.rstrip() if calls else content, tuple(calls)
+
+    def _is_call(self, found: ParsedAnswer, text: str) -> bool:
+        form = self.format
+        each = text.count(form.each) if form.each else 1
+        nested = form.ends == "mark" and text.count(form.opens[0]) > 1
+        return not nested and len(found.calls) >= each and _are_sound(found.calls)
+
+    def _try_parse(self, parse: ParseText, text: str, origin: AnswerOrigin) -> ParsedAnswer | None:
+        try:
+            return parse(text, origin)
+        except Exception:
+            if not self._logged:
+                logger.exception("the parser of answers failed: they stay text; said once")
+            self._logged = True
+            return None
+
+
+class TextGate:
+    """Passes streamed text on until one of the marks may begin; white space before it is held back, too."""
+
+    def __init__(self, marks: tuple[str, ...]) -> None:
+        self._marks = marks
+        self._is_open = True
+        self.held = ""
+        """What was not passed on."""
+
+    def push_text(self, text: str) -> str:
+        """Add new text and return what is certainly content."""
+        self.held += text
+        if not self._is_open:
+            return ""
+        found = [at for mark in self._marks if (at := self.held.find(mark)) >= 0]
+        self._is_open = not found
+        begun = max((begun_length(self.held, mark) for mark in self._marks), default=0)
+        certain = self.held[: min(found, default=len(self.held) - begun)]
+        certain = certain.rstrip() if self._marks else certain
+        self.held = self.held[len(certain) :]
+        return certain
+
+
+def begun_length(text: str, mark: str) -> int:
+    """How many trailing characters may be the start of `mark`."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
+
+
+def _are_sound(calls: tuple[ToolCall, ...]) -> bool:
+    """Whether all calls have a name of one word, and JSON that can be sent: it can escape half of a surrogate pair."""
+    try:
+        for call in calls:
+            json.loads(call.arguments)
+            (call.name + call.arguments).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return all(FUNCTION_NAME.fullmatch(call.name) for call in calls)
+
+
+def _has_part(found: ParsedAnswer, body: str) -> bool:
+    """Whether a message of gpt-oss is in what was found."""
+    text = body.strip()
+    if text in found.reasoning or text in found.content:
+        return True
+    try:
+        said = json.loads(text)
+        return any(json.loads(call.arguments) == said for call in found.calls)
+    except (ValueError, RecursionError):
+        return False
