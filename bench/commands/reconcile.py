@@ -1,4 +1,4 @@
-"""The operator with 200 pools of 4 pods, against as many Deployments: latency, CPU, writes.
+"""The operator with 200 pools of 4 pods, against as many Deployments: latency, CPU, writes; a scrape of its metrics.
 
 The pods have no processes (kwok); one server answers at all their control ports in the workers' own
 words, so the operator polls, lifts fences, sets gates and writes status as ever. Its requests are
@@ -9,11 +9,13 @@ pods, and a bare list of everything.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from bench.options import Options
 from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, Seen, figure
+from bench.rigs.metrics_scrape import measure_scrapes
 from bench.rigs.phases import Phase, ended, kinds, phase
 from localkube import processes
 from tests.support.api.apiclient import PODS, POOLS, Obj
@@ -35,7 +37,12 @@ DURATION = "rollout_operator_reconcile_duration_seconds"
 WAIT = "rollout_operator_queue_wait_seconds"
 
 
-def run(options: Options) -> Result:
+def run(options: Options) -> Iterator[Result]:
+    yield _measure_pools(options)
+    yield measure_scrapes(options)
+
+
+def _measure_pools(options: Options) -> Result:
     """Measure; steady state and restarts are repeated, the rest happens once."""
     pools, window = (50, 5) if options.quick else (200, 10)
     pools, replicas = options.pools or pools, options.replicas or REPLICAS

@@ -87,6 +87,10 @@ BIG_LOADS = (
 )
 
 
+PLAIN_LOAD = TINY_LOADS[1]
+"""What requests of other kinds are compared with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Took:
     """What one round took: tokens a second, median latency in ms, CPU ms a request."""
@@ -119,11 +123,11 @@ def compare(contenders: Contenders, options: Options) -> list[Figure]:
                 for side in (contenders.OURS, contenders.THEIRS)
             ]
             for load in suite[:1] if options.quick else suite:
-                figures += _figures(load, *_alternate(load, live, options))
+                figures += _figures(load, *take_turns(load, live, options))
     return figures
 
 
-def _alternate(load: Load, both: Sequence[Live], options: Options) -> list[list[Took]]:
+def take_turns(load: Load, both: Sequence[Live], options: Options) -> list[list[Took]]:
     """Measure both in turns; the second of a round goes first in the next. Short answers warm up."""
     found: dict[str, list[Took]] = {live.side.name: [] for live in both}
     warm = replace(load, total=min(load.total, load.in_flight), shape=_short)

@@ -36,7 +36,7 @@ class _Parsed(Collector):
         return iter(self._families)
 
 
-def run(options: Options) -> Result:
+def measure_scrapes(options: Options) -> Result:
     """Render both pages in turn."""
     rounds = options.count(15, 5)
     telemetry = OperatorTelemetry()
@@ -70,7 +70,8 @@ def run(options: Options) -> Result:
     notes = [
         f"{POOLS} pools with 4 versions and 4 conditions each: {lines:,} series, {len(page) / 1e6:.1f} MB."
     ]
-    return Result("scrape", f"A scrape of the operator's metrics, {POOLS} pools", figures, notes)
+    title = f"A scrape of the operator's metrics, {POOLS} pools"
+    return Result("reconcile", title, figures, notes, part="scrape")
 
 
 def _change_figures(telemetry: OperatorTelemetry, pools: range, number: int) -> None:

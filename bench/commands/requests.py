@@ -1,0 +1,31 @@
+"""What a kind of request adds to a plain one: our worker over each engine, against the engine's own server.
+
+Both servers run at once with the same flags and take turns, as `generate` has them. The kinds that both understand are
+compared: the most likely tokens at each position, and a scored prompt.
+`ROLLOUT_ENGINES=vllm` restricts the engines; each has a table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.baselines import sglang_server, vllm_server
+from bench.options import Options
+from bench.reporting.figures import Result
+from bench.rigs.request_kinds import GOAL_RATIO, compare_kinds
+from tests.support.engine.engine_kinds import KINDS, left_out
+
+SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
+
+
+def run(options: Options) -> Iterator[Result]:
+    for server, name in SERVERS:
+        if left_out(KINDS[server.ENGINE]) is None:
+            title = f"What kinds of requests add, our worker over {name} and {name}'s own server"
+            notes = (
+                f"Goal: at most {GOAL_RATIO:g} times what the same kind takes at the engine's own server."
+                " Tiny model in float32, 8 at once, prompts and answers of 64 tokens.",
+                "Plain: ids with the logprobs of the sampled tokens. The difference to it is what a kind adds.",
+            )
+            figures = compare_kinds(server, options)
+            yield Result("requests", title, figures, notes, part=server.ENGINE)
