@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from bench.options import Options
+from tests.support.engine.engine_kinds import KINDS
 
 from .figures import Result
 
@@ -26,7 +27,7 @@ def machine() -> str:
 
 
 def command(result: Result, options: Options) -> str:
-    part = f"ROLLOUT_ENGINES={result.part} " if result.part else ""
+    part = f"ROLLOUT_ENGINES={result.part} " if result.part in KINDS else ""
     return f"{part}python -m bench {result.name} {options.words()}".rstrip()
 
 

@@ -97,7 +97,7 @@ class Figure:
 class Result:
     """The outcome of one benchmark; `notes` are sentences that belong to the figures.
 
-    `part`: the engine, where each has a table of its own and can be measured alone.
+    `part`: the engine, where each has a table of its own and can be measured alone; or which table it is.
     """
 
     name: str
