@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rollout_common.turn import Turn, TurnTimeout
 from rollout_common.wire import SamplingMask
@@ -215,3 +217,88 @@ def test_the_turn_outlives_a_killed_worker_as_long_as_its_engine(
     until_sync(
         lambda: not any(p.alive for p in family), 30, what="the end of all, the stopped one's"
     )
+
+
+@contextmanager
+def drafting(models: dict[str, Path], home: Path) -> Iterator[Command]:
+    """A worker whose drafts come from the very model that it serves."""
+    drafts = {"method": "draft_model", "model": str(models["one"]), "num_speculative_tokens": 3}
+    flag = f"--engine-arg=--speculative-config={json.dumps(drafts)}"
+    with served(models["one"], home, flag) as worker:
+        yield worker
+
+
+def version_with_draft(folder: Path, target: Path, draft: Path, leave: int = 0) -> Path:
+    """Write a version that brings a draft; `leave`: so many tensors of the draft are left out."""
+    tensors = load_file(target / "model.safetensors")
+    brought = load_file(draft / "model.safetensors")
+    tensors |= {f"draft/{name}": brought[name].clone() for name in sorted(brought)[leave:]}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def deltas(worker: Command, count: int = 40) -> tuple[list[int], int]:
+    """Generate greedily; return the tokens, and in how many deltas they came: few, if drafts are right."""
+    sampling = {"max_tokens": count, "ignore_eos": True, "temperature": 0}
+    events = [data for kind, data in worker.stream(sampling=sampling) if kind == "delta"]
+    return [token for each in events for token in each["token_ids"]], len(events)
+
+
+def check_drafted_frequencies(worker: Command, judge: Reference) -> None:
+    """A drafted token, the second one, is drawn as often as the model's distribution says."""
+    sampling = {"n": 64, "max_tokens": 4, "ignore_eos": True, "temperature": 1, "top_k": 2}
+    outputs = [
+        output for _ in range(6) for output in worker.generate(sampling=sampling).json()["outputs"]
+    ]
+    assert all([(s["version"], s["end"]) for s in each["weights"]] == [(2, 4)] for each in outputs)
+    first, count = Counter(each["token_ids"][0] for each in outputs).most_common(1)[0]
+    seconds = Counter(each["token_ids"][1] for each in outputs if each["token_ids"][0] == first)
+    logits = judge.logits([*PROMPT, first], [0])[0]
+    wanted = distribution(logits, PROMPT, [first], SamplingParams(temperature=1, top_k=2)).exp()
+    for token in wanted.nonzero().flatten().tolist():
+        share = float(wanted[token])
+        slack = 5 * (share * (1 - share) / count) ** 0.5
+        assert abs(seconds[token] / count - share) < slack, (share, seconds)
+
+
+@pytest.mark.soak
+def test_a_version_brings_the_draft_that_guesses_its_tokens(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Right tokens and labels whatever the draft is; few steps only with the draft of these weights."""
+    one, two = models["one"], models["two"]
+    wanted = {name: Reference(models[name]).greedy(PROMPT, 40) for name in ("one", "two")}
+    both = version_with_draft(tmp_path / "both", two, two)
+    part = version_with_draft(tmp_path / "part", one, one, leave=1)
+    with drafting(models, tmp_path) as worker:
+        tokens, many = deltas(worker)
+        assert tokens == wanted["one"]
+        assert many <= 20, "the draft is the model"
+        worker.update(1, 1, two)
+        tokens, many = deltas(worker)
+        assert tokens == wanted["two"]
+        assert many >= 30, "the draft is that of other weights"
+        worker.update(1, 2, both)
+        tokens, many = deltas(worker)
+        assert tokens == wanted["two"]
+        assert many <= 20
+        for level in (1, 2):
+            worker.post("sleep", level=level)
+            worker.post("wake")
+            tokens, many = deltas(worker)
+            assert (tokens, many <= 20) == (wanted["two"], True), level
+        second = Reference(two)
+        for temperature in TEMPERATURES:
+            check(worker, "sampling", temperature, second, ["plain", "top_p"], close=CLOSE)
+        check_drafted_frequencies(worker, second)
+        staged = worker.stage(1, 3, part)
+        assert staged["phase"] == "Failed"
+        assert "publish all of the draft" in staged["error"]
+        # Without a draft the version leaves what is there; a sleep brings back the checkpoint's.
+        worker.update(1, 4, one)
+        assert deltas(worker)[1] >= 30
+        worker.post("sleep", level=2)
+        worker.post("wake")
+        tokens, many = deltas(worker)
+        assert (tokens, many <= 20) == (wanted["one"], True)

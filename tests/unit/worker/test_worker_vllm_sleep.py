@@ -12,7 +12,7 @@ import torch
 from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.engines.vllm import extension
+from rollout_worker.engines.vllm import rank_memory
 from rollout_worker.engines.vllm.launch import StepCounter
 from rollout_worker.engines.vllm.steering import SchedulerControl
 from rollout_worker.engines.vllm.vllm_streams import WeightLabels
@@ -237,8 +237,8 @@ def test_room_is_counted_as_torch_takes_it() -> None:
         4: piece(5 << 20, "cudagraph"),
         5: piece(6 << 20, "weights", asleep=True),
     }
-    assert extension.count_pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
-    assert extension.count_pinned_bytes(pieces, 2) == 8 << 20
+    assert rank_memory.count_pinned_bytes(pieces, 1) == (32 + 2 + 8) << 20
+    assert rank_memory.count_pinned_bytes(pieces, 2) == 8 << 20
 
 
 def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
@@ -250,6 +250,6 @@ def test_only_pieces_with_buffers_stay_of_what_was_kept() -> None:
         start + 64: piece(64, "weights", asleep=True),
         start + 128: piece(64, "cudagraph", asleep=True),
     }
-    extension.drop_weight_backups(pieces, [buffer, torch.zeros(0)])
+    rank_memory.drop_weight_backups(pieces, [buffer, torch.zeros(0)])
     kept = [at - start for at, data in pieces.items() if data.cpu_backup_tensor is not None]
     assert kept == [0, 128]

@@ -10,15 +10,15 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import logging
-import mmap
 import os
 import random
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,24 @@ from rollout_worker.threads import without_garbage_collection
 from .cpu_lora import mend_lora_operations
 from .draw_watch import DrawWatch
 from .load_plan import LoadPlan, LoadRecorder, replay_load
+from .rank_memory import (
+    allocator_entries,
+    count_pinned_bytes,
+    drop_weight_backups,
+    drop_weights,
+    kv_tensors,
+    release_pages,
+)
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
+from .vllm_drafts import is_of_draft, load_draft, mend_draft_sampling
 
 logger = logging.getLogger(__name__)
 
 SCORED_POSITIONS = 512
 """Positions of a prompt that are scored at once: 0.3 GB of logits with a vocabulary of 152,000."""
-MADV_DONTNEED = 4
-PAGE_BYTES = mmap.PAGESIZE
 CORE_TITLE = "::EngineCore"
 """Part of the title of the process that starts the workers."""
-ALWAYS_KEPT_TAGS = ("runtime", "cudagraph")
-"""Tags of what a GPU's sleep always copies to main memory; at level 1 it copies the weights, too."""
-WEIGHTS_TAG = "weights"
 
 
 def _end_with_parent() -> None:
@@ -134,6 +138,8 @@ class Extension:
     vllm_config: Any
     _rollout_plan: LoadPlan | None = None
     """The recorded load of this model."""
+    _rollout_draft_lost = False
+    """Whether sleep took the draft's weights."""
     _rollout_unrecordable: TensorRows | None = None
     """The tensors of a version whose load can't be recorded."""
 
@@ -156,6 +162,10 @@ class Extension:
     def rollout_mend_adapters(self) -> None:
         """Let requests without an adapter get none, on a CPU."""
         mend_lora_operations()
+
+    def rollout_mend_drafts(self) -> None:
+        """Let requests with drafts be sampled as they ask."""
+        mend_draft_sampling(cpu=self.device.type == "cpu")
 
     def rollout_prepare(self) -> None:
         """Make the buffers that a later pipeline stage receives into.
@@ -193,10 +203,24 @@ class Extension:
                 _finish_load(self)
                 return
             sink = json.loads(ticket)
-            rows = [row[:3] for row in sink["tensors"]]
+            rows = [row[:3] for row in sink["tensors"] if not is_of_draft(row[0])]
             if not self._replay(sink, rows):
                 self._load(ticket, rows)
+            self._load_draft(ticket, brought=len(rows) < len(sink["tensors"]))
             _finish_load(self)
+
+    def _load_draft(self, ticket: str, *, brought: bool) -> None:
+        """Load the draft that a version brought, or the draft's checkpoint if sleep took its weights."""
+        draft = self._draft()
+        if draft is None or not (brought or self._rollout_draft_lost):
+            return
+        load_draft(self.vllm_config, draft, rank_mappings.read_tensors(ticket) if brought else None)
+        self._rollout_draft_lost = False
+
+    def _draft(self) -> Any:
+        """Return the model that makes drafts, or None."""
+        worker: Any = self
+        return worker.get_draft_model()
 
     def _load(self, ticket: str, rows: TensorRows) -> None:
         """Load a version by vLLM, and record the copies unless that failed before."""
@@ -250,26 +274,28 @@ class Extension:
     def rollout_release(self, level: int, tags: list[str]) -> None:
         """Give memory back: all of it, or the KV cache."""
         worker: Any = self
+        if "weights" in tags and (level == 2 or self.device.type == "cpu"):
+            self._rollout_draft_lost = True  # a GPU's first level has a copy
         if self.device.type != "cpu":
             worker.sleep(level) if "weights" in tags else worker.discard(("kv_cache",))
             return
         if "kv_cache" in tags:
-            _release_pages(_kv_tensors(self.model_runner))
+            release_pages(kv_tensors(self.model_runner))
         if "weights" in tags:
-            _drop_weights(self.model_runner.get_model())
+            for model in filter(None, (self.model_runner.get_model(), self._draft())):
+                drop_weights(model)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
     def rollout_pinned_bytes(self, level: int) -> int:
         """Return how much main memory a sleep of a GPU takes here."""
-        return count_pinned_bytes(_allocator_entries(), level)
+        return count_pinned_bytes(allocator_entries(), level)
 
     def rollout_forget(self) -> None:
         """Free the copy that sleep at level 1 keeps of a GPU's weights."""
-        worker: Any = self
-        models = [self.model_runner.get_model(), worker.get_draft_model()]
+        models = [self.model_runner.get_model(), self._draft()]
         buffers = [b for model in models if model is not None for b in model.buffers()]
-        drop_weight_backups(_allocator_entries(), buffers)
+        drop_weight_backups(allocator_entries(), buffers)
         torch.accelerator.empty_host_cache()
 
     def rollout_wake(self, tags: list[str]) -> None:
@@ -291,7 +317,7 @@ def _read_watched(
 
     `settled`: whether the next load reads the same tensors.
     """
-    tensors = rank_mappings.read_tensors(ticket)
+    tensors = ((n, t) for n, t in rank_mappings.read_tensors(ticket) if not is_of_draft(n))
     if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(ticket):
         yield tensors, False
         return
@@ -299,34 +325,6 @@ def _read_watched(
         yield iter(watching), True
     given = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
     note_unread(Path(os.environ[SLOTS_VARIABLE]), given, watching.untouched_names)
-
-
-def _allocator_entries() -> dict[int, Any]:
-    from vllm.device_allocator import get_mem_allocator_instance
-
-    allocator: Any = get_mem_allocator_instance()
-    return dict(allocator.pointer_to_data)
-
-
-def count_pinned_bytes(allocations: Mapping[int, Any], level: int) -> int:
-    """Return the locked memory of a sleep at this level: torch rounds each piece up to a power of two.
-
-    `allocations`: `pointer_to_data` of vLLM's `CuMemAllocator` (vLLM 0.32).
-    """
-    tags = (*ALWAYS_KEPT_TAGS, WEIGHTS_TAG) if level == 1 else ALWAYS_KEPT_TAGS
-    sizes = (
-        data.handle[1] for data in allocations.values() if data.tag in tags and not data.is_asleep
-    )
-    return sum(1 << (size - 1).bit_length() for size in sizes if size)
-
-
-def drop_weight_backups(allocations: Mapping[int, Any], buffers: Iterable[torch.Tensor]) -> None:
-    """Free the copies of the weights, except pieces with buffers: no load brings those back."""
-    places = [buffer.data_ptr() for buffer in buffers if buffer.numel()]
-    for start, data in allocations.items():
-        end = start + data.handle[1]
-        if data.tag == WEIGHTS_TAG and data.is_asleep and not any(start <= p < end for p in places):
-            data.cpu_backup_tensor = None
 
 
 def _finish_load(worker: Extension) -> None:
@@ -338,7 +336,8 @@ def _finish_load(worker: Extension) -> None:
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    for module in worker.model_runner.get_model().modules():
+    models = filter(None, (worker.model_runner.get_model(), worker._draft()))
+    for module in itertools.chain.from_iterable(model.modules() for model in models):
         # vLLM packs a linear layer when its own tensors were loaded. A head that is tied to the
         # embedding has none.
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
@@ -347,36 +346,3 @@ def _finish_load(worker: Extension) -> None:
         experts = getattr(kernel, "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts):
             experts.process_weights_after_loading(module)
-
-
-def _kv_tensors(runner: Any) -> list[torch.Tensor]:
-    """Return the tensors of the KV cache, also of layers that keep a list of them."""
-    found: list[torch.Tensor] = []
-    for cache in runner.kv_caches:
-        found += [cache] if isinstance(cache, torch.Tensor) else list(cache)
-    return found
-
-
-def _drop_weights(model: Any) -> None:
-    """Give a CPU model's weights back; only a load makes it usable again."""
-    for module in model.modules():
-        if hasattr(module, "cpu_linear"):
-            module.cpu_linear = _raise_asleep  # the packed copy goes with the old function
-    _release_pages([parameter.data for parameter in model.parameters()])
-
-
-def _raise_asleep(*_: object) -> torch.Tensor:
-    raise RuntimeError("the weights are asleep")
-
-
-def _release_pages(tensors: list[torch.Tensor]) -> None:
-    """Let the system take the pages of tensors; they are zero when they are touched again."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    for start, size in {(storage.data_ptr(), storage.nbytes()) for storage in storages}:
-        first = -(-start // PAGE_BYTES) * PAGE_BYTES
-        last = (start + size) // PAGE_BYTES * PAGE_BYTES
-        if last > first and libc.madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED
-        ):
-            raise OSError(ctypes.get_errno(), "madvise failed")

@@ -44,6 +44,7 @@ from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
 from .under_ray import prepare_ray
+from .vllm_drafts import add_draft, check_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,6 @@ DEFAULT_BATCH_TOKENS = 32768
 SHARED_DEVICE_FLAGS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
 """Flags by which a sleep gives back more than weights and KV. They cost all-reduces in graphs a copy, so they
 are set only where others share the devices."""
-
-DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(slots=True)
@@ -143,7 +142,8 @@ def prepare_launch(
     # With grammars of the same library as those that were checked.
     config.structured_outputs_config.backend = "guidance"
     tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-    return config, checkpoint_layout(open_source(options.model).entries, tied=tied)
+    layout = checkpoint_layout(open_source(options.model).entries, tied=tied)
+    return config, add_draft(layout, config)
 
 
 def launch_vllm(
@@ -230,7 +230,7 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
         # Nothing is worth compiling in eager mode, and it would take a C++ compiler in the image.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _check_head_size(config)
-    _check_drafts(config)
+    check_drafts(config, 1 if options.gang is None else 2)
     if cpu or options.max_batch_tokens is not None:
         _bound_kv_cache(config, options)
     config.model_config.max_model_len += SLACK_TOKENS
@@ -323,17 +323,6 @@ def most_top_logprobs(config: Any) -> int:
     """Return the largest `top_logprobs` that vLLM takes: `--max-logprobs`, where it is given."""
     most = int(config.model_config.max_logprobs)
     return MAX_TOP_LOGPROBS if most < 0 else min(most, MAX_TOP_LOGPROBS)
-
-
-def _check_drafts(config: Any) -> None:
-    """Refuse drafts of a model: an update would leave that model's weights as they were."""
-    drafts = config.speculative_config
-    if drafts is not None and drafts.method not in DRAFTS_WITHOUT_WEIGHTS:
-        raise EngineError(
-            f"engine.args: --speculative-config: method {drafts.method!r} has weights of its own, "
-            f"which no update changes: use one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}, or leave "
-            "it out"
-        )
 
 
 def _check_head_size(config: Any) -> None:

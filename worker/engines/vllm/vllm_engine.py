@@ -159,6 +159,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             await llm.collective_rpc("rollout_record_masks")
         if launched.cpu and launched.config.lora_config is not None:
             await llm.collective_rpc("rollout_mend_adapters")
+        if launched.config.speculative_config is not None:
+            await llm.collective_rpc("rollout_mend_drafts")
         if "seed" not in self._settings.given:
             await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
         if launched.config.parallel_config.pipeline_parallel_size > 1:

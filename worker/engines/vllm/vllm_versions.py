@@ -33,6 +33,7 @@ from rollout_worker.lora.lora_sink import LoraAdapter
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
 from .vllm_adapters import VllmAdapters
+from .vllm_drafts import check_whole
 from .vllm_streams import WeightLabels
 
 
@@ -64,6 +65,7 @@ class VllmVersions(RankVersions):
         on_disk: bool = False,
         given: GivenWeights | None = None,
     ) -> Sink:
+        check_whole(entries, self._launched.layout)
         gang, spill_dir = self._options.gang, self._options.spill_dir
         return await open_mapped_sink(
             entries,
