@@ -59,7 +59,7 @@ def plain_texts(count: int) -> list[str]:
 
 
 def cases(engine: str) -> list[dict[str, Any]]:
-    found = [
+    found: list[dict[str, Any]] = [
         {"tool": PARSERS[engine][family], "texts": [each.text for each in answers], "tools": TOOLS}
         for family, answers in ANSWERS.items()
     ]

@@ -46,6 +46,7 @@ def token_ids(tool: str, text: str) -> list[int]:
 def main() -> None:
     engine, folder = sys.argv[1:]
     parsers, tokenizer = find_parsers(engine), load_tokenizer(Path(folder))
+    assert tokenizer is not None
     results: list[Any] = []
     for case in json.load(sys.stdin):
         names = ParserNames(engine, case.get("tool"), case.get("reasoning"))
@@ -55,7 +56,7 @@ def main() -> None:
             reader = AnswerReader(
                 tool,
                 reasoning,
-                lambda *pair: parsers.make_parser(*pair, tokenizer),
+                lambda tool, reasoning: parsers.make_parser(tool, reasoning, tokenizer),
                 special_tokens(tokenizer),
             )
         except EngineError as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineError
@@ -88,6 +88,7 @@ def stream(text: str, sizes: Sequence[int], reader: AnswerReader = HERMES) -> tu
     return seen + found.content, len(found.calls)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), max_size=60))
 def test_a_gate_lets_nothing_of_a_call_through(sizes: list[int]) -> None:
     assert stream(f"so <tool < it is\n{CALL}", sizes) == ("so <tool < it is", 1)
@@ -98,12 +99,14 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(PIECES, max_size=12).map("".join), st.lists(st.integers(1, 9), max_size=30))
 def test_a_stream_says_what_the_whole_answer_says(text: str, sizes: list[int]) -> None:
     content, calls = parsed(text)
     assert stream(text, sizes) == (content, len(calls))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.one_of(st.text(max_size=9), st.just(CALL)), max_size=9))
 def test_no_character_outside_of_calls_is_lost(parts: list[str]) -> None:
     text = "".join(part for part in parts if part != CALL)
@@ -128,7 +131,7 @@ def test_a_parser_that_fails_leaves_the_text_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(text: str, origin: AnswerOrigin) -> ParsedAnswer:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("secret")
 
     for tool, reasoning in (("hermes", "qwen3"), ("gpt-oss", "gpt-oss")):
         reader = AnswerReader(tool, reasoning, lambda *_: fail, ())
@@ -136,6 +139,8 @@ def test_a_parser_that_fails_leaves_the_text_and_is_logged_once(
             for _ in range(2):
                 assert parsed(CALL, reader) == (CALL, [])
         assert len(caplog.records) == 1
+        assert "ZeroDivisionError at" in caplog.text
+        assert "secret" not in caplog.text
         caplog.clear()
 
 
@@ -147,6 +152,8 @@ def test_a_parser_that_fails_leaves_the_text_and_is_logged_once(
         (ParsedAnswer("Well.", "H"), False),
         (ParsedAnswer("Well.", ""), False),
         (ParsedAnswer("<think>Hm</think>\nWell."), True),
+        (ParsedAnswer("\nWell.", "<think>Hm"), True),
+        (ParsedAnswer("Well.", "m"), False),
     ],
     ids=str,
 )
@@ -160,6 +167,13 @@ def test_a_parser_of_reasoning_that_loses_text_is_not_believed(
     assert reader.read_text(text, AnswerOrigin(), thinks=False) == ParsedAnswer(text)
     assert reader.first_marks(tools=False, thinks=True) == ("",)
     assert reader.first_marks(tools=False, thinks=False) == ()
+
+
+def test_reasoning_may_say_what_its_marks_say() -> None:
+    found = ParsedAnswer("think", "think")
+    reader = AnswerReader(None, "odd", lambda *_: lambda *_: found, ())
+    said = reader.read_text("<think>think</think>think", AnswerOrigin(), thinks=True)
+    assert said == found
 
 
 @pytest.mark.parametrize(
