@@ -15,6 +15,7 @@ from tests.support.engine.recorded_answers import (
     ANSWERS,
     ARGUMENTS,
     CALLS,
+    OTHERS,
     PARSERS,
     SPECIALS,
     TOOLS,
@@ -62,6 +63,10 @@ def cases(engine: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"tool": PARSERS[engine][family], "texts": [each.text for each in answers], "tools": TOOLS}
         for family, answers in ANSWERS.items()
+    ]
+    found += [
+        {"tool": name, "texts": [each.text for each in answers], "tools": TOOLS}
+        for name, answers in OTHERS.items()
     ]
     found += [
         {
@@ -135,12 +140,13 @@ def expected(answer: Recorded) -> list[Any]:
     return [content, answer.reasoning, [[name, ARGUMENTS] for name in answer.calls]]
 
 
-@pytest.mark.parametrize("family", ANSWERS)
+@pytest.mark.parametrize("family", [*ANSWERS, *OTHERS])
 def test_recorded_answers_are_read_whole_and_in_pieces(
     results: tuple[str, list[dict[str, Any]]], family: str
 ) -> None:
-    texts = [each.text for each in ANSWERS[family]]
-    for answer, reads in zip(ANSWERS[family], found_of(results, texts=texts), strict=True):
+    answers = {**ANSWERS, **OTHERS}[family]
+    texts = [each.text for each in answers]
+    for answer, reads in zip(answers, found_of(results, texts=texts), strict=True):
         for content, reasoning, calls in reads:
             said = [[name, json.loads(arguments)] for name, arguments in calls]
             assert [content, reasoning, said] == expected(answer), answer.text

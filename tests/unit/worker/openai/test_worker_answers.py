@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.answer_parsers import (
@@ -20,9 +21,11 @@ from rollout_worker.engines.answer_parsers import (
     ParsedAnswer,
     ParserNames,
     ToolCall,
+    parse_hermes_call,
 )
 from rollout_worker.openai.answer_formats import FORMATS
 from rollout_worker.openai.answer_reading import AnswerReader, TextGate, choose_parsers
+from rollout_worker.openai.openai_structured import tool_call_structure
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 ORIGIN = AnswerOrigin(TOOLS)
@@ -280,3 +283,30 @@ def test_formats_that_can_be_forced_are_json_objects() -> None:
     assert forced == {
         *("hermes", "qwen", "qwen25", "qwen3_json", "llama3", "llama3_json", "llama4_json"),
     }
+
+
+def forced_text_is_accepted(tool: str, text: str, *, several: bool = True) -> bool:
+    """Whether the grammar of a forced call takes a text, and its end."""
+    function = {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    }
+    asked = tool_call_structure(FORMATS[tool], [function], (), several=several)
+    matcher = LLMatcher(LLTokenizer("byte"), asked["grammar"])
+    taken = matcher.try_consume_tokens(list(text.encode()))
+    return taken == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("tool", ["hermes", "llama3_json"])
+def test_a_forced_call_is_what_the_parser_reads(tool: str) -> None:
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    if tool == "hermes":
+        call = f"<tool_call>\n{call}\n</tool_call>"
+    between = ";\n" if tool == "llama3_json" else "\n"
+    assert forced_text_is_accepted(tool, call)
+    assert forced_text_is_accepted(tool, call + between + call)
+    assert not forced_text_is_accepted(tool, call + between + call, several=False)
+    for wrong in ("", "Well.", call.replace("add", "mul"), call.replace("1", '"x"'), call + "."):
+        assert not forced_text_is_accepted(tool, wrong), wrong
+    reader = AnswerReader(tool, None, lambda *_: parse_hermes_call, ())
+    assert parsed(call + between + call, reader) == ("", [{"a": 1}, {"a": 1}])
