@@ -73,8 +73,10 @@ def make_engine_factory(
 
     def create() -> Engine:
         options = _engine_options(settings, gang, staging, guest=guest)
+        # The engine first: it sets what its library reads of the environment when it is imported.
+        engine = create_engine(settings.engine, options)
         check_parsers(parser_names(settings), options.model)
-        return create_engine(settings.engine, options)
+        return engine
 
     return create
 

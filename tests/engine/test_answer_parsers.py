@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.engine_kinds import CACHE, KINDS, ROOT
+from tests.support.engine.engine_kinds import CACHE, KINDS, ROOT, left_out
 from tests.support.engine.recorded_answers import (
     ANSWERS,
     ARGUMENTS,
     CALLS,
+    OTHERS,
     PARSERS,
     SPECIALS,
     TOOLS,
@@ -23,8 +24,8 @@ from tests.support.engine.recorded_answers import (
 )
 
 JOB = ROOT / "tests" / "support" / "engine" / "answer_reading_job.py"
-VOCABULARY = CACHE / "env-sglang/lib/python3.11/site-packages/tml_renderers/data"
-"""Has the file of gpt-oss' tokens, which vLLM would download."""
+VOCABULARY = "lib/python3.*/site-packages/tml_renderers/data"
+"""In SGLang's environment: has the file of gpt-oss' tokens, which vLLM would download."""
 REASONING = {"vllm": ("deepseek_r1", "qwen3"), "sglang": ("deepseek-r1", "qwen3")}
 WORDS = (
     *"a é\n.",
@@ -59,9 +60,13 @@ def plain_texts(count: int) -> list[str]:
 
 
 def cases(engine: str) -> list[dict[str, Any]]:
-    found = [
+    found: list[dict[str, Any]] = [
         {"tool": PARSERS[engine][family], "texts": [each.text for each in answers], "tools": TOOLS}
         for family, answers in ANSWERS.items()
+    ]
+    found += [
+        {"tool": name, "texts": [each.text for each in answers], "tools": TOOLS}
+        for name, answers in OTHERS.items()
     ]
     found += [
         {
@@ -100,11 +105,14 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[dict[str, Any]]]:
     engine = request.param
+    if reason := left_out(KINDS[engine]):
+        pytest.skip(reason)
+    [vocabulary] = (CACHE / "env-sglang").glob(VOCABULARY)
     folder = write_tokenizer(tmp_path_factory.mktemp("marks"))
     ours = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
         [str(KINDS[engine].python), str(JOB), engine, str(folder)],
-        env={**os.environ, **ours, "TIKTOKEN_ENCODINGS_BASE": str(VOCABULARY)},
+        env={**os.environ, **ours, "TIKTOKEN_ENCODINGS_BASE": str(vocabulary)},
         input=json.dumps(cases(engine)),
         capture_output=True,
         text=True,
@@ -135,12 +143,13 @@ def expected(answer: Recorded) -> list[Any]:
     return [content, answer.reasoning, [[name, ARGUMENTS] for name in answer.calls]]
 
 
-@pytest.mark.parametrize("family", ANSWERS)
+@pytest.mark.parametrize("family", [*ANSWERS, *OTHERS])
 def test_recorded_answers_are_read_whole_and_in_pieces(
     results: tuple[str, list[dict[str, Any]]], family: str
 ) -> None:
-    texts = [each.text for each in ANSWERS[family]]
-    for answer, reads in zip(ANSWERS[family], found_of(results, texts=texts), strict=True):
+    answers = {**ANSWERS, **OTHERS}[family]
+    texts = [each.text for each in answers]
+    for answer, reads in zip(answers, found_of(results, texts=texts), strict=True):
         for content, reasoning, calls in reads:
             said = [[name, json.loads(arguments)] for name, arguments in calls]
             assert [content, reasoning, said] == expected(answer), answer.text

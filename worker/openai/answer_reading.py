@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import traceback
 import uuid
 from collections.abc import Callable, Collection
 
@@ -27,8 +28,10 @@ logger = logging.getLogger(__name__)
 
 HARMONY_PAIRS = (("gpt-oss", "gpt-oss"), ("openai", "openai_gptoss"))
 """Parsers of tools and of reasoning that are one: a call ends reasoning, so either name means both."""
-THOUGHT_MARKS = r"(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|◁/?think▷|\s)*"
+THOUGHT_MARKS = re.compile(r"(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|◁/?think▷|\s)*")
 """What a parser of reasoning may leave out: marks and white space."""
+MOST_MARKS = 80
+"""Characters of marks before reasoning."""
 FUNCTION_NAME = re.compile(r"[^\s<>]+")
 HARMONY_BODY = re.compile(
     r"<\|message\|>(.*?)(?=<\|(?:end|call|return|start|channel)\|>|$)", re.DOTALL
@@ -124,9 +127,7 @@ class AnswerReader:
         if found is None or not whole.endswith(found.content.rstrip()):
             return ParsedAnswer(text)
         before = whole.removesuffix(found.content.rstrip())
-        thought = re.escape(found.reasoning.strip())
-        kept = re.fullmatch(f"{THOUGHT_MARKS}{thought}{THOUGHT_MARKS}", before)
-        return found if kept else ParsedAnswer(text)
+        return found if _is_framed(found.reasoning.strip(), before) else ParsedAnswer(text)
 
     def _take_calls(
         self, parse: ParseText, text: str, origin: AnswerOrigin
@@ -163,9 +164,16 @@ class AnswerReader:
     def _try_parse(self, parse: ParseText, text: str, origin: AnswerOrigin) -> ParsedAnswer | None:
         try:
             return parse(text, origin)
-        except Exception:
+        except Exception as error:  # noqa: BLE001  # libraries raise anything
             if not self._logged:
-                logger.exception("the parser of answers failed: they stay text; said once")
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                # Without its message, which may quote the answer.
+                logger.error(  # noqa: TRY400
+                    "a parser failed, so answers stay text (said once): %s at %s:%s",
+                    type(error).__name__,
+                    place.filename,
+                    place.lineno,
+                )
             self._logged = True
             return None
 
@@ -199,6 +207,18 @@ def begun_length(text: str, mark: str) -> int:
         if text.endswith(mark[:size]):
             return size
     return 0
+
+
+def _is_framed(thought: str, text: str) -> bool:
+    """Whether a text is this one between marks."""
+    limit = MOST_MARKS + len(thought)
+    at = text.find(thought, 0, limit)
+    while at >= 0:
+        sides = text[:at], text[at + len(thought) :]
+        if all(THOUGHT_MARKS.fullmatch(side) for side in sides):
+            return True
+        at = text.find(thought, at + 1, limit)
+    return False
 
 
 def _are_sound(calls: tuple[ToolCall, ...]) -> bool:

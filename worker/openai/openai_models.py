@@ -41,6 +41,7 @@ ABSENT: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), (True,)),
     "parallel_tool_calls": (True, False),
 }
 """Values that say the same as leaving a field out, as null does for all of them."""

@@ -9,6 +9,7 @@ reasoning, [[name, arguments], …]]`, whole and in pieces of `PIECES` character
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ def token_ids(tool: str, text: str) -> list[int]:
 
 def main() -> None:
     engine, folder = sys.argv[1:]
+    before = dict(os.environ)
     parsers, tokenizer = find_parsers(engine), load_tokenizer(Path(folder))
+    assert tokenizer is not None
+    assert engine == "vllm" or dict(os.environ) == before
     results: list[Any] = []
     for case in json.load(sys.stdin):
         names = ParserNames(engine, case.get("tool"), case.get("reasoning"))
@@ -55,7 +59,7 @@ def main() -> None:
             reader = AnswerReader(
                 tool,
                 reasoning,
-                lambda *pair: parsers.make_parser(*pair, tokenizer),
+                lambda tool, reasoning: parsers.make_parser(tool, reasoning, tokenizer),
                 special_tokens(tokenizer),
             )
         except EngineError as error:

@@ -125,6 +125,26 @@ ANSWERS: dict[str, list[Recorded]] = {
         broken(f"{THOUGHT}{harmony('add').replace('}', ']', 1)}"),
     ],
 }
+KIMI = [f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin")]
+KIMI += [f"<|tool_{name}|>" for name in ("call_end", "calls_section_end")]
+KIMI_CALL = f"{KIMI[0]}{KIMI[1]}functions.add:0{KIMI[2]}{JSON}{KIMI[3]}{KIMI[4]}"
+OTHERS = {
+    "kimi_k2": [Recorded(f"Well é. {KIMI_CALL}", ("add",), "Well é."), broken("a < b [1]")],
+    "pythonic": [
+        Recorded(f"[add(a=1, b={ARGUMENTS['b']!r})]", ("add",), ""),
+        broken("[add(a=1, b="),
+        broken("[1, 2]"),
+    ],
+    "glm45": [
+        Recorded(
+            "Well é.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+            f"<arg_value>{ARGUMENTS['b']}</arg_value>\n</tool_call>",
+            ("add",),
+            "Well é.",
+        )
+    ],
+}
+"""Of parsers that both engines have under the same name."""
 PARSERS = {
     "vllm": {
         "hermes": "hermes",
@@ -151,6 +171,7 @@ def write_tokenizer(folder: Path) -> Path:
     maker = script()
     tokenizer = maker._tokenizer(2048)
     tokenizer.add_special_tokens(SPECIALS)
+    tokenizer.add_special_tokens(KIMI)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -5,6 +5,7 @@ They run in the worker's process, not in SGLang's, which sees token ids only.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rollout_worker.engines.answer_parsers import (
@@ -18,13 +19,21 @@ from rollout_worker.engines.answer_parsers import (
 
 HARMONY_START = "<|start|>assistant"
 """What a prompt of gpt-oss ends with, and its parser looks for."""
+CACHE_VARIABLES = (
+    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR"),
+    "FLASHINFER_WORKSPACE_BASE",
+)
+"""The import of SGLang moves the caches of libraries, and so those of a trainer in whose process it happens."""
 
 
 def sglang_parsers() -> EngineParsers:
     """Return the parsers that the installed SGLang has."""
+    moved = [name for name in CACHE_VARIABLES if name not in os.environ]
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
     from sglang.srt.parser.reasoning_parser_names import REASONING_PARSER_NAMES
 
+    for name in moved:
+        os.environ.pop(name, None)
     return EngineParsers(TOOL_CALL_PARSER_NAMES, REASONING_PARSER_NAMES, make_parser)
 
 

@@ -41,6 +41,7 @@ def make_parser(tool: str | None, reasoning: str | None, tokenizer: Any) -> Pars
         tool_parser_name=tool,
         reasoning_parser_name=reasoning,
         enable_auto_tools=True,
+        model_name=tokenizer.name_or_path,
         is_harmony=harmony,
         tokenizer=cached,
     )

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.answer_parsers import (
@@ -20,9 +21,11 @@ from rollout_worker.engines.answer_parsers import (
     ParsedAnswer,
     ParserNames,
     ToolCall,
+    parse_hermes_call,
 )
 from rollout_worker.openai.answer_formats import FORMATS
 from rollout_worker.openai.answer_reading import AnswerReader, TextGate, choose_parsers
+from rollout_worker.openai.openai_structured import tool_call_structure
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 ORIGIN = AnswerOrigin(TOOLS)
@@ -88,6 +91,7 @@ def stream(text: str, sizes: Sequence[int], reader: AnswerReader = HERMES) -> tu
     return seen + found.content, len(found.calls)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), max_size=60))
 def test_a_gate_lets_nothing_of_a_call_through(sizes: list[int]) -> None:
     assert stream(f"so <tool < it is\n{CALL}", sizes) == ("so <tool < it is", 1)
@@ -98,12 +102,14 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(PIECES, max_size=12).map("".join), st.lists(st.integers(1, 9), max_size=30))
 def test_a_stream_says_what_the_whole_answer_says(text: str, sizes: list[int]) -> None:
     content, calls = parsed(text)
     assert stream(text, sizes) == (content, len(calls))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.one_of(st.text(max_size=9), st.just(CALL)), max_size=9))
 def test_no_character_outside_of_calls_is_lost(parts: list[str]) -> None:
     text = "".join(part for part in parts if part != CALL)
@@ -128,7 +134,7 @@ def test_a_parser_that_fails_leaves_the_text_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(text: str, origin: AnswerOrigin) -> ParsedAnswer:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("secret")
 
     for tool, reasoning in (("hermes", "qwen3"), ("gpt-oss", "gpt-oss")):
         reader = AnswerReader(tool, reasoning, lambda *_: fail, ())
@@ -136,6 +142,8 @@ def test_a_parser_that_fails_leaves_the_text_and_is_logged_once(
             for _ in range(2):
                 assert parsed(CALL, reader) == (CALL, [])
         assert len(caplog.records) == 1
+        assert "ZeroDivisionError at" in caplog.text
+        assert "secret" not in caplog.text
         caplog.clear()
 
 
@@ -147,6 +155,8 @@ def test_a_parser_that_fails_leaves_the_text_and_is_logged_once(
         (ParsedAnswer("Well.", "H"), False),
         (ParsedAnswer("Well.", ""), False),
         (ParsedAnswer("<think>Hm</think>\nWell."), True),
+        (ParsedAnswer("\nWell.", "<think>Hm"), True),
+        (ParsedAnswer("Well.", "m"), False),
     ],
     ids=str,
 )
@@ -160,6 +170,13 @@ def test_a_parser_of_reasoning_that_loses_text_is_not_believed(
     assert reader.read_text(text, AnswerOrigin(), thinks=False) == ParsedAnswer(text)
     assert reader.first_marks(tools=False, thinks=True) == ("",)
     assert reader.first_marks(tools=False, thinks=False) == ()
+
+
+def test_reasoning_may_say_what_its_marks_say() -> None:
+    found = ParsedAnswer("think", "think")
+    reader = AnswerReader(None, "odd", lambda *_: lambda *_: found, ())
+    said = reader.read_text("<think>think</think>think", AnswerOrigin(), thinks=True)
+    assert said == found
 
 
 @pytest.mark.parametrize(
@@ -266,3 +283,30 @@ def test_formats_that_can_be_forced_are_json_objects() -> None:
     assert forced == {
         *("hermes", "qwen", "qwen25", "qwen3_json", "llama3", "llama3_json", "llama4_json"),
     }
+
+
+def forced_text_is_accepted(tool: str, text: str, *, several: bool = True) -> bool:
+    """Whether the grammar of a forced call takes a text, and its end."""
+    function = {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    }
+    asked = tool_call_structure(FORMATS[tool], [function], (), several=several)
+    matcher = LLMatcher(LLTokenizer("byte"), asked["grammar"])
+    taken = matcher.try_consume_tokens(list(text.encode()))
+    return taken == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("tool", ["hermes", "llama3_json"])
+def test_a_forced_call_is_what_the_parser_reads(tool: str) -> None:
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    if tool == "hermes":
+        call = f"<tool_call>\n{call}\n</tool_call>"
+    between = ";\n" if tool == "llama3_json" else "\n"
+    assert forced_text_is_accepted(tool, call)
+    assert forced_text_is_accepted(tool, call + between + call)
+    assert not forced_text_is_accepted(tool, call + between + call, several=False)
+    for wrong in ("", "Well.", call.replace("add", "mul"), call.replace("1", '"x"'), call + "."):
+        assert not forced_text_is_accepted(tool, wrong), wrong
+    reader = AnswerReader(tool, None, lambda *_: parse_hermes_call, ())
+    assert parsed(call + between + call, reader) == ("", [{"a": 1}, {"a": 1}])
