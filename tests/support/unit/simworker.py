@@ -226,6 +226,14 @@ class SimWorker:
         """Give all memory back, and what is staged with it."""
         self.hold, self.staged, self.woken, self.empty = "Asleep", None, False, False
 
+    def pause(self) -> None:
+        """Hold generation."""
+        self.hold_with("Paused")
+
+    def resume(self) -> None:
+        """Drop the hold of a pause."""
+        self.hold = None
+
     def wake(self, body: WakeRequest) -> str | None:
         """Take memory back, that of weights alone and without values if so asked."""
         if body.load is False:
