@@ -243,12 +243,7 @@ class PoolWriter(WriteRunner):
         meta = {"name": gate.name, "namespace": self.key.namespace, "uid": gate.uid}
         status = {"conditions": _gate_conditions(gate, self.ctx.clock())}
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "status": status}
-        try:
-            await self._patch(PODS, gate.name, body, kind="apply", subresource="status")
-        except Invalid as error:
-            if "metadata.uid" in error.message:  # another pod: the server sees a change of its uid
-                raise Conflict.from_error(error) from error
-            raise
+        await self._patch(PODS, gate.name, body, kind="apply", subresource="status")
         logger.info("gate of %s: %s", gate.name, gate.reason, extra=self.extra)
 
     async def apply_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
@@ -270,7 +265,14 @@ class PoolWriter(WriteRunner):
 
     async def _patch(self, resource: ResourceName, name: str, body: Any, **how: Any) -> Obj:
         """Patch a child; the store takes the answer."""
-        answer = await self.ctx.kube.patch(resource, self.key.namespace, name, body, **how)
+        try:
+            answer = await self.ctx.kube.patch(resource, self.key.namespace, name, body, **how)
+        except Invalid as error:
+            if (
+                "metadata.uid" in error.message
+            ):  # another child: the server sees a change of its uid
+                raise Conflict.from_error(error) from error
+            raise
         self.ctx.store.upsert_written(resource, answer)
         return answer
 

@@ -122,11 +122,11 @@ class SimCalls:
             case ControlVerb.DISCARD:
                 worker.discard(call.body)  # type: ignore[arg-type]
             case ControlVerb.PAUSE:
-                worker.hold_with("Paused")
+                worker.pause()
             case ControlVerb.SLEEP:
                 worker.sleep()
             case ControlVerb.RESUME:
-                worker.hold = None
+                worker.resume()
             case ControlVerb.WAKE:
                 problem = worker.wake(call.body)  # type: ignore[arg-type]
         if flight.ours:

@@ -227,6 +227,14 @@ class SimWorker:
             self.staged = None
         self.hold, self.woken, self.empty = "Asleep", False, False
 
+    def pause(self) -> None:
+        """Hold generation."""
+        self.hold_with("Paused")
+
+    def resume(self) -> None:
+        """Drop the hold of a pause."""
+        self.hold = None
+
     def wake(self, body: WakeRequest) -> str | None:
         """Take memory back, that of weights alone and without values if so asked."""
         if body.load is False:

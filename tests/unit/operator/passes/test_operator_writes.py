@@ -93,13 +93,14 @@ async def test_a_pod_that_terminates_already_is_no_change(api: Loopback, ctx: Pa
 UID_REFUSED = "metadata.uid: Invalid value: field is immutable"
 
 
-async def test_a_gate_of_another_pod_of_that_name_is_no_error(
+async def test_the_gate_and_labels_of_another_pod_of_that_name_are_no_error(
     api: Loopback, ctx: PassContext
 ) -> None:
     path, gate = f"{PODS}/math-0-0/status", SetGate("math-0-0", "u", True, "b", "Serving")
     api.answer("PATCH", path, {"reason": "Invalid", "message": UID_REFUSED}, 422)
     writer = PoolWriter(ctx, KEY, "ours")
     await writer.set_gate(gate)
+    await writer.relabel_pod("math-0-0", "u", {})
     assert not writer.obstacles.reported_labels
     api.answer("PATCH", path, {"reason": "Invalid", "message": "status.conditions: no"}, 422)
     writer = PoolWriter(ctx, KEY, "ours")

@@ -1,0 +1,341 @@
+"""A cluster in memory on which a story is played, and the judge of all that happens there meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from rollout_operator.api import names
+from rollout_operator.api.objects import Obj
+from tests.support.faults.faulty_operator import Accident, FaultyOperator
+from tests.support.faults.memory_api import Change, MemoryApi
+from tests.support.faults.memory_nodes import Nodes
+from tests.support.faults.memory_wire import MemoryServer
+from tests.support.unit.virtualtime import VirtualLoop
+
+T = TypeVar("T")
+
+EPOCH = 1_000_000_000.0
+POOL = ("rolloutreplicas", "rl", "math")
+QUIET_SECONDS = 12.0
+"""A pool at rest, whose heads are polled every five seconds, writes nothing for so long."""
+END_SECONDS = 900.0
+"""Longer than the longest back-off and the longest interval between two lists together."""
+START_SECONDS = 8.0
+COMMIT = "weights/commit"
+
+Spec = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A cluster at rest, from which stories start."""
+
+    snapshot: tuple[Any, ...]
+    uids: int
+    nodes: Nodes
+    now: float
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens to a pool, how it must end, and what must hold all the while.
+
+    Attributes:
+        act: What happens.
+        missing: Returns what is missing of the end; empty: it is reached.
+        floor: So many replicas serve all the while.
+        before: Spec of the pool that is at rest before; None: there is none.
+    """
+
+    name: str
+    act: Callable[[Scene], None]
+    missing: Callable[[Scene], str]
+    floor: int
+    before: Spec | None
+
+
+@dataclass(eq=False)
+class Scene:
+    """See the module. `problems` are what the judge has found."""
+
+    base: Base | None
+    floor: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        loop, start = asyncio.get_running_loop(), self.base.now if self.base else EPOCH
+        self.clock: Callable[[], float] = lambda: start + loop.time()
+        self.skew = 0.0
+        """How wrong the operator's wall clock is."""
+        self.api = MemoryApi(self.clock)
+        self.nodes = Nodes(self.api)
+        if self.base is not None:
+            self.api.restore(self.base.snapshot)
+            self.api.uids = self.base.uids
+            self.nodes = self.base.nodes.copy_to(self.api)
+        self.server = MemoryServer(self.api)
+        self.decided: set[tuple[int, int]] = {(0, 0)}
+        self.operators: list[FaultyOperator] = []
+        self.late: list[FaultyOperator] = []
+        """Frozen ones."""
+        self.restorable: tuple[Any, ...] | None = None
+        self.api.on_change.append(self._note_decision)
+        for pool in self.api.of("rolloutreplicas"):
+            self._note_decision(Change(0, "rolloutreplicas", "ADDED", pool))
+        self._turning = asyncio.create_task(self._turn())
+
+    # What stories see and do.
+
+    @property
+    def pool(self) -> Obj:
+        """The RolloutReplica."""
+        return self.api.get(POOL)
+
+    @property
+    def pods(self) -> list[Obj]:
+        """All pods of the pool."""
+        return list(self.api.of("pods", "rl"))
+
+    def make_pool(self, spec: Spec) -> None:
+        """Let a user create the pool."""
+        body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "spec": dict(spec)}
+        self.api.create("rolloutreplicas", body | {"metadata": {"namespace": "rl", "name": "math"}})
+
+    def edit(self, **spec: Any) -> None:
+        """Let a user change the pool's spec."""
+        self.api.patch(POOL, {"spec": spec}, "merge", "")
+
+    def served(self) -> int:
+        """Return how many replicas serve, as Services see it and in truth."""
+        count = 0
+        for pod in self.pods:
+            process = self.nodes.processes.get(pod["metadata"]["uid"])
+            ready = any(
+                c["type"] == "Ready" and c["status"] == "True"
+                for c in pod["status"].get("conditions", ())
+            )
+            there = process is not None and process.node not in self.nodes.lost
+            if ready and there and process is not None and process.worker.serving:
+                count += not pod["metadata"].get("deletionTimestamp")
+        return count
+
+    # The operator's processes.
+
+    def start_operator(self, accident: Accident | None = None, at: int = 0) -> None:
+        """Start a process that leads."""
+        made = FaultyOperator(
+            self.server,
+            self.nodes,
+            lambda: self.clock() + self.skew,
+            accident,
+            at,
+            self._watch_act,
+        )
+        self.operators.append(made)
+
+    def succeed(self, seconds: float) -> None:
+        """Let another process lead after so many seconds."""
+        asyncio.get_running_loop().call_later(seconds, self.start_operator)
+
+    def thaw(self) -> None:
+        """What frozen processes had begun takes effect now, at last."""
+        for operator in self.late:
+            for what, act in operator.late:
+                operator.do(what, act)
+        self.late.clear()
+
+    async def end(self) -> None:
+        """End everything."""
+        self._turning.cancel()
+        await asyncio.gather(self._turning, return_exceptions=True)
+        for operator in self.operators:
+            await operator.end()
+
+    # Accidents.
+
+    def delete_a_pod(self) -> None:
+        """Somebody deletes the last pod by force, and it counts as none that has to serve."""
+        if self.pods:
+            name = self.pods[-1]["metadata"]["name"]
+            self.api.delete(("pods", "rl", name), grace=0)
+            self.floor -= 1
+
+    def go_down(self, seconds: float) -> None:
+        """The API server ends, and starts again after so long."""
+        self.server.up = False
+        self.server.end_watches()
+        asyncio.get_running_loop().call_later(seconds, self._come_up)
+
+    def _come_up(self) -> None:
+        self.server.up = True
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Etcd comes back from a snapshot, with the API server; what was made since is gone."""
+        self.go_down(3.0)
+        self.api.restore(snapshot)
+        self.floor = 0
+
+    def set_skew(self, seconds: float) -> None:
+        """Set how wrong the operator's clock is."""
+        self.skew = seconds
+
+    async def play(self, story: Story, accident: Accident | None, at: int) -> None:
+        """Play a story to its end; what is frozen then goes on, or what was kept comes back."""
+        self.start_operator(accident)
+        await asyncio.sleep(START_SECONDS)
+        [first] = self.operators
+        first.acts.clear()
+        first.at, self.floor = at, story.floor
+        story.act(self)
+        await self.settle(story.missing)
+        if self.late:
+            self.thaw()
+            await self.settle(story.missing)
+        if self.restorable is not None:
+            self.restore(self.restorable)
+            await self.settle(story.missing)
+
+    # The judge.
+
+    async def settle(self, missing: Callable[[Scene], str]) -> None:
+        """Wait until the end is reached and nothing moves; a problem if that takes too long."""
+        loop = asyncio.get_running_loop()
+        end, since, before = loop.time() + END_SECONDS, loop.time(), None
+        while (now := loop.time()) < end:
+            state = self.api.version, sum(len(o.acts) for o in self.operators)
+            if state != before or missing(self):
+                since, before = now, state
+            elif now - since >= QUIET_SECONDS:
+                break
+            await asyncio.sleep(1)
+        else:
+            self.problems.append(f"no end: {missing(self) or 'it writes without end'}")
+        owners = {pool["metadata"]["uid"] for pool in self.api.of("rolloutreplicas")}
+        for (kind, _, name), obj in self.api.objects.items():
+            refs = obj["metadata"].get("ownerReferences", ())
+            if kind != "rolloutreplicas" and not any(ref["uid"] in owners for ref in refs):
+                self.problems.append(f"a ghost: {kind} {name}")
+
+    async def _turn(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            self.nodes.turn()
+            self._judge()
+
+    def _judge(self) -> None:
+        running = [p.pod for p in self.nodes.processes.values() if p.node not in self.nodes.lost]
+        for name in {each for each in running if running.count(each) > 1}:
+            self._note(f"two processes of pod {name}")
+        if self.served() < self.floor:
+            self._note(f"less than {self.floor} replicas serve")
+
+    def _watch_act(self, what: str) -> None:
+        verb, _, rest = what.partition(" ")
+        if verb == COMMIT:
+            body = json.loads(rest.partition(" ")[2])
+            if (body["epoch"], body["version"]) not in self.decided:
+                self._note(f"a commit without a decision: {what}")
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def _note_decision(self, change: Change) -> None:
+        if change.resource != "rolloutreplicas" or change.kind == "DELETED":
+            return
+        weights = (change.obj.get("status") or {}).get("weights") or {}
+        update, committed = weights.get("lastUpdate") or {}, weights.get("committed")
+        if update.get("commitStartedAt") or update.get("phase") in ("Committing", "Complete"):
+            self.decided.add((update["epoch"], update["version"]))
+        if committed:
+            self.decided.add((committed["epoch"], committed["version"]))
+
+
+class _InlineExecutor(ThreadPoolExecutor):
+    """Runs what threads are to do at once: in this loop nothing may wait for anything outside."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - its waiter gets it
+            done.set_exception(error)
+        return done
+
+
+class _Errors(logging.Handler):
+    """Keeps what should never be logged: tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[str]]:
+    handler, logger, level = _Errors(), logging.getLogger("rollout_operator"), 0
+    level, logger.level = logger.level, logging.ERROR
+    logger.addHandler(handler)
+    logging.getLogger("rollout_operator").manager._clear_cache()  # type: ignore[attr-defined]
+    try:
+        yield handler.found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def play(part: Callable[[], Any]) -> Any:
+    """Run a coroutine function in virtual time; the same each time."""
+    random.seed(1)
+    real = time.time
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, _quiet() as errors:
+        loop = runner.get_loop()
+        loop.set_default_executor(_InlineExecutor(1))
+        time.time = lambda: EPOCH + loop.time()  # the poller's, for messages
+        try:
+            found = runner.run(part())
+        finally:
+            time.time = real
+    assert not errors, errors[:3]
+    return found
+
+
+def spec_key(spec: Spec) -> str:
+    """Return what `at_rest` takes."""
+    return json.dumps(spec)
+
+
+def _moves(scene: Scene) -> str:
+    found = (scene.pool.get("status") or {}).get("conditions", ())
+    still = any((c["type"], c["status"]) == ("Progressing", "False") for c in found)
+    return "" if still else "rest"
+
+
+@cache
+def at_rest(spec: str) -> Base:
+    """Return a cluster in which a pool of this spec (JSON) is at rest."""
+
+    async def part() -> Base:
+        scene = Scene(None)
+        scene.start_operator()
+        scene.make_pool(json.loads(spec))
+        await scene.settle(_moves)
+        await scene.end()
+        assert not scene.problems, scene.problems
+        return Base(scene.api.snapshot(), scene.api.uids, scene.nodes, scene.clock() + 60)
+
+    return play(part)  # type: ignore[no-any-return]
