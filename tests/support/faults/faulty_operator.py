@@ -40,7 +40,7 @@ from rollout_operator.workers.worker_calls import WorkerCalls
 from rollout_operator.workers.worker_clients import WorkerClients
 from tests.support.faults.memory_nodes import Nodes
 from tests.support.faults.memory_wire import Act, MemoryConnections, MemoryServer
-from tests.support.faults.worker_answers import answer_call
+from tests.support.unit.simanswers import answer_call
 
 Accident = Callable[["FaultyOperator", str, Act], Any]
 """Awaited instead of an act, with what it is and does; returns code and body."""

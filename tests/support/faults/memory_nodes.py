@@ -83,7 +83,8 @@ class Nodes:
 
     def turn(self) -> None:
         """Do what is due."""
-        pods = {p["metadata"]["uid"]: p for p in self.api.of("pods")}
+        ours = (p for p in self.api.of("pods") if names.LABEL_POOL in p["metadata"]["labels"])
+        pods = {p["metadata"]["uid"]: p for p in ours}
         for uid, process in list(self.processes.items()):
             if uid not in pods and process.node not in self.lost:
                 del self.processes[uid]  # its kubelet sees that the pod is gone
@@ -189,6 +190,24 @@ class Nodes:
             if self.api.clock() - found[key] >= COLLECT_SECONDS:
                 self.api.delete(key, uid=obj["metadata"]["uid"])
         self.orphans = found
+
+
+def make_trainer(api: MemoryApi, number: int) -> None:
+    """Make a trainer's pod on a node of its own, with its claim of one device there."""
+    node, claim = f"node-{number + 1}", f"gpus-{number}"
+    given = {"request": "gpus", "driver": "gpu.example.com", "pool": node, "device": "gpu-0"}
+    meta = {"namespace": "rl", "labels": {"job": "grpo"}}
+    api.create(
+        "resourceclaims",
+        {
+            "metadata": {**meta, "name": claim},
+            "spec": {"devices": {"requests": [{"name": "gpus"}]}},
+            "status": {"allocation": {"devices": {"results": [given]}}},
+        },
+    )
+    uses = [{"name": "gpus", "resourceClaimName": claim}]
+    spec = {"nodeName": node, "resourceClaims": uses, "containers": []}
+    api.create("pods", {"metadata": {**meta, "name": f"t-{number}"}, "spec": spec})
 
 
 def _key(resource: str, obj: Obj) -> Key:

@@ -18,7 +18,7 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from tests.support.faults.faulty_operator import Accident, FaultyOperator
 from tests.support.faults.memory_api import Change, MemoryApi
-from tests.support.faults.memory_nodes import Nodes
+from tests.support.faults.memory_nodes import Nodes, make_trainer
 from tests.support.faults.memory_wire import MemoryServer
 from tests.support.unit.virtualtime import VirtualLoop
 
@@ -92,7 +92,8 @@ class Scene:
         self.api.on_change.append(self._note_decision)
         for pool in self.api.of("rolloutreplicas"):
             self._note_decision(Change(0, "rolloutreplicas", "ADDED", pool))
-        self._turning = asyncio.create_task(self._turn())
+        self.others: list[asyncio.Task[None]] = [asyncio.create_task(self._turn())]
+        """The nodes, and who else acts."""
 
     # What stories see and do.
 
@@ -104,10 +105,13 @@ class Scene:
     @property
     def pods(self) -> list[Obj]:
         """All pods of the pool."""
-        return list(self.api.of("pods", "rl"))
+        found = self.api.of("pods", "rl")
+        return [pod for pod in found if names.LABEL_POOL in pod["metadata"]["labels"]]
 
     def make_pool(self, spec: Spec) -> None:
-        """Let a user create the pool."""
+        """Let a user create the pool, and a trainer's pods first if it is beside them."""
+        for number in range(spec["replicas"] if "colocation" in spec else 0):
+            make_trainer(self.api, number)
         body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "spec": dict(spec)}
         self.api.create("rolloutreplicas", body | {"metadata": {"namespace": "rl", "name": "math"}})
 
@@ -156,8 +160,9 @@ class Scene:
 
     async def end(self) -> None:
         """End everything."""
-        self._turning.cancel()
-        await asyncio.gather(self._turning, return_exceptions=True)
+        for task in self.others:
+            task.cancel()
+        await asyncio.gather(*self.others, return_exceptions=True)
         for operator in self.operators:
             await operator.end()
 
@@ -223,7 +228,8 @@ class Scene:
         owners = {pool["metadata"]["uid"] for pool in self.api.of("rolloutreplicas")}
         for (kind, _, name), obj in self.api.objects.items():
             refs = obj["metadata"].get("ownerReferences", ())
-            if kind != "rolloutreplicas" and not any(ref["uid"] in owners for ref in refs):
+            ours = names.LABEL_MANAGED_BY in obj["metadata"].get("labels", ())
+            if ours and not any(ref["uid"] in owners for ref in refs):
                 self.problems.append(f"a ghost: {kind} {name}")
 
     async def _turn(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ SPEC: dict[str, Any] = {
 FOUR = SPEC | {"replicas": 4}
 SURGE = SPEC | {"updateStrategy": {"maxUnavailable": 0, "maxSurge": 1}}
 ROLLING = SPEC | {"weights": {"strategy": "Rolling"}}
+BESIDE = SPEC | {
+    "mode": "Colocated",
+    "colocation": {"trainerSelector": {"matchLabels": {"job": "grpo"}}},
+}
 TEMPLATE = {"podTemplate": {"labels": {"team": "a"}}}
 ONE = WeightsId(epoch=1, version=1)
 
@@ -85,6 +90,19 @@ def _push(scene: Scene) -> None:
     scene.edit(weights=pushed(1, 1))
 
 
+def _take_turn(scene: Scene) -> None:
+    """A trainer puts the pool to sleep, and wakes it once it is asleep; whatever comes between, it wants it awake."""
+
+    async def turn() -> None:
+        while True:
+            await asyncio.sleep(1)
+            if not resting("Asleep", 2)(scene):
+                scene.edit(state="Active")
+
+    scene.edit(state="Asleep")
+    scene.others.append(asyncio.create_task(turn()))
+
+
 def _make_again(scene: Scene) -> None:
     scene.api.delete(POOL)
     scene.make_pool(SPEC)
@@ -109,5 +127,6 @@ STORIES = (
     Story("resume", _edit(suspend=False), serving(2), 0, SPEC | {"suspend": True}),
     Story("a pod crashes", lambda scene: scene.nodes.crash("math-0-0"), serving(2), 1, SPEC),
     Story("a node is lost", lambda scene: scene.nodes.lose("node-1"), serving(2), 1, SPEC),
+    Story("a trainer's turn", _take_turn, serving(2), 0, BESIDE),
     Story("delete and make again", _make_again, serving(2), 0, SPEC),
 )

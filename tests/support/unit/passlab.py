@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from pydantic import BaseModel
 
 from rollout_client.worker_control import WorkerControl
 from rollout_operator.api import names
@@ -40,17 +39,10 @@ from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.workers.head_poller import AskState, HeadPoller
 from rollout_operator.workers.worker_calls import WorkerCalls
 from rollout_operator.workers.worker_clients import WorkerClients
-from rollout_worker.schemas import (
-    CommitRequest,
-    CommitResponse,
-    DiscardRequest,
-    DiscardResponse,
-    RequireRequest,
-    StageRequest,
-    WeightsId,
-)
+from rollout_worker.schemas import WeightsId
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.unit.poolspecs import NOW
+from tests.support.unit.simanswers import answer_call
 from tests.support.unit.simworker import SimWorker
 from tests.support.waiting import until
 
@@ -278,39 +270,7 @@ class PassLab:
             if verb in self.refusals:
                 problem = self.refusals[verb]
                 return 409, json.dumps(problem).encode()
-        return 200, _answer(worker, verb, body or b"").model_dump_json().encode()
-
-
-def _answer(worker: SimWorker, verb: str, body: bytes) -> BaseModel:
-    match verb:
-        case "require":
-            worker.require(RequireRequest.model_validate_json(body))
-            return worker.state().weights
-        case "stage":
-            worker.stage(StageRequest.model_validate_json(body))
-            assert worker.staged is not None
-            return worker.staged
-        case "commit":
-            request = CommitRequest.model_validate_json(body)
-            assert worker.commit(request) is None
-            active = worker.state().weights.active
-            assert active is not None
-            return CommitResponse(
-                active=active,
-                previous=None,
-                commit_seq=1,
-                pause_seconds=0.1,
-                finished=0,
-                aborted=0,
-                kept=0,
-            )
-        case "discard":
-            worker.discard(DiscardRequest.model_validate_json(body))
-            return DiscardResponse(outcome="discarded")
-    holds = {"pause": "Paused", "sleep": "Asleep", "resume": None, "wake": None}
-    if verb in holds:
-        worker.hold = holds[verb]
-    return worker.state()
+        return answer_call(worker, verb, body or b"")
 
 
 async def _no_token() -> str | None:
