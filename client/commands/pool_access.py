@@ -73,7 +73,7 @@ async def explain_error(error: ClusterError, pool: PoolAccess) -> str:
     if error.status == 403:
         return (
             f"{error}; ask for the role rollout-viewer to read pools, or rollout-trainer to steer them "
-            "(docs/runbook.md#rights)"
+            "(docs/operate/rights.md#rights)"
         )
     if error.status != 404:
         return f"the API server refused: {error}"

@@ -65,7 +65,9 @@ def outputs() -> dict[Path, str]:
         ROOT / "docs" / "api.md": reference(),
         CHART / "values.schema.json": schema_text(values),
         CHART / "README.md": readme(values),
-        ROOT / "client" / "commands" / "fixes.json": runbook_fixes(ROOT / "docs" / "runbook.md"),
+        ROOT / "client" / "commands" / "fixes.json": runbook_fixes(
+            ROOT / "docs" / "runbook.md", ROOT / "docs" / "operate" / "status.md"
+        ),
     }
 
 

@@ -180,7 +180,7 @@ def test_lifecycle_table_is_the_codes() -> None:
 
 
 def test_problems_are_described() -> None:
-    table = section(page("docs/runbook.md"), "Problems a worker answers")
+    table = section(page("docs/operate/errors.md"), "Problems a worker answers")
     rows = zip(cells(table, 0), cells(table, 1), strict=True)
     shown = {CODE.findall(a)[0]: int(b) for a, b in rows if CODE.search(a)}
     assert shown == {slug: status for slug, (status, _) in KINDS.items()}
@@ -190,14 +190,14 @@ def test_problems_are_described() -> None:
 
 
 def test_reasons_are_described() -> None:
-    runbook = page("docs/runbook.md")
-    conditions = named(section(runbook, "Reasons"), 1)
-    events = named(section(runbook, "Events"), 1)
+    status = page("docs/operate/status.md")
+    conditions = named(section(status, "Reasons"), 1)
+    events = named(section(status, "Events"), 1)
     assert conditions | events == reasons(ROOT / "operator")
 
 
 def test_conditions_are_described() -> None:
-    table = section(page("docs/runbook.md"), "Reasons")
+    table = section(page("docs/operate/status.md"), "Reasons")
     shown = {cell.partition("=")[0] for cell in cells(table, 0)} - {"", "condition"}
     assert shown == set(ConditionType)
 
@@ -206,7 +206,9 @@ def test_operator_flags_are_described(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         config.parse_config(["run", "--help"], {})
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert named(section(page("docs/runbook.md"), "Install, upgrade, uninstall"), 0) == flags
+    assert (
+        named(section(page("docs/operate/install.md"), "Install, upgrade, uninstall"), 0) == flags
+    )
 
 
 def test_verbs_and_options_of_the_command_are_described() -> None:
@@ -230,7 +232,7 @@ def test_verbs_and_options_of_the_command_are_described() -> None:
 
 
 def test_phases_are_described_in_the_order_in_which_they_win() -> None:
-    table = section(page("docs/runbook.md"), "Phases")
+    table = section(page("docs/operate/status.md"), "Phases")
     shown = [CODE.findall(cell)[0] for cell in cells(table, 0) if CODE.search(cell)]
     ladder = inspect.getsource(status_report._pool_phase)
     assert shown == [PoolPhase[name].value for name in re.findall(r"Phase\.([A-Z]+)[,)]", ladder)]
@@ -255,7 +257,7 @@ def test_operator_metrics_are_described() -> None:
     telemetry = OperatorTelemetry()
     figures = PoolMetrics(weights={"target": (1, 1)}, conditions={"Ready": "True"})
     telemetry.set_pool_metrics(PoolKey("a", "b"), figures)
-    table = section(section(page("docs/runbook.md"), "Metrics"), "Operator")
+    table = section(page("docs/operate/metrics.md"), "Operator")
     ours = {
         name for name in families(telemetry.render_page().decode()) if name.startswith("rollout_")
     }
@@ -265,7 +267,7 @@ def test_operator_metrics_are_described() -> None:
 def test_worker_metrics_are_described() -> None:
     engine = set(re.findall(r'"(hf_engine_\w+)"', page("worker/engines/hf/parts.py")))
     ours = families(WorkerTelemetry().render_page("").decode()) | engine
-    assert named(section(section(page("docs/runbook.md"), "Metrics"), "Worker"), 0) == ours
+    assert named(section(page("docs/operate/metrics.md"), "Worker"), 0) == ours
 
 
 def families(text: str) -> set[str]:

@@ -14,7 +14,7 @@ from rollout_common.json_logs import WORKER_QUIET_LOGGERS, configure_logging
 from rollout_operator.operator_logs import configure_logging as configure_operator
 
 FIELDS = {"time", "level", "logger", "message"}
-RUNBOOK = Path(__file__).parents[3] / "docs" / "runbook.md"
+ERRORS = Path(__file__).parents[3] / "docs" / "operate" / "errors.md"
 
 
 def configure_worker(level: str, log_format: str) -> None:
@@ -108,7 +108,7 @@ def test_what_kopf_attaches_for_itself_is_left_out(capsys: pytest.CaptureFixture
     assert set(line) == {*FIELDS, "pool"}
 
 
-def test_the_runbook_describes_every_field() -> None:
-    section = RUNBOOK.read_text().partition("## The log lines")[2].partition("\n## ")[0]
+def test_the_page_of_errors_describes_every_field() -> None:
+    section = ERRORS.read_text().partition("## The log lines")[2].partition("\n## ")[0]
     described = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
     assert {*FIELDS, "traceback"} <= described
