@@ -59,6 +59,11 @@ def plain_texts(count: int) -> list[str]:
     return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
 
 
+def long_text(family: str) -> str:
+    """A call with a page of HTML of 40 KB, as agents write files by calls."""
+    return CALLS[family].replace("\U0001f600", "<b>a > b</b>{x}[y] " * 2000, 1)
+
+
 def cases(engine: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"tool": PARSERS[engine][family], "texts": [each.text for each in answers], "tools": TOOLS}
@@ -74,6 +79,10 @@ def cases(engine: str) -> list[dict[str, Any]]:
             "texts": [*(text for text, _ in random_texts(family, 60)), *plain_texts(100)],
             "tools": TOOLS,
         }
+        for family in CALLS
+    ]
+    found += [
+        {"tool": PARSERS[engine][family], "texts": [long_text(family)], "tools": TOOLS}
         for family in CALLS
     ]
     for name in REASONING[engine]:
@@ -171,6 +180,21 @@ def test_no_text_outside_of_calls_is_lost(
         for mark in SPECIALS:
             clean = clean.replace(mark, "")
         assert [read[0] for read in reads if not read[2]] == [clean] * 4, text
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_long_arguments_take_no_time(
+    results: tuple[str, list[dict[str, Any]]], family: str
+) -> None:
+    engine, answers = results
+    for case, answer in zip(cases(engine), answers, strict=True):
+        if case.get("texts") == [long_text(family)]:
+            assert [[call[0] for call in read[2]] for read in answer["found"][0]] == [
+                ["add", "mul"]
+            ] * 4
+            assert answer["seconds"] < 4, "four times"
+            return
+    raise AssertionError(family)
 
 
 def test_reasoning_is_apart(results: tuple[str, list[dict[str, Any]]]) -> None:
