@@ -15,6 +15,7 @@ from tests.support.engine.recorded_answers import (
     ANSWERS,
     ARGUMENTS,
     CALLS,
+    HOSTILE,
     OTHERS,
     PARSERS,
     SPECIALS,
@@ -85,6 +86,10 @@ def cases(engine: str) -> list[dict[str, Any]]:
         {"tool": PARSERS[engine][family], "texts": [long_text(family)], "tools": TOOLS}
         for family in CALLS
     ]
+    found += [
+        {"tool": PARSERS[engine][family], "texts": HOSTILE, "tools": TOOLS} for family in CALLS
+    ]
+    found += [{"reasoning": name, "texts": HOSTILE, "tools": []} for name in REASONING[engine]]
     for name in REASONING[engine]:
         for prompt in ("a<think>\n", "a"):
             texts = ["Hm é.</think>\n\nWell.", "<think>Hm é.</think>Well.", "Hm é."]
@@ -195,6 +200,17 @@ def test_long_arguments_take_no_time(
             assert answer["seconds"] < 4, "four times"
             return
     raise AssertionError(family)
+
+
+def test_hostile_texts_take_little_time(results: tuple[str, list[dict[str, Any]]]) -> None:
+    engine, answers = results
+    taken = {
+        case.get("tool") or case["reasoning"]: answer["seconds"]
+        for case, answer in zip(cases(engine), answers, strict=True)
+        if case.get("texts") == HOSTILE
+    }
+    assert len(taken) == 7
+    assert max(taken.values()) < 12, taken
 
 
 def test_reasoning_is_apart(results: tuple[str, list[dict[str, Any]]]) -> None:
