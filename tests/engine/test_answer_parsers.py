@@ -15,6 +15,7 @@ from tests.support.engine.recorded_answers import (
     ANSWERS,
     ARGUMENTS,
     CALLS,
+    HOSTILE,
     OTHERS,
     PARSERS,
     SPECIALS,
@@ -59,6 +60,11 @@ def plain_texts(count: int) -> list[str]:
     return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
 
 
+def long_text(family: str) -> str:
+    """A call with a page of HTML of 40 KB, as agents write files by calls."""
+    return CALLS[family].replace("\U0001f600", "<b>a > b</b>{x}[y] " * 2000, 1)
+
+
 def cases(engine: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"tool": PARSERS[engine][family], "texts": [each.text for each in answers], "tools": TOOLS}
@@ -76,6 +82,14 @@ def cases(engine: str) -> list[dict[str, Any]]:
         }
         for family in CALLS
     ]
+    found += [
+        {"tool": PARSERS[engine][family], "texts": [long_text(family)], "tools": TOOLS}
+        for family in CALLS
+    ]
+    found += [
+        {"tool": PARSERS[engine][family], "texts": HOSTILE, "tools": TOOLS} for family in CALLS
+    ]
+    found += [{"reasoning": name, "texts": HOSTILE, "tools": []} for name in REASONING[engine]]
     for name in REASONING[engine]:
         for prompt in ("a<think>\n", "a"):
             texts = ["Hm é.</think>\n\nWell.", "<think>Hm é.</think>Well.", "Hm é."]
@@ -171,6 +185,32 @@ def test_no_text_outside_of_calls_is_lost(
         for mark in SPECIALS:
             clean = clean.replace(mark, "")
         assert [read[0] for read in reads if not read[2]] == [clean] * 4, text
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_long_arguments_take_no_time(
+    results: tuple[str, list[dict[str, Any]]], family: str
+) -> None:
+    engine, answers = results
+    for case, answer in zip(cases(engine), answers, strict=True):
+        if case.get("texts") == [long_text(family)]:
+            assert [[call[0] for call in read[2]] for read in answer["found"][0]] == [
+                ["add", "mul"]
+            ] * 4
+            assert answer["seconds"] < 4, "four times"
+            return
+    raise AssertionError(family)
+
+
+def test_hostile_texts_take_little_time(results: tuple[str, list[dict[str, Any]]]) -> None:
+    engine, answers = results
+    taken = {
+        case.get("tool") or case["reasoning"]: answer["seconds"]
+        for case, answer in zip(cases(engine), answers, strict=True)
+        if case.get("texts") == HOSTILE
+    }
+    assert len(taken) == 7
+    assert max(taken.values()) < 12, taken
 
 
 def test_reasoning_is_apart(results: tuple[str, list[dict[str, Any]]]) -> None:

@@ -11,6 +11,8 @@ from rollout_worker.engines.answer_parsers import HERMES_MARKS
 
 MAX_BROKEN_CALLS = 64
 """Of an answer: after so many beginnings of calls that are none, the rest stays text. Each costs a parse."""
+MAX_CALLS = 64
+"""Between two marks. Patterns of parsers take time with the square of their number, and hold up the whole process."""
 MAX_VALUES_TRIED = 8
 """Places behind an opening mark at which a call's JSON may begin: names, ids and marks come before it."""
 

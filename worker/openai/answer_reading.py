@@ -22,7 +22,7 @@ from rollout_worker.engines.answer_parsers import (
     ToolCall,
 )
 
-from .answer_formats import FORMATS, MAX_BROKEN_CALLS, MISTRAL, OTHER, WHOLE, CallFormat
+from .answer_formats import FORMATS, MAX_BROKEN_CALLS, MAX_CALLS, MISTRAL, OTHER, WHOLE, CallFormat
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ class AnswerReader:
             if not mark:
                 break
             end = form.find_end(text, begin, mark)
-            found = None if end is None else self._try_parse(parse, text[begin:end], origin)
-            if end is None or found is None or not self._is_call(found, text[begin:end]):
+            found = None if end is None else self._parse_part(parse, text[begin:end], origin)
+            if end is None or found is None:
                 broken += MAX_BROKEN_CALLS if form.ends == "text" else 1
                 begin = end or begin + len(mark)
                 continue
@@ -155,11 +155,15 @@ class AnswerReader:
         content = "".join((*kept, text[done:]))
         return content.rstrip() if calls else content, tuple(calls)
 
-    def _is_call(self, found: ParsedAnswer, text: str) -> bool:
+    def _parse_part(self, parse: ParseText, text: str, origin: AnswerOrigin) -> ParsedAnswer | None:
+        """Return what is found between marks, None if that is not a call."""
         form = self.format
         each = text.count(form.each) if form.each else 1
         nested = form.ends == "mark" and text.count(form.opens[0]) > 1
-        return not nested and len(found.calls) >= each and _are_sound(found.calls)
+        if nested or each > MAX_CALLS:
+            return None
+        found = self._try_parse(parse, text, origin)
+        return found if found and len(found.calls) >= each and _are_sound(found.calls) else None
 
     def _try_parse(self, parse: ParseText, text: str, origin: AnswerOrigin) -> ParsedAnswer | None:
         try:

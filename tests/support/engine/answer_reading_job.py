@@ -3,7 +3,7 @@
     python answer_reading_job.py ENGINE TOKENIZER_FOLDER < cases.json
 
 A case: `tool` and `reasoning` name parsers, `texts`, `tools`, `prompt` (text). Its result: for each text a list of `[content,
-reasoning, [[name, arguments], …]]`, whole and in pieces of `PIECES` characters; or `error`.
+reasoning, [[name, arguments], …]]`, whole and in pieces of `PIECES` characters, and `seconds` of the processor; or `error`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,11 @@ def main() -> None:
             continue
         prompt = tokenizer(case.get("prompt", ""))["input_ids"]
         found = []
+        began = time.process_time()
         for text in case["texts"]:
             origin = AnswerOrigin(case["tools"], prompt, token_ids(tool or "", text))
             found.append([read(reader, text, origin, size) for size in (0, *PIECES)])
-        results.append({"found": found})
+        results.append({"found": found, "seconds": time.process_time() - began})
     print(json.dumps(results))  # noqa: T201
 
 

@@ -125,6 +125,19 @@ ANSWERS: dict[str, list[Recorded]] = {
         broken(f"{THOUGHT}{harmony('add').replace('}', ']', 1)}"),
     ],
 }
+HOSTILE = [
+    *(
+        "<tool_call>" * 3000,
+        "<tool_call>" * 3000 + "</tool_call>",
+        "<tool_call>x</tool_call>" * 1500,
+    ),
+    "<tool_call><function=add>" + "<parameter=a>" * 3000 + "</function></tool_call>",
+    *((BEGIN + CALL + "function" + SEP) * 700 + END, (BEGIN + CALL + END) * 700),
+    BEGIN + (CALL + "function" + SEP) * 60 + "a" * 20000 + END,
+    *("[TOOL_CALLS]" * 3000, "[TOOL_CALLS]a[ARGS]{" * 1500, "{" * 30000, '{"a":' * 6000),
+    *('{"a":1}' * 5000, "[" * 30000, "<think>" * 5000, "</think>" * 5000),
+]
+"""Texts of 30 KB that parsers may take long for; a caller can make a model write them."""
 KIMI = [f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin")]
 KIMI += [f"<|tool_{name}|>" for name in ("call_end", "calls_section_end")]
 KIMI_CALL = f"{KIMI[0]}{KIMI[1]}functions.add:0{KIMI[2]}{JSON}{KIMI[3]}{KIMI[4]}"
