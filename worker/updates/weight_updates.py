@@ -204,11 +204,7 @@ class WeightUpdates:
             )
 
     def _check_memory(self, request: StageRequest, given: TrainerTensors | None) -> None:
-        """Refuse to stage while the weights are asleep, except for pushed bytes: those wait in main memory.
-
-        Raises:
-            ProblemError: 409 `asleep`.
-        """
+        """Refuse (409 `asleep`) to stage while weights sleep, but for pushed bytes: those wait in main memory."""
         if request.source.pushed is None or given is not None:
             self.check_resident()
 
