@@ -164,6 +164,10 @@ gpu-smoke: $(VENV) ## try each engine on this machine's GPU in ten minutes (ENGI
 images-gpu: ## build the complete images one after the other and check each (ENGINES="vllm sglang"; 45 GB)
 	@$(PYTHON3) hack/images.py --gpu $(ENGINES)
 
+.PHONY: bench-scale
+bench-scale: $(VENV) cluster-build ## a thousand pools of eight pods, against the goals: half an hour
+	$(BIN)/python -m bench reconcile --pools 1000 --replicas 8
+
 .PHONY: bench
 bench: $(VENV) cluster-build ## run the benchmarks and print their figures
 	$(BIN)/python -m bench

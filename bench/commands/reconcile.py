@@ -1,16 +1,16 @@
-"""The operator with 200 pools of 4 pods, against as many Deployments: latency, CPU, writes; a scrape of its metrics.
+"""The operator with 200 pools of 4 pods, against as many StatefulSets: latency, CPU, writes; a scrape of its metrics.
 
 The pods have no processes (kwok); one server answers at all their control ports in the workers' own
 words, so the operator polls, lifts fences, sets gates and writes status as ever. Its requests are
-counted in the API server's audit log. Baselines of the same run: as many Deployments of as many
-pods, and a bare list of everything.
+counted in the API server's audit log. Baselines of the same run: as many Deployments and StatefulSets of as many
+pods, and a bare list of everything. `make bench-scale` measures a thousand pools of eight pods, against its goals.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.options import Options
@@ -31,7 +31,12 @@ from tests.support.cluster.scalelab import (
 REPLICAS = 4
 READY_SECONDS = 420.0
 QUIET_SECONDS = 5.0
-DEPLOYMENTS = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments"
+APPS = f"/apis/apps/v1/namespaces/{NAMESPACE}"
+PLAIN_PATHS = {"Deployment": f"{APPS}/deployments", "StatefulSet": f"{APPS}/statefulsets"}
+LARGE_PODS = 4000
+"""From so many pods on, the goals of a thousand pools of eight pods hold."""
+ALWAYS = ("… writes",)
+"""What has the same goal at any size: nothing is written while nothing happens."""
 SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
 DURATION = "rollout_operator_reconcile_duration_seconds"
 WAIT = "rollout_operator_queue_wait_seconds"
@@ -46,12 +51,15 @@ def _measure_pools(options: Options) -> Result:
     """Measure; steady state and restarts are repeated, the rest happens once."""
     pools, window = (50, 5) if options.quick else (200, 10)
     pools, replicas = options.pools or pools, options.replicas or REPLICAS
-    rounds = options.count(5, 2)
+    rounds, large = options.count(5, 2), pools * replicas >= LARGE_PODS
     with scale_lab("bench-reconcile") as lab:
         names = {f"pool-{index:03}" for index in range(pools)}
-        plain = _plain(lab, pools, replicas)
+        plain = [
+            _measure_plain(lab, kind, pools, replicas) for kind in ("Deployment", "StatefulSet")
+        ]
         lab.start_operator()
         lab.calls()
+        empty = lab.usage().resident
         start = phase(lab, partial(_create, lab, names, replicas))
         asked = lab.counts()["/v1/state"]
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
@@ -60,11 +68,16 @@ def _measure_pools(options: Options) -> Result:
         listing = [_listing(lab) for _ in range(rounds)]
         restarts = [_restart(lab, pools * replicas) for _ in range(rounds)]
         figures = [
-            *_start_figures(start, plain, pools, replicas),
+            *_start_figures(start, *plain, pools, replicas),
+            *_memory_figures(start.resident, empty, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
             *_restart_figures(restarts, listing),
         ]
+        if not large:
+            figures = [
+                replace(each, goal=each.goal if each.label in ALWAYS else None) for each in figures
+            ]
     quiet = [call for each in steady for call in each.calls]
     notes = [
         f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
@@ -74,39 +87,46 @@ def _measure_pools(options: Options) -> Result:
         "Quantiles of passes and waits are interpolated within the buckets of the operator's"
         " histograms, which know no least and no greatest.",
     ]
-    return Result("reconcile", f"{pools} pools of {replicas} pods", figures, notes)
+    part = "scale" if large else ""
+    return Result("reconcile", f"{pools} pools of {replicas} pods", figures, notes, part)
+
+
+def _ready_seconds(pods: int) -> float:
+    """Return how long so many pods may take, until the measurement is given up."""
+    return READY_SECONDS * max(1.0, pods / 1000)
 
 
 def _create(lab: Lab, names: set[str], replicas: int) -> None:
     lab.create(*(processless_pool(name, replicas=replicas) for name in sorted(names)))
-    lab.await_condition("Ready", names, READY_SECONDS)
+    lab.await_condition("Ready", names, _ready_seconds(len(names) * replicas))
 
 
 def _update(lab: Lab, names: set[str]) -> None:
     target = {"epoch": 1, "version": 1, "source": {"path": "/models/next"}}
     for name in sorted(names):
         lab.patch(name, weights={"target": target})
-    lab.await_condition("WeightsSynced", names, READY_SECONDS)
+    lab.await_condition("WeightsSynced", names, _ready_seconds(len(names)))
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What Kubernetes takes for as many pods of Deployments."""
+    """What Kubernetes takes for as many pods of its own kinds."""
 
     seconds: float
     cpu: float
 
 
-def _plain(lab: Lab, count: int, replicas: int) -> Plain:
+def _measure_plain(lab: Lab, kind: str, count: int, replicas: int) -> Plain:
+    path, seconds = PLAIN_PATHS[kind], _ready_seconds(count * replicas)
     manager = processes.recorded(lab.cluster.state, "kube-controller-manager")
     assert manager is not None, "the controller-manager runs"
     used, began = usage_of(manager.pid), time.monotonic()
     for index in range(count):
-        lab.api.create(DEPLOYMENTS, _deployment(f"plain-{index:03}", replicas))
-    _await_pods(lab, count * replicas, READY_SECONDS)
+        lab.api.create(path, _plain_object(kind, f"plain-{index:03}", replicas))
+    _await_pods(lab, count * replicas, seconds)
     took, cpu = time.monotonic() - began, usage_of(manager.pid).cpu - used.cpu
-    lab.api.delete(DEPLOYMENTS, propagationPolicy="Background")
-    _await_pods(lab, 0, READY_SECONDS)
+    lab.api.delete(path, propagationPolicy="Background")
+    _await_pods(lab, 0, seconds)
     return Plain(took, cpu)
 
 
@@ -123,15 +143,17 @@ def _is_ready(pod: Obj) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in found)
 
 
-def _deployment(name: str, replicas: int) -> Obj:
+def _plain_object(kind: str, name: str, replicas: int) -> Obj:
+    own = {"serviceName": name, "podManagementPolicy": "Parallel"} if kind == "StatefulSet" else {}
     labels = {"app": name}
     container = {"name": "worker", "image": "localhost/none"}
     pod = {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}, "containers": [container]}
     return {
         "apiVersion": "apps/v1",
-        "kind": "Deployment",
+        "kind": kind,
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": {
+            **own,
             "replicas": replicas,
             "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": pod},
@@ -152,10 +174,10 @@ def _restart(lab: Lab, heads: int) -> Phase:
     lab.calls()
     asked, began = lab.counts()["/v1/state"], time.monotonic()
     lab.start_operator()
-    end = began + READY_SECONDS
+    end = began + _ready_seconds(heads)
     while not _converged(lab, heads, asked):
         if time.monotonic() > end:
-            raise RuntimeError(f"the restarted operator has not converged in {READY_SECONDS:g} s")
+            raise RuntimeError(f"the restarted operator has not converged in {end - began:g} s")
         time.sleep(0.05)
     took = time.monotonic() - began
     time.sleep(QUIET_SECONDS)  # a write that comes late counts, too
@@ -168,35 +190,54 @@ def _converged(lab: Lab, heads: int, asked: int) -> bool:
     return sum(ready) == heads and heard >= heads
 
 
-def _histogram(label: str, during: Phase, name: str) -> Figure:
-    """Return the figure of a histogram's samples in one phase."""
+def _histogram(label: str, during: Phase, name: str, most: float | None = None) -> Figure:
+    """Return the figure of a histogram's samples in one phase; `most`: the goal of its 99th percentile, in seconds."""
     count = during.count(name)
     tail = during.quantile(name, 0.99) if count >= SAMPLES_FOR_P99 else None
-    return Figure(label, "s", Seen(count, during.quantile(name, 0.5), p99=tail))
+    seen = Seen(count, during.quantile(name, 0.5), p99=tail)
+    return Figure(label, "s", seen, goal=None if most is None else Goal(most, most))
 
 
-def _start_figures(start: Phase, plain: Plain, pools: int, replicas: int) -> list[Figure]:
+def _start_figures(
+    start: Phase, deployments: Plain, sets: Plain, pools: int, replicas: int
+) -> list[Figure]:
     needed = 2 + 2 * replicas
     statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
     return [
         figure("all pools Ready, from the first create", start.seconds,
-               baseline=[plain.seconds], against="as many Deployments and pods"),
+               baseline=[sets.seconds], against="as many StatefulSets and pods",
+               goal=Goal(2 * sets.seconds)),
+        figure("… beside Deployments", start.seconds,
+               baseline=[deployments.seconds], against="as many Deployments and pods"),
         figure("… CPU of the operator", start.cpu,
-               baseline=[plain.cpu], against="of the controller-manager for the Deployments"),
-        _histogram("… one pass", start, DURATION),
-        _histogram("… wait in the queue", start, WAIT),
+               baseline=[sets.cpu], against="of the controller-manager for the StatefulSets"),
+        figure("… CPU for each write", 1000 * start.cpu / len(start.writes), "ms", goal=Goal(2)),
+        _histogram("… one pass", start, DURATION, 0.25),
+        _histogram("… wait in the queue", start, WAIT, 1.0),
         figure("… writes of a pool", len(start.writes) / pools, "calls",
-               baseline=needed, against=f"2 Services, {replicas} pods, {replicas} gates"),
+               baseline=needed, against=f"2 Services, {replicas} pods, {replicas} gates",
+               goal=Goal(20)),
         figure("… of them to status", statuses, "calls"),
-        figure("resident memory", start.resident / 2**20, "MiB"),
     ]  # fmt: skip
+
+
+def _memory_figures(resident: int, empty: int, pods: int) -> list[Figure]:
+    return [
+        figure("resident memory", resident / 2**20, "MiB", goal=Goal(350)),
+        figure("… of it for each pod", (resident - empty) / pods / 2**10, "KiB", goal=Goal(6)),
+    ]
 
 
 def _steady_figures(steady: list[Phase], pools: int, asked: float) -> list[Figure]:
     cpu = [100 * each.cpu / each.seconds for each in steady]
     requests = [60 * len(each.calls) / each.seconds / pools for each in steady]
     return [
-        figure(f"steady state: CPU share ({asked:.0f} questions to workers a second)", cpu, "%"),
+        figure(
+            f"steady state: CPU share ({asked:.0f} questions to workers a second)",
+            cpu,
+            "%",
+            goal=Goal(8),
+        ),
         figure("… writes", [len(each.writes) for each in steady], "calls", goal=Goal(0, tail=0)),
         figure("… requests per pool and minute", requests, "calls"),
     ]
@@ -204,7 +245,9 @@ def _steady_figures(steady: list[Phase], pools: int, asked: float) -> list[Figur
 
 def _update_figures(update: Phase, pools: int) -> list[Figure]:
     return [
-        figure("new weights in all pools at once, until all are synced", update.seconds),
+        figure(
+            "new weights in all pools at once, until all are synced", update.seconds, goal=Goal(30)
+        ),
         figure("… CPU of the operator", update.cpu),
         figure("… writes of a pool", len(update.writes) / pools, "calls"),
         _histogram("… one pass", update, DURATION),
@@ -214,7 +257,7 @@ def _update_figures(update: Phase, pools: int) -> list[Figure]:
 def _restart_figures(restarts: list[Phase], listing: list[float]) -> list[Figure]:
     return [
         figure("restart of the operator until it knows every worker", [r.seconds for r in restarts],
-               baseline=listing, against="a bare list of pools, pods, Services"),
+               baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(15)),
         figure("… CPU of the operator", [r.cpu for r in restarts]),
         figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0)),
         _histogram("… one pass, last restart", restarts[-1], DURATION),
