@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from bench.options import Options
 from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, Seen, figure
 from bench.rigs.metrics_scrape import measure_scrapes
 from bench.rigs.phases import Phase, ended, kinds, phase
-from localkube import processes
-from tests.support.api.apiclient import PODS, POOLS, Obj
+from bench.rigs.plain_workloads import PlainWorkload, measure_plain, ready_seconds
+from tests.support.api.apiclient import PODS, POOLS
 from tests.support.cluster.scalelab import (
     NAMESPACE,
     Lab,
     Usage,
     processless_pool,
     scale_lab,
-    usage_of,
 )
 
 REPLICAS = 4
-READY_SECONDS = 420.0
 QUIET_SECONDS = 5.0
-APPS = f"/apis/apps/v1/namespaces/{NAMESPACE}"
-PLAIN_PATHS = {"Deployment": f"{APPS}/deployments", "StatefulSet": f"{APPS}/statefulsets"}
 LARGE_PODS = 4000
 """From so many pods on, the goals of a thousand pools of eight pods hold."""
 ALWAYS = ("… writes",)
@@ -51,12 +47,11 @@ def _measure_pools(options: Options) -> Result:
     """Measure; steady state and restarts are repeated, the rest happens once."""
     pools, window = (50, 5) if options.quick else (200, 10)
     pools, replicas = options.pools or pools, options.replicas or REPLICAS
-    rounds, large = options.count(5, 2), pools * replicas >= LARGE_PODS
+    rounds = options.count(5, 2)
     with scale_lab("bench-reconcile") as lab:
         names = {f"pool-{index:03}" for index in range(pools)}
-        plain = [
-            _measure_plain(lab, kind, pools, replicas) for kind in ("Deployment", "StatefulSet")
-        ]
+        deployments = measure_plain(lab, "Deployment", pools, replicas)
+        sets = measure_plain(lab, "StatefulSet", pools, replicas)
         lab.start_operator()
         lab.calls()
         empty = lab.usage().resident
@@ -68,16 +63,12 @@ def _measure_pools(options: Options) -> Result:
         listing = [_listing(lab) for _ in range(rounds)]
         restarts = [_restart(lab, pools * replicas) for _ in range(rounds)]
         figures = [
-            *_start_figures(start, *plain, pools, replicas),
+            *_start_figures(start, deployments, sets, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
             *_restart_figures(restarts, listing),
         ]
-        if not large:
-            figures = [
-                replace(each, goal=each.goal if each.label in ALWAYS else None) for each in figures
-            ]
     quiet = [call for each in steady for call in each.calls]
     notes = [
         f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
@@ -87,78 +78,27 @@ def _measure_pools(options: Options) -> Result:
         "Quantiles of passes and waits are interpolated within the buckets of the operator's"
         " histograms, which know no least and no greatest.",
     ]
-    part = "scale" if large else ""
-    return Result("reconcile", f"{pools} pools of {replicas} pods", figures, notes, part)
+    title = f"{pools} pools of {replicas} pods"
+    if pools * replicas >= LARGE_PODS:
+        return Result("reconcile", title, figures, notes, part="scale")
+    return Result("reconcile", title, [_without_goal(each) for each in figures], notes)
 
 
-def _ready_seconds(pods: int) -> float:
-    """Return how long so many pods may take, until the measurement is given up."""
-    return READY_SECONDS * max(1.0, pods / 1000)
+def _without_goal(found: Figure) -> Figure:
+    """Return the figure without a goal that only many pods have."""
+    return found if found.label in ALWAYS else replace(found, goal=None)
 
 
 def _create(lab: Lab, names: set[str], replicas: int) -> None:
     lab.create(*(processless_pool(name, replicas=replicas) for name in sorted(names)))
-    lab.await_condition("Ready", names, _ready_seconds(len(names) * replicas))
+    lab.await_condition("Ready", names, ready_seconds(len(names) * replicas))
 
 
 def _update(lab: Lab, names: set[str]) -> None:
     target = {"epoch": 1, "version": 1, "source": {"path": "/models/next"}}
     for name in sorted(names):
         lab.patch(name, weights={"target": target})
-    lab.await_condition("WeightsSynced", names, _ready_seconds(len(names)))
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """What Kubernetes takes for as many pods of its own kinds."""
-
-    seconds: float
-    cpu: float
-
-
-def _measure_plain(lab: Lab, kind: str, count: int, replicas: int) -> Plain:
-    path, seconds = PLAIN_PATHS[kind], _ready_seconds(count * replicas)
-    manager = processes.recorded(lab.cluster.state, "kube-controller-manager")
-    assert manager is not None, "the controller-manager runs"
-    used, began = usage_of(manager.pid), time.monotonic()
-    for index in range(count):
-        lab.api.create(path, _plain_object(kind, f"plain-{index:03}", replicas))
-    _await_pods(lab, count * replicas, seconds)
-    took, cpu = time.monotonic() - began, usage_of(manager.pid).cpu - used.cpu
-    lab.api.delete(path, propagationPolicy="Background")
-    _await_pods(lab, 0, seconds)
-    return Plain(took, cpu)
-
-
-def _await_pods(lab: Lab, count: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while (ready := sum(_is_ready(pod) for pod in lab.pods())) != count:
-        if time.monotonic() > end:
-            raise RuntimeError(f"{ready} pods are Ready after {seconds:g} s, not {count}")
-        time.sleep(0.2)
-
-
-def _is_ready(pod: Obj) -> bool:
-    found = (pod.get("status") or {}).get("conditions") or ()
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in found)
-
-
-def _plain_object(kind: str, name: str, replicas: int) -> Obj:
-    own = {"serviceName": name, "podManagementPolicy": "Parallel"} if kind == "StatefulSet" else {}
-    labels = {"app": name}
-    container = {"name": "worker", "image": "localhost/none"}
-    pod = {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}, "containers": [container]}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": kind,
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": {
-            **own,
-            "replicas": replicas,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    lab.await_condition("WeightsSynced", names, ready_seconds(len(names)))
 
 
 def _listing(lab: Lab) -> float:
@@ -174,7 +114,7 @@ def _restart(lab: Lab, heads: int) -> Phase:
     lab.calls()
     asked, began = lab.counts()["/v1/state"], time.monotonic()
     lab.start_operator()
-    end = began + _ready_seconds(heads)
+    end = began + ready_seconds(heads)
     while not _converged(lab, heads, asked):
         if time.monotonic() > end:
             raise RuntimeError(f"the restarted operator has not converged in {end - began:g} s")
@@ -199,7 +139,7 @@ def _histogram(label: str, during: Phase, name: str, most: float | None = None) 
 
 
 def _start_figures(
-    start: Phase, deployments: Plain, sets: Plain, pools: int, replicas: int
+    start: Phase, deployments: PlainWorkload, sets: PlainWorkload, pools: int, replicas: int
 ) -> list[Figure]:
     needed = 2 + 2 * replicas
     statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
