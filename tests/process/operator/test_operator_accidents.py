@@ -6,17 +6,21 @@ table, which `--update-goldens` writes.
 
 from __future__ import annotations
 
+import random
 import zlib
 from pathlib import Path
 
 import pytest
 
-from tests.support.faults.accidents import ACCIDENTS, play_story
+from tests.support.faults.accidents import ACCIDENTS, BY_NAME, play_story
 from tests.support.faults.scenes import Story
 from tests.support.faults.stories import STORIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "faults.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
+
+PAIRS = 100
+"""Two accidents at random acts, in each story."""
 
 of_each_story = pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 
@@ -25,9 +29,9 @@ of_each_story = pytest.mark.parametrize("story", STORIES, ids=lambda story: stor
 def test_a_story_ends_well_whatever_happens_at_one_act(story: Story) -> None:
     acts, problems = play_story(story)
     assert problems == []
-    for name in (name for family in ACCIDENTS.values() for name in family):
+    for name in BY_NAME:
         at = zlib.crc32(f"{story.name} {name}".encode()) % len(acts) + 1
-        assert play_story(story, name, at)[1] == [], f"{name} at {at}: {acts[at - 1]}"
+        assert play_story(story, {at: name})[1] == [], f"{name} at {at}: {acts[at - 1]}"
 
 
 @pytest.mark.soak  # test_a_story_ends_well_whatever_happens_at_one_act has one act of each every day
@@ -38,8 +42,21 @@ def test_a_story_ends_well_whatever_happens_at_any_act(story: Story, family: str
     found = {}
     for name in ACCIDENTS[family]:
         for at, what in enumerate(acts, 1):
-            if problems := play_story(story, name, at)[1]:
+            if problems := play_story(story, {at: name})[1]:
                 found[f"{name} at {at}: {what}"] = problems
+    assert found == {}
+
+
+@pytest.mark.soak  # test_a_story_ends_well_whatever_happens_at_one_act has one accident at a time every day
+@of_each_story
+def test_a_story_ends_well_whatever_happens_twice(story: Story) -> None:
+    count = len(play_story(story)[0])
+    found = {}
+    for seed in range(PAIRS):
+        chosen = random.Random(f"{story.name} {seed}")
+        plan = {at: chosen.choice(list(BY_NAME)) for at in chosen.sample(range(1, count + 1), 2)}
+        if problems := play_story(story, plan)[1]:
+            found[str(plan)] = problems
     assert found == {}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
-from tests.support.faults.faulty_operator import Accident, FaultyOperator
+from tests.support.faults.faulty_operator import FaultyOperator
 from tests.support.faults.memory_api import status_body
 from tests.support.faults.memory_wire import Act
-from tests.support.faults.scenes import COMMIT, Scene, Story, at_rest, play, spec_key
+from tests.support.faults.scenes import Accident, Scene, Story, at_rest, play, spec_key
 
 LEASE_SECONDS = 15.0
 """How long after the end of a leader's writes the next one leads."""
@@ -24,7 +24,6 @@ REASONS = {
 }
 
 Answer = tuple[int, bytes]
-Happens = Callable[[Scene, FaultyOperator, str, Act], Awaitable[Answer]]
 
 
 async def never() -> Answer:
@@ -41,7 +40,7 @@ async def kill(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> A
     return await never()
 
 
-def refuse(code: int) -> Happens:
+def refuse(code: int) -> Accident:
     """Answer with this code."""
 
     async def happens(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
@@ -140,7 +139,7 @@ async def set_clock(scene: Scene, operator: FaultyOperator, what: str, act: Act)
     return operator.do(what, act)
 
 
-ACCIDENTS: Mapping[str, Mapping[str, Happens]] = {
+ACCIDENTS: Mapping[str, Mapping[str, Accident]] = {
     "killed": {"killed": kill},
     "answers": {str(code): refuse(code) for code in REASONS}
     | {"no request": lose_request, "no answer": lose_answer}
@@ -158,29 +157,23 @@ ACCIDENTS: Mapping[str, Mapping[str, Happens]] = {
 """By family and name."""
 
 
-def play_story(story: Story, name: str = "", at: int = 0) -> tuple[list[str], list[str]]:
-    """Play a story with an accident at one of its acts; return its acts and what the judge found."""
-    happens = next((f[name] for f in ACCIDENTS.values() if name in f), None)
-    happened: list[str] = []
+BY_NAME = {name: found for family in ACCIDENTS.values() for name, found in family.items()}
+
+
+def play_story(
+    story: Story, accidents: Mapping[int, str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Play a story with accidents by the number of the act; return its acts and what the judge found."""
     base = None if story.before is None else at_rest(spec_key(story.before))
+    plan = {at: BY_NAME[name] for at, name in (accidents or {}).items()}
 
     async def part() -> tuple[list[str], list[str]]:
-        scene = Scene(base)
-
-        async def accident(operator: FaultyOperator, what: str, act: Act) -> Answer:
-            assert happens is not None
-            happened.append(what)
-            # Who can't commit what others serve leaves the Service until it can.
-            scene.floor -= what.startswith(COMMIT)
-            return await happens(scene, operator, what, act)
-
-        given: Accident | None = accident if happens is not None else None
+        scene = Scene(base, plan)
         try:
-            await scene.play(story, given, at)
+            await scene.play(story)
         finally:
             await scene.end()
-        return scene.operators[0].acts, scene.problems
+        return scene.acts, scene.problems
 
     found: tuple[list[str], list[str]] = play(part)
-    assert len(happened) == bool(name), f"{name} at act {at} of {len(found[0])}"
     return found

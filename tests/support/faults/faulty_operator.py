@@ -1,4 +1,4 @@
-"""An operator's process over a `MemoryServer`: its real parts, all but its Lease, and accidents at each of its acts.
+"""An operator's process over a `MemoryServer`: its real parts, all but its Lease, and whoever stands between its acts and the world.
 
 An act is a write to the API server, or a call that changes a worker. What stands in for kopf resumes a stream as
 kopf does: from the last version that it saw, without another list.
@@ -7,8 +7,7 @@ kopf does: from the last version that it saw, without another list.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 from rollout_client.worker_control import WorkerControl
 from rollout_common.kube.access import ClusterAccess
@@ -42,8 +41,8 @@ from tests.support.faults.memory_nodes import Nodes
 from tests.support.faults.memory_wire import Act, MemoryConnections, MemoryServer
 from tests.support.unit.simanswers import answer_call
 
-Accident = Callable[["FaultyOperator", str, Act], Any]
-"""Awaited instead of an act, with what it is and does; returns code and body."""
+Send = Callable[["FaultyOperator", str, Act], Awaitable[tuple[int, bytes]]]
+"""Takes what an act is and does."""
 
 
 class FaultyOperator:
@@ -53,8 +52,7 @@ class FaultyOperator:
         server: The API server.
         nodes: Where workers are.
         wall: The wall clock of this process.
-        accident: Happens instead of the act with this number (from 1); None: none does.
-        at: That number.
+        send: Does an act, or lets something else happen; returns code and body.
         watched: Called with what each act is, as it takes effect.
     """
 
@@ -63,13 +61,11 @@ class FaultyOperator:
         server: MemoryServer,
         nodes: Nodes,
         wall: Callable[[], float],
-        accident: Accident | None = None,
-        at: int = 0,
+        send: Send,
         watched: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self.server, self.nodes, self.accident, self.at = server, nodes, accident, at
+        self.server, self.nodes, self._send = server, nodes, send
         self.watched = watched
-        self.acts: list[str] = []
         self.gone = asyncio.Event()
         """It is dead, or frozen: nothing that it does reaches anybody."""
         self.late: list[tuple[str, Act]] = []
@@ -171,10 +167,7 @@ class FaultyOperator:
         if self.gone.is_set():
             self.late.append((what, act))
             await asyncio.Event().wait()
-        self.acts.append(what)
-        if self.accident is not None and len(self.acts) == self.at:
-            return await self.accident(self, what, act)  # type: ignore[no-any-return]
-        return self.do(what, act)
+        return await self._send(self, what, act)
 
     def do(self, what: str, act: Act) -> tuple[int, bytes]:
         """Let an act take effect."""

@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from tests.support.faults.faulty_operator import Accident, FaultyOperator
+from tests.support.faults.faulty_operator import FaultyOperator
 from tests.support.faults.memory_api import Change, MemoryApi
 from tests.support.faults.memory_nodes import Nodes, make_trainer
-from tests.support.faults.memory_wire import MemoryServer
+from tests.support.faults.memory_wire import Act, MemoryServer
 from tests.support.unit.virtualtime import VirtualLoop
 
 T = TypeVar("T")
@@ -28,12 +28,14 @@ EPOCH = 1_000_000_000.0
 POOL = ("rolloutreplicas", "rl", "math")
 QUIET_SECONDS = 12.0
 """A pool at rest, whose heads are polled every five seconds, writes nothing for so long."""
-END_SECONDS = 900.0
-"""Longer than the longest back-off and the longest interval between two lists together."""
+END_SECONDS = 2000.0
+"""A call of which nothing comes, such as sleep, is tried again after ten minutes, and two may be lost."""
 START_SECONDS = 8.0
 COMMIT = "weights/commit"
 
 Spec = Mapping[str, Any]
+Accident = Callable[["Scene", FaultyOperator, str, Act], Awaitable[tuple[int, bytes]]]
+"""Happens in a scene instead of an act of an operator: what that is, and does."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,16 @@ class Scene:
     """See the module. `problems` are what the judge has found."""
 
     base: Base | None
+    plan: Mapping[int, Accident] = field(default_factory=dict)
+    """What happens instead of acts, by their number since the story began (from 1)."""
     floor: int = 0
+    acts: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         loop, start = asyncio.get_running_loop(), self.base.now if self.base else EPOCH
         self.clock: Callable[[], float] = lambda: start + loop.time()
+        self.playing = False
         self.skew = 0.0
         """How wrong the operator's wall clock is."""
         self.api = MemoryApi(self.clock)
@@ -135,14 +141,23 @@ class Scene:
 
     # The operator's processes.
 
-    def start_operator(self, accident: Accident | None = None, at: int = 0) -> None:
+    async def send_act(self, operator: FaultyOperator, what: str, act: Act) -> tuple[int, bytes]:
+        """Let an operator do one act, or the accident that is planned for it happen."""
+        self.acts.append(what)
+        accident = self.plan.get(len(self.acts)) if self.playing else None
+        if accident is None:
+            return operator.do(what, act)
+        # Who can't commit what others serve leaves the Service until it can.
+        self.floor -= what.startswith(COMMIT)
+        return await accident(self, operator, what, act)
+
+    def start_operator(self) -> None:
         """Start a process that leads."""
         made = FaultyOperator(
             self.server,
             self.nodes,
             lambda: self.clock() + self.skew,
-            accident,
-            at,
+            self.send_act,
             self._watch_act,
         )
         self.operators.append(made)
@@ -194,13 +209,12 @@ class Scene:
         """Set how wrong the operator's clock is."""
         self.skew = seconds
 
-    async def play(self, story: Story, accident: Accident | None, at: int) -> None:
+    async def play(self, story: Story) -> None:
         """Play a story to its end; what is frozen then goes on, or what was kept comes back."""
-        self.start_operator(accident)
+        self.start_operator()
         await asyncio.sleep(START_SECONDS)
-        [first] = self.operators
-        first.acts.clear()
-        first.at, self.floor = at, story.floor
+        self.acts.clear()
+        self.playing, self.floor = True, story.floor
         story.act(self)
         await self.settle(story.missing)
         if self.late:
@@ -217,7 +231,7 @@ class Scene:
         loop = asyncio.get_running_loop()
         end, since, before = loop.time() + END_SECONDS, loop.time(), None
         while (now := loop.time()) < end:
-            state = self.api.version, sum(len(o.acts) for o in self.operators)
+            state = self.api.version, len(self.acts)
             if state != before or missing(self):
                 since, before = now, state
             elif now - since >= QUIET_SECONDS:
