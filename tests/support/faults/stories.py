@@ -90,6 +90,25 @@ def _push(scene: Scene) -> None:
     scene.edit(weights=pushed(1, 1))
 
 
+def _push_asleep(scene: Scene) -> None:
+    """A trainer pushes to a pool that sleeps, and wakes it once that is committed; it pushes again what got lost."""
+
+    async def publish() -> None:
+        while True:
+            for process in scene.nodes.processes.values():
+                if process.worker.staged is None and process.worker.active != ONE:
+                    process.worker.push(ONE)
+            spec, status = scene.pool["spec"], scene.pool.get("status") or {}
+            committed = (status.get("weights") or {}).get("committed") or {}
+            if "weights" not in spec:
+                scene.edit(weights=pushed(1, 1))
+            elif committed.get("version") == 1 and spec.get("state") == "Asleep":
+                scene.edit(state="Active")
+            await asyncio.sleep(1)
+
+    scene.others.append(asyncio.create_task(publish()))
+
+
 def _take_turn(scene: Scene) -> None:
     """A trainer puts the pool to sleep, and wakes it once it is asleep; whatever comes between, it wants it awake."""
 
@@ -121,6 +140,7 @@ STORIES = (
     Story("weights from a folder", _edit(weights=target(1, 1)), serving(2, ONE), 2, SPEC),
     Story("weights one by one", _edit(weights=target(1, 1)), serving(2, ONE), 2, ROLLING),
     Story("weights pushed", _push, serving(2, ONE), 2, SPEC),
+    Story("weights pushed asleep", _push_asleep, serving(2, ONE), 0, SPEC | {"state": "Asleep"}),
     Story("sleep", _edit(state="Asleep"), resting("Asleep", 2), 0, SPEC),
     Story("wake", _edit(state="Active"), serving(2), 0, SPEC | {"state": "Asleep"}),
     Story("suspend", _edit(suspend=True), resting("Suspended", 0), 0, SPEC),

@@ -240,8 +240,8 @@ class SimWorker:
         if body.load is False:
             assert self.wakes_empty, "a worker that doesn't know the field refuses it"
             assert body.tags == ("weights",), "the KV cache comes last"
-            self.empty = self.empty or not self.woken
-            self.woken = True
+            if not self.resident.weights:
+                self.empty = self.woken = True
             return "held" if self.foreign_hold else None
         self.hold_with(None)
         return None
