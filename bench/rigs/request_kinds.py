@@ -1,4 +1,4 @@
-"""Kinds of requests that our worker and an engine's own server both understand, and what each takes."""
+"""Kinds of requests, and what each takes at our worker and, where it understands them, at the engine's own server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,19 @@ TOP = 20
 class RequestKind:
     """A kind, and what it adds to the body of a plain request of each server.
 
-    `theirs` is merged into the body, and into its objects one level below.
+    Both are merged into the body, and into its objects one level below. `theirs` None: its server, which has no tokenizer
+    here, does not take it, and the kind is compared with our plain requests.
     """
 
     name: str
     ours: Mapping[str, Any]
-    theirs: Mapping[str, Any]
+    theirs: Mapping[str, Any] | None = None
+
+
+OURS_ALONE = (
+    RequestKind("structure", {"structured": {"regex": "[a-z0-9 ]{300,}"}}),
+    RequestKind("mask of each draw", {"return_sampling_mask": True, "sampling": {"top_k": 50}}),
+)
 
 
 KINDS_OF: Mapping[str, Sequence[RequestKind]] = {
@@ -44,6 +51,7 @@ KINDS_OF: Mapping[str, Sequence[RequestKind]] = {
         RequestKind(
             "scored prompt", {"prompt_logprobs": True}, {"sampling_params": {"prompt_logprobs": 0}}
         ),
+        *OURS_ALONE,
     ),
     "sglang": (
         RequestKind("plain", {}, {}),
@@ -51,6 +59,7 @@ KINDS_OF: Mapping[str, Sequence[RequestKind]] = {
             f"top {TOP} of each position", {"top_logprobs": TOP}, {"top_logprobs_num": TOP}
         ),
         RequestKind("scored prompt", {"prompt_logprobs": True}, {"logprob_start_len": 0}),
+        *OURS_ALONE,
     ),
 }
 
@@ -72,13 +81,14 @@ def compare_kinds(contenders: Contenders, options: Options) -> list[Figure]:
             )
             for side in (contenders.OURS, contenders.THEIRS)
         ]
+        plain: Sequence[Took] = ()
         for kind in KINDS_OF[contenders.ENGINE]:
-            sides = [
-                _asking(live, more)
-                for live, more in zip(both, (kind.ours, kind.theirs), strict=True)
-            ]
             load = replace(PLAIN_LOAD, label=kind.name)
-            figures += _figures(kind.name, *take_turns(load, sides, options))
+            asked = (kind.ours, kind.theirs) if kind.theirs is not None else (kind.ours,)
+            sides = [_asking(live, more) for live, more in zip(both, asked, strict=False)]
+            ours, *theirs = take_turns(load, sides, options)
+            plain = plain or ours
+            figures += _figures(kind.name, ours, theirs[0] if theirs else plain, alone=not theirs)
     return figures
 
 
@@ -96,14 +106,16 @@ def _asking(live: Live, more: Mapping[str, Any]) -> Live:
     return replace(live, side=replace(plain, body=body))
 
 
-def _figures(kind: str, ours: Sequence[Took], theirs: Sequence[Took]) -> list[Figure]:
+def _figures(
+    kind: str, ours: Sequence[Took], theirs: Sequence[Took], *, alone: bool
+) -> list[Figure]:
     latency, their_latency = ([took.latency for took in some] for some in (ours, theirs))
     cpu, their_cpu = ([took.cpu for took in some] for some in (ours, theirs))
-    goal = Goal(GOAL_RATIO * median(their_latency))
-    server = "its own server"
+    goal = None if alone else Goal(GOAL_RATIO * median(their_latency))
+    against = "our plain requests" if alone else "its own server"
     return [
         figure(
-            f"{kind}: latency", latency, "ms", baseline=their_latency, against=server, goal=goal
+            f"{kind}: latency", latency, "ms", baseline=their_latency, against=against, goal=goal
         ),
-        figure(f"{kind}: CPU per request", cpu, "ms", baseline=their_cpu, against=server),
+        figure(f"{kind}: CPU per request", cpu, "ms", baseline=their_cpu, against=against),
     ]
