@@ -30,6 +30,7 @@ from .pass_input import PassInput, poll_heads, update_phase
 from .pass_reporting import count_update, post_events, update_pool_metrics
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
+from .settings import ABSENT_RETRY_SECONDS
 from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ async def apply_plan(
     try:
         later = await write_status(writer, look.pool, plan, memory)
     except NotFound:
-        return None  # the object is gone: nothing is made for it, and the watch will say so
+        return ABSENT_RETRY_SECONDS  # nothing is made for an object that is gone
     decided = memory.unwritten is None or is_same_decision(look.stored.weights, plan.status.weights)
     post_events(ctx, look, plan, memory)
     if decided:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import replace
 
 from rollout_common.kube.errors import Conflict, NotFound
@@ -28,6 +27,7 @@ from .pass_input import (
 from .plan_actions import apply_plan, soonest_requeue, write_status, write_unreadable_status
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
+from .settings import ABSENT_RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,10 @@ class Reconciler:
             stop_polling(self.ctx, memory)
             status = status_for_invalid_spec(stored, pool, str(error), self.ctx.clock())
             writer = PoolWriter(self.ctx, key, pool["metadata"]["uid"], memory.obstacles)
-            with suppress(NotFound):
+            try:
                 return await write_status(writer, pool, PassPlan(status), memory)
-            return None
+            except NotFound:
+                return ABSENT_RETRY_SECONDS
         if memory.first_look is None:
             memory.recall_obstacles()
         look = PassInput(key, pool, spec, stored, observe_pool(self.ctx, key, pool, spec, memory))

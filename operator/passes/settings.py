@@ -8,6 +8,10 @@ FIRST_POLLS_SECONDS = 5.0
 PASS_DEADLINE_SECONDS = 300.0
 """Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""
 
+ABSENT_RETRY_SECONDS = 10.0
+"""How soon a pool is looked at again that the API server did not find: mostly the watch shows before that it is
+gone. But an API server that has just started may not know the resource yet, and no event follows."""
+
 FENCED_RETRY_SECONDS = 1.0
 """How soon a pass is tried again without the Lease: its renewal takes about that long to succeed."""
 

@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from tests.support.faults.faulty_operator import FaultyOperator
 from tests.support.faults.memory_api import status_body
 from tests.support.faults.memory_wire import Act
-from tests.support.faults.scenes import Accident, Scene, Story, at_rest, play, spec_key
+from tests.support.faults.scenes import (
+    LATE_END_SECONDS,
+    Accident,
+    Scene,
+    Story,
+    at_rest,
+    play,
+    spec_key,
+)
 
 LEASE_SECONDS = 15.0
 """How long after the end of a leader's writes the next one leads."""
@@ -139,6 +147,8 @@ async def set_clock(scene: Scene, operator: FaultyOperator, what: str, act: Act)
     return operator.do(what, act)
 
 
+LOST = ("no request", "no answer")
+
 ACCIDENTS: Mapping[str, Mapping[str, Accident]] = {
     "killed": {"killed": kill},
     "answers": {str(code): refuse(code) for code in REASONS}
@@ -169,6 +179,8 @@ def play_story(
 
     async def part() -> tuple[list[str], list[str]]:
         scene = Scene(base, plan)
+        if len(plan) > 1 or set(LOST) & set((accidents or {}).values()):
+            scene.patience = LATE_END_SECONDS
         try:
             await scene.play(story)
         finally:

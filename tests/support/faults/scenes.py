@@ -28,7 +28,9 @@ EPOCH = 1_000_000_000.0
 POOL = ("rolloutreplicas", "rl", "math")
 QUIET_SECONDS = 12.0
 """A pool at rest, whose heads are polled every five seconds, writes nothing for so long."""
-END_SECONDS = 2000.0
+END_SECONDS = 200.0
+"""The longest way is that of a watch which stands still: after 135 s it counts as dead."""
+LATE_END_SECONDS = 2000.0
 """A call of which nothing comes, such as sleep, is tried again after ten minutes, and two may be lost."""
 START_SECONDS = 8.0
 COMMIT = "weights/commit"
@@ -80,7 +82,7 @@ class Scene:
     def __post_init__(self) -> None:
         loop, start = asyncio.get_running_loop(), self.base.now if self.base else EPOCH
         self.clock: Callable[[], float] = lambda: start + loop.time()
-        self.playing = False
+        self.playing, self.patience = False, END_SECONDS
         self.skew = 0.0
         """How wrong the operator's wall clock is."""
         self.api = MemoryApi(self.clock)
@@ -229,7 +231,7 @@ class Scene:
     async def settle(self, missing: Callable[[Scene], str]) -> None:
         """Wait until the end is reached and nothing moves; a problem if that takes too long."""
         loop = asyncio.get_running_loop()
-        end, since, before = loop.time() + END_SECONDS, loop.time(), None
+        end, since, before = loop.time() + self.patience, loop.time(), None
         while (now := loop.time()) < end:
             state = self.api.version, len(self.acts)
             if state != before or missing(self):

@@ -217,14 +217,16 @@ async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
 async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: PassContext) -> None:
     ctx.store.upsert_written("pools", pool())
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
-    assert await Reconciler(ctx).reconcile(KEY) is None
+    assert await Reconciler(ctx).reconcile(KEY) == 10.0, (
+        "or an API server that starts does not know it"
+    )
     assert [method for method, *_ in api.requests] == ["PATCH"]
 
 
 async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: PassContext) -> None:
     ctx.store.upsert_written("pools", pool(engine={"type": "unknown"}))
     api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
-    assert await Reconciler(ctx).reconcile(KEY) is None
+    assert await Reconciler(ctx).reconcile(KEY) == 10.0
 
 
 async def test_a_restart_whose_deletion_fails_counts_once(
