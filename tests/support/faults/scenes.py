@@ -27,8 +27,8 @@ EPOCH = 1_000_000_000.0
 POOL = ("rolloutreplicas", "rl", "math")
 QUIET_SECONDS = 12.0
 """A pool at rest, whose heads are polled every five seconds, writes nothing for so long."""
-END_SECONDS = 200.0
-"""The longest way is that of a watch which stands still: after 135 s it counts as dead."""
+END_SECONDS = 400.0
+"""A watch that stands still counts as dead after 135 s, and a pod of a lost node goes after about as long."""
 LATE_END_SECONDS = 2000.0
 """A call of which nothing comes, such as sleep, is tried again after ten minutes, and two may be lost."""
 START_SECONDS = 8.0
