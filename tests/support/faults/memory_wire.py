@@ -77,7 +77,7 @@ class MemoryServer:
         self.bookmarks = True
         self.refused_watches = 0
         self.cut_lists = 0
-        self.watches: set[Watch] = set()
+        self.watches: list[Watch] = []
         self._pages: dict[str, tuple[int, list[Obj]]] = {}
         api.on_change.append(self._tell)
 
@@ -140,7 +140,7 @@ class MemoryServer:
             watch.lines.put_nowait(None)
         for change in self.api.history:
             watch.take(change)
-        self.watches.add(watch)
+        self.watches.append(watch)
         loop = asyncio.get_running_loop()
         end = loop.time() + float(request.params["timeoutSeconds"])
         try:
@@ -159,7 +159,7 @@ class MemoryServer:
                     return
                 yield line
         finally:
-            self.watches.discard(watch)
+            self.watches.remove(watch)
 
 
 def split_path(request: ApiRequest) -> tuple[str, str | None, str, str]:
