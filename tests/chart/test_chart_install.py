@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "docs" / "gpu.md",
     *sorted((ROOT / "examples").rglob("README.md")),
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "gpu"),
+    *sorted((ROOT / "docs" / "operate").glob("*.md")),
 ]
 _FENCED = re.compile(
     r"^(?:    |\$ )?(helm (?:install|upgrade|uninstall)\b(?:[^\n\\]|\\\n)*)", re.MULTILINE

@@ -199,7 +199,7 @@ async def test_every_panel_shows_something_however_pods_are_scraped(tmp_path: Pa
     flags = ["--pool", "math", "--namespace", "rl", "--weights-roots", str(tmp_path)]
     flags += ["--turn-directory", str(locks), "--turn-devices", "gpu"]
     everything = dict(panels())
-    # Without `honor_labels` the operator's series bear the operator's namespace: docs/runbook.md.
+    # Without `honor_labels` the operator's series bear the operator's namespace: docs/operate/metrics.md.
     of_workers = {where: query for where, query in everything.items() if "rollout_worker_" in query}
     assert len(of_workers) > 12
     async with tiny_worker(tmp_path, *flags) as worker:
