@@ -171,8 +171,11 @@ class HeadPlanner:
         return state.wakes_empty and version is not None and self._can_load(head, version)
 
     def _can_load(self, head: ReplicaHead, version: WeightsVersion) -> bool:
-        """Nothing is known to keep it from these weights: what it has may go."""
-        if _has_failed(head, version):
+        """Nothing is known to keep it from these weights: what it has may go.
+
+        A trainer that pushed later ones to it, and died, may never move the pointer.
+        """
+        if _has_failed(head, version) or self._awaits_pointer(head, version):
             return False
         given = head.has_staged(version) or head.pod.uid in self.weights.peers
         return given or not version.is_pushed

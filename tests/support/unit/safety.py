@@ -234,6 +234,9 @@ def _only_our_hold(one: Pass, call: CallWorker) -> None:
         active, committed = state.weights.active, one.plan.status.weights.committed
         if (committed and committed.source.pushed) or one.seen.workers[call.uid].failures:
             return  # what it is to have can't be had now: it keeps what it has
+        staged = state.weights.staged
+        if staged and committed and (staged.epoch, staged.version) > committed.identity.as_tuple():
+            return  # a trainer pushed these while it slept, and may never move the pointer
         if any(w.state is None and w.error is None for w in one.seen.workers.values()):
             return  # one has yet to be asked, and until then nothing is decided about weights
         assert active is not None, "what it had is read though it is to have other weights"

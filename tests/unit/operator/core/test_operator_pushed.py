@@ -356,6 +356,22 @@ def test_the_next_push_to_a_sleeping_pool_replaces_the_last_and_waits_for_its_po
     assert [worker.commits for worker in world.workers.values()] == [[V2], [V2]]
 
 
+@pytest.mark.parametrize("state", ["Active", "Paused"])
+def test_a_trainer_that_died_after_it_pushed_keeps_no_sleeping_pool_from_waking(state: str) -> None:
+    world = a_world(2, deadlineSeconds=10)
+    publish(world, V1)
+    fall_asleep(world)
+    push(world, V3)
+    world.set(weights=target(0, 2), state=state)
+    for _ in range(4):
+        world.step()
+    assert {worker.lifecycle.value for worker in world.workers.values()} == {state}
+    world.set(state="Active")
+    for _ in range(20):
+        world.step()
+    assert serve(world, V2) == [True, True], "the slot gave way after the deadline"
+
+
 def test_pods_that_go_take_what_they_had_staged_asleep_with_them() -> None:
     world = a_world(2)
     publish(world, V1)
