@@ -18,6 +18,7 @@ from tests.support.manifests import pool, text
 from tests.support.waiting import eventually, until_sync
 
 ROOT = Path(__file__).parents[2]
+KIND = "customresourcedefinition/rolloutreplicas.rollout.dev"
 PAGES = [
     ROOT / "charts" / "rollout-operator" / "README.md",
     ROOT / "README.md",
@@ -188,14 +189,15 @@ def test_another_release_works_beside_what_a_former_one_left(cluster: Cluster) -
     # Its own release takes it over again, and removes it if it is told to.
     cluster.helm("install", RELEASE, CHART, *where, "--set", "crds.keep=false")
     cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
-    # The kind goes after its finalizer, which takes a busy API server seconds: the next release would find it.
-    leave = {
-        "serviceaccount/rollout-worker",
-        "customresourcedefinition/rolloutreplicas.rollout.dev",
-    }
+    await_gone(cluster, "serviceaccount/rollout-worker", KIND)
+
+
+def await_gone(cluster: Cluster, *leave: str) -> None:
+    """Wait until these are gone: the kind goes after its finalizer, which takes a busy API server seconds, and the
+    next release would find it."""
     eventually(
-        "the account and the kind to be gone",
-        lambda: not leave & installed(cluster),
+        f"{' and '.join(leave)} to be gone",
+        lambda: not set(leave) & installed(cluster),
         60,
         seen=lambda: cluster.kubectl("get", "crd", "-o", "yaml", check=False)[-4000:],
     )
@@ -278,6 +280,7 @@ def test_an_admin_of_a_namespace_takes_it_into_service_alone(cluster: Cluster) -
     cluster.helm("upgrade", "open", CHART, *where, "--set=crds.keep=false")
     assert not may_check_tokens(cluster, ALONE), "listed is the default"
     cluster.helm("uninstall", "open", *where)
+    await_gone(cluster, KIND)
 
 
 def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_path: Path) -> None:
