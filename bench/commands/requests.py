@@ -1,7 +1,7 @@
 """What a kind of request adds to a plain one: our worker over each engine, against the engine's own server.
 
 Both servers run at once with the same flags and take turns, as `generate` has them. The kinds that both understand are
-compared: the most likely tokens at each position, and a scored prompt. A structure and the masks of draws are compared with our plain requests.
+compared: the most likely tokens at each position, and a scored prompt. The masks of draws are compared with our plain requests.
 `ROLLOUT_ENGINES=vllm` restricts the engines; each has a table of its own.
 """
 

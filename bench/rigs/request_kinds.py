@@ -35,7 +35,6 @@ class RequestKind:
 
 
 OURS_ALONE = (
-    RequestKind("structure", {"structured": {"regex": "[a-z0-9 ]{300,}"}}),
     RequestKind("mask of each draw", {"return_sampling_mask": True, "sampling": {"top_k": 50}}),
 )
 
