@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rollout_client.worker_control import ControlError, WorkerControl
 from rollout_common.wire import WorkerState
@@ -15,7 +15,7 @@ from rollout_operator.api.objects import PoolKey
 
 from .api.names import token_audience
 from .cache.kopf_streams import KopfStreams
-from .cache.neighbour_informer import NeighbourInformer
+from .cache.neighbour_informer import NeighbourInformer, NeighbourResource, ReadObject
 from .cache.object_store import ObjectStore
 from .cache.pool_informer import PoolInformer
 from .cache.store_feed import StoreFeed
@@ -35,6 +35,14 @@ from .workers.head_poller import HeadPoller
 from .workers.worker_calls import WorkerCalls
 from .workers.worker_clients import WorkerClients
 from .workers.worker_connections import WorkerConnections
+
+NEIGHBOUR_PARSERS: Mapping[NeighbourResource, ReadObject] = {
+    "pods": parse_trainer,
+    "resourceclaims": parse_resource_claim,
+    "resourceslices": parse_resource_slice,
+    "members": parse_candidate,
+}
+"""How objects next to pools are read, by what they are."""
 
 
 class OperatorParts:
@@ -85,12 +93,7 @@ class OperatorParts:
         )
         self.neighbours = NeighbourInformer(
             self.kube,
-            {
-                "pods": parse_trainer,
-                "resourceclaims": parse_resource_claim,
-                "resourceslices": parse_resource_slice,
-                "members": parse_candidate,
-            },
+            NEIGHBOUR_PARSERS,
             self.feed.note_worker_change,
         )
         self.gangs = GangWatch(

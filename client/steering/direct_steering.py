@@ -123,8 +123,8 @@ class DirectSteering(Steering):
             async with self._keeper.lock:
                 states = await self._ports.get_states()
                 awake = [name for name, state in states.items() if state.resident.weights]
-                asleep = [] if push is None else [n for n in states if n not in awake]
-                asleep = [name for name in asleep if takes_pushes(states[name])]
+                able = [] if push is None else [n for n, s in states.items() if takes_pushes(s)]
+                asleep = [name for name in able if not states[name].resident.weights]
                 version = Version(identity, source, root_hash)
                 barrier = Barrier(self._ports, version, [*awake, *asleep], push=push, spared=asleep)
                 await barrier.stage(until, tell)

@@ -21,12 +21,6 @@ from rollout_operator.cache.pool_informer import PoolInformer
 from rollout_operator.cache.store_feed import StoreFeed
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.config import EngineDefaults, OperatorConfig
-from rollout_operator.core.hybrid import parse_candidate
-from rollout_operator.core.trainer_pods import (
-    parse_resource_claim,
-    parse_resource_slice,
-    parse_trainer,
-)
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient, resource_collection
@@ -34,6 +28,7 @@ from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.passes.pass_context import PassContext
 from rollout_operator.passes.pass_loop import PassLoop
 from rollout_operator.passes.reconcile import Reconciler
+from rollout_operator.wiring import NEIGHBOUR_PARSERS
 from rollout_operator.workers.head_poller import HeadPoller
 from rollout_operator.workers.worker_calls import WorkerCalls
 from rollout_operator.workers.worker_clients import WorkerClients
@@ -81,12 +76,7 @@ class FaultyOperator:
         self._stream: asyncio.Task[None] | None = None
         self.neighbours = NeighbourInformer(
             self.kube,
-            {
-                "pods": parse_trainer,
-                "resourceclaims": parse_resource_claim,
-                "resourceslices": parse_resource_slice,
-                "members": parse_candidate,
-            },
+            NEIGHBOUR_PARSERS,
             self.feed.note_worker_change,
         )
         self.poller = HeadPoller(

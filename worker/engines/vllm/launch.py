@@ -230,7 +230,7 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
         # Nothing is worth compiling in eager mode, and it would take a C++ compiler in the image.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _check_head_size(config)
-    check_drafts(config, 1 if options.gang is None else 2)
+    check_drafts(config, gang=options.gang is not None)
     if cpu or options.max_batch_tokens is not None:
         _bound_kv_cache(config, options)
     config.model_config.max_model_len += SLACK_TOKENS

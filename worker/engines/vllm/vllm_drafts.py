@@ -24,8 +24,8 @@ WITH_WEIGHTS = ("draft_model", "eagle", "eagle3")
 """Methods whose model has a checkpoint of its own."""
 
 
-def check_drafts(config: Any, nodes: int) -> None:
-    """Refuse drafts that no update could change.
+def check_drafts(config: Any, *, gang: bool) -> None:
+    """Refuse drafts that no update could change; `gang`: the replica has several nodes.
 
     Raises:
         EngineError: Says which methods can be used.
@@ -38,7 +38,7 @@ def check_drafts(config: Any, nodes: int) -> None:
             f"engine.args: --speculative-config: method {drafts.method!r} has weights that no update changes: use one"
             f" of {', '.join((*WITHOUT_WEIGHTS, *WITH_WEIGHTS))}, or leave it out"
         )
-    if nodes > 1:
+    if gang:
         raise EngineError(
             f"engine.args: --speculative-config: method {drafts.method!r} needs one node: a node fetches only what its"
             f" ranks read of the target. Use one of {', '.join(WITHOUT_WEIGHTS)}, or leave it out"
@@ -61,8 +61,8 @@ def check_whole(entries: Sequence[TensorEntry], layout: WeightsLayout) -> None:
     Raises:
         WeightsRejected: Names a tensor that is missing.
     """
-    brought = {entry.name for entry in entries if entry.name.startswith(DRAFT_PREFIX)}
-    wanted = {name for name in layout.optional if name.startswith(DRAFT_PREFIX)}
+    brought = {entry.name for entry in entries if is_of_draft(entry.name)}
+    wanted = set(filter(is_of_draft, layout.optional))
     if brought and (missing := sorted(wanted - brought)):
         raise WeightsRejected(
             f"tensor {missing[0]!r} is missing: publish all of the draft, or nothing of it",

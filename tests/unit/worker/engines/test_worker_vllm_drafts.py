@@ -35,20 +35,20 @@ def config_of(method: str | None, model: Path | str = "") -> Any:
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix", "draft_model", "eagle", "eagle3"])
 def test_drafts_that_updates_can_change_are_taken(method: str | None) -> None:
-    check_drafts(config_of(method), nodes=1)
+    check_drafts(config_of(method), gang=False)
 
 
 @pytest.mark.parametrize(
-    ("method", "nodes", "said"),
+    ("method", "gang", "said"),
     [
-        ("mtp", 1, r"'mtp' has weights that no update changes: use one of ngram, .*eagle3"),
-        ("eagle", 2, r"'eagle' needs one node: .* Use one of ngram, ngram_gpu, suffix"),
+        ("mtp", False, r"'mtp' has weights that no update changes: use one of ngram, .*eagle3"),
+        ("eagle", True, r"'eagle' needs one node: .* Use one of ngram, ngram_gpu, suffix"),
     ],
 )
-def test_others_are_refused_with_what_can_be_used(method: str, nodes: int, said: str) -> None:
+def test_others_are_refused_with_what_can_be_used(method: str, gang: bool, said: str) -> None:
     with pytest.raises(EngineError, match=said):
-        check_drafts(config_of(method), nodes)
-    check_drafts(config_of("ngram"), nodes)
+        check_drafts(config_of(method), gang=gang)
+    check_drafts(config_of("ngram"), gang=gang)
 
 
 def test_a_version_may_bring_all_of_a_draft_or_nothing_of_it(tmp_path: Path) -> None:
