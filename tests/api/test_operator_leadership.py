@@ -136,7 +136,7 @@ async def test_a_released_lease_is_taken_at_once(election: Election) -> None:
     await acquired(leader)
     await leader.release_lease()
     assert not leader.may_write()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(LEASE_DURATION_SECONDS / 2):
         await standby.acquire_lease()
     lease = await election.kube.get("leases", NAMESPACE, election.lease)
     assert lease["spec"]["holderIdentity"] == "b"

@@ -197,9 +197,11 @@ def test_a_running_output_sees_again_with_new_weights(
     cut, tokens = first["end"], output["token_ids"]
     picture = [decode_picture(ONE)]
     prompt = body["token_ids"]
-    assert tokens[:cut] == judge.generate(prompt, picture, cut)[0]
-    again = models.judge(2).generate([*prompt, *tokens[:cut]], picture, 12)[0]
-    assert tokens[cut : cut + 12] == again
+    # Hundreds of tokens have near ties, and the pictures' scaling decides them (`CLOSE`).
+    assert max(judge.greedy_gaps(prompt, picture, tokens[:cut])) < CLOSE
+    after = tokens[cut : cut + 50]
+    assert max(models.judge(2).greedy_gaps([*prompt, *tokens[:cut]], picture, after)) < CLOSE
+    assert max(judge.greedy_gaps([*prompt, *tokens[:cut]], picture, after)) > CLOSE
 
 
 def test_prompts_with_pictures_are_scored(worker: Served, judge: PictureReference) -> None:

@@ -247,11 +247,25 @@ class PictureReference:
         return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
     @torch.no_grad()
+    def greedy_gaps(
+        self, prompt: Sequence[int], pictures: Sequence[Picture], tokens: Sequence[int]
+    ) -> list[float]:
+        """Return how far each token's logprob lies below that of the best one after the same prefix; 0: it is the best."""
+        rows = self._rows([*prompt, *tokens], pictures)[len(prompt) - 1 : -1]
+        rows[:, self.never] = -torch.inf
+        return [float(row.max() - row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+    @torch.no_grad()
     def score(self, prompt: Sequence[int], pictures: Sequence[Picture]) -> list[float]:
         """Return the raw logprob of each token of a prompt after those before it; of the first, 0."""
-        ids = torch.tensor([prompt])
+        rows = self._rows(prompt, pictures)
+        return [0.0, *(float(rows[at, token]) for at, token in enumerate(prompt[1:]))]
+
+    def _rows(self, ids: Sequence[int], pictures: Sequence[Picture]) -> torch.Tensor:
+        """Return the raw logprobs after each of these ids, `[len(ids), vocabulary]`."""
+        batch = torch.tensor([ids])
         more = self._inputs(pictures)
         if self.model.config.model_type != "llava":
-            more["mm_token_type_ids"] = (ids == PAD).int()
-        logits = self.model(input_ids=ids, **more).logits[0].float().log_softmax(-1)
-        return [0.0, *(float(logits[at, token]) for at, token in enumerate(prompt[1:]))]
+            more["mm_token_type_ids"] = (batch == PAD).int()
+        made: torch.Tensor = self.model(input_ids=batch, **more).logits[0].float().log_softmax(-1)
+        return made

@@ -30,8 +30,8 @@ KINDS = {"shared memory": "unix", "TCP": "tcp", "TCP with a base": "tcp"}
 DELTA = ("TCP with a base",)
 ROOM = ("--staging-memory", "600")
 """For one version at a time: one whose charge is left behind has no other beside it."""
-SECONDS = 1.0
-"""How soon the weights that serve answer after a fault."""
+SECONDS = 5.0
+"""How soon the weights that serve answer after a fault, on a machine that is busy with other tests."""
 NEXT = 9
 """The version, and what its weights are, that comes once all is over."""
 _ASKED = itertools.count()
@@ -72,7 +72,7 @@ def do(end: Trainer, transfer: Transfer, step: str) -> None:
 
 
 async def serves(worker: TinyWorker, number: int, since: float | None = None) -> None:
-    """See that these weights alone answer whoever asks, within a second of that time, or of now."""
+    """See that these weights alone answer whoever asks, within `SECONDS` of that time, or of now."""
     since = time.monotonic() if since is None else since
     output = await worker.ends(await worker.begin(f"asked-{next(_ASKED)}", tokens=3))
     took = time.monotonic() - since

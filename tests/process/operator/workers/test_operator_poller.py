@@ -176,7 +176,7 @@ async def test_poke_and_refresh_ask_at_once(bench: Bench) -> None:
     bench.watch(fast=False)
     await bench.polled()
     bench.worker.answer("GET", "/v1/state", serving_state(boot_id="b2"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(4):
         await bench.poller.refresh_state("u1")
     seen = bench.poller.last_observation("u1")
     assert seen is not None
@@ -218,7 +218,7 @@ async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -
     bench.watch(fast=False)
     await asyncio.sleep(0.7)
     assert len(bench.worker.requests) == 1, "five seconds have not passed"
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(4):
         await bench.poller.refresh_state("u1")
 
 
