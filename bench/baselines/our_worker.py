@@ -21,7 +21,7 @@ def worker(engine: str, flags: Sequence[str], cache_tokens: int | None = None) -
             *("--device", "cpu", "--dtype", dtype, "--max-length", str(MAX_LENGTH), *cache),
             *("--auth", "none", "--shutdown-grace", "0", "--log-level", "warning"),
             *("--data-host", "127.0.0.1", "--data-port", str(port)),
-            *("--control-host", "127.0.0.1", "--control-port", "0"),
+            *("--control-host", "127.0.0.1", "--control-port", str(port + 1)),
             *(f"--engine-arg={flag}" for flag in flags),
         ]
 

@@ -1,7 +1,8 @@
 """What a kind of request adds to a plain one: our worker over each engine, against the engine's own server.
 
 Both servers run at once with the same flags and take turns, as `generate` has them. The kinds that both understand are
-compared: the most likely tokens at each position, and a scored prompt. The masks of draws are compared with our plain requests.
+compared: the most likely tokens at each position, a scored prompt, a JSON schema, an adapter, a picture, and of SGLang
+routed experts. The masks of draws are compared with our plain requests.
 `ROLLOUT_ENGINES=vllm` restricts the engines; each has a table of its own.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from bench.baselines import sglang_server, vllm_server
 from bench.options import Options
 from bench.reporting.figures import Result
-from bench.rigs.request_kinds import GOAL_RATIO, compare_kinds
+from bench.rigs.request_comparison import GOAL_RATIO, compare_kinds
 from tests.support.engine.engine_kinds import KINDS, left_out
 
 SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
@@ -26,6 +27,8 @@ def run(options: Options) -> Iterator[Result]:
                 f"Goal: at most {GOAL_RATIO:g} times what the same kind takes at the engine's own server."
                 " Tiny model in float32, 8 at once, prompts and answers of 64 tokens.",
                 "Plain: ids with the logprobs of the sampled tokens. The difference to it is what a kind adds.",
+                "Adapter: LoRA of rank 8 on all linear layers. Picture: 200 x 200, sent with each request, eight of them in turn;"
+                " a model of Qwen2-VL's shape. Routed experts: a model of Qwen3-MoE's shape, 2 layers of 16 experts.",
             )
             figures = compare_kinds(server, options)
             yield Result("requests", title, figures, notes, part=server.ENGINE)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from rollout_client import DirectOptions, Published, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
 from tests.support.engine.engine_kinds import KINDS, EngineKind
+from tests.support.engine.lora_adapters import config_of
 
 from .worker import Observed
 
@@ -37,6 +38,14 @@ class Trainer:
         return self._pool.publish_weights(
             next(self._versions), tensors=self._tensors, transport=transport, base=None
         )
+
+    def drop_weights(self) -> Published:
+        """Publish the model's own weights, to which alone adapters belong."""
+        return self._pool.publish_weights(next(self._versions), path=None)
+
+    def push_adapter(self, tensors: Mapping[str, torch.Tensor], rank: int) -> Published:
+        adapter = (config_of(rank), tensors)
+        return self._pool.publish_weights(next(self._versions), adapters={"policy": adapter})
 
     def save(self, folder: Path) -> Published:
         return self._pool.save_and_publish(self._tensors, next(self._versions), folder)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Live:
     side: Side
     url: str
     pid: int
+    control: str
+    """URL of the port after that; our worker's control port."""
 
     def cpu_seconds(self) -> float:
         pids = (self.pid, *(process.pid for process in find_descendants(self.pid)))
@@ -56,12 +58,12 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(
     engine: str, side: Side, environ: Mapping[str, str], model: Path, dtype: str, folder: Path
 ) -> Iterator[Live]:
     """Run a server, ready when the block begins; all its processes end with the block."""
-    port, log = free_port(), folder / f"{side.name}.log"
+    port, log = free_ports(), folder / f"{side.name}.log"
     words = [*_cores(), str(KINDS[engine].python), *side.words(model, dtype, port)]
     shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as out:
@@ -75,7 +77,7 @@ def started(
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{side.name} did not start: {log.read_text()[-2000:]}")
             time.sleep(0.5)
-        yield Live(side, url, process.pid)
+        yield Live(side, url, process.pid, f"http://127.0.0.1:{port + 1}")
     finally:
         _stop(process)
 
@@ -98,10 +100,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     kill_processes(family, 10)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports() -> int:
+    """Return a port that is free, as the one after it is."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
 
 
 def answers(url: str) -> bool:

@@ -10,10 +10,13 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
+from rollout_common.wire import SamplingMask
 from tests.support.engine.contracts import Served, made_by, sound
 from tests.support.engine.engine_kinds import HANG_SECONDS, kinds
 from tests.support.engine.judging import greedy
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "4"))
 LONG = {"max_tokens": 1500, "ignore_eos": True}
+PLAIN = 4
+"""Requests of no other kind that run when an engine falls."""
 HELPERS = ("resource_tracker", "forkserver", "grammar_process")
 """Python's own, and the process that checks grammars: an engine lives without them."""
 KILLED = [
@@ -74,7 +79,7 @@ def fall(
     before = worker.state()
     family = own(worker)
     left = traces(family)
-    running = worker.busy(6, 1500)
+    running, others = worker.busy(PLAIN, 1500), busy_with_kinds(worker)
     began = time.monotonic()
     os.kill(victim.pid, how)
     if pausing:
@@ -92,6 +97,7 @@ def fall(
             if output["logprobs"]:
                 expected = judge.raw_logprobs(PROMPT, output["token_ids"])
                 assert output["logprobs"] == pytest.approx(expected, abs=2e-4)
+    others()
     if pausing:
         assert [hold["holder"] for hold in worker.state()["holds"]] == ["operator"], "it outlives"
         worker.post("resume")
@@ -110,6 +116,43 @@ def fall(
     assert not kept, f"left behind: {kept}"
     assert noticed < NOTICED_SECONDS[how], f"noticed after {noticed:.1f} s"
     assert slowest < 5, "/health answers also during a restart, on a full machine"
+
+
+def busy_with_kinds(worker: Served) -> Callable[[], None]:
+    """Start a request of each other kind; returns a function that waits for them and sees that what was made is whole."""
+    drawn = {"max_tokens": 1500, "top_k": 7, "ignore_eos": True}
+    scored = {"sampling": LONG, "prompt_logprobs": True, "top_logprobs": 3}
+    formed = {"sampling": {"max_tokens": 1500}, "structured": {"regex": "[01]{6000}"}}
+    asked: list[dict[str, Any]] = [scored, formed]
+    if worker.able["return_sampling_mask"]:
+        asked.append({"sampling": drawn, "return_sampling_mask": True})
+    started = [
+        worker.in_background(partial(worker.generate, token_ids=PROMPT, **fields))
+        for fields in asked
+    ]
+
+    until_sync(
+        lambda: worker.state()["in_flight"] >= PLAIN + len(asked) or started[0].done(),
+        30,
+        what="a request of each kind to run",
+    )
+
+    def see_answers() -> None:
+        for fields, future in zip(asked, started, strict=True):
+            answer = future.result(180)
+            assert answer.status_code == 200, answer.text
+            [output] = answer.json()["outputs"]
+            sound(output)
+            assert output["stop_reason"] in ("aborted", "length")
+            count = len(output["token_ids"])
+            if count and fields is scored:
+                assert len(output["top_logprobs"]["token_ids"]) == count
+                assert len(answer.json()["prompt_logprobs"]["logprobs"]) == len(PROMPT)
+            if "return_sampling_mask" in fields:
+                masks = SamplingMask.model_validate(output["sampling_mask"])
+                assert len(masks.counts) == count
+
+    return see_answers
 
 
 def restarted(worker: Served, restarts: int) -> tuple[list[str], float]:

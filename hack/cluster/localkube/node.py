@@ -238,7 +238,14 @@ def now() -> datetime:
 
 
 def remove_mount_point() -> None:
-    """Remove the kubelet's folder, if it is empty, once no node of any cluster covers it."""
-    # While a node lives this would take its mount away: the caller asks when all are gone.
+    """Remove the kubelet's folder, if it is empty, unless a node of any cluster has a mount there.
+
+    The kernel would take that mount away, and the node's pods would lose their volumes. Nodes of other
+    checkouts are on no list of ours, so the mounts of all processes are read.
+    """
+    for mounts in Path("/proc").glob("[0-9]*/mountinfo"):
+        with suppress(OSError):
+            if f" {KUBELET_FOLDER} " in mounts.read_text():
+                return
     with suppress(OSError):
         KUBELET_FOLDER.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -87,10 +88,17 @@ def _compare(
 
 
 def _readings(fields: dict[str, Any]) -> list[SamplingParams]:
-    """Rounding decides whether the last token of a nucleus is in it; both answers are right."""
+    """Rounding decides whether the last token that `top_p` or `min_p` keeps is kept; both answers are right."""
     sampling = SamplingParams.model_validate(fields)
-    edges = [0.0, -EDGE, EDGE] if sampling.top_p < 1 and sampling.temperature > 0 else [0.0]
-    return [sampling.model_copy(update={"top_p": sampling.top_p + edge}) for edge in edges]
+    top_p, min_p = sampling.top_p, sampling.min_p
+    if sampling.temperature == 0:
+        return [sampling]
+    nuclei = [top_p, top_p - EDGE, top_p + EDGE] if top_p < 1 else [top_p]
+    floors = [min_p, min_p * (1 - 10 * EDGE), min_p * (1 + 10 * EDGE)] if min_p else [min_p]
+    return [
+        sampling.model_copy(update={"top_p": nucleus, "min_p": floor})
+        for nucleus, floor in itertools.product(nuclei, floors)
+    ]
 
 
 def check(
