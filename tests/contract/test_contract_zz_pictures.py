@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +24,7 @@ from tests.support.engine.picture_models import (
     encoded,
 )
 from tests.support.engine.workers import slug
+from tests.support.waiting import until_sync
 
 KINDS = {"hf": ("qwen2_vl", "llava"), "vllm": ("qwen2_vl", "llava"), "sglang": ("qwen2_vl",)}
 """Which shapes each engine serves. SGLang 0.5.23 loads no LLaVA: it refuses the way in which all of them choose features."""
@@ -249,3 +252,36 @@ def test_what_does_not_fit_is_refused(worker: Served, judge: PictureReference) -
         assert error["field"] == field
         assert words in error["message"]
     expect(judge, output_of(worker, asked(judge, ONE)), [ONE])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_outputs_with_pictures_outlive_the_engines_death(
+    vision: Fleet, judge: PictureReference
+) -> None:
+    """What was made is right and can be continued; pictures that were sent before are still known by name."""
+    worker = vision.worker()
+    worker.heal()
+    if worker.kind.in_process:
+        pytest.skip(f"{worker.kind} runs inside of the worker")
+    body = asked(judge, ONE, tokens=700)
+    running = [worker.in_background(lambda: worker.generate(**body)) for _ in range(3)]
+    worker.makes(30)
+    engine = [each for each in worker.children() if "resource_tracker" not in each.command]
+    os.kill(max(engine, key=lambda each: each.started).pid, signal.SIGKILL)
+    until_sync(lambda: not worker.ready(), 30, what="the worker to notice")
+    picture = [decode_picture(ONE)]
+    for future in running:
+        answer = future.result(120)
+        assert answer.status_code == 200, answer.text
+        [output] = answer.json()["outputs"]
+        sound(output)
+        assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
+        made = output["token_ids"]
+        assert max(judge.greedy_gaps(body["token_ids"], picture, made), default=0) < CLOSE
+    until_sync(worker.ready, worker.kind.start_seconds, what="the engine to be back")
+    again = {**body, "multimodal": {"images": [named(ONE)]}}
+    again["token_ids"] = [*body["token_ids"], *made[:20]]
+    again["sampling"] = {**body["sampling"], "max_tokens": 12}
+    rest = output_of(worker, again)["token_ids"]
+    assert max(judge.greedy_gaps(again["token_ids"], picture, rest)) < CLOSE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.support.engine.engine_kinds import KINDS, engine_args, left_out
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.tinymodels import script
 from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
+from tests.support.processes import descendants
 
 LAYERS, TOP_K = 2, 8
 LONG = [3 + (index * 37) % 4000 for index in range(700)]
@@ -263,6 +266,33 @@ async def test_a_broken_output_goes_on_with_all_its_rows(workers: list[InProcess
     assert output.sampling_mask.counts == (9,) * 120
     allowed = output.sampling_mask.allowed_ids()
     assert all(token in ids for token, ids in zip(output.token_ids, allowed, strict=True))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+async def test_an_output_goes_on_with_all_its_rows_after_the_engines_death(
+    workers: list[InProcess], judges: list[Reference]
+) -> None:
+    engine = [each for each in descendants(os.getpid()) if "sglang" in each.command]
+    if not engine:
+        pytest.skip("hf runs inside of the worker")
+    sampling = {"max_tokens": 400, "ignore_eos": True, "top_k": 9}
+    async with AsyncRolloutPool.from_urls([worker.url for worker in workers]) as pool:
+        await pool.wait_serving(len(workers))
+        running = asyncio.create_task(
+            pool.generate(
+                PROMPT, sampling=sampling, return_routed_experts=True, return_sampling_mask=True
+            )
+        )
+        await asyncio.sleep(0.5)
+        os.kill(max(engine, key=lambda each: each.started).pid, signal.SIGKILL)
+        result = await running
+    assert len(result.attempts) > 1
+    output = result.output
+    assert len(output.token_ids) == 400
+    check_routes(output.routed_experts, judges[0], PROMPT, output)
+    assert output.sampling_mask is not None
+    assert output.sampling_mask.counts == (9,) * 400
 
 
 def test_what_cant_be_recorded_is_refused(
