@@ -134,10 +134,11 @@ wheel: $(VENV) ## build the wheel and import it in a clean environment
 	$(UV) build --quiet --python $(BIN)/python
 	$(BIN)/python hack/check_wheel.py dist/*.whl
 
+IMAGES ?= operator
 .PHONY: release
-release: $(VENV) ## make wheel, sdist, chart, bill of materials, notes and sums in dist/release
+release: $(VENV) ## make wheel, sdist, chart, images, bill of materials, notes and sums in dist/release (IMAGES="operator"; none: IMAGES=)
 	@$(CLUSTER_PY) build helm
-	$(BIN)/python hack/release.py build --uv $(UV) --helm $(CACHE)/bin/helm
+	$(BIN)/python hack/release.py build --uv $(UV) --helm $(CACHE)/bin/helm --images $(IMAGES)
 
 .PHONY: cluster-build
 cluster-build: ## build Kubernetes and its tools, once

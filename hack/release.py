@@ -1,10 +1,10 @@
-"""Makes a release: wheel, sdist, chart, bill of materials, notes and SHA256SUMS, in dist/release.
+"""Makes a release: wheel, sdist, chart, images, bill of materials, notes and SHA256SUMS, in dist/release.
 
     make release                                  # of the version that the files have
     python hack/release.py cut 0.2.0 --dry-run    # which files the next version changes
     python hack/release.py cut 0.2.0              # change them; then commit and tag v0.2.0
 
-On a tagged commit the tag must name the version. Images are not made here: they are built from the Dockerfile.
+On a tagged commit the tag must name the version. Images of the engines are not made here: they are built from the Dockerfile.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
+
+from localkube.home import ClusterError
+from release_images import build_image, write_chart_layout
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = Path("charts/rollout-operator")
@@ -92,7 +98,7 @@ def write_sums(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text("".join(lines))
 
 
-def build_release(uv: str, helm: str, out: Path) -> None:
+def build_release(uv: str, helm: str, out: Path, images: Sequence[str] = ()) -> None:
     version = read_version()
     check_tag(version, _run("git", "tag", "--points-at", "HEAD"))
     notes = extract_notes((ROOT / "CHANGELOG.md").read_text(), version)
@@ -100,12 +106,17 @@ def build_release(uv: str, helm: str, out: Path) -> None:
     _run(uv, "build", "--quiet", "--python", sys.executable, "--out-dir", str(out))
     (out / ".gitignore").unlink(missing_ok=True)
     _run(helm, "package", str(CHART), "--destination", str(out))
+    package = out / f"rollout-operator-{version}.tgz"
+    write_chart_layout(package, out / f"rollout-operator-{version}-chart.oci.tar")
     (out / "notes.md").write_text(notes)
     _write_materials(uv, out, version)
+    revision, created = _run("git", "show", "--no-patch", "--format=%H %cI", "HEAD").split()
+    for target in images:
+        build_image(target, version, revision, created, out)
     write_sums(out)
     for path in sorted(out.iterdir()):
-        print(f"{path.stat().st_size:>10,}  {path.relative_to(ROOT)}")
-    print("not made here: images; build them from the Dockerfile, as its first lines say")
+        print(f"{path.stat().st_size:>12,}  {path.relative_to(ROOT)}")
+    print("not made here: images of other targets; build them as the Dockerfile's first lines say")
 
 
 def _write_materials(uv: str, out: Path, version: str) -> None:
@@ -143,12 +154,20 @@ def main() -> None:
     build = verbs.add_parser("build", help="make everything")
     build.add_argument("--uv", required=True, help="path of uv")
     build.add_argument("--helm", required=True, help="path of helm")
+    build.add_argument(
+        "--images", nargs="*", default=[], metavar="TARGET",
+        help="targets of the Dockerfile whose images are made, too (root)",
+    )  # fmt: skip
     cut = verbs.add_parser("cut", help="give the files a new version")
     cut.add_argument("version")
     cut.add_argument("--dry-run", action="store_true", help="only list the files")
     arguments = parser.parse_args()
     if arguments.verb == "build":
-        return build_release(arguments.uv, arguments.helm, ROOT / "dist" / "release")
+        try:
+            build_release(arguments.uv, arguments.helm, ROOT / "dist" / "release", arguments.images)
+        except ClusterError as error:
+            raise SystemExit(f"images: {error}") from None
+        return None
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     for path, text in cut_version(arguments.version, ROOT, today).items():
         print(path.relative_to(ROOT))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import release
+from release_images import write_chart_layout
 
 LOG = "# Changelog\n\n## Unreleased\n\n### Added\n\n- New.\n\n## 0.1.0 - 2026-01-01\n\n- Old.\n"
 
@@ -91,3 +95,32 @@ def test_the_workflow_builds_targets_of_the_dockerfile() -> None:
     for each in workflow["jobs"]["images"]["strategy"]["matrix"]["include"]:
         assert each["target"] in stages
         assert each["image"] == f"rollout-{each['target']}"
+
+
+def test_the_layout_of_a_chart_holds_its_package(tmp_path: Path) -> None:
+    package, archive = tmp_path / "c-1.2.3.tgz", tmp_path / "c.oci.tar"
+    (tmp_path / "Chart.yaml").write_text("name: c\nversion: 1.2.3\napiVersion: v2\n")
+    with tarfile.open(package, "w:gz") as tar:
+        tar.add(tmp_path / "Chart.yaml", "c/charts/sub/Chart.yaml")
+        tar.add(tmp_path / "Chart.yaml", "c/Chart.yaml")
+    write_chart_layout(package, archive)
+    first = archive.read_bytes()
+    write_chart_layout(package, archive)
+    assert archive.read_bytes() == first
+    with tarfile.open(archive) as tar:
+        files = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
+    assert json.loads(files["oci-layout"]) == {"imageLayoutVersion": "1.0.0"}
+
+    def blob_of(described: dict[str, Any]) -> bytes:
+        found = files["blobs/" + described["digest"].replace(":", "/")]
+        assert described["digest"] == f"sha256:{hashlib.sha256(found).hexdigest()}"
+        assert len(found) == described["size"]
+        return found
+
+    [entry] = json.loads(files["index.json"])["manifests"]
+    assert entry["annotations"] == {"org.opencontainers.image.ref.name": "1.2.3"}
+    manifest = json.loads(blob_of(entry))
+    assert json.loads(blob_of(manifest["config"]))["name"] == "c"
+    [layer] = manifest["layers"]
+    assert layer["mediaType"] == "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
+    assert blob_of(layer) == package.read_bytes()
