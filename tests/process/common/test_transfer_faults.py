@@ -30,6 +30,7 @@ from rollout_common.transfer.nixl import piece_reading
 from rollout_common.transfer.nixl.holder_reading import HolderReading
 from rollout_common.transfer.nixl.piece_reading import PIECE_BYTES, piece_reader
 from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.settings import HOP_SECONDS
 from tests.support.unit import holder_process
 from tests.support.unit.memory_versions import PlainMemory
 from tests.support.unit.nixl_library import end_processes, nixl_installed
@@ -200,8 +201,12 @@ def run_faults(nursery: Nursery, count: int, seed: int, *, nixl: bool = False) -
     return found
 
 
-def check(found: Found, killed_seconds: float) -> None:
-    """Print what was found; a killed holder must be noticed within these seconds, the median of all of them."""
+def check(found: Found, killed_seconds: float, whole_seconds: float = 5.0) -> None:
+    """Print what was found.
+
+    A killed holder must be noticed within `killed_seconds`, the median of all of them; whatever a stopped one owes must have
+    come from others within `whole_seconds`.
+    """
     for fault, seconds in found.seconds.items():
         noticed = found.noticed[fault]
         sys.stdout.write(
@@ -209,12 +214,12 @@ def check(found: Found, killed_seconds: float) -> None:
             f" noticed after {statistics.median(noticed):.3f} s\n"
         )
     assert statistics.median(found.noticed["killed"]) < killed_seconds
-    assert max(found.seconds["stopped"]) < 5, "others serve what a stopped holder owes"
+    assert max(found.seconds["stopped"]) < whole_seconds, "others serve what a stopped holder owes"
 
 
 def test_nothing_is_wrong_or_late_whatever_a_holder_does(nursery: Nursery) -> None:
     # The other lanes of tests have the processors meanwhile: the goal of 0.1 s is for the soak.
-    check(run_faults(nursery, 40, seed=20261125), killed_seconds=1.0)
+    check(run_faults(nursery, 40, seed=20261125), killed_seconds=1.0, whole_seconds=8.0)
 
 
 @pytest.mark.soak
@@ -262,7 +267,8 @@ def test_a_holder_whose_nixl_is_stopped_gives_its_bytes_over_tcp(
 
 
 def check_nixl(found: Found) -> None:
-    check(found, killed_seconds=5.0)
+    # A read of a stopped holder's memory is given up after `HOP_SECONDS`; then others are asked.
+    check(found, killed_seconds=5.0, whole_seconds=HOP_SECONDS + 3)
     assert found.read > len(found.seconds), "NIXL has read"
 
 
