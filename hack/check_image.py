@@ -47,8 +47,8 @@ def check(store: Store, reference: str, engine: str | None = None) -> int:
     """Check an image; returns the exit status. `engine`: which one it should hold, if that is known."""
     failed = 0
     print(f"{reference}", flush=True)
-    stale = versions.stale_rows(REPOSITORY / "docs" / "engines.md", versions.table())
-    failed += _line("table", "docs/engines.md has the pinned versions", stale, 0.0)
+    stale = versions.stale_rows(REPOSITORY / "docs" / "engine-limits.md", versions.table())
+    failed += _line("table", "docs/engine-limits.md has the pinned versions", stale, 0.0)
     with opened(store, reference) as box:
         for name, run in checks(box, engine):
             began = time.monotonic()

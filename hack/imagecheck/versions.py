@@ -9,7 +9,7 @@ from pathlib import Path
 from localkube.home import REPOSITORY
 
 IMAGES = ("hf", "vllm", "sglang")
-"""The complete images, each with its requirements; columns of the table in docs/engines.md."""
+"""The complete images, each with its requirements; columns of the table in docs/engine-limits.md."""
 
 ROWS = {
     "torch": "torch",
@@ -77,7 +77,7 @@ def differences(wanted: Mapping[str, str], installed: Mapping[str, str]) -> list
 
 
 def table(images: Sequence[str] = IMAGES) -> list[str]:
-    """Return the rows that docs/engines.md has to hold."""
+    """Return the rows that docs/engine-limits.md has to hold."""
     columns = [pins_of(image) for image in images]
     return [
         f"| {label} | {' | '.join(column.get(name, '-') for column in columns)} |"

@@ -461,7 +461,7 @@ def test_the_time_of_each_call_to_an_engine_is_told() -> None:
 
 
 def test_every_file_of_the_contract_suite_is_described() -> None:
-    suite = section(page("docs/engines.md"), "The contract suite")
+    suite = section(page("docs/engine-limits.md"), "The contract suite")
     assert named(suite, 0) == {each.name for each in (ROOT / "tests/contract").glob("test_*.py")}
 
 

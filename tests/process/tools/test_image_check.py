@@ -52,7 +52,7 @@ def test_packages_without_torch_need_no_cuda() -> None:
 
 
 def test_the_table_of_versions_in_the_docs_is_that_of_the_requirements() -> None:
-    assert versions.stale_rows(ROOT / "docs/engines.md", versions.table()) == []
+    assert versions.stale_rows(ROOT / "docs/engine-limits.md", versions.table()) == []
 
 
 def test_a_stale_row_of_that_table_is_named(tmp_path: Path) -> None:

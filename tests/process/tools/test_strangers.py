@@ -16,7 +16,7 @@ import pytest
 
 from rollout_client.steering.pushing.ranks.rank_listener import ListenAddress, RankListener, call
 from rollout_common.transfer.connections.blocking_connection import Connection
-from rollout_common.transfer.connections.frames import PROTOCOL, Kind, Refused, fetch_ticket
+from rollout_common.transfer.connections.frames import PROTOCOL, Ended, Kind, Refused, fetch_ticket
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
 from rollout_worker.ports.server import HttpServers
@@ -84,8 +84,15 @@ def _places(
             assert (await client.get(f"http://{LOOPBACK}:{port}{route}")).status_code == 200
 
     async def pushes(kind: str) -> None:
+        """Push as trainers do: one that a crowd displaces before it was heard calls again."""
         version = next(versions)
-        view = await push(tiny, version, Version(version), kind)
+        for may_call_again in (True, True, False):
+            try:
+                view = await push(tiny, version, Version(version), kind)
+                break
+            except Ended:
+                if not may_call_again:
+                    raise
         assert (view.phase, view.error) == ("Staged", None)
         await tiny.commit(version)
 

@@ -1,6 +1,6 @@
 """What else goes wrong with a push: other trainers, replays, no memory, lost answers, the commit.
 
-The table in docs/weights.md is this list, as `table` writes it.
+The table in docs/weights-faults.md is this list, as `table` writes it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.unit.tiny_engine import raising
 from tests.support.unit.tiny_worker import TinyWorker, refused
 from tests.support.waiting import until
 
-PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
+PAGE = Path(__file__).parents[3] / "docs" / "weights-faults.md"
 WAYS = ("shared memory", "TCP")
 TCP, SHARED = ("TCP",), ("shared memory",)
 OLD, NEW = 1, 7
@@ -538,7 +538,7 @@ ENDS = {
 
 
 def table() -> str:
-    """The list as docs/weights.md shows it."""
+    """The list as docs/weights-faults.md shows it."""
     lines = ["| fault | at | the answer | the slot | what serves |", "|---|---|---|---|---|"]
     for each in TROUBLES:
         slot, serving = ENDS[each.slot]
@@ -551,4 +551,4 @@ def table() -> str:
 
 
 def test_the_table_is_in_the_docs() -> None:
-    assert table() in PAGE.read_text(), f"docs/weights.md must hold:\n{table()}"
+    assert table() in PAGE.read_text(), f"docs/weights-faults.md must hold:\n{table()}"

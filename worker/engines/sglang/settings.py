@@ -56,7 +56,7 @@ UNSUPPORTED_PARALLELISM = {
 }
 """The parts of `spec.parallelism` that must be 1."""
 
-# docs/engines.md shows these; a test holds both against the pinned version's parser.
+# docs/engine-limits.md shows these; a test holds both against the pinned version's parser.
 REFUSED_FLAGS = tested.reasons_by_flag({
     "set by --model": "--model-path --model",
     "set by --device": "--device",

@@ -35,7 +35,7 @@ PARALLELISM_VARIABLES = {
 }
 """The variables in which the operator passes `spec.parallelism`."""
 
-# docs/engines.md shows these; a test holds both against the pinned version's parser.
+# docs/engine-limits.md shows these; a test holds both against the pinned version's parser.
 REFUSED_FLAGS = tested.reasons_by_flag({
     "set model.source (--model of the worker)": "--model",
     "set model.dtype (--dtype of the worker)": "--dtype",

@@ -1,6 +1,6 @@
 """Every fault at every arrow of a push: the old weights serve, the slot says why, nothing is left behind.
 
-The table in docs/weights.md is this list, as `table` writes it.
+The table in docs/weights-faults.md is this list, as `table` writes it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.support.unit.pushing import (
 from tests.support.unit.tiny_worker import TinyWorker, refused
 from tests.support.waiting import until
 
-PAGE = Path(__file__).parents[4] / "docs" / "weights.md"
+PAGE = Path(__file__).parents[4] / "docs" / "weights-faults.md"
 ARROWS = ("HELLO", "LAYOUT", "MEMORY", "FILLED", "HAVE", "PIECE", "DELTA", "END")
 AGAIN = "the piece is asked for again"
 GONE = "the sender is gone"
@@ -433,7 +433,7 @@ async def test_who_has_no_ticket_is_turned_away_at_once(worker: TinyWorker) -> N
 
 
 def table() -> str:
-    """The faults as docs/weights.md shows them."""
+    """The faults as docs/weights-faults.md shows them."""
     lines = ["| fault | instead of | the slot |", "|---|---|---|"]
     for fault in FAULTS:
         arrows = [step for step in ARROWS if step in fault.at]
@@ -445,4 +445,4 @@ def table() -> str:
 
 
 def test_the_table_of_faults_is_in_the_docs() -> None:
-    assert table() in PAGE.read_text(), f"docs/weights.md must hold:\n{table()}"
+    assert table() in PAGE.read_text(), f"docs/weights-faults.md must hold:\n{table()}"

@@ -1,6 +1,6 @@
 """Every fault of a peer that gives weights to a joiner: it is dropped, or the stage fails; the old weights serve.
 
-The table in docs/weights.md is this list, as `table` writes it.
+The table in docs/weights-faults.md is this list, as `table` writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.unit.arrows import ROOM, goes_on, hurry, left, serves
 from tests.support.unit.pushing import Trainer, Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, refused
 
-PAGE = Path(__file__).parents[4] / "docs" / "weights.md"
+PAGE = Path(__file__).parents[4] / "docs" / "weights-faults.md"
 STEPS = ("LAYOUT", "HAVE", "END", "PIECE")
 """What a peer that has all of it sends, in this order."""
 OLD, NEW = 1, 7
@@ -280,7 +280,7 @@ async def test_whatever_a_peer_does_the_old_weights_serve(
 
 
 def table() -> str:
-    """The faults as docs/weights.md shows them."""
+    """The faults as docs/weights-faults.md shows them."""
     lines = ["| fault | instead of | the slot | if another peer has them |", "|---|---|---|---|"]
     for fault in FAULTS:
         arrows = ", ".join(f"`{step}`" for step in fault.at)
@@ -290,4 +290,4 @@ def table() -> str:
 
 
 def test_the_table_is_in_the_docs() -> None:
-    assert table() in PAGE.read_text(), f"docs/weights.md must hold:\n{table()}"
+    assert table() in PAGE.read_text(), f"docs/weights-faults.md must hold:\n{table()}"

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang refuse: flags as docs/engines.md lists them, untested versions, too many listed tokens."""
+"""What vLLM and SGLang refuse: flags as docs/engine-limits.md lists them, untested versions, too many listed tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.schemas import SamplingParams
 
 ROOT = Path(__file__).parents[4]
-DOCS = ROOT / "docs" / "engines.md"
+DOCS = ROOT / "docs" / "engine-limits.md"
 REFUSED = {"vllm": vllm.REFUSED_FLAGS, "sglang": sglang.REFUSED_FLAGS}
 
 
