@@ -1,4 +1,4 @@
-"""The status that a pass writes: what it reports, and which changes of it are worth a write. Pure."""
+"""The status that a pass writes: what it reports. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from rollout_operator.api.status import (
     RolloutReplicaStatus,
     StateTransition,
     UpdatePhase,
-    WeightsStatus,
 )
 
 from .findings import Finding, FindingKind, PoolView, describe_first_wait, first_findings
@@ -30,16 +29,6 @@ from .updates.weights_plan import weights_status
 
 ConditionVerdict = tuple[bool, str, str]
 """Status, reason and message of a condition."""
-
-_OUR_CONDITIONS = frozenset(c.value for c in ConditionType)
-
-_PROGRESS_FIELDS = frozenset(
-    {
-        "members", "message", "lastErrors",
-        "replicas", "readyReplicas", "updatedReplicas", "asleepReplicas",
-    }
-)  # fmt: skip
-"""Fields of status that change with mere progress."""
 
 
 def build_status(view: PoolView, stored: RolloutReplicaStatus, now: float) -> RolloutReplicaStatus:
@@ -298,42 +287,6 @@ def _error_key(message: str) -> str:
     """What makes an error a new one: the kubelet reports a missing image under two alternating reasons."""
     before, found, _ = message.partition(NO_IMAGE_TEXT)
     return before if found else message
-
-
-def owned_fields(status: RolloutReplicaStatus) -> dict[str, Any]:
-    """The part of status that the operator owns, as a document: no conditions of others."""
-    document = status.to_document()
-    kept = [c for c in document.get("conditions", ()) if c["type"] in _OUR_CONDITIONS]
-    document["conditions"] = sorted(kept, key=lambda c: str(c["type"]))
-    return document
-
-
-def is_same_decision(before: WeightsStatus, after: WeightsStatus) -> bool:
-    """Whether a new status decides nothing about weights that the old one doesn't say."""
-    return _weights_decision(before) == _weights_decision(after)
-
-
-def _weights_decision(weights: WeightsStatus) -> tuple[object, ...]:
-    update = weights.last_update
-    if update is None:
-        return (weights.committed,)
-    return weights.committed, update.identity, update.source, update.phase, update.root_hash
-
-
-def without_progress(document: dict[str, Any]) -> dict[str, Any]:
-    """Status without the texts and counts that change with mere progress."""
-    out = {k: v for k, v in document.items() if k not in _PROGRESS_FIELDS}
-    if out.get("phase") == PoolPhase.LOADING:
-        out["phase"] = PoolPhase.PENDING.value  # the same conditions, further on
-    out["conditions"] = [(c["type"], c["status"], c["reason"]) for c in document["conditions"]]
-    weights = _without(out.get("weights", {}), "active", "stagedReplicas")
-    out["weights"] = weights | {"lastUpdate": _without(weights.get("lastUpdate", {}), "message")}
-    out["lastTransition"] = _without(out.get("lastTransition", {}), "message")
-    return out
-
-
-def _without(document: Mapping[str, Any], *fields: str) -> dict[str, Any]:
-    return {k: v for k, v in document.items() if k not in fields}
 
 
 def status_for_invalid_spec(

@@ -17,12 +17,12 @@ from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import with_gates
-from rollout_operator.core.status_report import (
-    document_for_unreadable_status,
+from rollout_operator.core.status_changes import (
     is_same_decision,
     owned_fields,
     without_progress,
 )
+from rollout_operator.core.status_report import document_for_unreadable_status
 
 from .group_writer import GroupWriter
 from .pass_context import PassContext
@@ -120,7 +120,8 @@ async def write_status(
         return memory.obstacles.retry_in(STATUS_LABEL, now)
     pause = ctx.pace.progress_seconds()
     wait = 0.0 if memory.written_at is None else memory.written_at + pause - now
-    if wait > 0 and without_progress(before) == without_progress(after):
+    is_progress = without_progress(before) == without_progress(after)
+    if wait > 0 and is_progress and not _rests_on_status(plan, memory.stored):
         return wait
     version = pool["metadata"]["resourceVersion"]
     try:
@@ -143,6 +144,12 @@ async def write_status(
     memory.obstacles.clear_obstacle(STATUS_LABEL)
     memory.written_at = now
     return None
+
+
+def _rests_on_status(plan: PassPlan, stored: RolloutReplicaStatus) -> bool:
+    """Whether a call of this plan must wait until status says what was decided about weights."""
+    waits = any(call.is_irreversible for call in plan.calls)
+    return waits and not is_same_decision(stored.weights, plan.status.weights)
 
 
 async def write_unreadable_status(

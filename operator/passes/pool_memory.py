@@ -12,7 +12,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pods.pod_reader import PodReader
-from rollout_operator.core.status_report import owned_fields
+from rollout_operator.core.status_changes import owned_fields
 from rollout_operator.core.trainer_pods import TrainerWatch
 
 from .write_obstacles import WriteObstacles

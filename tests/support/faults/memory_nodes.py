@@ -44,19 +44,22 @@ class Nodes:
     Attributes:
         api: The API server.
         lost: Names of nodes that are cut off, and since when.
+        stagger: Seconds after which each pod is bound later than the one before it, by replica.
         processes: By uid of the pod.
     """
 
     api: MemoryApi
     names: tuple[str, ...] = ("node-1", "node-2")
     lost: dict[str, float] = field(default_factory=dict)
+    stagger: float = 0.0
     processes: dict[str, Process] = field(default_factory=dict)
     boots: int = 0
     orphans: dict[Key, float] = field(default_factory=dict)
 
     def copy_to(self, api: MemoryApi) -> Nodes:
         """Return the same nodes over another API server."""
-        return Nodes(api, self.names, dict(self.lost), copy.deepcopy(self.processes), self.boots)
+        processes = copy.deepcopy(self.processes)
+        return Nodes(api, self.names, dict(self.lost), self.stagger, processes, self.boots)
 
     def worker_at(self, address: str) -> SimWorker | None:
         """Return who answers at `host:port`."""
@@ -107,8 +110,8 @@ class Nodes:
     def _bind(self, pod: Obj) -> None:
         made = parse_timestamp(pod["metadata"]["creationTimestamp"]) or 0.0
         free = [name for name in self.names if name not in self.lost]
-        if free and self.api.clock() - made >= BIND_SECONDS:
-            number = int(pod["metadata"]["labels"].get(names.LABEL_REPLICA, "0"))
+        number = int(pod["metadata"]["labels"].get(names.LABEL_REPLICA, "0"))
+        if free and self.api.clock() - made >= BIND_SECONDS + self.stagger * number:
             spec = {**pod["spec"], "nodeName": free[number % len(free)]}
             self._write(pod, {**pod, "spec": spec})
 

@@ -20,7 +20,7 @@ from rollout_operator.core.observed_pool import ObservedPool, Pod
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_operator.core.settings import FORCED_DELETION_SECONDS
-from rollout_operator.core.status_report import is_same_decision
+from rollout_operator.core.status_changes import is_same_decision
 from rollout_operator.core.trainer_pods import ObservedTrainers, TrainerWatch
 from rollout_operator.passes.pool_memory import EndedPodClock
 from rollout_worker.schemas import WeightsId

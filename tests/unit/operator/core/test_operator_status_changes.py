@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import PoolCondition, RolloutReplicaStatus
-from rollout_operator.core.status_report import owned_fields, without_progress
+from rollout_operator.core.status_changes import owned_fields, without_progress
 
 MOMENT = "2026-01-01T00:00:00Z"
 LATER = "2026-01-01T00:01:00Z"
@@ -87,6 +87,56 @@ def test_what_is_relied_on_is_no_progress(changes: dict[str, Any]) -> None:
 def test_a_pool_that_starts_makes_progress_from_pending_to_loading() -> None:
     assert fields(phase="Pending") != fields(phase="Loading")
     assert without_progress(fields(phase="Pending")) == without_progress(fields(phase="Loading"))
+
+
+STARTING: dict[str, Any] = {
+    "lastTransition": {"to": "Active", "startedAt": MOMENT},
+    "weights": {"committed": {"epoch": 0, "version": 0, "source": {"checkpoint": {}}}},
+    "conditions": [ready("False")],
+}
+HASHED = {"committed": STARTING["weights"]["committed"] | {"rootHash": "xxh3_128_tree:00"}}
+
+
+def synced(status: str, reason: str) -> dict[str, str]:
+    return ready(status) | {"type": "WeightsSynced", "reason": reason}
+
+
+def starting(told: dict[str, str], **changes: Any) -> dict[str, Any]:
+    given = STARTING | {"conditions": [*STARTING["conditions"], told]} | changes
+    return without_progress(fields(**given))
+
+
+def test_what_a_pool_that_starts_has_loaded_waits_for_ready() -> None:
+    before, after = synced("False", "Loading"), synced("True", "Synced")
+    assert starting(before) == starting(after, weights=HASHED), "nobody serves it yet"
+    assert starting(before) != starting(synced("False", "AheadOfTarget")), "somebody has to act"
+    serves = {"conditions": [ready(), after]}
+    done = {"lastTransition": STARTING["lastTransition"] | {"completedAt": LATER}}
+    for changes in (serves, done):
+        assert starting(before) != starting(after, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lastTransition": STARTING["lastTransition"] | {"completedAt": LATER}},
+        {"lastTransition": STARTING["lastTransition"] | {"from": "Asleep"}},
+        {"lastTransition": None},
+        {"weights": STARTING["weights"] | {"lastUpdate": UPDATE}},
+        {"weights": {"committed": WEIGHTS["committed"]}},
+        {"weights": {}},
+    ],
+    ids=["was Ready", "woke up", "no transition", "an update", "other weights", "none"],
+)
+def test_what_any_other_pool_has_loaded_is_no_progress(changes: dict[str, Any]) -> None:
+    before, after = synced("False", "Loading"), synced("True", "Synced")
+    assert starting(before, **changes) != starting(after, **changes)
+
+
+def test_the_hash_of_a_pool_that_ran_before_is_no_progress() -> None:
+    ran = {"lastTransition": STARTING["lastTransition"] | {"completedAt": LATER}}
+    told = synced("True", "Synced")
+    assert starting(told, **ran) != starting(told, weights=HASHED, **ran)
 
 
 def test_a_pool_without_updates_and_transitions_makes_progress_too() -> None:

@@ -10,7 +10,14 @@ import pytest
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.passes.settings import MAX_STATUS_PROGRESS_SECONDS, STATUS_PROGRESS_SECONDS
 from rollout_operator.passes.status_pace import StatusPace
-from tests.support.unit.passlab import PassLab, condition, pass_lab, pod
+from tests.support.unit.passlab import (
+    PassLab,
+    condition,
+    head,
+    pass_lab,
+    pod,
+    worker_of,
+)
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ async def test_among_many_pools_progress_waits_and_transitions_do_not(lab: PassL
     lab.clock.steady += 1
     placed = pod()["spec"] | {"nodeName": "n1"}
     lab.has_pod({**pod(resourceVersion="9"), "spec": placed})
-    assert await lab.reconcile() == pytest.approx(19), "200 pools, 10 writes a second"
+    assert await lab.reconcile() == pytest.approx(49), "200 pools, 4 writes a second"
     assert len(lab.written) == 1
     found = lab.ctx.store.find_pool(PoolKey("rl", "math"))
     assert found is not None
@@ -60,9 +67,43 @@ async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> Non
         lab.has_pod(pod(replica))
     let_move(lab.ctx.pace, 19)
     await lab.reconcile()
-    assert lab.ctx.pace.progress_seconds() == 2
+    assert lab.ctx.pace.progress_seconds() == 5
     now = lab.ctx.store.find_pool(PoolKey("rl", "math"))
     assert now is not None
     lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
-    assert lab.ctx.pace.progress_seconds() == pytest.approx(1.9)
+    assert lab.ctx.pace.progress_seconds() == pytest.approx(4.75)
+
+
+async def test_loaded_weights_of_a_pool_that_starts_are_told_at_the_pace(lab: PassLab) -> None:
+    lab.has_pool()
+    lab.has_pod(pod())
+    await lab.reconcile()
+    lab.has_pod(head(resourceVersion="9"), worker_of(required=None))
+    await lab.reconcile()
+    await lab.polled()
+    left = await lab.reconcile()
+    assert left is not None
+    assert (0 < left <= 1, len(lab.written)) == (True, 1)
+    lab.clock.steady += 1
+    await lab.reconcile()
+    assert condition(lab.status, "WeightsSynced") == ("True", "Synced")
+    assert lab.status["weights"]["committed"]["rootHash"] == "hash(0, 0)"
+
+
+async def test_what_a_commit_rests_on_waits_for_no_pace(lab: PassLab) -> None:
+    sleeper = worker_of(foreign_hold="Asleep", woken=True, empty=True)
+    lab.has_pool()
+    lab.has_pod(head(), sleeper)
+    await lab.reconcile()
+    await lab.polled()
+    await lab.reconcile()
+    await lab.called()
+    await lab.polled()
+    told = len(lab.written)
+    assert "rootHash" not in lab.status["weights"]["committed"]
+    await lab.reconcile()
+    await lab.called()
+    assert [verb for _, verb in lab.asked] == ["stage", "commit"]
+    assert len(lab.written) == told + 1, "at once"
+    assert lab.status["weights"]["committed"]["rootHash"] == "hash(0, 0)"
