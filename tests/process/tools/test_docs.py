@@ -173,7 +173,7 @@ def _settings() -> Any:
 
 
 def test_lifecycle_table_is_the_codes() -> None:
-    table = section(page("docs/architecture.md"), "Lifecycle")
+    table = section(page("docs/architecture-worker.md"), "Lifecycle")
     rows = zip(cells(table, 0), cells(table, 1), strict=True)
     shown = {CODE.findall(a)[0]: set(CODE.findall(b)) for a, b in rows if CODE.search(a)}
     assert shown == {old.value: {new.value for new in news} for old, news in MOVES.items()}

@@ -1,4 +1,4 @@
-"""The ways of a request and of an update, as docs/architecture.md describes them: both are walked here.
+"""The ways of a request and of an update, as docs/architecture-worker.md describes them: both are walked here.
 
 A trace notes every module of the product that is entered between a call and its answer, over real sockets.
 """
@@ -22,7 +22,7 @@ from tests.support.unit.served import Served, served
 
 ROOT = Path(__file__).resolve().parents[4]
 PRODUCT = ("worker", "client", "common")
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "architecture-worker.md"
 MOST_PUBLISH_FILES = 46
 """43 at once; on a busy machine what waits and asks again is passed, too."""
 TIMERS = {"worker/lifecycle/supervisor", "client/routing/health_checker"}
@@ -31,7 +31,7 @@ TIMERS = {"worker/lifecycle/supervisor", "client/routing/health_checker"}
 
 def described_way(title: str) -> set[str]:
     """The files in the table of a section."""
-    section = PAGE.read_text().split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+    section = PAGE.read_text().split(f"### {title}\n", 1)[1].split("\n### ", 1)[0]
     return set(re.findall(r"^\| `([a-z_/]+)\.py` \|", section, re.MULTILINE))
 
 
