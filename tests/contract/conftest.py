@@ -35,6 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kind = given.get("kind")
         if kind in EMBEDDED and not (kind.engine == "hf" and item.path.stem in EMBEDDED_DAILY):
             item.add_marker(pytest.mark.soak)
+        # A start of vLLM is most of a minute, and its other model that sees goes the same way.
+        if (given.get("models"), getattr(kind, "engine", None)) == ("llava", "vllm"):
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(scope="session", params=[*kinds(), *EMBEDDED], ids=str)
