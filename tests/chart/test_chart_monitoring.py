@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from localkube.debian import unpack_prometheus
+from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.operator_telemetry import OperatorTelemetry as OperatorTelemetry
 from rollout_operator.pool_page import PoolMetrics
@@ -537,6 +538,61 @@ def test_panels_name_the_pool_and_survive_a_new_leader() -> None:
                     assert target["legendFormat"].startswith("{{namespace}}/{{pool}}")
                 else:
                     assert "{{job}}" in target["legendFormat"]
+
+
+def all_panels() -> Iterator[dict[str, Any]]:
+    for path in DASHBOARDS:
+        yield from json.loads(path.read_text())["panels"]
+
+
+def test_a_condition_has_the_color_of_what_it_means() -> None:
+    """Grafana's own colors show 1 in red, whichever condition it is of."""
+    (panel,) = (each for each in all_panels() if each["type"] == "state-timeline")
+    found = {}
+    for kind in ConditionType:
+        mappings = panel["fieldConfig"]["defaults"]["mappings"]
+        for override in panel["fieldConfig"]["overrides"]:
+            assert override["matcher"]["id"] == "byRegexp"
+            if re.search(override["matcher"]["options"].strip("/"), f"rl/math {kind}"):
+                ((_, mappings),) = (each.values() for each in override["properties"])
+        (mapping,) = mappings
+        colors = {each["text"]: each["color"] for each in mapping["options"].values()}
+        found[str(kind)] = (colors["True"], colors["False"])
+    idle = found["Asleep"][1]
+    assert found == {
+        **dict.fromkeys(("Ready", "WeightsSynced"), ("green", "orange")),
+        "Degraded": ("red", idle),
+        **dict.fromkeys(("Progressing", "Asleep", "Suspended"), ("blue", idle)),
+    }
+
+
+def test_panels_count_in_whole_numbers_and_say_what_is_per_second() -> None:
+    for panel in all_panels():
+        looks = panel["fieldConfig"]["defaults"]
+        if panel["type"] == "state-timeline":
+            continue
+        if any("rate(" in target["expr"] for target in panel["targets"]):
+            says = "per second" in panel["title"] or looks["unit"] in ("s", "ops", "reqps")
+            assert says or looks["unit"] == "percentunit", panel["title"]
+        elif looks["unit"] == "short":
+            assert looks["decimals"] == 0, panel["title"]
+
+
+def test_a_number_of_pools_is_not_an_alarm() -> None:
+    """Grafana shows numbers from 80 in red unless a panel says something else."""
+    for panel in all_panels():
+        if panel["type"] == "stat":
+            looks = panel["fieldConfig"]["defaults"]
+            assert "thresholds" in looks or looks["color"]["mode"] == "fixed", panel["title"]
+
+
+def test_what_happens_rarely_is_a_mean_over_minutes() -> None:
+    """A quantile over one interval of scrapes is a dash of the bucket's width, seen by nobody."""
+    rare = re.compile(r"(weights_update|engine_pause|transition|turn_wait)_seconds")
+    panels = [p for p in all_panels() if any(rare.search(t["expr"]) for t in p["targets"])]
+    assert len(panels) == 7
+    for panel in panels:
+        assert not any("$__rate_interval" in target["expr"] for target in panel["targets"])
 
 
 def test_dashboards_have_no_panel_twice_or_overlapping() -> None:

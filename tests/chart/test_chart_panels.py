@@ -32,6 +32,8 @@ from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 
 POOL = PoolKey("rl", "math")
 SECONDS = 60
+KV_USAGE = "hf_engine_kv_cache_usage"
+"""A metric of an engine, which has no label of ours."""
 Job = dict[str, Any]
 
 
@@ -72,6 +74,8 @@ class Pages:
                 desired=1,
                 replicas=1,
                 ready=1,
+                asleep=1,
+                unreachable=1,
                 restarts=version,
                 weights=dict.fromkeys(("target", "committed", "active_min"), identity),
                 conditions={"Ready": "True"},
@@ -98,7 +102,8 @@ async def served(pages: Pages) -> AsyncIterator[int]:
         return web.Response(body=pages.operator.render_page(), content_type="text/plain")
 
     async def worker(_: web.Request) -> web.Response:
-        return web.Response(body=pages.worker.worker.render_metrics(), content_type="text/plain")
+        page = pages.worker.worker.render_metrics() + f"{KV_USAGE} 0.5\n".encode()
+        return web.Response(body=page, content_type="text/plain")
 
     app = web.Application()
     app.router.add_get("/operator", operator)

@@ -88,10 +88,12 @@ async def test_memory_bounds_what_runs_together(tiny_models: TinyModels) -> None
         await asyncio.sleep(0.3)
         stats = engine.stats()
         assert (stats.running, waiting(engine)) == (4, 8)
+        assert figure(engine, "hf_engine_kv_cache_usage") == 1
         await engine.abort(None, "control")  # type: ignore[arg-type]
         await asyncio.gather(*tasks)
         # keys and values, 2 layers, 2 heads of 32 floats
         assert figure(engine, "hf_engine_kv_cache_bytes") <= 2048 * 2 * 2 * 2 * 32 * 4
+        assert figure(engine, "hf_engine_kv_cache_usage") == 0
 
 
 async def test_priority_then_arrival(tiny_models: TinyModels) -> None:

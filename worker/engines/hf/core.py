@@ -49,11 +49,12 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class BatchCensus:
-    """Which requests run, which of them on the former weights, and how many wait."""
+    """Which requests run, which of them on the former weights, how many wait, and the share of the KV cache in use."""
 
     running: frozenset[str] = frozenset()
     queued: int = 0
     pinned: frozenset[str] = frozenset()
+    kv_usage: float = 0.0
 
 
 class BatchCore:
@@ -97,7 +98,10 @@ class BatchCore:
         """Publish what runs, for other threads: in one assignment, so that they never see half of it."""
         names = frozenset(sequence.request.request_id for sequence in self.running)
         pinned = frozenset(s.request.request_id for s in self.running if s.pinned)
-        self.census = BatchCensus(names, len(self.queue), pinned)
+        # What they may fill, not what they have filled: it decides on the next one (`_has_capacity`).
+        longest = max((sequence.reserved_tokens for sequence in self.running), default=0)
+        kv_usage = len(self.running) * longest / self._max_tokens
+        self.census = BatchCensus(names, len(self.queue), pinned, kv_usage)
 
     def check_weights(self) -> None:
         """Refuse to go on with weights that the trainer has changed, as `WeightsMemory.check_unchanged`."""

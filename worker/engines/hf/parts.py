@@ -40,6 +40,7 @@ METRIC_HELP = {
     "hf_engine_batch_rows": "Outputs in the batch.",
     "hf_engine_waiting": "Outputs waiting for a row.",
     "hf_engine_kv_cache_bytes": "Memory of keys and values.",
+    "hf_engine_kv_cache_usage": "Share of the KV cache that running outputs have reserved.",
     "hf_engine_weights_bytes": "Memory of the weights, those of pinned outputs included.",
 }
 
@@ -79,6 +80,7 @@ class HfParts:
             "hf_engine_batch_rows": len(census.running),
             "hf_engine_waiting": census.queued,
             "hf_engine_kv_cache_bytes": self.kv.nbytes,
+            "hf_engine_kv_cache_usage": census.kv_usage,
             "hf_engine_weights_bytes": self.memory.nbytes,
         }
         lines = []
