@@ -173,6 +173,10 @@ bench-scale: $(VENV) cluster-build ## a thousand pools of eight pods, against th
 bench: $(VENV) cluster-build ## run the benchmarks and print their figures
 	$(BIN)/python -m bench
 
+.PHONY: dashboards
+dashboards: $(VENV) cluster-build ## draw every panel of the dashboards from a recorded run (ONLY=kv RECORD=1 DOCS=1)
+	@PYTHONPATH=hack:hack/cluster:. $(BIN)/python -m dashboards $(if $(ONLY),--only $(ONLY)) $(if $(RECORD),--record) $(if $(DOCS),--docs)
+
 .PHONY: requirements
 requirements: $(UV) ## resolve the pinned requirements again
 	$(PIN) dev -c requirements/constraints.txt --override requirements/dev-overrides.txt -o requirements/dev.txt

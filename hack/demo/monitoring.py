@@ -38,7 +38,9 @@ def prometheus(stage: Stage, program: Path) -> Iterator[str]:
 
 
 @contextmanager
-def run_prometheus(program: Path, home: Path, settings: dict[str, Any]) -> Iterator[str]:
+def run_prometheus(
+    program: Path, home: Path, settings: dict[str, Any], *flags: str
+) -> Iterator[str]:
     """Run Prometheus on loopback with these settings and its files in `home`; yield its address."""
     config = home / "prometheus.yml"
     config.write_text(json.dumps(settings))  # JSON is YAML
@@ -51,6 +53,7 @@ def run_prometheus(program: Path, home: Path, settings: dict[str, Any]) -> Itera
                 f"--storage.tsdb.path={home / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
                 "--log.level=warn",
+                *flags,
             ],
             stdout=log,
             stderr=log,
