@@ -121,7 +121,7 @@ generate: $(VENV) ## make the CRD, the chart's copy of it and docs/api.md from t
 .PHONY: docs docs-serve docs-source
 docs-source:
 	@rm -rf $(DOCS_SOURCE) && mkdir -p $(DOCS_SOURCE)
-	@git ls-files -z '*.md' examples tests/support LICENSE | xargs -0 cp --parents -t $(DOCS_SOURCE)
+	@git ls-files -z '*.md' 'docs/*.png' examples tests/support LICENSE | xargs -0 cp --parents -t $(DOCS_SOURCE)
 docs: docs-source $(ENV_DOCS)/.installed ## build the documentation site and check its links (.cache/docs-site)
 	@$(ENV_DOCS)/bin/mkdocs build --quiet --strict
 	@echo "open $(DOCS_SITE)/README.html"
