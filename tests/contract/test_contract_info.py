@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -19,8 +20,13 @@ from tests.support.engine.contracts import EOS, Served
 from tests.support.engine.judging import CLOSE, greedy
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.workers import PROMPT, slug
+from tests.support.waiting import until_sync
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+KV_USAGE = re.compile(
+    r"^(?:vllm:kv_cache_usage_perc|sglang:token_usage|hf_engine_kv_cache_usage)(?:\{.*\})? (\S+)$",
+    re.M,
+)
 FEW = list(range(60, 68))
 """So few tokens that a greedy output of them repeats itself, unless that is penalised."""
 
@@ -58,6 +64,18 @@ def test_the_page_is_complete(worker: Served) -> None:
     assert "Abort" in info.capabilities.in_flight
     state = WorkerState.model_validate(worker.control.get("/v1/state").json())
     assert state.in_flight_policies == info.capabilities.in_flight, "as the operator reads it"
+
+
+def test_metrics_say_how_full_the_kv_cache_is(worker: Served) -> None:
+    """The dashboards read it by these names."""
+
+    def usage() -> float:
+        shares = KV_USAGE.findall(worker.data.get("/metrics").text)
+        return max(map(float, shares), default=0.0)
+
+    ends = worker.busy(4)
+    until_sync(lambda: 0 < usage() <= 1, 30, what="the KV cache to be in use")
+    assert {answer.status_code for answer in ends()} == {200}
 
 
 @pytest.mark.parametrize("field", SAMPLING_FIELDS)
