@@ -28,6 +28,7 @@ from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.pool_page import PoolMetrics
 from rollout_worker.schemas import GenerateRequest, RequireRequest
 from tests.support.charts import CHART, case, every
+from tests.support.doc_manifests import manifests_of
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 
 POOL = PoolKey("rl", "math")
@@ -175,15 +176,19 @@ def panels() -> Iterator[tuple[str, str]]:
                 yield f"{path.stem}: {panel['title']}: {target['refId']}", query
 
 
-def shows(address: str, query: str) -> bool:
-    """Whether a query has a number to show at this moment."""
+def numbers(address: str, query: str) -> list[str]:
+    """What a query answers at this moment."""
     url = f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query})
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
-            series = json.load(answer)["data"]["result"]
+            return [each["value"][1] for each in json.load(answer)["data"]["result"]]
     except OSError:  # it has not started yet
-        return False
-    return any(each["value"][1] != "NaN" for each in series)
+        return []
+
+
+def shows(address: str, query: str) -> bool:
+    """Whether a query has a number to show at this moment."""
+    return any(number != "NaN" for number in numbers(address, query))
 
 
 async def still_empty(address: str, queries: dict[str, str], life: asyncio.Task[None]) -> list[str]:
@@ -231,3 +236,36 @@ async def test_every_panel_shows_something_however_pods_are_scraped(tmp_path: Pa
             life.cancel()
     found = {way: names for (way, _, _), names in zip(ways, empty, strict=True)}
     assert found == {way: [] for way in found}
+
+
+async def test_autoscalers_count_the_outputs_that_run_and_wait(tmp_path: Path) -> None:
+    """By the queries of docs/autoscaling.md; of a pool that nobody scrapes there is no number, rather than 0."""
+    [keda, rules, hpa] = manifests_of("autoscaling.md")
+    [trigger], [rule] = keda["spec"]["triggers"], rules["externalRules"]
+    [metric] = hpa["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == rule["name"]["as"]
+    assert metric["external"]["target"]["averageValue"] == trigger["metadata"]["threshold"]
+    matchers = 'namespace="rl",pool="math"'
+    asked = [
+        trigger["metadata"]["query"],
+        rule["metricsQuery"].replace("<<.LabelMatchers>>", matchers),
+        f"count({rule['seriesQuery']}) * 3",
+    ]
+    flags = ["--pool", "math", "--namespace", "rl", "--weights-roots", str(tmp_path)]
+    async with tiny_worker(tmp_path, *flags) as worker:
+        worker.updates.raise_fence("operator", RequireRequest(epoch=0, min_version=0))
+        running = [await worker.begin(f"r{index}", 4) for index in range(3)]
+        async with served(Pages(OperatorTelemetry(), worker)) as port:
+            with prometheus(tmp_path / "prometheus", monitored(port)) as address:
+                left, end = list(asked), time.monotonic() + SECONDS
+                while left and time.monotonic() < end:
+                    left = [
+                        q for q in left if await asyncio.to_thread(numbers, address, q) != ["3"]
+                    ]
+                    await asyncio.sleep(0.3)
+                assert left == []
+                none = await asyncio.to_thread(numbers, address, asked[0].replace("math", "none"))
+                assert none == []
+        worker.engine.free = True
+        for flight in running:
+            await worker.ends(flight)

@@ -167,6 +167,7 @@ def start_controller_manager(settings: Settings) -> None:
     flags = {
         **_client_flags(settings, "kube-controller-manager"),
         "secure-port": settings.controller_manager_port,
+        "horizontal-pod-autoscaler-sync-period": "3s",  # 15 s by default, which tests would wait for
         "controllers": "*,bootstrapsigner,tokencleaner",
         "root-ca-file": keys / "ca.crt",
         "cluster-signing-cert-file": keys / "ca.crt",
