@@ -169,7 +169,7 @@ class HeadPoller:
         (self._fast.add if fast else self._fast.discard)(pod_uid)
         renewed = head is None or (head.key, head.address) != (key, address)
         if head is None or renewed:
-            self._leave_rate_limits(pod_uid)
+            self._drop_head(pod_uid)
             head = self._heads[pod_uid] = _PolledHead(key, address, self._clock())
         self._join_rate_limits(pod_uid, head)
         if renewed:
@@ -181,10 +181,15 @@ class HeadPoller:
             head.due_at = self._clock() + self._poll_interval(pod_uid, head)
 
     def unwatch_head(self, pod_uid: str) -> None:
-        """Forget this head."""
-        self._leave_rate_limits(pod_uid)
-        self._heads.pop(pod_uid, None)
+        """Forget this head; callers that wait for its next poll go on without one."""
+        self._drop_head(pod_uid)
         self._fast.discard(pod_uid)
+
+    def _drop_head(self, pod_uid: str) -> None:
+        self._leave_rate_limits(pod_uid)
+        head = self._heads.pop(pod_uid, None)
+        for waiter in () if head is None else head.waiters:
+            waiter.set()
 
     def note_state(self, pod_uid: str, state: WorkerState) -> None:
         """Note the state in the answer to a call of ours: it is newer than that of a poll under way."""
@@ -216,6 +221,19 @@ class HeadPoller:
                 await polled.wait()
         except TimeoutError:
             logger.debug("no fresh state of %s in time", head.address)
+
+    async def wait_for_poll(self, pod_uid: str) -> HeadObservation | None:
+        """Return what is known of this head after its next poll, which comes at its own pace.
+
+        The poll asks after this call; `refresh_state` asks at once. None: the head is not watched any more.
+        """
+        head = self._heads.get(pod_uid)
+        if head is None:
+            return None
+        polled = asyncio.Event()
+        head.waiters.append(polled)
+        await polled.wait()
+        return self.last_observation(pod_uid) if self._heads.get(pod_uid) is head else None
 
     def last_observation(self, pod_uid: str) -> HeadObservation | None:
         """Return what is known of a head; None before its first poll ended."""
@@ -270,12 +288,13 @@ class HeadPoller:
         except Exception as failure:
             logger.exception("polling %s failed", head.address, extra={"pool": str(head.key)})
             error = f"{type(failure).__name__}: {failure}"
-        if self._heads.get(uid) is not head:
-            return  # no longer watched, or at another address
+        watched = self._heads.get(uid) is head  # else no longer, or at another address
         overtaken = head.answered_at is not None and head.answered_at > asked_at
-        changed = not overtaken and self._note_outcome(uid, head, state, error)
+        changed = watched and not overtaken and self._note_outcome(uid, head, state, error)
         for waiter in waiters:
             waiter.set()
+        if not watched:
+            return
         interval = self._poll_interval(uid, head)
         if head.due_at == math.inf:  # else somebody asked for the next one during this poll
             head.due_at = self._clock() + interval

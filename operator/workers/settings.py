@@ -47,8 +47,9 @@ CALL_BACKOFF_MAX_SECONDS = 30.0
 CALL_CANCEL_SECONDS = 2.0
 """Cancelled calls only close their sockets; a fenced process must not wait longer for them."""
 
-STAGE_POLL_SECONDS = 0.1
-"""Staging from shared memory takes tenths of a second."""
+STAGE_LOOK_SECONDS = 0.1
+"""After so long a call that stages looks first, then after twice as long, and so on: small weights take tenths of
+a second. From `FAST_POLL_SECONDS` on it waits for the polls: ten looks a second of 400 workers would take a whole core."""
 
 STALE_FAILURE_SECONDS = 60.0
 """A failed call that has been due again for this long is no longer wanted, such as sleep in a pool that was

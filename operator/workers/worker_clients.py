@@ -25,7 +25,7 @@ from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb
 
 from .head_poller import HeadPoller
-from .settings import STAGE_POLL_SECONDS, STALE_FAILURE_SECONDS
+from .settings import FAST_POLL_SECONDS, STAGE_LOOK_SECONDS, STALE_FAILURE_SECONDS
 from .worker_calls import WorkerCalls
 
 
@@ -97,11 +97,12 @@ class WorkerClients:
 
         async def make() -> object:
             planned = await self._with_peers(key, call) if call.peers else call
-            answer = await _send_call(worker, planned)
-            if call.verb is ControlVerb.STAGE:
-                # Other calls refresh the view of their worker by themselves: their lane is the pod.
-                await self.poller.refresh_state(call.uid)
-            return answer
+            if not isinstance(planned.body, StageRequest):
+                return await _send_call(worker, planned)
+            await self._stage_and_wait(worker, call.uid, planned.body)
+            # Other calls refresh the view of their worker by themselves: their lane is the pod.
+            await self.poller.refresh_state(call.uid)
+            return None
 
         return self.calls.start_call(
             key,
@@ -120,6 +121,32 @@ class WorkerClients:
             self.poller.note_state(lane, state)
         else:
             await self.poller.refresh_state(lane)
+
+    async def _stage_and_wait(self, worker: WorkerControl, uid: str, request: StageRequest) -> None:
+        """Stage and wait until it is done, so that its failure counts as the call's.
+
+        What takes longer than a moment is seen by the polls, whose rate is bounded for all heads together.
+        """
+        staged: StagedWeights | None = await worker.stage(request)
+        pause = STAGE_LOOK_SECONDS
+        while staged is not None and _is_same_stage(staged, request):
+            if staged.phase == "Failed":
+                why = staged.error or "the worker gave no reason"
+                raise ControlError(409, staged.slug or "stage-failed", why)
+            if staged.phase == "Staged":
+                return
+            if pause < FAST_POLL_SECONDS:
+                await asyncio.sleep(pause)
+                pause *= 2
+                staged = (await worker.state()).weights.staged
+                continue
+            seen = await self.poller.wait_for_poll(uid)
+            if seen is None:
+                return  # of a pool that can't be read: what is in the slot then is for a later pass
+            if seen.failures > 1:
+                raise ControlUnreachable(f"while it staged weights: {seen.error}")
+            if seen.state is not None and not seen.failures:
+                staged = seen.state.weights.staged
 
     async def _with_peers(self, key: PoolKey, call: CallWorker) -> CallWorker:
         """Return the stage with peers to fetch from: each is asked for a ticket, good for one fetch."""
@@ -166,6 +193,10 @@ def _control_address(ip: str | None) -> str:
     return f"{host}:{names.CONTROL_PORT}"
 
 
+def _is_same_stage(staged: StagedWeights, request: StageRequest) -> bool:
+    return (staged.epoch, staged.version) == (request.epoch, request.version)
+
+
 async def _send_call(worker: WorkerControl, call: CallWorker) -> object:
     try:
         return await _dispatch_call(worker, call)
@@ -177,24 +208,7 @@ async def _send_call(worker: WorkerControl, call: CallWorker) -> object:
 
 
 async def _dispatch_call(worker: WorkerControl, call: CallWorker) -> object:
-    if isinstance(call.body, StageRequest):
-        await _stage_and_wait(worker, call.body)
-        return None
     send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
     if call.verb in (ControlVerb.REQUIRE, ControlVerb.DISCARD, ControlVerb.RESUME):
         return await send(call.body)
     return await send(call.body, timeout=call.deadline_seconds)
-
-
-async def _stage_and_wait(worker: WorkerControl, request: StageRequest) -> None:
-    """Stage and wait until it is done, so that its failure counts as the call's."""
-    staged: StagedWeights | None = await worker.stage(request)
-    wanted = (request.epoch, request.version)
-    while staged is not None and (staged.epoch, staged.version) == wanted:
-        if staged.phase == "Failed":
-            why = staged.error or "the worker gave no reason"
-            raise ControlError(409, staged.slug or "stage-failed", why)
-        if staged.phase == "Staged":
-            return
-        await asyncio.sleep(STAGE_POLL_SECONDS)
-        staged = (await worker.state()).weights.staged

@@ -198,6 +198,40 @@ async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: 
     assert seen.state.boot_id == "new"
 
 
+async def test_who_waits_for_a_poll_hurries_none_and_takes_none_that_was_asked_before(
+    bench: Bench,
+) -> None:
+    bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
+    bench.watch()
+    await until(lambda: bench.worker.requests)
+    bench.worker.answer("GET", "/v1/state", serving_state(boot_id="new"))
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(4):
+        seen = await bench.poller.wait_for_poll("u1")
+    assert seen is not None
+    assert seen.state is not None
+    assert (seen.state.boot_id, len(bench.worker.requests)) == ("new", 2)
+    assert asyncio.get_running_loop().time() - began > 0.3, "it came at its own pace"
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["a poll under way", "none under way"])
+async def test_who_waits_for_a_poll_of_a_forgotten_head_waits_no_more(
+    bench: Bench, asked: bool
+) -> None:
+    bench.worker.delay("GET", "/v1/state", serving_state(), 0.3)
+    bench.watch(fast=False)
+    waiting = asyncio.create_task(bench.poller.wait_for_poll("u1"))
+    await until(lambda: bench.worker.requests)
+    if not asked:
+        await until(lambda: bench.woken)
+        waiting = asyncio.create_task(bench.poller.wait_for_poll("u1"))
+        await asyncio.sleep(0)
+    bench.poller.unwatch_head("u1")
+    async with asyncio.timeout(3):
+        assert await waiting is None
+        assert await bench.poller.wait_for_poll("u1") is None
+
+
 async def test_a_calls_answer_outlasts_a_poll_that_asked_before(bench: Bench) -> None:
     bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
     bench.watch(fast=True)

@@ -298,7 +298,7 @@ async def test_staging_and_another_call_run_side_by_side(lab: Talk) -> None:
 async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
     lab: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_clients, "STAGE_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
     lab.workers.watch_heads(KEY, [pod()], set())
     refreshed: list[str] = []
 
@@ -311,6 +311,74 @@ async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
     assert [verb for _, verb in lab.asked] == ["weights/stage", "state", "state"]
     assert known.failures == {}
     assert refreshed == ["u1"], "the next pass sees what it did"
+
+
+async def staging_for_long(lab: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stage call come to wait for polls."""
+    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 1.0)
+    lab.workers.watch_heads(KEY, [pod()], set())
+    lab.states = [staging("Staging")]
+    call = CallWorker("u1", "math-0-0", ControlVerb.STAGE, STAGE, 60)
+    assert lab.workers.start_call(KEY, pod(), call)
+    await waits_for_poll(lab)
+
+
+async def waits_for_poll(lab: Talk) -> None:
+    await until(lambda: lab.poller._heads["u1"].waiters, what="a wait for the next poll")
+
+
+async def ended(lab: Talk) -> ObservedWorker:
+    await until(lambda: lab.calls.running_call("u1/stage") is None, what="the end of the call")
+    return lab.known()
+
+
+async def test_a_long_stage_is_followed_by_the_polls(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await staging_for_long(lab, monkeypatch)
+    await lab.polled()
+    await waits_for_poll(lab)
+    lab.states = [staging("Staged")]
+    await lab.polled()
+    await waits_for_poll(lab)  # the look after it
+    await lab.polled()
+    assert (await ended(lab)).failures == {}
+    assert [verb for _, verb in lab.asked] == ["weights/stage"], "the call itself asks nothing"
+
+
+async def test_a_long_stage_that_fails_is_the_calls_failure(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await staging_for_long(lab, monkeypatch)
+    lab.states = [staging("Failed", error="no room")]
+    await lab.polled()
+    assert (await ended(lab)).failures["stage"].message == "no room"
+
+
+async def test_one_missed_poll_fails_no_stage_and_two_do(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await staging_for_long(lab, monkeypatch)
+    lab.down = True
+    await lab.polled()
+    await waits_for_poll(lab)
+    await lab.polled()
+    known = await ended(lab)
+    assert known.failures["stage"].message == "while it staged weights: it is down"
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.9"])
+async def test_a_stage_of_who_is_polled_no_more_ends_and_is_no_failure(
+    lab: Talk, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    await staging_for_long(lab, monkeypatch)
+    if address is None:
+        lab.poller.unwatch_head("u1")
+    else:
+        lab.poller.watch_head(KEY, "u1", address, fast=False)
+        await waits_for_poll(lab)  # the look after it
+        await lab.polled()
+    assert (await ended(lab)).failures == {}
 
 
 @pytest.mark.parametrize(
@@ -329,7 +397,7 @@ async def test_a_stage_that_fails_is_the_calls_failure(
     said: str,
     told: str,
 ) -> None:
-    monkeypatch.setattr(worker_clients, "STAGE_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
     lab.states = [staging("Staging"), staging("Failed", error=error, slug=slug)]
     known = await lab.call(ControlVerb.STAGE, STAGE)
     assert said in known.failures["stage"].message
@@ -419,6 +487,6 @@ async def test_it_is_known_for_how_long_a_slot_has_held_the_same(lab: Talk) -> N
 async def test_a_stage_that_somebody_ended_is_no_failure(
     lab: Talk, monkeypatch: pytest.MonkeyPatch, after: WorkerState
 ) -> None:
-    monkeypatch.setattr(worker_clients, "STAGE_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
     lab.states = [staging("Staging"), after]
     assert (await lab.call(ControlVerb.STAGE, STAGE)).failures == {}
