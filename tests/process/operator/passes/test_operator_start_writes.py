@@ -52,7 +52,7 @@ def _waiting(scene: Scene) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("pools", "statuses"), [(20, 3), (60, 2)])
+@pytest.mark.parametrize(("pools", "statuses"), [(10, 3), (40, 2)])
 def test_a_pool_among_many_tells_its_start_and_its_end(pools: int, statuses: int) -> None:
     replicas = 4
     written, problems = _start_pools(pools, replicas)

@@ -44,12 +44,12 @@ async def test_among_many_pools_progress_waits_and_transitions_do_not(lab: PassL
     lab.has_pool(replicas=2)
     for replica in range(2):
         lab.has_pod(pod(replica))
-    let_move(lab.ctx.pace, 199)
+    let_move(lab.ctx.pace, 99)
     await lab.reconcile()
     lab.clock.steady += 1
     placed = pod()["spec"] | {"nodeName": "n1"}
     lab.has_pod({**pod(resourceVersion="9"), "spec": placed})
-    assert await lab.reconcile() == pytest.approx(49), "200 pools, 4 writes a second"
+    assert await lab.reconcile() == pytest.approx(49), "100 pools, 2 writes a second"
     assert len(lab.written) == 1
     found = lab.ctx.store.find_pool(PoolKey("rl", "math"))
     assert found is not None
@@ -67,12 +67,12 @@ async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> Non
         lab.has_pod(pod(replica))
     let_move(lab.ctx.pace, 19)
     await lab.reconcile()
-    assert lab.ctx.pace.progress_seconds() == 5
+    assert lab.ctx.pace.progress_seconds() == 10
     now = lab.ctx.store.find_pool(PoolKey("rl", "math"))
     assert now is not None
     lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
-    assert lab.ctx.pace.progress_seconds() == pytest.approx(4.75)
+    assert lab.ctx.pace.progress_seconds() == pytest.approx(9.5)
 
 
 async def test_loaded_weights_of_a_pool_that_starts_are_told_at_the_pace(lab: PassLab) -> None:
