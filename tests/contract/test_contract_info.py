@@ -17,6 +17,7 @@ from rollout_worker.schemas import (
     WorkerState,
 )
 from tests.support.engine.contracts import EOS, Served
+from tests.support.engine.engine_kinds import ROOT
 from tests.support.engine.judging import CLOSE, greedy
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.workers import PROMPT, slug
@@ -76,6 +77,21 @@ def test_metrics_say_how_full_the_kv_cache_is(worker: Served) -> None:
     ends = worker.busy(4)
     until_sync(lambda: 0 < usage() <= 1, 30, what="the KV cache to be in use")
     assert {answer.status_code for answer in ends()} == {200}
+
+
+def test_the_page_on_engines_says_what_it_can(worker: Served) -> None:
+    """Of a model that reads text alone, without flags but that of a parser: what needs others is missing."""
+    page = (ROOT / "docs" / "engines.md").read_text()
+    heads, _, *rows = page.split("| capability |")[1].split("\n\n")[0].splitlines()
+    column = re.findall(r"`(\w+)`", heads).index(worker.kind.engine)
+    found: dict[str, str] = {}
+    for row in rows:
+        names, *cells = row.strip("| ").split(" | ")
+        found |= dict.fromkeys(re.findall(r"`([a-z_]+)`", names), cells[column])
+    assert len(found) == 8
+    assert found.pop("tool_parser").startswith("with")
+    for name, cell in found.items():
+        assert bool(worker.able[name]) == cell.startswith("yes"), (name, cell)
 
 
 @pytest.mark.parametrize("field", SAMPLING_FIELDS)
