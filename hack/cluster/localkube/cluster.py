@@ -78,7 +78,8 @@ class Cluster:
         shutil.rmtree(state, ignore_errors=True)
         if not network.bridges():
             remove_mount_point()
-        if not cls.names():
+        # Fake pods of another checkout's cluster are reached by a route, and have no bridge that would show it.
+        if not cls.names() and next(processes.marked(Path("/")), None) is None:
             network.tidy()
         return found
 
