@@ -36,20 +36,25 @@ BUDGETS = {
 """Seconds of each tier while all lanes run; the last lane runs its tiers in this order."""
 
 LANES: dict[str, tuple[str, ...]] = {
-    "cluster": ("scale/", "cluster/", "engine/test_client_verl", "engine/test_client_trl"),
+    "cluster": (
+        "scale/",
+        "cluster/",
+        "engine/test_client_verl",
+        "engine/test_client_trl",
+        "process/client/",
+    ),
     "contract": (
         "contract/",
         "chart/",
         "api/",
         "process/operator/",
-        "process/client/",
         "process/tools/",
     ),
     "rest": (),
 }
 """What runs in each lane, in this order: files below `tests/` that begin so; the last lane has the others.
 
-They are about equally long, for which the first lane has two files of engines. Tests that make networks on this
+They are about equally long, for which the first lane has two files of engines and the processes of clients. Tests that make networks on this
 machine share a lane. Engines start first in
 the second, then in the third: the tests next to them mostly wait, for deadlines and API servers.
 """

@@ -1,8 +1,8 @@
 """What a kind of request adds to a plain one: our worker over each engine, against the engine's own server.
 
 Both servers run at once with the same flags and take turns, as `generate` has them. The kinds that both understand are
-compared: the most likely tokens at each position, a scored prompt, a JSON schema, an adapter, a picture, and of SGLang
-routed experts. The masks of draws are compared with our plain requests.
+compared: the most likely tokens at each position, a scored prompt, a JSON schema, an adapter, a picture (vLLM), and routed
+experts (SGLang). The masks of draws, and SGLang's pictures, are compared with our plain requests.
 `ROLLOUT_ENGINES=vllm` restricts the engines; each has a table of its own.
 """
 

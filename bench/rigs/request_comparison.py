@@ -37,10 +37,11 @@ def _compare_model(
         _with_flags(contenders.THEIRS, some.theirs, some.dropped),
     )
     engine, environ = contenders.ENGINE, contenders.ENVIRON
+    both_take_some = any(kind.theirs is not None for kind in some.kinds)
     with ExitStack() as stack:
         both = [
             stack.enter_context(started(engine, side, environ, some.model, "float32", folder))
-            for side in sides
+            for side in sides[: 1 + both_take_some]
         ]
         if some.prepare is not None:
             some.prepare(both[0])

@@ -172,10 +172,9 @@ def _picture_kinds(engine: str, models: PictureModels) -> KindsOfModel:
     files = [encoded(number, 200, 200) for number in range(PICTURES)]
     counts = [models.judge(1).count(decode_picture(file)) for file in files]
     urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
-    field = "token_ids" if engine == "vllm" else "input_ids"
 
-    def plain(name: str) -> More:
-        return lambda prompt: {name: _few_ids(prompt)}
+    def plain(prompt: list[int]) -> Mapping[str, Any]:
+        return {"token_ids": _few_ids(prompt)}
 
     def ours(prompt: list[int]) -> Mapping[str, Any]:
         which = prompt[0] % PICTURES
@@ -185,13 +184,12 @@ def _picture_kinds(engine: str, models: PictureModels) -> KindsOfModel:
 
     def theirs(prompt: list[int]) -> Mapping[str, Any]:
         ids, url = [VISION_START, PAD, VISION_END, *_few_ids(prompt)], urls[prompt[0] % PICTURES]
-        if engine == "vllm":
-            return {field: ids, "content_parts": [{"type": "image_url", "url": url}]}
-        return {field: ids, "image_data": [url]}
+        return {"token_ids": ids, "content_parts": [{"type": "image_url", "url": url}]}
 
+    # SGLang's own server finds no processor for such a model where its kernels of GPUs are missing.
     kinds = (
-        RequestKind("plain, a model that sees", plain("token_ids"), plain(field)),
-        RequestKind("one picture", ours, theirs),
+        RequestKind("plain, a model that sees", plain, plain if engine == "vllm" else None),
+        RequestKind("one picture", ours, theirs if engine == "vllm" else None),
     )
     # Their processors need the tokenizer.
     return KindsOfModel(models.model(1), kinds, dropped=("--skip-tokenizer-init",))
