@@ -271,10 +271,11 @@ def test_every_tier_has_a_budget_and_every_file_is_in_one_lane(
     assert sorted(paths) == sorted(files)
 
 
-def test_a_folder_that_lanes_share_is_chosen_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_lanes_share_is_chosen_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     chosen = run_tests.choose_lanes(["tests/process"])
-    assert list(chosen) == ["contract", "rest"]
+    assert list(chosen) == ["cluster", "contract", "rest"]
+    assert all(path.startswith("tests/process/client/") for path in chosen["cluster"])
     assert not any(path.startswith("tests/process/worker/") for path in chosen["contract"])
     shared = ("tests/process/client/", "tests/process/operator/", "tests/process/tools/")
     assert not any(path.startswith(shared) for path in chosen["rest"])
