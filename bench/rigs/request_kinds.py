@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from rollout_worker.pictures.picture_decoding import decode_picture
 from tests.support.engine import tinymodels
 from tests.support.engine.engine_kinds import engine_args
-from tests.support.engine.lora_adapters import adapter_tensors, config_of, save_adapter
+from tests.support.engine.lora_adapters import LORA_FLAGS, adapter_tensors, config_of, save_adapter
 from tests.support.engine.picture_models import (
     PAD,
     VISION_END,
@@ -34,13 +33,6 @@ PICTURES = 8
 ADAPTER = "policy"
 SCHEMA = {"type": "array", "items": {"type": "boolean"}, "minItems": 200}
 """No answer of 64 tokens can end it, so that all have one length."""
-LORA_FLAGS = {
-    "vllm": ("--enable-lora", "--max-loras=2", "--max-lora-rank=16"),
-    "sglang": (
-        *("--enable-lora", "--max-loras-per-batch=4", "--max-lora-rank=16"),
-        *("--lora-target-modules=all", "--lora-backend=torch_native"),
-    ),
-}
 
 More = Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
 """What is merged into the body of a plain request, and into its objects one level below; or what makes that of its prompt."""
@@ -86,7 +78,7 @@ def merge_body(body: Mapping[str, Any], more: More, prompt: list[int]) -> dict[s
 def kinds_of(engine: str, home: Path) -> Iterator[KindsOfModel]:
     """Yield what is compared for an engine; models and adapters that are not there yet are made in `home`."""
     yield _text_kinds(engine)
-    yield _adapter_kinds(engine, save_adapter(home / ADAPTER, _adapter_tensors(), config_of()))
+    yield _adapter_kinds(engine, home / ADAPTER)
     yield _picture_kinds(engine, PictureModels(home, "qwen2_vl"))
     if engine != "vllm":  # its kernels of CPUs record no routes
         yield _expert_kinds(home / "experts")
@@ -122,11 +114,8 @@ def _text_kinds(engine: str) -> KindsOfModel:
     return KindsOfModel(TINY.model(1), kinds, dropped=("--skip-tokenizer-init",))
 
 
-def _adapter_tensors() -> dict[str, torch.Tensor]:
-    return adapter_tensors(TINY.model(1), 1)
-
-
 def _adapter_kinds(engine: str, folder: Path) -> KindsOfModel:
+    save_adapter(folder, adapter_tensors(TINY.model(1), 1), config_of())
     vllm = engine == "vllm"
     names, field = ("--lora-modules", "model") if vllm else ("--lora-paths", "lora_path")
     kinds = (

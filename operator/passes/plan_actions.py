@@ -120,8 +120,11 @@ async def write_status(
         return memory.obstacles.retry_in(STATUS_LABEL, now)
     pause = ctx.pace.progress_seconds()
     wait = 0.0 if memory.written_at is None else memory.written_at + pause - now
-    is_progress = without_progress(before) == without_progress(after)
-    if wait > 0 and is_progress and not _rests_on_status(plan, memory.stored):
+    if (
+        wait > 0
+        and without_progress(before) == without_progress(after)
+        and not _rests_on_status(plan, memory.stored)
+    ):
         return wait
     version = pool["metadata"]["resourceVersion"]
     try:

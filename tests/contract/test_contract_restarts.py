@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -31,8 +30,6 @@ CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "4"))
 LONG = {"max_tokens": 1500, "ignore_eos": True}
 PLAIN = 4
 """Requests of no other kind that run when an engine falls."""
-HELPERS = ("resource_tracker", "forkserver", "grammar_process")
-"""Python's own, and the process that checks grammars: an engine lives without them."""
 KILLED = [
     pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "sglang" else [])
     for kind in kinds()
@@ -47,14 +44,8 @@ sees that a process stands still or that a step is due is in tests/unit/worker/e
 NOTICED_SECONDS = {signal.SIGKILL: 2.0, signal.SIGSTOP: HANG_SECONDS + 3.0}
 
 
-def own(worker: Served) -> list[Process]:
-    """The engine's processes: what Python keeps beside them lives as long as the worker."""
-    helper = re.compile("|".join(HELPERS))
-    return [process for process in worker.children() if not helper.search(process.command)]
-
-
 def engine_processes(worker: Served) -> list[Process]:
-    found = own(worker)
+    found = worker.engine_processes()
     if worker.kind.in_process:
         assert not found
         pytest.skip(
@@ -77,7 +68,7 @@ def fall(
     `pausing`: while somebody pauses, whose own deadlines are for what may take long.
     """
     before = worker.state()
-    family = own(worker)
+    family = worker.engine_processes()
     left = traces(family)
     running, others = worker.busy(PLAIN, 1500), busy_with_kinds(worker)
     began = time.monotonic()
@@ -111,8 +102,10 @@ def fall(
     assert greedy(judge, PROMPT, output["token_ids"])
     assert made_by(output) == [(before["weights"]["active"]["version"], False)]
     assert not [process for process in family if process.alive]
-    assert not shared_descriptors(worker.process.pid, own(worker)), "nobody can close them there"
-    kept = {name for name in left - traces(own(worker)) if os.path.exists(name)}
+    assert not shared_descriptors(worker.process.pid, worker.engine_processes()), (
+        "nobody can close them there"
+    )
+    kept = {name for name in left - traces(worker.engine_processes()) if os.path.exists(name)}
     assert not kept, f"left behind: {kept}"
     assert noticed < NOTICED_SECONDS[how], f"noticed after {noticed:.1f} s"
     assert slowest < 5, "/health answers also during a restart, on a full machine"
@@ -202,7 +195,7 @@ def test_an_engine_process_is_stopped(
 def test_many_falls(mortal: Served, reference: dict[int, Reference]) -> None:
     """Nothing of any death is left, and the worker that outlives them all has not grown."""
     mortal.load(2)
-    family, left = set(own(mortal)), set[str]()
+    family, left = set(mortal.engine_processes()), set[str]()
     fallen = partial(fall, mortal, judge=reference[2])
     fallen(engine_processes(mortal)[0], signal.SIGKILL)  # what stays is there from now on
     first, began = kept_by(mortal), time.monotonic()
@@ -212,7 +205,7 @@ def test_many_falls(mortal: Served, reference: dict[int, Reference]) -> None:
         left |= traces(processes)
         how = (signal.SIGKILL, signal.SIGSTOP)[cycle % 2]
         fallen(processes[cycle // 2 % len(processes)], how)
-        present = own(mortal)
+        present = mortal.engine_processes()
         orphans = [process for process in family - set(present) if process.alive]
         kept = {name for name in left - traces(present) if os.path.exists(name)}
         now = kept_by(mortal)

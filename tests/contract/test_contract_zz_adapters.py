@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from rollout_worker.schemas import StagedWeights
 from tests.support.engine.contracts import Fleet, Served, made_by, pieces, sound
 from tests.support.engine.engine_kinds import EngineKind, engine_args
 from tests.support.engine.lora_adapters import (
+    LORA_FLAGS,
     adapter_tensors,
     config_of,
     merged_reference,
@@ -31,17 +30,6 @@ from tests.support.unit.pushing import Version, trainer
 from tests.support.waiting import until_sync
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-FLAGS = {
-    "hf": (),
-    "vllm": engine_args("--enable-lora", "--max-loras=2", "--max-lora-rank=16"),
-    "sglang": engine_args(
-        "--enable-lora",
-        "--max-loras-per-batch=4",
-        "--max-lora-rank=16",
-        "--lora-target-modules=all",
-        "--lora-backend=torch_native",
-    ),
-}
 SEEDS = (1, 2, 3)
 _numbers = itertools.count()
 
@@ -61,7 +49,7 @@ def merged(
 @pytest.fixture
 def able(fleet: Fleet, kind: EngineKind) -> Iterator[Served]:
     """A worker that serves adapters."""
-    worker = fleet.worker(*FLAGS[kind.engine])
+    worker = fleet.worker(*engine_args(*LORA_FLAGS[kind.engine]))
     worker.heal()
     yield worker
     until_sync(worker.idle, 30, what="requests to end")
@@ -334,10 +322,7 @@ def test_pushed_adapters_serve_as_those_of_files_do(
     assert output["token_ids"] == merged[2].greedy(PROMPT, 12)
     push_version(able, pushed_version(tensors[1], "policy"))
     if not able.kind.in_process:
-        # Of its processes the last one that was started, but for Python's own.
-        engine = [each for each in able.children() if "resource_tracker" not in each.command]
-        os.kill(max(engine, key=lambda each: each.started).pid, signal.SIGKILL)
-        until_sync(lambda: not able.ready(), 30, what="the worker to notice")
+        able.kill_engine()
         until_sync(able.ready, able.kind.start_seconds, what="the engine to be back")
     [output] = able.outputs(GREEDY, adapter="policy")
     assert output["token_ids"] == merged[1].greedy(PROMPT, 12)

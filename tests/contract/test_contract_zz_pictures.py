@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -267,9 +265,7 @@ def test_outputs_with_pictures_outlive_the_engines_death(
     body = asked(judge, ONE, tokens=700)
     running = [worker.in_background(lambda: worker.generate(**body)) for _ in range(3)]
     worker.makes(30)
-    engine = [each for each in worker.children() if "resource_tracker" not in each.command]
-    os.kill(max(engine, key=lambda each: each.started).pid, signal.SIGKILL)
-    until_sync(lambda: not worker.ready(), 30, what="the worker to notice")
+    worker.kill_engine()
     picture = [decode_picture(ONE)]
     for future in running:
         answer = future.result(120)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_client import AsyncRolloutPool
+from rollout_client import AsyncRolloutPool, GenerateResult
 from rollout_common.wire import GenerateOutput, GenerateResponse, RoutedExperts
 from rollout_common.wire.event_frames import FrameReader
 from rollout_worker.schemas import SamplingParams
@@ -243,16 +243,23 @@ def test_the_mask_renormalises_to_the_logprobs(
         assert float(kept.log_softmax(-1)[token]) == pytest.approx(output.logprobs[index], abs=1e-3)
 
 
+def start_recorded(
+    pool: AsyncRolloutPool, prompt: list[int], sampling: dict[str, Any]
+) -> asyncio.Task[GenerateResult]:
+    """Start a generation with both records."""
+    return asyncio.create_task(
+        pool.generate(
+            prompt, sampling=sampling, return_routed_experts=True, return_sampling_mask=True
+        )
+    )
+
+
 async def test_a_broken_output_goes_on_with_all_its_rows(workers: list[InProcess]) -> None:
     """Aborted again and again, it is continued on either worker; rows cover prompt and output once."""
     sampling = {"max_tokens": 120, "ignore_eos": True, "top_k": 9}
     async with AsyncRolloutPool.from_urls([worker.url for worker in workers]) as pool:
         await pool.wait_serving(len(workers))
-        running = asyncio.create_task(
-            pool.generate(
-                LONG, sampling=sampling, return_routed_experts=True, return_sampling_mask=True
-            )
-        )
+        running = start_recorded(pool, LONG, sampling)
         while not running.done():
             await asyncio.sleep(0.1)
             for worker in workers:
@@ -279,11 +286,7 @@ async def test_an_output_goes_on_with_all_its_rows_after_the_engines_death(
     sampling = {"max_tokens": 400, "ignore_eos": True, "top_k": 9}
     async with AsyncRolloutPool.from_urls([worker.url for worker in workers]) as pool:
         await pool.wait_serving(len(workers))
-        running = asyncio.create_task(
-            pool.generate(
-                PROMPT, sampling=sampling, return_routed_experts=True, return_sampling_mask=True
-            )
-        )
+        running = start_recorded(pool, PROMPT, sampling)
         await asyncio.sleep(0.5)
         os.kill(max(engine, key=lambda each: each.started).pid, signal.SIGKILL)
         result = await running

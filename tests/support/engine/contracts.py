@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -28,6 +29,9 @@ from tests.support.waiting import until_sync
 VOCAB = 4096
 EOS = (2, 0)
 """Ids of the tiny model's generation_config."""
+
+HELPERS = ("resource_tracker", "forkserver", "grammar_process")
+"""Python's own, and the process that checks grammars: an engine lives without them."""
 
 Output = dict[str, Any]
 
@@ -209,6 +213,16 @@ class Served(Command):
         until_sync(self.idle, 30, what="requests to end")
         if self.seed() != 1:
             self.load(1, in_flight="Abort")
+
+    def engine_processes(self) -> list[Process]:
+        """The engine's processes: what Python keeps beside them lives as long as the worker."""
+        helper = re.compile("|".join(HELPERS))
+        return [process for process in self.children() if not helper.search(process.command)]
+
+    def kill_engine(self) -> None:
+        """Kill the process of the engine that was started last, and wait until the worker has noticed."""
+        os.kill(max(self.engine_processes(), key=lambda each: each.started).pid, signal.SIGKILL)
+        until_sync(lambda: not self.ready(), 30, what="the worker to notice")
 
     def seed_unknown(self) -> bool:
         """Whether the worker is fenced."""

@@ -12,6 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.engine.reference import Reference
 
+LORA_FLAGS = {
+    "hf": (),
+    "vllm": ("--enable-lora", "--max-loras=2", "--max-lora-rank=16"),
+    "sglang": (
+        *("--enable-lora", "--max-loras-per-batch=4", "--max-lora-rank=16"),
+        *("--lora-target-modules=all", "--lora-backend=torch_native"),
+    ),
+}
+"""What each engine's own command line needs for adapters."""
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
