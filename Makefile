@@ -167,7 +167,7 @@ images-gpu: ## build the complete images one after the other and check each (ENG
 
 .PHONY: bench-scale
 bench-scale: $(VENV) cluster-build ## a thousand pools of eight pods, against the goals: half an hour
-	$(BIN)/python -m bench reconcile --pools 1000 --replicas 8
+	$(BIN)/python -m bench reconcile --pools 1000 --replicas 8 --runs 5
 
 .PHONY: bench
 bench: $(VENV) cluster-build ## run the benchmarks and print their figures

@@ -1,4 +1,4 @@
-"""`python -m bench [NAME…] [--quick] [--runs N] [--dtype D] [--write]`."""
+"""`python -m bench [NAME…] [--quick] [--runs N] [--write]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .options import DTYPES, Options
+from .options import Options
 from .reporting import conditions, tables
 from .reporting.conditions import Conditions
 from .reporting.figures import Result, Verdict
@@ -26,22 +26,20 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     # As the Makefile does: threads that fight for busy cores make an engine ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = Options(
-        arguments.quick, arguments.runs, arguments.dtype, arguments.pools, arguments.replicas
-    )
+    options = Options(arguments.quick, arguments.runs, arguments.pools, arguments.replicas)
     missed = False
     for name in arguments.name or COMMANDS:
         print(f"{name}: {_summary(name)}", flush=True)
-        began, before = time.monotonic(), conditions.load()
+        before, began = conditions.others_share(), time.monotonic()
         for result in _results(name, options):
-            under = Conditions(conditions.command(result, options), before)
             took = time.monotonic() - began
+            under = Conditions(conditions.command(result, options), before)
             print(f"\n{tables.markdown(result, under)}\nTook {took:.0f} s.\n", flush=True)
             if arguments.write:
                 section = f"{result.name} {result.part}".strip()
                 tables.write_section(section, tables.markdown(result, under))
             missed |= any(each.verdict is Verdict.MISSED for each in result.figures)
-            began, before = time.monotonic(), conditions.load()
+            before, began = under.others_after, time.monotonic()
     return int(missed)
 
 
@@ -68,12 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="*", type=_name, metavar="NAME", help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller loads")
     parser.add_argument("--runs", type=_positive, help="rounds to measure; five make a verdict")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default=DTYPES[0],
-        help="of the 0.5B shape for vllm and sglang; many CPUs only emulate bfloat16",
-    )
     parser.add_argument("--pools", type=_positive, help="of reconcile; default: 200, 50 if quick")
     parser.add_argument("--replicas", type=_positive, help="of each pool of reconcile; default: 4")
     parser.add_argument("--write", action="store_true", help="also update docs/benchmarks.md")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPES = ("float32", "bfloat16")
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a benchmark is asked for.
 
-    `runs`: rounds of everything that is repeated; None leaves it to the benchmark. `dtype`: of the
-    0.5B shape where two servers are compared. `pools`, `replicas`: of `reconcile`; None leaves them to it.
+    `runs`: rounds of everything that is repeated; None leaves it to the benchmark. `pools`, `replicas`: of
+    `reconcile`; None leaves them to it.
     """
 
     quick: bool = False
     runs: int | None = None
-    dtype: str = DTYPES[0]
     pools: int | None = None
     replicas: int | None = None
 
@@ -29,7 +26,6 @@ class Options:
         """Return the flags that ask for this; empty for the defaults."""
         quick = "--quick" if self.quick else ""
         runs = "" if self.runs is None else f"--runs {self.runs}"
-        dtype = "" if self.dtype == DTYPES[0] else f"--dtype {self.dtype}"
         pools = "" if self.pools is None else f"--pools {self.pools}"
         replicas = "" if self.replicas is None else f"--replicas {self.replicas}"
-        return " ".join(filter(None, (quick, runs, dtype, pools, replicas)))
+        return " ".join(filter(None, (quick, runs, pools, replicas)))

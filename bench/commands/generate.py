@@ -25,5 +25,5 @@ def run(options: Options) -> Iterator[Result]:
     for server, name in SERVERS:
         if left_out(KINDS[server.ENGINE]) is None:
             title = f"Our worker over {name} against {name}'s own server"
-            figures, notes = compare(server, options), describe_conditions(options)
+            figures, notes = compare(server, options), describe_conditions()
             yield Result("generate", title, figures, notes, part=server.ENGINE)

@@ -14,18 +14,19 @@ from dataclasses import replace
 from functools import partial
 
 from bench.options import Options
-from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, Seen, figure
+from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs.metrics_scrape import measure_scrapes
-from bench.rigs.phases import Phase, ended, kinds, phase
+from bench.rigs.phases import Phase, histogram_figure, kinds, phase
 from bench.rigs.plain_workloads import PlainWorkload, measure_plain, ready_seconds
-from tests.support.api.apiclient import PODS, POOLS
-from tests.support.cluster.scalelab import (
-    NAMESPACE,
-    Lab,
-    Usage,
-    processless_pool,
-    scale_lab,
+from bench.rigs.restarts import list_everything, measure_restart
+from bench.rigs.scale_parts import (
+    create_pools,
+    measure_one_pool,
+    measure_shards,
+    measure_small_pools,
+    start_warm,
 )
+from tests.support.cluster.scalelab import Lab, scale_lab
 
 REPLICAS = 4
 QUIET_SECONDS = 5.0
@@ -33,14 +34,16 @@ LARGE_PODS = 4000
 """From so many pods on, the goals of a thousand pools of eight pods hold."""
 ALWAYS = ("… writes",)
 """What has the same goal at any size: nothing is written while nothing happens."""
-SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
-DURATION = "rollout_operator_reconcile_duration_seconds"
-WAIT = "rollout_operator_queue_wait_seconds"
 
 
 def run(options: Options) -> Iterator[Result]:
     yield _measure_pools(options)
     yield measure_scrapes(options)
+    if (options.pools or 0) * (options.replicas or REPLICAS) < LARGE_PODS:
+        return
+    yield measure_small_pools(options)
+    yield measure_one_pool(options)
+    yield measure_shards(options)
 
 
 def _measure_pools(options: Options) -> Result:
@@ -50,18 +53,21 @@ def _measure_pools(options: Options) -> Result:
     rounds = options.count(5, 2)
     with scale_lab("bench-reconcile") as lab:
         names = {f"pool-{index:03}" for index in range(pools)}
+        start_warm(lab)
+        lab.stop_operator()
         deployments = measure_plain(lab, "Deployment", pools, replicas)
         sets = measure_plain(lab, "StatefulSet", pools, replicas)
         lab.start_operator()
         lab.calls()
         empty = lab.usage().resident
-        start = phase(lab, partial(_create, lab, names, replicas))
+        start = phase(lab, partial(create_pools, lab, names, replicas))
+        lab.await_silence(QUIET_SECONDS, ready_seconds(pools))
         asked = lab.counts()["/v1/state"]
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
         polls = (lab.counts()["/v1/state"] - asked) / sum(each.seconds for each in steady)
         update = phase(lab, partial(_update, lab, names))
-        listing = [_listing(lab) for _ in range(rounds)]
-        restarts = [_restart(lab, pools * replicas) for _ in range(rounds)]
+        listing = [list_everything(lab) for _ in range(rounds)]
+        restarts = [measure_restart(lab, pools * replicas) for _ in range(rounds)]
         figures = [
             *_start_figures(start, deployments, sets, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
@@ -89,53 +95,11 @@ def _without_goal(found: Figure) -> Figure:
     return found if found.label in ALWAYS else replace(found, goal=None)
 
 
-def _create(lab: Lab, names: set[str], replicas: int) -> None:
-    lab.create(*(processless_pool(name, replicas=replicas) for name in sorted(names)))
-    lab.await_condition("Ready", names, ready_seconds(len(names) * replicas))
-
-
 def _update(lab: Lab, names: set[str]) -> None:
     target = {"epoch": 1, "version": 1, "source": {"path": "/models/next"}}
     for name in sorted(names):
         lab.patch(name, weights={"target": target})
     lab.await_condition("WeightsSynced", names, ready_seconds(len(names)))
-
-
-def _listing(lab: Lab) -> float:
-    began = time.monotonic()
-    for path in (POOLS.format(NAMESPACE), PODS.format(NAMESPACE), SERVICES):
-        lab.api.get(path)
-    return time.monotonic() - began
-
-
-def _restart(lab: Lab, heads: int) -> Phase:
-    """Kill the operator and wait until its successor knows every pool and has heard every head."""
-    lab.stop_operator()
-    lab.calls()
-    asked, began = lab.counts()["/v1/state"], time.monotonic()
-    lab.start_operator()
-    end = began + ready_seconds(heads)
-    while not _converged(lab, heads, asked):
-        if time.monotonic() > end:
-            raise RuntimeError(f"the restarted operator has not converged in {end - began:g} s")
-        time.sleep(0.05)
-    took = time.monotonic() - began
-    time.sleep(QUIET_SECONDS)  # a write that comes late counts, too
-    return ended(lab, took, Usage(0, 0, began), {})
-
-
-def _converged(lab: Lab, heads: int, asked: int) -> bool:
-    ready = lab.metrics().get("rollout_pool_replicas_ready", {}).values()
-    heard = lab.counts()["/v1/state"] - asked
-    return sum(ready) == heads and heard >= heads
-
-
-def _histogram(label: str, during: Phase, name: str, most: float | None = None) -> Figure:
-    """Return the figure of a histogram's samples in one phase; `most`: the goal of its 99th percentile, in seconds."""
-    count = during.count(name)
-    tail = during.quantile(name, 0.99) if count >= SAMPLES_FOR_P99 else None
-    seen = Seen(count, during.quantile(name, 0.5), p99=tail)
-    return Figure(label, "s", seen, goal=None if most is None else Goal(most, most))
 
 
 def _start_figures(
@@ -152,8 +116,8 @@ def _start_figures(
         figure("… CPU of the operator", start.cpu,
                baseline=[sets.cpu], against="of the controller-manager for the StatefulSets"),
         figure("… CPU for each write", 1000 * start.cpu / len(start.writes), "ms", goal=Goal(2)),
-        _histogram("… one pass", start, DURATION, 0.25),
-        _histogram("… wait in the queue", start, WAIT, 1.0),
+        histogram_figure("… one pass", start, "reconcile_duration", 0.25),
+        histogram_figure("… wait in the queue", start, "queue_wait", 1.0),
         figure("… writes of a pool", len(start.writes) / pools, "calls",
                baseline=needed, against=f"2 Services, {replicas} pods, {replicas} gates",
                goal=Goal(20)),
@@ -190,7 +154,7 @@ def _update_figures(update: Phase, pools: int) -> list[Figure]:
         ),
         figure("… CPU of the operator", update.cpu),
         figure("… writes of a pool", len(update.writes) / pools, "calls"),
-        _histogram("… one pass", update, DURATION),
+        histogram_figure("… one pass", update, "reconcile_duration"),
     ]
 
 
@@ -200,5 +164,5 @@ def _restart_figures(restarts: list[Phase], listing: list[float]) -> list[Figure
                baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(15)),
         figure("… CPU of the operator", [r.cpu for r in restarts]),
         figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0)),
-        _histogram("… one pass, last restart", restarts[-1], DURATION),
+        histogram_figure("… one pass, last restart", restarts[-1], "reconcile_duration"),
     ]  # fmt: skip

@@ -1,23 +1,47 @@
-"""How and where a table was measured: the exact command, the machine, its load."""
+"""How and where a table was measured: the exact command, the machine, and what others did to it.
+
+The benchmark's own load says nothing against it, so others are measured when nothing of the benchmark runs:
+just before it starts, and when its processes have ended.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 
 from bench.options import Options
 from tests.support.engine.engine_kinds import KINDS
 
 from .figures import Result
 
-QUIET = 2.0
-"""A load average above this marks a table as noisy."""
+QUIET = 0.1
+"""A machine of which others use more than this share is noisy."""
+
+LOOKS, LOOK_SECONDS = 5, 1.0
+"""The least of so many looks counts: what a benchmark has just ended still cleans up."""
 
 
-def load() -> float:
-    return os.getloadavg()[0]
+def others_share() -> float:
+    """Return the share of all cores, 0 to 1, that is in use while this process sleeps."""
+    return min(_busy_share() for _ in range(LOOKS))
+
+
+def _busy_share() -> float:
+    before = _ticks()
+    time.sleep(LOOK_SECONDS)
+    busy, idle = (now - then for now, then in zip(_ticks(), before, strict=True))
+    return busy / (busy + idle)
+
+
+def _ticks() -> tuple[int, int]:
+    """Return the busy and idle ticks of all cores since the machine started (proc(5))."""
+    found = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = found[3] + found[4]
+    return sum(found) - idle, idle
 
 
 def machine() -> str:
@@ -37,24 +61,26 @@ def today() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The conditions of a measurement; made at its end, with the load at its beginning."""
+    """The conditions of a measurement; made at its end, with others' share of the machine at its beginning."""
 
     command: str
-    load_before: float
-    load_after: float = field(default_factory=load)
+    others_before: float
+    others_after: float = field(default_factory=others_share)
     machine: str = field(default_factory=machine)
     date: str = field(default_factory=today)
 
     @property
     def noisy(self) -> bool:
-        return max(self.load_before, self.load_after) > QUIET
+        return max(self.others_before, self.others_after) > QUIET
 
     def sentences(self) -> list[str]:
-        loads = f"load average {self.load_before:.1f} before and {self.load_after:.1f} after"
-        said = [f"Measured {self.date} on {self.machine}; {loads}."]
+        shares = (
+            f"{self.others_before:.0%} of them just before and {self.others_after:.0%} just after"
+        )
+        said = [f"Measured {self.date} on {self.machine}; others used {shares}."]
         if self.noisy:
             said.append(
-                f"NOISY: the load average was above {QUIET:g} (the benchmark's own load counts, too)."
+                f"NOISY: others used more than {QUIET:.0%} of the cores."
                 " Trust the ratios more than the absolute figures, and neither to the last digit."
             )
         return said

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Seen
 from tests.support.cluster.scalelab import Call, Lab, Usage
 
 Histogram = Mapping[str, Mapping[tuple[str, ...], float]]
@@ -49,6 +50,19 @@ def ended(lab: Lab, took: float, used: Usage, before: Histogram) -> Phase:
     now = lab.usage()
     calls = lab.calls()
     return Phase(took, now.cpu - used.cpu, now.resident, calls, before, lab.metrics())
+
+
+def histogram_figure(label: str, during: Phase, name: str, most: float | None = None) -> Figure:
+    """Return the figure of a histogram's samples in one phase.
+
+    `name`: of the histogram, without `rollout_operator_` and `_seconds`. `most`: the goal of its 99th percentile, in
+    seconds.
+    """
+    whole = f"rollout_operator_{name}_seconds"
+    count = during.count(whole)
+    tail = during.quantile(whole, 0.99) if count >= SAMPLES_FOR_P99 else None
+    seen = Seen(count, during.quantile(whole, 0.5), p99=tail)
+    return Figure(label, "s", seen, goal=None if most is None else Goal(most, most))
 
 
 def kinds(calls: Sequence[Call]) -> str:

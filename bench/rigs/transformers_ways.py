@@ -21,7 +21,7 @@ from bench.baselines.generation import Continuous, Dtype, Job, Ours, Static, Sys
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 
-from .models import TINY, half_billion
+from .models import TINY
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,6 @@ class Load:
 
 
 TINY_LOAD = Load("tiny", "float32", 64, 128, 64, 16, 256, 5)
-HALF_B = Load("0.5B shape", "float32", 16, 64, 32, 4, 64, 1)
-"""A quarter of the lengths, or a round takes an hour; float32, as many CPUs only emulate bfloat16."""
 OTHERS = (
     ("mixed", "static", "static batches", 1.5),
     ("mixed", "continuous", "transformers' continuous batching", 1.2),
@@ -55,16 +53,8 @@ Runs = dict[tuple[str, str], list[Took]]
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
-    loads = [(TINY_LOAD, TINY.model(1))]
-    if not options.quick:
-        loads.append((HALF_B, half_billion(1, HALF_B.dtype)))
-    figures: list[Figure] = []
-    notes: list[str] = []
-    for load, model in loads:
-        rounds = options.count(load.rounds, 1)
-        runs = _measure_ways(model, load, rounds)
-        figures += _figures(load, runs)
-        notes += _notes(load, runs)
+    runs = _measure_ways(TINY.model(1), TINY_LOAD, options.count(TINY_LOAD.rounds, 1))
+    figures, notes = _figures(TINY_LOAD, runs), _notes(TINY_LOAD, runs)
     return Result("generate", "The Hugging Face engine", figures, notes, part="hf")
 
 

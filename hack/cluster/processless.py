@@ -6,7 +6,8 @@
 kwok runs pods as objects only, and the operator trusts only the answers of workers. To let hundreds
 of pools become Ready, this server implements the wire models of the control port: the address that a
 request was sent to identifies the pod, and each pod has its own fence, holds and weights. There are no
-engines: models load, stage and commit at once. `GET /counts` on 127.0.0.1 shows the calls of each route.
+engines: models load, stage and commit at once. `GET /counts` on 127.0.0.1 shows the calls of each route,
+and `POST /push?epoch=1&version=2&nth=2` gives every second pod the bytes that a trainer would have pushed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rollout_worker.schemas import (
     Lifecycle,
     PauseRequest,
     Problem,
+    Pushed,
     ReleaseRequest,
     RequireRequest,
     Resident,
@@ -43,6 +45,7 @@ from rollout_worker.schemas import (
     StageRequest,
     WakeRequest,
     WeightsId,
+    WeightsSource,
     WeightsState,
     WorkerState,
 )
@@ -149,6 +152,11 @@ def stage(pod: PodState, body: StageRequest) -> bytes:
     return staged.model_dump_json().encode()
 
 
+def push(pod: PodState, epoch: int, version: int) -> None:
+    """Hold a version that a trainer has pushed, as `stage` would for a checkpoint."""
+    stage(pod, StageRequest(epoch=epoch, version=version, source=WeightsSource(pushed=Pushed())))
+
+
 def commit(pod: PodState, body: CommitRequest) -> bytes:
     staged, wanted = pod.weights.staged, (body.epoch, body.version)
     active = pod.weights.active
@@ -192,6 +200,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/v1/state", self._state)
         app.router.add_get("/counts", self._show_counts)
+        app.router.add_post("/push", self._push)
         self._post(app, "/v1/pause", PauseRequest, pause)
         self._post(app, "/v1/resume", ReleaseRequest, release)
         self._post(app, "/v1/sleep", SleepRequest, sleep)
@@ -213,6 +222,12 @@ class Server:
 
     async def _show_counts(self, _: web.Request) -> web.Response:
         return web.json_response({"pods": len(self.pods), **self._counts})
+
+    async def _push(self, request: web.Request) -> web.Response:
+        epoch, version, nth = (int(request.query[name]) for name in ("epoch", "version", "nth"))
+        for pod in list(self.pods.values())[::nth]:
+            push(pod, epoch, version)
+        return web.json_response({})
 
     def _post(
         self,

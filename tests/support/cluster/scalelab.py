@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,17 @@ class Lab:
         self.port = 0
         self._log_at = 0
 
-    def start_operator(self, *flags: str, seconds: float = 30.0) -> None:
-        """Start the operator and wait until it has listed everything."""
+    def start_operator(
+        self, *flags: str, seconds: float = 30.0, name: str = "operator", elect: bool = False
+    ) -> None:
+        """Start the operator and wait until it has listed everything.
+
+        Args:
+            flags: More of its flags.
+            seconds: Until it must be ready.
+            name: Of the process, if there are several; `metrics` asks the one that was started last.
+            elect: It leads only while it holds a Lease, as several must.
+        """
         self.port = free_ports(1)[0]
         config = self.cluster.state / "operator.json"
         config.write_text(
@@ -80,45 +91,50 @@ class Lab:
         )
         account = self.cluster.service_account_kubeconfig(SYSTEM, ACCOUNT)
         command: list[str | Path] = [
-            sys.executable, "-m", "rollout_operator", "run", "--no-leader-elect",
+            sys.executable, "-m", "rollout_operator", "run",
+            "--leader-elect" if elect else "--no-leader-elect",
             "--config", config, "--http-host", "127.0.0.1", "--http-port", str(self.port),
             "--service-account", ACCOUNT, "--lease-namespace", SYSTEM, *flags,
         ]  # fmt: skip
         environment = {"KUBECONFIG": str(account), "OMP_NUM_THREADS": "1"}
-        processes.spawn(self.cluster.state, "operator", command, environment)
-        eventually("the operator is ready", self._is_ready, seconds, every=0.02)
+        processes.spawn(self.cluster.state, name, command, environment)
+        eventually("the operator is ready", partial(self._is_ready, name), seconds, every=0.02)
 
-    def stop_operator(self) -> None:
+    def stop_operator(self, name: str = "operator") -> None:
         """Kill it."""
-        processes.stop(self.cluster.state, "operator")
+        processes.stop(self.cluster.state, name)
 
-    @property
-    def operator_pid(self) -> int:
-        """Process id of the running operator."""
-        process = processes.recorded(self.cluster.state, "operator")
-        assert process is not None, "the operator does not run"
-        return process.pid
-
-    def _is_ready(self) -> bool:
-        processes.require_alive(self.cluster.state, "operator")
+    def _is_ready(self, name: str) -> bool:
+        processes.require_alive(self.cluster.state, name)
         try:
             url = f"http://127.0.0.1:{self.port}/readyz"
             return httpx.get(url, timeout=5, trust_env=False).status_code == 200
         except httpx.TransportError:
             return False
 
-    def usage(self) -> Usage:
-        """What the operator has used so far."""
-        return usage_of(self.operator_pid)
+    def usage(self, name: str = "operator") -> Usage:
+        """What a process of this cluster, else the operator, has used so far."""
+        process = processes.recorded(self.cluster.state, name)
+        assert process is not None, f"{name} does not run"
+        return usage_of(process.pid)
 
     def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
         """The operator's samples: name → label values → value."""
-        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=10, trust_env=False).text
+        page = self._metrics_page()
         found: dict[str, dict[tuple[str, ...], float]] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
         return found
+
+    def samples(self, name: str) -> list[float]:
+        """Return the values of one metric; reading the whole page of a thousand pools takes seconds."""
+        lines = self._metrics_page().splitlines()
+        return [float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}[{{ ]", line)]
+
+    def _metrics_page(self) -> str:
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        return httpx.get(url, timeout=10, trust_env=False).text
 
     def calls(self) -> list[Call]:
         """The operator's requests since this was last asked; watches are left out."""
@@ -135,6 +151,13 @@ class Lab:
     def writes(self) -> list[Call]:
         """Those of `calls` that changed something or tried to."""
         return [call for call in self.calls() if call.is_write]
+
+    def push(self, version: int, nth: int) -> None:
+        """Let a trainer push this version of epoch 1 to every nth pod that has ever been asked."""
+        params = {"epoch": 1, "version": version, "nth": nth}
+        httpx.post(
+            "http://127.0.0.1:8001/push", params=params, timeout=30, trust_env=False
+        ).raise_for_status()
 
     def counts(self) -> Counter[str]:
         """How often each route of the control ports was asked."""
@@ -155,6 +178,15 @@ class Lab:
         found = self.api.items(POOLS.format(NAMESPACE))
         return {pool["metadata"]["name"]: pool for pool in found}
 
+    def pool(self, name: str) -> Obj:
+        """One pool."""
+        return self.api.get(f"{POOLS.format(NAMESPACE)}/{name}")
+
+    def count_pods(self) -> int:
+        """Count the pods without their transfer."""
+        page = self.api.get(PODS.format(NAMESPACE), limit="1")
+        return len(page["items"]) + int(page["metadata"].get("remainingItemCount", 0))
+
     def pods(self, pool: str | None = None) -> list[Obj]:
         """Pods of a pool, or of all."""
         selector = f"rollout.dev/pool={pool}" if pool else ""
@@ -173,7 +205,9 @@ class Lab:
             name = next(iter(left), "")
             return f"{len(left)} of {len(names)} not, as {name!r}: {left.get(name)}"
 
-        eventually(f"the pools are {kind}", lambda: not missing(), seconds, seen=example)
+        # A list of a thousand pools costs the API server and this process 0.1 s each.
+        every = max(0.1, len(names) / 1000)
+        eventually(f"the pools are {kind}", lambda: not missing(), seconds, every, seen=example)
         return time.monotonic() - began
 
     def await_silence(self, quiet: float, seconds: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from bench.reporting import conditions, tables
 from bench.reporting.conditions import Conditions
 from bench.reporting.figures import Figure, Goal, Result, Seen, Verdict, figure, p99, seen
 
-QUIET = Conditions("python -m bench x", 0.4, 1.9, "2 cores", "2026-11-22")
+QUIET = Conditions("python -m bench x", 0.02, 0.09, "2 cores", "2026-11-22")
 HUNDRED = [float(i) for i in range(1, 101)]
 
 
@@ -87,12 +89,27 @@ def test_quantiles_without_extremes_have_no_spread() -> None:
     assert "| 0.500 |  | 0.900 | 971 | s |" in page
 
 
-@pytest.mark.parametrize(("before", "after"), [(2.1, 0.1), (0.1, 2.1)])
-def test_load_above_two_at_either_end_marks_a_table_as_noisy(before: float, after: float) -> None:
+@pytest.mark.parametrize(("before", "after"), [(0.11, 0.01), (0.01, 0.11)])
+def test_others_at_either_end_mark_a_table_as_noisy(before: float, after: float) -> None:
     busy = Conditions("python -m bench x", before, after, "2 cores", "2026-11-22")
     assert "NOISY" in shown(under=busy)
     assert "NOISY" not in shown()
-    assert f"load average {before} before and {after} after" in shown(under=busy)
+    said = f"others used {before:.0%} of them just before and {after:.0%} just after"
+    assert said in shown(under=busy)
+
+
+def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps() -> None:
+    idle = conditions.others_share()
+    command = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(command) as busy:
+        try:
+            seen = conditions.others_share()
+        finally:
+            busy.kill()
+    # Others may come and go; a process that never sleeps takes at least half of what it would alone.
+    cores = os.cpu_count() or 1
+    assert 0 <= idle <= 1
+    assert seen > min(0.5 / cores, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +118,7 @@ def test_load_above_two_at_either_end_marks_a_table_as_noisy(before: float, afte
         (Options(), "python -m bench engines"),
         (Options(quick=True), "python -m bench engines --quick"),
         (Options(runs=7), "python -m bench engines --runs 7"),
-        (
-            Options(True, 2, "bfloat16"),
-            "python -m bench engines --quick --runs 2 --dtype bfloat16",
-        ),
+        (Options(True, 2, 8), "python -m bench engines --quick --runs 2 --pools 8"),
     ],
 )
 def test_a_table_names_the_command_that_made_it(options: Options, command: str) -> None:

@@ -1,0 +1,255 @@
+"""What a thousand pools show only beside others: small pools, a scale-up next door, one huge pool, two shards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from bench.options import Options
+from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, figure, p99
+from bench.rigs.phases import histogram_figure, phase
+from bench.rigs.plain_workloads import READY_SECONDS, ready_seconds
+from bench.rigs.restarts import list_everything, measure_restart
+from tests.support.api.apiclient import POOLS, Seen, Watch, watching
+from tests.support.cluster.scalelab import NAMESPACE, Lab, holds, processless_pool, scale_lab
+from tests.support.waiting import eventually
+
+SMALL_PODS = 2
+NEXT_DOOR = "next-door"
+NEXT_DOOR_PODS = 500
+MOST_SCALE_UPS = 6
+UPDATE_SECONDS = 60.0
+LAG = "rollout_operator_event_loop_lag_seconds"
+LAG_SECONDS = 10.0
+LAG_WINDOW_SECONDS = 35.0
+"""The gauge shows the worst lag of the last 30 s; afterwards it has forgotten what was before."""
+WARM_SECONDS = 5.0
+HUGE = "huge"
+
+
+def create_pools(lab: Lab, names: set[str], replicas: int) -> None:
+    """Create pools and wait until all are Ready."""
+    lab.create(*(processless_pool(name, replicas=replicas) for name in sorted(names)))
+    lab.await_condition("Ready", names, ready_seconds(len(names) * replicas))
+
+
+def delete_pools(lab: Lab, pods: int) -> None:
+    """Delete all pools and wait until their pods are gone."""
+    lab.api.delete(POOLS.format(NAMESPACE))
+    eventually("all are gone", lambda: lab.count_pods() == 0, ready_seconds(pods), 1.0)
+
+
+def start_warm(lab: Lab) -> None:
+    """Start the operator and let one pool come and go: an API server is slow with a resource that it has just learned."""
+    lab.start_operator()
+    create_pools(lab, {"warm-up"}, 1)
+    delete_pools(lab, 1)
+    lab.await_silence(WARM_SECONDS, READY_SECONDS)
+    lab.calls()
+
+
+def measure_small_pools(options: Options) -> Result:
+    """Pools of two: their start, the operator's restart, and what a scale-up next door adds to their updates."""
+    pools, rounds = (50 if options.quick else 500), options.count(5, 2)
+    names = {f"small-{index:03}" for index in range(pools)}
+    with scale_lab("bench-small") as lab:
+        start_warm(lab)
+        start = phase(lab, partial(create_pools, lab, names, SMALL_PODS))
+        listing = [list_everything(lab) for _ in range(rounds)]
+        restarts = [measure_restart(lab, pools * SMALL_PODS) for _ in range(rounds)]
+        figures = [
+            figure(f"{pools} pools of {SMALL_PODS} Ready", start.seconds, goal=Goal(15)),
+            figure("restart of the operator until it knows every worker", [r.seconds for r in restarts],
+                   baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(2)),
+            figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0)),
+            *_measure_neighbours(lab, sorted(names), 10 if options.quick else SAMPLES_FOR_P99),
+        ]  # fmt: skip
+    notes = [
+        f"Next door, a pool goes from 1 to {NEXT_DOOR_PODS} pods; other pools are updated meanwhile."
+    ]
+    return Result(
+        "reconcile", "Small pools, and a large one next door", figures, notes, part="small"
+    )
+
+
+class _Updates:
+    """Moves pools to new weights, one after the other."""
+
+    def __init__(self, lab: Lab, pools: Watch, names: list[str]) -> None:
+        self._lab, self._pools, self._names = lab, pools, names
+        self._version = 0
+
+    def move_next(self) -> float:
+        """Move the next pool; returns the seconds until its status shows that all workers have the weights."""
+        self._version += 1
+        version, name = self._version, self._names[self._version % len(self._names)]
+        began = time.monotonic()
+        source = {"path": f"/models/{version}"}
+        self._lab.patch(
+            name, weights={"target": {"epoch": 1, "version": version, "source": source}}
+        )
+
+        def shown(seen: Seen) -> bool:
+            weights: dict[str, Any] = (seen.obj.get("status") or {}).get("weights") or {}
+            done = (weights.get("committed") or {}).get("version") == version
+            return (
+                done and seen.obj["metadata"]["name"] == name and holds(seen.obj, "WeightsSynced")
+            )
+
+        what = f"{name} has version {version}"
+        return self._pools.first(what, shown, began, UPDATE_SECONDS).at - began
+
+
+def _measure_neighbours(lab: Lab, names: list[str], samples: int) -> list[Figure]:
+    """Update pools in peace, then while another pool is scaled up, as often as that takes for enough samples."""
+    create_pools(lab, {NEXT_DOOR}, 1)
+    busy: list[float] = []
+    with watching(lab.cluster, POOLS.format(NAMESPACE)) as (pools,):
+        updates = _Updates(lab, pools, names)
+        quiet = [updates.move_next() for _ in range(samples)]
+        passes = phase(lab, partial(_scale_up, lab, updates, busy))
+        for _ in range(MOST_SCALE_UPS):
+            if len(busy) >= samples:
+                break
+            lab.patch(NEXT_DOOR, replicas=1)
+            eventually("it is small", lambda: lab.count_pods() == len(names) * SMALL_PODS + 1, 120)
+            _scale_up(lab, updates, busy)
+    against = "the same in peace"
+    found = [
+        figure("an update of one pool meanwhile", busy, baseline=quiet, against=against),
+        histogram_figure("… one pass", passes, "reconcile_duration", 0.25),
+    ]
+    if min(len(busy), len(quiet)) >= SAMPLES_FOR_P99:
+        added = max(0.0, p99(busy) - p99(quiet))
+        found.append(figure("… what it adds to the 99th percentile", added, goal=Goal(1)))
+    return found
+
+
+def _scale_up(lab: Lab, updates: _Updates, samples: list[float]) -> None:
+    """Scale a pool up; until it is Ready, others are updated."""
+    lab.patch(NEXT_DOOR, replicas=NEXT_DOOR_PODS)
+    while not holds(lab.pool(NEXT_DOOR), "Ready"):
+        samples.append(updates.move_next())
+
+
+def measure_one_pool(options: Options) -> Result:
+    """Let one pool of 4,000 start, and take an update whose pushed bytes half of its workers lack for a while."""
+    replicas = 400 if options.quick else 4000
+    with scale_lab("bench-large") as lab:
+        start_warm(lab)
+        with _worst_lag(lab) as start_lags:
+            start = phase(lab, partial(create_pools, lab, {HUGE}, replicas))
+        time.sleep(LAG_WINDOW_SECONDS)
+        with _worst_lag(lab) as waiting_lags:
+            waiting = phase(lab, partial(_push_to_half, lab))
+        with _worst_lag(lab) as update_lags:
+            moved = phase(lab, partial(_push_to_all, lab, replicas))
+    goal = Goal(0.25)
+    hold = "… the longest hold of the event loop"
+    figures = [
+        figure(f"one pool of {replicas} Ready", start.seconds),
+        figure("… CPU of the operator", start.cpu),
+        figure(hold, max(start_lags), goal=goal),
+        figure(
+            "pushed bytes missing on half: CPU of the operator",
+            100 * waiting.cpu / waiting.seconds,
+            "%",
+        ),
+        figure(hold, max(waiting_lags), goal=goal),
+        figure("the bytes come, until all serve them", moved.seconds),
+        figure("… CPU of the operator", moved.cpu),
+        figure(hold, max(update_lags), goal=goal),
+    ]
+    notes = [
+        "A hold: how late a timer of the loop came, which other processes on these cores delay, too."
+    ]
+    title = f"One pool of {replicas} replicas"
+    return Result("reconcile", title, figures, notes, part="large")
+
+
+def _push_to_half(lab: Lab) -> None:
+    lab.push(1, nth=2)
+    target = {"epoch": 1, "version": 1, "source": {"pushed": {}}}
+    lab.patch(HUGE, weights={"target": target})
+    time.sleep(LAG_WINDOW_SECONDS)
+
+
+def _push_to_all(lab: Lab, replicas: int) -> None:
+    lab.push(1, nth=1)
+    lab.await_condition("WeightsSynced", {HUGE}, ready_seconds(replicas))
+
+
+@contextmanager
+def _worst_lag(lab: Lab) -> Iterator[list[float]]:
+    """Collect the operator's own measure of its event loop, in a thread, until the block ends."""
+    found: list[float] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LAG_SECONDS):
+            found.append(max(lab.samples(LAG)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+        found.append(max(lab.samples(LAG)))
+
+
+def measure_shards(options: Options) -> Result:
+    """Start the same pools with one operator, and with two that have a shard each."""
+    pools, replicas = (20 if options.quick else 200), 4
+    names = {f"pool-{index:03}" for index in range(pools)}
+    with scale_lab("bench-shards") as lab:
+        start_warm(lab)
+        lab.stop_operator()
+        seconds, cpus = [], []
+        for operators in (["operator"], ["first", "second"]):
+            for name in operators:
+                flags = [f"--shards={len(operators)}"]
+                lab.start_operator(*flags, name=name, elect=True)
+            _await_leaders(lab, len(operators))
+            before = [lab.usage(name).cpu for name in operators]
+            seconds.append(_seconds(partial(create_pools, lab, names, replicas)))
+            cpus.append(
+                [lab.usage(name).cpu - then for name, then in zip(operators, before, strict=True)]
+            )
+            delete_pools(lab, pools * replicas)
+            for name in operators:
+                lab.stop_operator(name)
+    (one,), two = cpus
+    figures = [
+        figure("CPU of the busier of two shards' processes", max(two), baseline=[one],
+               against="one process for all", goal=Goal(one / 1.7)),
+        figure("both together", sum(two), baseline=[one], against="one process for all"),
+        figure("all Ready, two processes", seconds[1], baseline=[seconds[0]], against="one process for all"),
+    ]  # fmt: skip
+    notes = [
+        f"{pools} pools of {replicas}. The API server takes more of these cores than both operators, so the time until all"
+        " are Ready can't show what shards give; the CPU of the busier process is the time that they would take with cores"
+        " of their own."
+    ]
+    return Result("reconcile", "Two shards on two processes", figures, notes, part="shards")
+
+
+def _await_leaders(lab: Lab, count: int) -> None:
+    path = "/apis/coordination.k8s.io/v1/namespaces/rollout-system/leases"
+
+    def held() -> bool:
+        leases = lab.api.items(path, fresh=True)
+        return sum(bool(lease["spec"].get("holderIdentity")) for lease in leases) >= count
+
+    eventually("every shard is led", held, 60)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
