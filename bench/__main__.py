@@ -26,6 +26,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     # As the Makefile does: threads that fight for busy cores make an engine ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Of what the local cluster grants its programs in Go, thousands of pods leave no room: their garbage collectors
+    # would take more than half of the cores, again and again for little.
+    os.environ.setdefault("GOMEMLIMIT", "6GiB")
     options = Options(arguments.quick, arguments.runs, arguments.pools, arguments.replicas)
     missed = False
     for name in arguments.name or COMMANDS:

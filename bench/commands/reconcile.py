@@ -75,19 +75,27 @@ def _measure_pools(options: Options) -> Result:
             *_update_figures(update, pools),
             *_restart_figures(restarts, listing),
         ]
-    quiet = [call for each in steady for call in each.calls]
     notes = [
         f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
-        f"Requests of the start, by kind: {kinds(start.calls)}.",
-        f"Requests in steady state ({rounds} x {window} s): {kinds(quiet)}.",
-        f"Requests of the last restart: {kinds(restarts[-1].calls)}.",
-        "Quantiles of passes and waits are interpolated within the buckets of the operator's"
-        " histograms, which know no least and no greatest.",
+        *_describe_requests(start, steady, restarts[-1], f"{rounds} x {window} s"),
     ]
     title = f"{pools} pools of {replicas} pods"
     if pools * replicas >= LARGE_PODS:
         return Result("reconcile", title, figures, notes, part="scale")
     return Result("reconcile", title, [_without_goal(each) for each in figures], notes)
+
+
+def _describe_requests(
+    start: Phase, steady: list[Phase], restart: Phase, windows: str
+) -> list[str]:
+    quiet = [call for each in steady for call in each.calls]
+    return [
+        f"Requests of the start, by kind: {kinds(start.calls)}.",
+        f"Requests in steady state ({windows}): {kinds(quiet)}.",
+        f"Requests of the last restart: {kinds(restart.calls)}.",
+        "Quantiles of passes and waits are interpolated within the buckets of the operator's"
+        " histograms, which know no least and no greatest.",
+    ]
 
 
 def _without_goal(found: Figure) -> Figure:
@@ -111,7 +119,7 @@ def _start_figures(
         figure("all pools Ready, from the first create", start.seconds,
                baseline=[sets.seconds], against="as many StatefulSets and pods",
                goal=Goal(2 * sets.seconds)),
-        figure("… beside Deployments", start.seconds,
+        figure("… next to Deployments", start.seconds,
                baseline=[deployments.seconds], against="as many Deployments and pods"),
         figure("… CPU of the operator", start.cpu,
                baseline=[sets.cpu], against="of the controller-manager for the StatefulSets"),

@@ -1,4 +1,4 @@
-"""What a thousand pools show only beside others: small pools, a scale-up next door, one huge pool, two shards."""
+"""What a thousand equal pools do not show: small pools, a scale-up next door, one huge pool, two shards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def measure_small_pools(options: Options) -> Result:
             *_measure_neighbours(lab, sorted(names), 10 if options.quick else SAMPLES_FOR_P99),
         ]  # fmt: skip
     notes = [
-        f"Next door, a pool goes from 1 to {NEXT_DOOR_PODS} pods; other pools are updated meanwhile."
+        f"Next door, a pool goes from 1 to {NEXT_DOOR_PODS} pods while other pools are updated."
     ]
     return Result(
         "reconcile", "Small pools, and a large one next door", figures, notes, part="small"
@@ -120,7 +120,12 @@ def _measure_neighbours(lab: Lab, names: list[str], samples: int) -> list[Figure
             _scale_up(lab, updates, busy)
     against = "the same in peace"
     found = [
-        figure("an update of one pool meanwhile", busy, baseline=quiet, against=against),
+        figure(
+            "an update of one pool while another is scaled up",
+            busy,
+            baseline=quiet,
+            against=against,
+        ),
         histogram_figure("… one pass", passes, "reconcile_duration", 0.25),
     ]
     if min(len(busy), len(quiet)) >= SAMPLES_FOR_P99:

@@ -154,7 +154,8 @@ def seconds_until_first_polls(ctx: PassContext, memory: PoolMemory) -> float:
     if memory.first_look is None or memory.first_polls_done:
         return 0.0
     waiting = any(ctx.workers.poller.last_observation(uid) is None for uid in memory.polled)
-    return memory.first_look + FIRST_POLLS_SECONDS - ctx.monotonic() if waiting else 0.0
+    waited = min(ctx.monotonic() - memory.first_look, ctx.workers.poller.seconds_since_first_poll())
+    return FIRST_POLLS_SECONDS - waited if waiting else 0.0
 
 
 def stop_polling(ctx: PassContext, memory: PoolMemory) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 FIRST_POLLS_SECONDS = 5.0
-"""How long the first answers of a pool's heads may take: a poll's deadline, and its wait for a slot."""
+"""How long the first answers of a pool's heads may take once no head of any pool gives its first one: a poll's deadline,
+and its wait for a slot. A new process may have thousands of heads to ask, which takes as long as it takes."""
 
 PASS_DEADLINE_SECONDS = 300.0
 """Every wait in a pass has a deadline; this one bounds their sum, for thousands of new pods."""

@@ -154,6 +154,8 @@ class HeadPoller:
         """Of the fast ones that answer."""
         self._failing_pace = PollRateLimit(0.0)
         self._queue: WorkQueue[str] = WorkQueue(clock=clock)
+        self._first_poll_at = -math.inf
+        """When a head's first poll ended last."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -221,6 +223,10 @@ class HeadPoller:
                 await polled.wait()
         except TimeoutError:
             logger.debug("no fresh state of %s in time", head.address)
+
+    def seconds_since_first_poll(self) -> float:
+        """Return how long ago any head's first poll has ended; infinity: none has."""
+        return self._clock() - self._first_poll_at
 
     async def wait_for_poll(self, pod_uid: str) -> HeadObservation | None:
         """Return what is known of this head after its next poll, which comes at its own pace.
@@ -306,6 +312,8 @@ class HeadPoller:
         self, uid: str, head: _PolledHead, state: WorkerState | None, error: str | None
     ) -> bool:
         """Take the outcome of a poll; return whether the pool should look."""
+        if head.answered_at is None and head.failures == 0:
+            self._first_poll_at = self._clock()
         if state is not None:
             # Mostly it says what it said before: comparing that is cheaper than taking the load out of it.
             fingerprint = head.fingerprint if state == head.state else _without_load(state)
