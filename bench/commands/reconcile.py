@@ -16,9 +16,9 @@ from functools import partial
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs.metrics_scrape import measure_scrapes
-from bench.rigs.phases import Phase, histogram_figure, kinds, phase
+from bench.rigs.phases import QUIET_SECONDS, Phase, histogram_figure, kinds, phase
 from bench.rigs.plain_workloads import PlainWorkload, measure_plain, ready_seconds
-from bench.rigs.restarts import list_everything, measure_restart
+from bench.rigs.restarts import measure_restarts
 from bench.rigs.scale_parts import (
     create_pools,
     measure_one_pool,
@@ -29,7 +29,6 @@ from bench.rigs.scale_parts import (
 from tests.support.cluster.scalelab import Lab, scale_lab
 
 REPLICAS = 4
-QUIET_SECONDS = 5.0
 LARGE_PODS = 4000
 """From so many pods on, the goals of a thousand pools of eight pods hold."""
 ALWAYS = ("… writes",)
@@ -39,18 +38,25 @@ ALWAYS = ("… writes",)
 def run(options: Options) -> Iterator[Result]:
     yield _measure_pools(options)
     yield measure_scrapes(options)
-    if (options.pools or 0) * (options.replicas or REPLICAS) < LARGE_PODS:
-        return
-    yield measure_small_pools(options)
-    yield measure_one_pool(options)
-    yield measure_shards(options)
+    if _is_large(*_size(options)):
+        yield measure_small_pools(options)
+        yield measure_one_pool(options)
+        yield measure_shards(options)
+
+
+def _size(options: Options) -> tuple[int, int]:
+    """Return how many pools are measured, and how many replicas of each."""
+    return options.pools or (50 if options.quick else 200), options.replicas or REPLICAS
+
+
+def _is_large(pools: int, replicas: int) -> bool:
+    return pools * replicas >= LARGE_PODS
 
 
 def _measure_pools(options: Options) -> Result:
     """Measure; steady state and restarts are repeated, the rest happens once."""
-    pools, window = (50, 5) if options.quick else (200, 10)
-    pools, replicas = options.pools or pools, options.replicas or REPLICAS
-    rounds = options.count(5, 2)
+    pools, replicas = _size(options)
+    window, rounds = 5 if options.quick else 10, options.count(5, 2)
     with scale_lab("bench-reconcile") as lab:
         names = {f"pool-{index:03}" for index in range(pools)}
         start_warm(lab)
@@ -66,21 +72,23 @@ def _measure_pools(options: Options) -> Result:
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
         polls = (lab.counts()["/v1/state"] - asked) / sum(each.seconds for each in steady)
         update = phase(lab, partial(_update, lab, names))
-        listing = [list_everything(lab) for _ in range(rounds)]
-        restarts = [measure_restart(lab, pools * replicas) for _ in range(rounds)]
+        restarts, took, writes = measure_restarts(lab, pools * replicas, rounds, 15)
         figures = [
             *_start_figures(start, deployments, sets, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
-            *_restart_figures(restarts, listing),
+            took,
+            figure("… CPU of the operator", [each.cpu for each in restarts]),
+            writes,
+            histogram_figure("… one pass, last restart", restarts[-1], "reconcile_duration"),
         ]
     notes = [
         f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
         *_describe_requests(start, steady, restarts[-1], f"{rounds} x {window} s"),
     ]
     title = f"{pools} pools of {replicas} pods"
-    if pools * replicas >= LARGE_PODS:
+    if _is_large(pools, replicas):
         return Result("reconcile", title, figures, notes, part="scale")
     return Result("reconcile", title, [_without_goal(each) for each in figures], notes)
 
@@ -164,13 +172,3 @@ def _update_figures(update: Phase, pools: int) -> list[Figure]:
         figure("… writes of a pool", len(update.writes) / pools, "calls"),
         histogram_figure("… one pass", update, "reconcile_duration"),
     ]
-
-
-def _restart_figures(restarts: list[Phase], listing: list[float]) -> list[Figure]:
-    return [
-        figure("restart of the operator until it knows every worker", [r.seconds for r in restarts],
-               baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(15)),
-        figure("… CPU of the operator", [r.cpu for r in restarts]),
-        figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0)),
-        histogram_figure("… one pass, last restart", restarts[-1], "reconcile_duration"),
-    ]  # fmt: skip

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Seen
 from tests.support.cluster.scalelab import Call, Lab, Usage
 
+QUIET_SECONDS = 5.0
+"""After so long without a write the last one is done."""
+
 Histogram = Mapping[str, Mapping[tuple[str, ...], float]]
 """The operator's samples: name, then label values, then value."""
 

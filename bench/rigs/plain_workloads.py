@@ -43,7 +43,7 @@ def measure_plain(lab: Lab, kind: str, count: int, replicas: int) -> PlainWorklo
     eventually("all are Ready", lambda: ready_pods() == count * replicas, seconds, every)
     took, cpu = time.monotonic() - began, lab.usage(MANAGER).cpu - used.cpu
     lab.api.delete(path, propagationPolicy="Background")
-    eventually("all are gone", lambda: lab.count_pods() == 0, seconds, 1.0)
+    lab.await_pods(0, seconds)
     return PlainWorkload(took, cpu)
 
 

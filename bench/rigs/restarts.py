@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import time
 
-from bench.rigs.phases import Phase, ended
+from bench.reporting.figures import Figure, Goal, figure
+from bench.rigs.phases import QUIET_SECONDS, Phase, ended
 from bench.rigs.plain_workloads import ready_seconds
 from tests.support.api.apiclient import PODS, POOLS, SERVICES
 from tests.support.cluster.scalelab import NAMESPACE, Lab, Usage
 
-QUIET_SECONDS = 5.0
+
+def measure_restarts(
+    lab: Lab, heads: int, rounds: int, most: float
+) -> tuple[list[Phase], Figure, Figure]:
+    """Restart the operator so often, next to bare lists of everything.
+
+    `most`: the goal in seconds. Returns what it did, and the figures of the time that it took and of its writes.
+    """
+    listing = [_list_everything(lab) for _ in range(rounds)]
+    restarts = [_measure_restart(lab, heads) for _ in range(rounds)]
+    took = figure(
+        "restart of the operator until it knows every worker", [r.seconds for r in restarts],
+        baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(most),
+    )  # fmt: skip
+    writes = figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0))
+    return restarts, took, writes
 
 
-def list_everything(lab: Lab) -> float:
+def _list_everything(lab: Lab) -> float:
     """Return the seconds that bare lists of pools, pods and Services take."""
     began = time.monotonic()
     for path in (POOLS, PODS, SERVICES):
@@ -20,7 +36,7 @@ def list_everything(lab: Lab) -> float:
     return time.monotonic() - began
 
 
-def measure_restart(lab: Lab, heads: int) -> Phase:
+def _measure_restart(lab: Lab, heads: int) -> Phase:
     """Kill the operator and wait until its successor knows every pool and has heard every head."""
     lab.stop_operator()
     lab.calls()

@@ -11,11 +11,19 @@ from typing import Any
 
 from bench.options import Options
 from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, figure, p99
-from bench.rigs.phases import histogram_figure, phase
+from bench.rigs.phases import QUIET_SECONDS, histogram_figure, phase
 from bench.rigs.plain_workloads import READY_SECONDS, ready_seconds
-from bench.rigs.restarts import list_everything, measure_restart
+from bench.rigs.restarts import measure_restarts
+from rollout_operator.settings import LAG_WINDOW_SECONDS
 from tests.support.api.apiclient import POOLS, Seen, Watch, watching
-from tests.support.cluster.scalelab import NAMESPACE, Lab, holds, processless_pool, scale_lab
+from tests.support.cluster.scalelab import (
+    NAMESPACE,
+    SYSTEM,
+    Lab,
+    holds,
+    processless_pool,
+    scale_lab,
+)
 from tests.support.waiting import eventually
 
 SMALL_PODS = 2
@@ -25,9 +33,9 @@ MOST_SCALE_UPS = 6
 UPDATE_SECONDS = 60.0
 LAG = "rollout_operator_event_loop_lag_seconds"
 LAG_SECONDS = 10.0
-LAG_WINDOW_SECONDS = 35.0
-"""The gauge shows the worst lag of the last 30 s; afterwards it has forgotten what was before."""
-WARM_SECONDS = 5.0
+FORGOTTEN_SECONDS = LAG_WINDOW_SECONDS + 5
+"""After so long the gauge, which shows the worst lag of its window, knows nothing of what was before."""
+LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases"
 HUGE = "huge"
 
 
@@ -40,7 +48,7 @@ def create_pools(lab: Lab, names: set[str], replicas: int) -> None:
 def delete_pools(lab: Lab, pods: int) -> None:
     """Delete all pools and wait until their pods are gone."""
     lab.api.delete(POOLS.format(NAMESPACE))
-    eventually("all are gone", lambda: lab.count_pods() == 0, ready_seconds(pods), 1.0)
+    lab.await_pods(0, ready_seconds(pods))
 
 
 def start_warm(lab: Lab) -> None:
@@ -48,7 +56,7 @@ def start_warm(lab: Lab) -> None:
     lab.start_operator()
     create_pools(lab, {"warm-up"}, 1)
     delete_pools(lab, 1)
-    lab.await_silence(WARM_SECONDS, READY_SECONDS)
+    lab.await_silence(QUIET_SECONDS, READY_SECONDS)
     lab.calls()
 
 
@@ -59,15 +67,13 @@ def measure_small_pools(options: Options) -> Result:
     with scale_lab("bench-small") as lab:
         start_warm(lab)
         start = phase(lab, partial(create_pools, lab, names, SMALL_PODS))
-        listing = [list_everything(lab) for _ in range(rounds)]
-        restarts = [measure_restart(lab, pools * SMALL_PODS) for _ in range(rounds)]
+        _, restart, writes = measure_restarts(lab, pools * SMALL_PODS, rounds, 2)
         figures = [
             figure(f"{pools} pools of {SMALL_PODS} Ready", start.seconds, goal=Goal(15)),
-            figure("restart of the operator until it knows every worker", [r.seconds for r in restarts],
-                   baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(2)),
-            figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0)),
+            restart,
+            writes,
             *_measure_neighbours(lab, sorted(names), 10 if options.quick else SAMPLES_FOR_P99),
-        ]  # fmt: skip
+        ]
     notes = [
         f"Next door, a pool goes from 1 to {NEXT_DOOR_PODS} pods while other pools are updated."
     ]
@@ -116,7 +122,7 @@ def _measure_neighbours(lab: Lab, names: list[str], samples: int) -> list[Figure
             if len(busy) >= samples:
                 break
             lab.patch(NEXT_DOOR, replicas=1)
-            eventually("it is small", lambda: lab.count_pods() == len(names) * SMALL_PODS + 1, 120)
+            lab.await_pods(len(names) * SMALL_PODS + 1, 120)
             _scale_up(lab, updates, busy)
     against = "the same in peace"
     found = [
@@ -148,7 +154,7 @@ def measure_one_pool(options: Options) -> Result:
         start_warm(lab)
         with _worst_lag(lab) as start_lags:
             start = phase(lab, partial(create_pools, lab, {HUGE}, replicas))
-        time.sleep(LAG_WINDOW_SECONDS)
+        time.sleep(FORGOTTEN_SECONDS)
         with _worst_lag(lab) as waiting_lags:
             waiting = phase(lab, partial(_push_to_half, lab))
         with _worst_lag(lab) as update_lags:
@@ -180,7 +186,7 @@ def _push_to_half(lab: Lab) -> None:
     lab.push(1, nth=2)
     target = {"epoch": 1, "version": 1, "source": {"pushed": {}}}
     lab.patch(HUGE, weights={"target": target})
-    time.sleep(LAG_WINDOW_SECONDS)
+    time.sleep(FORGOTTEN_SECONDS)
 
 
 def _push_to_all(lab: Lab, replicas: int) -> None:
@@ -218,8 +224,7 @@ def measure_shards(options: Options) -> Result:
         seconds, cpus = [], []
         for operators in (["operator"], ["first", "second"]):
             for name in operators:
-                flags = [f"--shards={len(operators)}"]
-                lab.start_operator(*flags, name=name, elect=True)
+                lab.start_operator(f"--shards={len(operators)}", name=name, elect=True)
             _await_leaders(lab, len(operators))
             before = [lab.usage(name).cpu for name in operators]
             seconds.append(_seconds(partial(create_pools, lab, names, replicas)))
@@ -245,10 +250,8 @@ def measure_shards(options: Options) -> Result:
 
 
 def _await_leaders(lab: Lab, count: int) -> None:
-    path = "/apis/coordination.k8s.io/v1/namespaces/rollout-system/leases"
-
     def held() -> bool:
-        leases = lab.api.items(path, fresh=True)
+        leases = lab.api.items(LEASES, fresh=True)
         return sum(bool(lease["spec"].get("holderIdentity")) for lease in leases) >= count
 
     eventually("every shard is led", held, 60)

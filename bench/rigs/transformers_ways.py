@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -19,26 +18,15 @@ import torch
 
 from bench.baselines.generation import Continuous, Dtype, Job, Ours, Static, System, Took, timed
 from bench.options import Options
-from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, Result, figure
 
 from .models import TINY
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is generated with one model: how many requests, their prompts and lengths in tokens."""
-
-    label: str
-    dtype: Dtype
-    prompt: int
-    mixed: int
-    equal: int
-    shortest: int
-    longest: int
-    rounds: int
-
-
-TINY_LOAD = Load("tiny", "float32", 64, 128, 64, 16, 256, 5)
+DTYPE: Dtype = "float32"
+PROMPT, SHORTEST, LONGEST = 64, 16, 256
+"""Lengths in tokens."""
+MIXED, EQUAL = 128, 64
+"""Requests of each kind of lengths."""
 OTHERS = (
     ("mixed", "static", "static batches", 1.5),
     ("mixed", "continuous", "transformers' continuous batching", 1.2),
@@ -53,34 +41,33 @@ Runs = dict[tuple[str, str], list[Took]]
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
-    runs = _measure_ways(TINY.model(1), TINY_LOAD, options.count(TINY_LOAD.rounds, 1))
-    figures, notes = _figures(TINY_LOAD, runs), _notes(TINY_LOAD, runs)
-    return Result("generate", "The Hugging Face engine", figures, notes, part="hf")
+    runs = _measure_ways(TINY.model(1), options.count(ROUNDS_FOR_A_VERDICT, 1))
+    title = "The Hugging Face engine"
+    return Result("generate", title, _figures(runs), _notes(runs), part="hf")
 
 
-def _jobs(load: Load, count: int, *, mixed: bool) -> list[Job]:
+def _jobs(count: int, *, mixed: bool) -> list[Job]:
     rng = random.Random(1)
-    middle = math.sqrt(load.shortest * load.longest)
+    middle = math.sqrt(SHORTEST * LONGEST)
 
     def length() -> int:
         drawn = round(rng.lognormvariate(math.log(middle), 0.8)) if mixed else round(middle)
-        return min(load.longest, max(load.shortest, drawn))
+        return min(LONGEST, max(SHORTEST, drawn))
 
     return [
-        Job(tuple(rng.randrange(3, 4096) for _ in range(load.prompt)), length())
-        for _ in range(count)
+        Job(tuple(rng.randrange(3, 4096) for _ in range(PROMPT)), length()) for _ in range(count)
     ]
 
 
-def _measure_ways(model: Path, load: Load, rounds: int) -> Runs:
+def _measure_ways(model: Path, rounds: int) -> Runs:
     makers: dict[str, Callable[[], System]] = {
-        "ours": lambda: Ours(model, load.dtype),
-        "static": lambda: Static(model, load.dtype),
-        "continuous": lambda: Continuous(model, load.dtype, load.prompt + load.longest),
+        "ours": lambda: Ours(model, DTYPE),
+        "static": lambda: Static(model, DTYPE),
+        "continuous": lambda: Continuous(model, DTYPE, PROMPT + LONGEST),
     }
     work = {
-        "mixed": _jobs(load, load.mixed, mixed=True),
-        "equal": _jobs(load, load.equal, mixed=False),
+        "mixed": _jobs(MIXED, mixed=True),
+        "equal": _jobs(EQUAL, mixed=False),
     }
     took: Runs = {}
     for _ in range(rounds):
@@ -95,13 +82,13 @@ def _measure_ways(model: Path, load: Load, rounds: int) -> Runs:
     return took
 
 
-def _figures(load: Load, runs: Runs) -> list[Figure]:
+def _figures(runs: Runs) -> list[Figure]:
     def samples(name: str, kind: str) -> list[float]:
         return [took.cpu / took.tokens * 1000 for took in runs[name, kind]]
 
     return [
         figure(
-            f"{load.label}, {kind} lengths: CPU for 1,000 tokens", samples("ours", kind),
+            f"tiny, {kind} lengths: CPU for 1,000 tokens", samples("ours", kind),
             baseline=samples(other, kind), against=words,
             goal=Goal(median(samples(other, kind)) / times),
         )
@@ -109,15 +96,15 @@ def _figures(load: Load, runs: Runs) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _notes(load: Load, runs: Runs) -> Sequence[str]:
+def _notes(runs: Runs) -> Sequence[str]:
     rates = ", ".join(
         f"{name} {kind} {median(t.tokens / t.wall for t in some):.0f}"
         f" ({median(t.tokens / t.cpu for t in some):.0f})"
         for (name, kind), some in runs.items()
     )
     return (
-        f"{load.label}: {load.mixed} requests of {load.shortest} to {load.longest} tokens,"
-        f" {load.equal} of equal length, prompts of {load.prompt}, {load.dtype}, 32 in flight, one"
+        f"tiny: {MIXED} requests of {SHORTEST} to {LONGEST} tokens,"
+        f" {EQUAL} of equal length, prompts of {PROMPT}, {DTYPE}, 32 in flight, one"
         " thread.",
-        f"{load.label}: tokens per second of wall time (and of CPU time), medians: {rates}.",
+        f"tiny: tokens per second of wall time (and of CPU time), medians: {rates}.",
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -37,6 +36,8 @@ USER = f"system:serviceaccount:{SYSTEM}:{ACCOUNT}"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 ENGINES = ("hf", "vllm")
 FAKE_GPUS = 10_000
+CONTROL = "http://127.0.0.1:8001"
+"""Where `processless.py` tells what it was asked, and takes what a trainer pushes."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -57,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the operator process has used: CPU seconds, resident bytes, at a monotonic time."""
+    """What a process has used: CPU seconds, resident bytes, at a monotonic time."""
 
     cpu: float
     resident: int
@@ -129,8 +130,9 @@ class Lab:
 
     def samples(self, name: str) -> list[float]:
         """Return the values of one metric; reading the whole page of a thousand pools takes seconds."""
+        begins = (f"{name}{{", f"{name} ")
         lines = self._metrics_page().splitlines()
-        return [float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}[{{ ]", line)]
+        return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(begins)]
 
     def _metrics_page(self) -> str:
         url = f"http://127.0.0.1:{self.port}/metrics"
@@ -155,13 +157,12 @@ class Lab:
     def push(self, version: int, nth: int) -> None:
         """Let a trainer push this version of epoch 1 to every nth pod that has ever been asked."""
         params = {"epoch": 1, "version": version, "nth": nth}
-        httpx.post(
-            "http://127.0.0.1:8001/push", params=params, timeout=30, trust_env=False
-        ).raise_for_status()
+        answer = httpx.post(f"{CONTROL}/push", params=params, timeout=30, trust_env=False)
+        answer.raise_for_status()
 
     def counts(self) -> Counter[str]:
         """How often each route of the control ports was asked."""
-        answer = httpx.get("http://127.0.0.1:8001/counts", timeout=5, trust_env=False)
+        answer = httpx.get(f"{CONTROL}/counts", timeout=5, trust_env=False)
         return Counter(answer.json())
 
     def create(self, *pools: Obj) -> None:
@@ -182,10 +183,14 @@ class Lab:
         """One pool."""
         return self.api.get(f"{POOLS.format(NAMESPACE)}/{name}")
 
-    def count_pods(self) -> int:
-        """Count the pods without their transfer."""
-        page = self.api.get(PODS.format(NAMESPACE), limit="1")
-        return len(page["items"]) + int(page["metadata"].get("remainingItemCount", 0))
+    def await_pods(self, count: int, seconds: float) -> None:
+        """Wait until there are so many pods; they are counted without their transfer."""
+
+        def found() -> int:
+            page = self.api.get(PODS.format(NAMESPACE), limit="1")
+            return len(page["items"]) + int(page["metadata"].get("remainingItemCount", 0))
+
+        eventually(f"there are {count} pods", lambda: found() == count, seconds, 1.0, seen=found)
 
     def pods(self, pool: str | None = None) -> list[Obj]:
         """Pods of a pool, or of all."""
@@ -302,7 +307,7 @@ def _prepare(cluster: Cluster) -> None:
     def answers() -> bool:
         processes.require_alive(cluster.state, "processless")
         try:
-            httpx.get("http://127.0.0.1:8001/counts", timeout=5, trust_env=False)
+            httpx.get(f"{CONTROL}/counts", timeout=5, trust_env=False)
         except httpx.TransportError:
             return False
         return True

@@ -98,7 +98,10 @@ def test_others_at_either_end_mark_a_table_as_noisy(before: float, after: float)
     assert said in shown(under=busy)
 
 
-def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps() -> None:
+def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conditions, "LOOK_SECONDS", 0.2)
     idle = conditions.others_share()
     command = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(command) as busy:
