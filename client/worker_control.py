@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common import wire
+from rollout_common import tracing, wire
 
 from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
 
@@ -198,6 +198,7 @@ class WorkerControl:
         headers = {"Accept": "application/json"}
         if (token := await self._token()) is not None:
             headers["Authorization"] = f"Bearer {token}"
+        tracing.add_trace_header(headers)
         content = None
         if body is not None:
             headers["Content-Type"] = "application/json"

@@ -9,6 +9,8 @@ import sys
 
 import prometheus_client
 
+from rollout_common import tracing
+
 from . import operator_logs
 from .config import ConfigError, OperatorConfig, parse_config
 from .operator_process import Operator
@@ -21,8 +23,9 @@ def main() -> None:
         config = parse_config(sys.argv[1:])
         operator_logs.configure_logging(config.log_level, config.log_format)
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        tracing.start_tracing("rollout-operator")
         sys.exit(asyncio.run(_run_operator(config)))
-    except ConfigError as error:
+    except (ConfigError, tracing.TracingUnavailable) as error:
         sys.stderr.write(f"rollout-operator: {error}\n")
         sys.exit(2)
 

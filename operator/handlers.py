@@ -15,6 +15,7 @@ from typing import Any
 
 import kopf
 
+from rollout_common import tracing
 from rollout_operator import config, operator_logs
 from rollout_operator.cache import kopf_streams
 from rollout_operator.operator_process import Operator
@@ -48,6 +49,10 @@ async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
     except config.ConfigError as error:
         raise kopf.PermanentError(str(error)) from error
     operator_logs.configure_logging(chosen.log_level, chosen.log_format)
+    try:
+        tracing.start_tracing("rollout-operator")
+    except tracing.TracingUnavailable as error:
+        raise kopf.PermanentError(str(error)) from error
     operator = Operator(chosen, lambda context: Reconciler(context).reconcile, embedded=False)
     _OperatorProcess.operator = operator
     _OperatorProcess.task = asyncio.create_task(operator.run(), name="rollout operator")

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from rollout_common import json_logs
+    from rollout_common import json_logs, tracing
 
     from .settings import InvalidSettings, parse_settings
 
@@ -74,14 +74,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         json_logs.configure_logging(
             settings.log_level, settings.log_format, quiet=json_logs.WORKER_QUIET_LOGGERS
         )
+        tracing.start_tracing("rollout-worker")
         asyncio.run(_run(settings))
-    except InvalidSettings as error:
+    except (InvalidSettings, tracing.TracingUnavailable) as error:
         sys.stderr.write(f"rollout-worker: {error}\n")
         return EXIT_BAD_SETTINGS
 
 
 async def _run(settings: WorkerSettings) -> NoReturn:
     import logging
+
+    from rollout_common.tracing import stop_tracing
 
     from .gang.gang_addresses import make_gang
     from .ports.member_port import serve_member
@@ -94,6 +97,7 @@ async def _run(settings: WorkerSettings) -> NoReturn:
         code = await serve_worker(settings, gang)
     # Everything is flushed and freed. An orderly end from here would keep the pod for ten more seconds: Python
     # waits for a thread that imports torch, and clears its modules.
+    stop_tracing()
     logging.shutdown()
     os._exit(code)
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rollout_client.routing.member_clients import describe_error
 from rollout_client.routing.router import AttemptLease
 from rollout_client.worker_control import parse_problem
+from rollout_common import tracing
 from rollout_common.wire import (
     GenerateRequest,
     PromptLogprobs,
@@ -74,7 +75,8 @@ async def run_attempt(
     try:
         async with asyncio.timeout(seconds) as scope:
             lease.watch_timeout(scope)
-            return await _exchange_stream(client, lease, request, take, taken)
+            with tracing.open_span("attempt", "client", attributes={"url.full": lease.member.url}):
+                return await _exchange_stream(client, lease, request, take, taken)
     except TimeoutError:
         # Either the deadline passed, or the lease was cut off.
         raise AttemptBroken(lease.cut or f"no end within {seconds:.1f} s") from None
@@ -97,7 +99,8 @@ async def _exchange_stream(
     done: StreamDone | None = None
     url = _generate_url(lease.member.url)
     recorded = request.return_routed_experts or request.return_sampling_mask
-    headers = {**_HEADERS, "Accept": FRAMES_TYPE} if recorded else _HEADERS
+    headers = {**_HEADERS, "Accept": FRAMES_TYPE} if recorded else dict(_HEADERS)
+    tracing.add_trace_header(headers)
     async with client.stream("POST", url, content=body, headers=headers) as answer:
         if answer.status_code != 200:
             raise await _read_refusal(answer)

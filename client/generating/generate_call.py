@@ -11,6 +11,7 @@ from typing import Self
 
 from rollout_client.errors import RequestError, RolloutError
 from rollout_client.results import GenerateResult
+from rollout_common import tracing
 from rollout_common.wire import GenerateRequest, StreamDelta, Timing, Usage
 
 from .attempt_verdicts import RequestPolicy
@@ -101,7 +102,8 @@ class GenerateCall:
         outcome = "cancelled"
         result = None
         try:
-            await self._run_outputs()
+            with tracing.open_span("generate", attributes={"rollout.request_id": self.request_id}):
+                await self._run_outputs()
             result = self.to_result()
             outcome = "ok"
             return result

@@ -26,6 +26,7 @@ from rollout_client.errors import (
     RolloutError,
     SteeringFailed,
 )
+from rollout_common import tracing
 from rollout_common.kube.access import Obj
 from rollout_common.kube.reflector import retry_pause
 from rollout_common.wire import WeightsDtypes, WeightsId, WeightsSource
@@ -81,7 +82,7 @@ class ClusterSteering(Steering):
     ) -> None:
         self._kube = kube
         self._heads = heads
-        self._name = name
+        self._name, self._namespace = name, namespace
         self._collection = pools_path(namespace)
         self._path = f"{self._collection}/{name}"
         self._epoch = 0
@@ -151,6 +152,7 @@ class ClusterSteering(Steering):
         root_hash: str | None = None,
     ) -> Published:
         """Push the bytes if there are any, move the target, and follow the status until it serves."""
+        tracing.link_span(tracing.update_ids(self._namespace, self._name, *identity.as_tuple()))
         began = time.monotonic()
         barrier = None
         if push is not None:

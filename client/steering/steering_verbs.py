@@ -16,6 +16,7 @@ from rollout_client.blocking_portal import calling_thread
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
 from rollout_client.steering.pushing.ranks.rank_publish import RankConnections, RankPublish
+from rollout_common import tracing
 from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsDtypes, WeightsId, WeightsSource
 
 from .adapter_tensors import GivenAdapter, adapter_tensors
@@ -249,7 +250,11 @@ class SteeringVerbs:
         tell = guard_progress(progress)
         try:
             identity = await self._next_identity(version)
-            done = await steering.publish_identity(identity, source, seconds, tell, push, root_hash)
+            about = {"rollout.epoch": identity.epoch, "rollout.version": identity.version}
+            with tracing.open_span("publish_weights", attributes=about):
+                done = await steering.publish_identity(
+                    identity, source, seconds, tell, push, root_hash
+                )
             outcome, self._last = "ok", identity
         except RolloutError as error:
             outcome = type(error).__name__

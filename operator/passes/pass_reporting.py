@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Literal
 
+from rollout_common import tracing
 from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
@@ -64,6 +65,24 @@ def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:
         if update.started_at is not None:
             seconds = max(0.0, ctx.clock() - update.started_at.timestamp())
             ctx.telemetry.count_ended_update(look.key, outcome.value, seconds)
+            _trace_update(look.key, update, outcome, ctx.clock())
+
+
+def _trace_update(key: PoolKey, update: LastUpdate, outcome: UpdatePhase, ended: float) -> None:
+    """Send the span of an update; workers' spans of it, and the trainer's, know its ids without it."""
+    assert update.started_at is not None, "only what has begun ends"
+    attributes: tracing.Attributes = {
+        "k8s.namespace.name": key.namespace,
+        "rollout.pool": key.name,
+        "rollout.epoch": update.epoch,
+        "rollout.version": update.version,
+        "rollout.outcome": outcome.value,
+    }
+    ids = tracing.update_ids(key.namespace, key.name, update.epoch, update.version)
+    failed = "" if outcome is UpdatePhase.COMPLETE else update.message
+    tracing.record_span(
+        "weights update", ids, update.started_at.timestamp(), ended, attributes, failed
+    )
 
 
 def update_outcomes(

@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
+from rollout_common import tracing
 from rollout_common.kube.errors import KubeError
 from rollout_common.wire import (
+    CommitRequest,
     Committed,
+    DiscardRequest,
     OfferRequest,
     Peer,
     PushedBytes,
@@ -94,12 +97,16 @@ class WorkerClients:
     def start_call(self, key: PoolKey, pod: Pod, call: CallWorker) -> bool:
         """Start a planned call; its end wakes the pool."""
         worker = self.control(key, pod_control_address(pod))
+        attributes = {"rollout.pool": key.name, "k8s.pod.name": pod.name}
 
         async def make() -> object:
-            planned = await self._with_peers(key, call) if call.peers else call
-            if not isinstance(planned.body, StageRequest):
-                return await _send_call(worker, planned)
-            await self._stage_and_wait(worker, call.uid, planned.body)
+            with tracing.open_span(
+                call.verb, "client", parent=_trace_context(key, call), attributes=attributes
+            ):
+                planned = await self._with_peers(key, call) if call.peers else call
+                if not isinstance(planned.body, StageRequest):
+                    return await _send_call(worker, planned)
+                await self._stage_and_wait(worker, call.uid, planned.body)
             # Other calls refresh the view of their worker by themselves: their lane is the pod.
             await self.poller.refresh_state(call.uid)
             return None
@@ -176,6 +183,14 @@ class WorkerClients:
         pushed = PushedBytes(layout_id=first.layout_id, bytes=first.bytes, peers=peers)
         change = {"source": StageSource(pushed=pushed), "root_hash": wanted}
         return replace(call, body=body.model_copy(update=change))
+
+
+def _trace_context(key: PoolKey, call: CallWorker) -> dict[str, str]:
+    """Return the context of a call: the update that it belongs to, else none."""
+    if not isinstance(call.body, StageRequest | CommitRequest | DiscardRequest):
+        return {}
+    identity = call.body.epoch, call.body.version
+    return tracing.update_ids(key.namespace, key.name, *identity).to_headers()
 
 
 def call_key(uid: str, verb: ControlVerb) -> str:

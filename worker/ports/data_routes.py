@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from rollout_common import tracing
 from rollout_common.wire import (
     GenerateRequest,
     GenerateResponse,
@@ -90,11 +91,32 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
         if body.stream:
             return _stream_response(worker, flight, seconds, encode, framed=framed)
         await finish_flights(worker.flights, [flight], seconds, request)
+        _note_generation(flight)
         if framed:  # the same frames, in one go
             return _stream_response(worker, flight, seconds, encode, framed=True)
         if flight.has_scores:
             return StreamingResponse(flight.response_pieces(), media_type="application/json")
         return Response(flight.to_response().model_dump_json(), media_type="application/json")
+
+
+def _note_generation(flight: InFlightRequest) -> None:
+    """Add to the request's span what was generated, in the words of OpenTelemetry's conventions where it has any."""
+    if not tracing.is_recording():
+        return
+    done = flight.final_event()
+    spans = [span for output in flight.outputs for span in output.spans]
+    tracing.note_attributes(
+        {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.usage.input_tokens": done.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": done.usage.completion_tokens,
+            "gen_ai.response.finish_reasons": [str(output.stop_reason) for output in done.outputs],
+            "rollout.request_id": done.request_id,
+            "rollout.queued_seconds": done.timing.queued_seconds,
+            "rollout.first_token_seconds": done.timing.first_token_seconds or 0.0,
+            "rollout.weights": sorted({f"{span.epoch}/{span.version}" for span in spans}),
+        }
+    )
 
 
 EncodeEvent = Callable[[str, Wire | Problem], bytes]
@@ -136,6 +158,7 @@ async def _stream_events(
     if not scores:
         async for event in _prompt_events("prompt_logprobs", flight.prompt_frames(), encode):
             yield event
+    _note_generation(flight)
     yield encode("done", flight.final_event())
 
 

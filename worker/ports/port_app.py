@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_common.tracing import TraceRequests
 from rollout_common.wire import Problem
 from rollout_common.wire.problems import MEDIA_TYPE, ProblemError, invalid_request_problem
 from rollout_worker.engine import EngineCrashed, EngineError
@@ -44,12 +45,15 @@ def new_app(
         docs_url=None,
         redoc_url=None,
         responses=RESPONSES,
+        # Newer releases send spans of their own, also for each GET; those that know no such argument keep it aside.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.add_exception_handler(ProblemError, _answer_problem)
     app.add_exception_handler(RequestValidationError, _answer_invalid_request)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(EngineError, _answer_engine_error)
     app.add_exception_handler(Exception, _answer_internal_error)
+    app.add_middleware(TraceRequests)
     app.state.bodies = BodyReader(limits, refused=refused)
     app.router.route_class = BodyRoute
     return app

@@ -44,7 +44,7 @@ class Worker:
         self.address = f"127.77.0.{number + 1}"
         data, self.control, weights = ports
         self._counts = folder / f"{number}.counts"
-        self._url = f"http://{self.address}:{data}/ready"
+        self.data_url = f"http://{self.address}:{data}"
         self._log = (folder / f"{number}.log").open("wb")
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
@@ -61,7 +61,9 @@ class Worker:
     def serving(self) -> bool:
         """Whether it says that it serves."""
         with suppress(httpx.TransportError):
-            return httpx.get(self._url, trust_env=False, timeout=2).status_code == 200
+            return (
+                httpx.get(f"{self.data_url}/ready", trust_env=False, timeout=2).status_code == 200
+            )
         return False
 
     @property

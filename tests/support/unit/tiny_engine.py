@@ -294,6 +294,11 @@ class TinyEngine:
             self._queue.sort(key=lambda each: each.request.priority)
             self._running.append(self._queue.pop(0))
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether a request runs."""
+        return bool(self._running)
+
     def step(self, count: int = 1) -> None:
         """Make so many tokens for every running request."""
         for _ in range(count):

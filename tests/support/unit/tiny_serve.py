@@ -14,12 +14,15 @@ import sys
 from pathlib import Path
 from typing import cast
 
+from rollout_common import tracing
 from rollout_worker.engine import Engine
 from rollout_worker.ports.auth import AccessRight, AllowAnyone, Authorizer
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.service import WorkerService
 from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import settings
+
+STEP_SECONDS = 0.05
 
 
 class Counting(Authorizer):
@@ -39,18 +42,29 @@ class Counting(Authorizer):
         os.close(self._file)
 
 
+async def _step(engine: TinyEngine) -> None:
+    """Make a token for each request that runs, now and then."""
+    while True:
+        await asyncio.sleep(STEP_SECONDS)
+        if engine.is_generating:
+            engine.step()
+
+
 async def work(counts: str, flags: list[str]) -> None:
     known = settings(*flags)
-    worker = WorkerService(known, lambda: cast(Engine, TinyEngine(Path(known.model))))
+    engine = TinyEngine(Path(known.model))
+    worker = WorkerService(known, lambda: cast(Engine, engine))
     servers = HttpServers(worker, Counting(counts))
-    running = asyncio.create_task(worker.run_until_cancelled())
+    running = {asyncio.create_task(each) for each in (worker.run_until_cancelled(), _step(engine))}
     try:
         await servers.serve_both_ports()
     finally:
-        running.cancel()
-        await asyncio.wait({running}, timeout=10)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=10)
         await worker.supervisor.end_engine()
 
 
 if __name__ == "__main__":
+    tracing.start_tracing("rollout-worker")
     asyncio.run(work(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,237 @@
+"""Spans for OpenTelemetry, if it is installed and the environment names a collector; else nothing happens, at no cost worth naming.
+
+Operator and workers send spans if `OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) is set; the
+other variables of OpenTelemetry's specification hold, too. A trainer's process sets OpenTelemetry up itself, and the client
+adds to what is there. Contexts travel as the header `traceparent` (W3C Trace Context).
+
+An update of weights has the same trace in each process that takes part: its ids are made of the pool and the version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+SCOPE = "rollout"
+"""Name of the instrumentation scope of all our spans."""
+
+SpanKind = Literal["internal", "server", "client"]
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+
+
+class TracingUnavailable(Exception):
+    """Spans are wanted, but what sends them is not installed."""
+
+
+class SpanIds(NamedTuple):
+    """The ids of a span that is known before it is made."""
+
+    trace_id: int
+    span_id: int
+
+    def to_headers(self) -> dict[str, str]:
+        """Return the headers of what happens within the span; it is sent if this process's sampler sends the span."""
+        sampled, trace = True, _trace_api()
+        if trace is not None and hasattr(provider := trace.get_tracer_provider(), "sampler"):
+            sampled = provider.sampler.should_sample(None, self.trace_id, "").decision.is_sampled()
+        return {"traceparent": f"00-{self.trace_id:032x}-{self.span_id:016x}-{sampled:02x}"}
+
+
+def _trace_api() -> Any:
+    """Return `opentelemetry.trace` if anything in this process uses it, else None: to import it takes 0.1 s."""
+    return sys.modules.get("opentelemetry.trace")
+
+
+def _propagate_api() -> Any:
+    return importlib.import_module("opentelemetry.propagate")
+
+
+_chosen_ids: ContextVar[SpanIds | None] = ContextVar("chosen_ids", default=None)
+_started = False
+
+
+def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
+    """Send this process's spans from now on, if the environment says where to; return whether it does.
+
+    Args:
+        service: `service.name` of the process, unless the environment names it.
+        exporter: Takes the spans, whatever the environment says; None: OTLP over HTTP does.
+
+    Raises:
+        TracingUnavailable: It says where, but the extra `otel` is not installed.
+    """
+    global _started
+    wanted = any(map(os.environ.get, ENDPOINTS)) and os.environ.get("OTEL_SDK_DISABLED") != "true"
+    if exporter is None and not wanted:
+        return False
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+    except ImportError as error:
+        raise TracingUnavailable(
+            f"{ENDPOINTS[0]} is set, but OpenTelemetry is not installed ({error}):"
+            " pip install 'rollout-operator[otel]', or unset it"
+        ) from error
+
+    class ChosenIds(RandomIdGenerator):
+        """Gives a span the ids that others know already."""
+
+        def generate_trace_id(self) -> int:
+            chosen = _chosen_ids.get()
+            return super().generate_trace_id() if chosen is None else chosen.trace_id
+
+        def generate_span_id(self) -> int:
+            chosen = _chosen_ids.get()
+            return super().generate_span_id() if chosen is None else chosen.span_id
+
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    resource = Resource.create({} if named else {"service.name": service})
+    provider = TracerProvider(resource=resource, id_generator=ChosenIds())
+    provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    _started = True
+    return True
+
+
+def stop_tracing() -> None:
+    """Send what has not been sent; a process that ends itself hard calls this before."""
+    trace = _trace_api()
+    if trace is not None and hasattr(provider := trace.get_tracer_provider(), "shutdown"):
+        provider.shutdown()
+
+
+@contextmanager
+def _span(
+    name: str, kind: SpanKind, parent: Mapping[str, str] | None, attributes: Attributes
+) -> Iterator[Span]:
+    trace = _trace_api()
+    context = None if parent is None else _propagate_api().extract(parent)
+    with trace.get_tracer(SCOPE).start_as_current_span(
+        name, context, trace.SpanKind[kind.upper()], attributes
+    ) as span:
+        yield span
+
+
+def open_span(
+    name: str,
+    kind: SpanKind = "internal",
+    *,
+    parent: Mapping[str, str] | None = None,
+    attributes: Attributes = {},  # noqa: B006 - never changed
+) -> AbstractContextManager[Span | None]:
+    """Return a context manager within which a span is the current one; an exception marks it as failed.
+
+    Args:
+        name: Of the kind of work, not of one piece of it.
+        kind: Whether this process does its own work, serves a caller, or calls another process.
+        parent: Headers of the request that it belongs to; None: the current span.
+        attributes: What sets it apart.
+    """
+    return nullcontext() if _trace_api() is None else _span(name, kind, parent, attributes)
+
+
+def note_attributes(attributes: Attributes) -> None:
+    """Add attributes to the current span."""
+    if (trace := _trace_api()) is not None:
+        trace.get_current_span().set_attributes(attributes)
+
+
+def is_recording() -> bool:
+    """Return whether the current span is sent, so that it is worth making attributes for it."""
+    trace = _trace_api()
+    return trace is not None and trace.get_current_span().is_recording()
+
+
+def link_span(ids: SpanIds) -> None:
+    """Link the current span to one of another trace."""
+    if (trace := _trace_api()) is not None:
+        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        other = trace.SpanContext(ids.trace_id, ids.span_id, is_remote=True, trace_flags=flags)
+        trace.get_current_span().add_link(other)
+
+
+def add_trace_header(headers: MutableMapping[str, str]) -> None:
+    """Add the current span's `traceparent`, if there is one."""
+    if _trace_api() is not None:
+        _propagate_api().inject(headers)
+
+
+def update_ids(namespace: str, pool: str, epoch: int, version: int) -> SpanIds:
+    """Return the ids of the span of a weights update, which every process can make for itself."""
+    digest = hashlib.sha256(f"{namespace}/{pool}/{epoch}/{version}".encode()).digest()
+    return SpanIds(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:24]) or 1)
+
+
+def record_span(
+    name: str, ids: SpanIds, began: float, ended: float, attributes: Attributes, error: str = ""
+) -> None:
+    """Send a span that is over already, under ids that others have used as its context.
+
+    Args:
+        name: Of the kind of work.
+        ids: Of the span; it has no parent.
+        began: Wall-clock seconds.
+        ended: Wall-clock seconds.
+        attributes: What sets it apart.
+        error: Why the work failed; empty: it did not.
+    """
+    if (trace := _trace_api()) is None:
+        return
+    token = _chosen_ids.set(ids)
+    try:
+        span = trace.get_tracer(SCOPE).start_span(
+            name,
+            trace.set_span_in_context(trace.INVALID_SPAN),
+            attributes=attributes,
+            start_time=round(began * 1e9),
+        )
+    finally:
+        _chosen_ids.reset(token)
+    if error:
+        span.set_status(trace.Status(trace.StatusCode.ERROR, error))
+    span.end(round(ended * 1e9))
+
+
+class TraceRequests:
+    """ASGI middleware: a span for each POST, from its first byte to the last of its answer.
+
+    Looks are left out: state, health, readiness and metrics are asked for all the time.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request within its span."""
+        if not _started or scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
+        attributes = {"http.request.method": "POST", "url.path": scope["path"]}
+
+        async def note_status(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                note_attributes({"http.response.status_code": message["status"]})
+            await send(message)
+
+        with open_span(f"POST {scope['path']}", "server", parent=headers, attributes=attributes):
+            await self._app(scope, receive, note_status)

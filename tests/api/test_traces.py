@@ -1,0 +1,181 @@
+"""Spans of an update and of a request, as a collector gets them: the operator's, the workers' and the trainer's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from localkube import Cluster
+from localkube.build import build
+from localkube.home import binaries
+from rollout_common.tracing import update_ids
+from tests.support.api.pushlab import POOL
+from tests.support.waiting import eventually
+
+PROGRAM = Path(__file__).parents[1] / "support/api/traced_push.py"
+NAMESPACE = "traces"
+PROGRAM_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A span as it came; ids in hex."""
+
+    service: str
+    name: str
+    trace: str
+    id: str
+    parent: str
+    links: tuple[str, ...]
+    attributes: dict[str, str]
+    failed: bool
+
+
+def trace_push(cluster: Cluster, endpoint: str, namespace: str = NAMESPACE) -> None:
+    """Run the program, its spans going to this endpoint."""
+    path = os.pathsep.join(filter(None, sys.path))
+    environ = {**os.environ, "PYTHONPATH": path, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+    environ |= {**cluster.environment(), "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    command = [sys.executable, str(PROGRAM), cluster.settings.name, namespace]
+    done = subprocess.run(
+        command, env=environ, timeout=PROGRAM_SECONDS, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def spans(crd: Cluster) -> list[Seen]:
+    """What a collector got of one push and one generation."""
+    found: list[Seen] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            assert self.headers.get("Content-Encoding") is None
+            found.extend(_read_spans(ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        trace_push(crd, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    return found
+
+
+def _read_spans(request: ExportTraceServiceRequest) -> Iterator[Seen]:
+    for each in request.resource_spans:
+        about = {a.key: a.value.string_value for a in each.resource.attributes}
+        for scope in each.scope_spans:
+            for span in scope.spans:
+                yield Seen(
+                    about["service.name"],
+                    span.name,
+                    span.trace_id.hex(),
+                    span.span_id.hex(),
+                    span.parent_span_id.hex(),
+                    tuple(link.trace_id.hex() for link in span.links),
+                    {a.key: a.value.string_value for a in span.attributes},
+                    span.status.code == span.status.STATUS_CODE_ERROR,
+                )
+
+
+def named(spans: list[Seen], name: str) -> list[Seen]:
+    found = [span for span in spans if span.name == name]
+    assert found, f"no span {name!r} of {sorted({span.name for span in spans})}"
+    return found
+
+
+@pytest.fixture
+def jaeger(tmp_path: Path) -> Iterator[str]:
+    """Jaeger itself, with spans in its memory; yields the URL of its API."""
+    build(["jaeger"])
+    with (tmp_path / "jaeger.log").open("wb") as log:
+        process = subprocess.Popen([binaries() / "jaeger"], stdout=log, stderr=log)
+    try:
+        url = "http://127.0.0.1:16686/api"
+        eventually("Jaeger answers", lambda: _services(url) is not None, 60)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _services(url: str) -> list[str] | None:
+    try:
+        answer = httpx.get(f"{url}/services", timeout=5, trust_env=False)
+    except httpx.TransportError:
+        return None
+    return answer.json()["data"] or [] if answer.status_code == 200 else None
+
+
+@pytest.mark.soak  # it compiles Jaeger: minutes, once
+def test_jaeger_shows_an_update_as_one_tree(crd: Cluster, jaeger: str) -> None:
+    trace_push(crd, "http://127.0.0.1:4318", "traces-jaeger")
+    ids = update_ids("traces-jaeger", POOL, 1, 1)
+    answer = httpx.get(f"{jaeger}/traces/{ids.trace_id:032x}", timeout=10, trust_env=False)
+    (trace,) = answer.raise_for_status().json()["data"]
+    names = {span["spanID"]: span["operationName"] for span in trace["spans"]}
+    parents = {
+        (names[ref["spanID"]], span["operationName"])
+        for span in trace["spans"]
+        for ref in span["references"]
+    }
+    assert ("weights update", "commit") in parents
+    assert ("commit", "POST /v1/weights/commit") in parents
+    assert not any(span.get("warnings") for span in trace["spans"]), "each parent is there"
+    assert set(_services(jaeger) or ()) >= {"trainer", "rollout-worker"}
+
+
+def test_an_update_is_one_trace_of_operator_and_workers(spans: list[Seen]) -> None:
+    ids = update_ids(NAMESPACE, POOL, 1, 1)
+    (update,) = named(spans, "weights update")
+    assert (update.trace, update.id, update.parent) == (
+        f"{ids.trace_id:032x}", f"{ids.span_id:016x}", "",
+    )  # fmt: skip
+    assert (update.attributes["rollout.outcome"], update.failed) == ("Complete", False)
+    calls = named(spans, "commit")
+    assert {call.parent for call in calls} == {update.id}
+    assert {call.attributes["k8s.pod.name"] for call in calls} == {f"{POOL}-0-0", f"{POOL}-1-0"}
+    served = named(spans, "POST /v1/weights/commit")
+    assert {span.service for span in served} == {"rollout-worker"}
+    assert {span.parent for span in served} == {call.id for call in calls}
+    assert {span.trace for span in (*calls, *served)} == {update.trace}
+
+
+def test_a_trainers_publish_leads_to_the_update(spans: list[Seen]) -> None:
+    (publish,) = named(spans, "publish_weights")
+    (update,) = named(spans, "weights update")
+    assert publish.links == (update.trace,)
+    assert publish.trace != update.trace, "it may be a part of the trainer's own trace"
+    staged = named(spans, "POST /v1/weights/stage")
+    assert publish.trace in {span.trace for span in staged}, "the trainer opens the slots itself"
+
+
+def test_a_request_is_one_trace_of_trainer_and_worker(spans: list[Seen]) -> None:
+    (call,) = named(spans, "generate")
+    (attempt,) = named(spans, "attempt")
+    (served,) = named(spans, "POST /v1/generate")
+    assert (call.parent, attempt.parent, served.parent) == ("", call.id, attempt.id)
+    whole = call.attributes["rollout.request_id"]
+    assert served.attributes["rollout.request_id"] == f"{whole}.a0", "the first attempt"
+    assert "rollout.weights" in served.attributes
+
+
+def test_looks_have_no_span(spans: list[Seen]) -> None:
+    """Workers are asked for their state all the time."""
+    assert not [span for span in spans if "/v1/state" in span.name or span.name == "state"]
