@@ -10,8 +10,10 @@ Normally kopf runs inside (`kopf_streams.py`); under `kopf run` it is the other 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -27,6 +29,7 @@ from .settings import (
     MAX_QUEUE_AGE_SECONDS,
     PASSES_DRAIN_SECONDS,
     STREAMS_STOP_SECONDS,
+    SWITCH_SECONDS,
 )
 from .wiring import OperatorParts
 
@@ -93,6 +96,7 @@ class Operator:
         except OSError as error:
             raise ConfigError(f"--http-port: can't listen on {host}:{port}: {error}") from error
         logger.info("serving metrics and probes", extra={"port": self.port})
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._start_task("loop lag", self._lag.run())
         self._start_task("installed schema", self._parts.installed.run())
         self._start_task("heap", keep_heap_frozen())
@@ -115,6 +119,7 @@ class Operator:
         self._start_task("events", self._parts.recorder.run())
         self._start_task("informer", self._parts.informer.run())
         await self._parts.informer.wait_listed()
+        gc.freeze()  # what was listed has no cycles: to look for some would take a second
         logger.info(
             "the first list is complete", extra={"known": self._parts.store.object_counts()}
         )

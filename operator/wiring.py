@@ -31,6 +31,7 @@ from .kube.lease import Leadership, SoleLeader
 from .operator_telemetry import OperatorTelemetry
 from .passes.pass_context import PassContext, ReconcileFunction
 from .passes.pass_loop import PassLoop
+from .passes.status_pace import StatusPace
 from .workers.head_poller import HeadPoller
 from .workers.worker_calls import WorkerCalls
 from .workers.worker_clients import WorkerClients
@@ -83,7 +84,8 @@ class OperatorParts:
         config, telemetry = self._config, self.telemetry
         self.store = ObjectStore(config.operator_class, self.leadership.covers_pool)
         self.queue: WorkQueue[PoolKey] = WorkQueue(on_wait=telemetry.queue_wait.observe)
-        self.feed = StoreFeed(self.store, self.queue, telemetry)
+        self.pace = StatusPace()
+        self.feed = StoreFeed(self.store, self.queue, telemetry, self.pace.moving_count)
         self.informer = PoolInformer(
             self.kube,
             self.feed,
@@ -115,7 +117,7 @@ class OperatorParts:
         self.connections = WorkerConnections(self._config.control_ca_file)
         self.poller = HeadPoller(self._ask_state, self.feed.note_worker_change)
         self.calls = WorkerCalls(
-            self.queue.add,
+            self.feed.note_worker_change,
             after=lambda lane, answer: self.workers.note_call_end(lane, answer),
             may_start=self.leadership.may_write,
             failed=self.telemetry.count_failed_call,
@@ -132,6 +134,7 @@ class OperatorParts:
             workers=self.workers,
             recorder=self.recorder,
             telemetry=self.telemetry,
+            pace=self.pace,
             clock=time.time,
             monotonic=time.monotonic,
         )

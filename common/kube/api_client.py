@@ -28,6 +28,9 @@ _METHODS = {
 }
 
 
+DecodeJson = Callable[[bytes], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
     """A request; `what` is it in words, for messages."""
@@ -94,6 +97,7 @@ class ApiClient:
         access: What `load` returned, if it was called already.
         on_request: Called with (verb, resource, code) after each request; code 0: no answer.
         write_seconds: How many more seconds writes are allowed; 0 or less: fenced.
+        decode: Reads JSON, and raises a ValueError for anything else.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class ApiClient:
         *,
         on_request: Callable[[str, str, int], None] = lambda verb, resource, code: None,
         write_seconds: Callable[[], float] = lambda: REQUEST_TIMEOUT_SECONDS,
+        decode: DecodeJson = json.loads,
     ) -> None:
+        self._decode = decode
         self._load = load
         self._connect = connect
         self._access = access
@@ -140,7 +146,7 @@ class ApiClient:
 
     async def _send_once(self, request: ApiRequest) -> Obj:
         async with self._open_response(request) as answer:
-            return parse_object(await answer.read(), request.what)
+            return parse_object(await answer.read(), request.what, self._decode)
 
     async def stream_objects(self, request: ApiRequest, seconds: float) -> AsyncGenerator[Obj]:
         """Send a request whose answer is one object in each line, for so many seconds.
@@ -151,7 +157,7 @@ class ApiClient:
             try:
                 async with self._open_response(request, stream=True) as answer:
                     async for line in _lines(answer, seconds + WATCH_SILENCE_SECONDS):
-                        yield parse_object(line, request.what)
+                        yield parse_object(line, request.what, self._decode)
                 return
             except Unauthorized as error:
                 if isinstance(error, LoginFailed) or not again:
@@ -255,14 +261,14 @@ async def _lines(answer: Answer, seconds: float) -> AsyncGenerator[bytes]:
             yield line
 
 
-def parse_object(raw: bytes | str, what: str) -> Obj:
+def parse_object(raw: bytes, what: str, decode: DecodeJson = json.loads) -> Obj:
     """Return a JSON object; a proxy in between may send anything.
 
     Raises:
         KubeError: It is something else.
     """
     try:
-        answer = json.loads(raw)
+        answer = decode(raw)
     except ValueError as error:
         raise KubeError(0, "BadAnswer", f"{what}: the answer is not JSON") from error
     if not isinstance(answer, dict):

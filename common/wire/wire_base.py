@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -179,7 +180,13 @@ class Identified(Wire):
     @property
     def identity(self) -> WeightsId:
         """The identity alone."""
-        return WeightsId(epoch=self.epoch, version=self.version)
+        return _make_identity(self.epoch, self.version)
+
+
+@lru_cache(maxsize=1024)
+def _make_identity(epoch: int, version: int) -> WeightsId:
+    """Return the same object for the same numbers: thousands of workers have few versions."""
+    return WeightsId(epoch=epoch, version=version)
 
 
 CHECKPOINT = WeightsId(epoch=0, version=0)

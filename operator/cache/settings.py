@@ -14,6 +14,12 @@ MAX_BATCH_SECONDS = 0.5
 """How long changes to a pool's parts are collected, per pod that it has: a pass costs more in a
 larger pool, and a pool that is starting changes five times per pod."""
 
+MAX_MOVING_BATCH_SECONDS = 2.0
+"""The same while many pools move: they wait for the API server much longer than this."""
+
+RATE_WINDOW_SECONDS = 5.0
+"""Over which changes are counted: the few for each replica that one pool's update makes are too few to count as load."""
+
 # Neighbours.
 
 WATCH_TIMEOUT_SECONDS = 120.0

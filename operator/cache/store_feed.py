@@ -6,14 +6,17 @@ Nothing is decided here and nothing fails here: an event says only which pool to
 from __future__ import annotations
 
 import logging
+import math
 import random
+import time
+from collections.abc import Callable
 
 from rollout_common.kube.reflector import ListedValues
 from rollout_operator.api.objects import Obj, PoolKey, ResourceName
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
 from .object_store import ObjectStore
-from .settings import MAX_BATCH_SECONDS
+from .settings import MAX_BATCH_SECONDS, MAX_MOVING_BATCH_SECONDS, RATE_WINDOW_SECONDS
 from .workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -21,24 +24,66 @@ logger = logging.getLogger(__name__)
 BATCH_SECONDS_PER_POD = 0.001
 
 UNBATCHED_PODS = 16
-"""A pool of up to this many pods is looked at immediately."""
+"""A pool of up to this many pods is looked at immediately, unless many pools move."""
+
+MOVING_PASSES_PER_SECOND = 200
+"""Passes of all pools that move: each pod makes five or more reasons for one, and they come in groups."""
+
+BUSY_CHANGES_PER_SECOND = 50
+"""Of pods and workers, of all pools. With fewer, pools that wait for a node or a trainer move, but no pass waits for another."""
+
+
+class ChangeRate:
+    """How many changes come in a second, lately."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._count, self._counted_at = 0.0, clock()
+
+    def add_change(self) -> None:
+        """Count a change."""
+        now = self._clock()
+        self._count = 1 + self._count * math.exp((self._counted_at - now) / RATE_WINDOW_SECONDS)
+        self._counted_at = now
+
+    def per_second(self) -> float:
+        """Return the rate at the last change."""
+        return self._count / RATE_WINDOW_SECONDS
 
 
 class StoreFeed:
-    """Takes objects as `trim_object` returns them; see the module."""
+    """Takes objects as `trim_object` returns them; see the module.
+
+    Args:
+        store: Takes the objects.
+        queue: Takes the pools to look at.
+        telemetry: Counts.
+        moving_pools: Returns how many pools are on their way to what their spec asks for.
+        clock: Monotonic seconds.
+    """
 
     def __init__(
-        self, store: ObjectStore, queue: WorkQueue[PoolKey], telemetry: OperatorTelemetry
+        self,
+        store: ObjectStore,
+        queue: WorkQueue[PoolKey],
+        telemetry: OperatorTelemetry,
+        moving_pools: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._queue = queue
         self._telemetry = telemetry
+        self._moving_pools = moving_pools
+        self._changes = ChangeRate(clock)
 
     def take_event(self, resource: ResourceName, event: str | None, obj: Obj) -> None:
         """Take one event; `event` is None for an object from a list of kopf's stream."""
         self._telemetry.note_watch_event(resource)
         for key in self._store.apply_event(resource, event, obj):
-            self._queue.add(key, 0.0 if resource == "pools" else self._batch_delay(key))
+            if resource == "pools":
+                self._queue.add(key)
+            else:
+                self._queue_change(key)
 
     def begin_list(self, resource: ResourceName, namespace: str | None) -> None:
         """Note that a list is about to be asked for."""
@@ -71,10 +116,18 @@ class StoreFeed:
 
     def note_worker_change(self, key: PoolKey) -> None:
         """Look at a pool, one of whose workers has changed."""
+        self._queue_change(key)
+
+    def _queue_change(self, key: PoolKey) -> None:
+        self._changes.add_change()
         self._queue.add(key, self._batch_delay(key))
 
     def _batch_delay(self, key: PoolKey) -> float:
+        """Return for how long more changes may join one: longer in large pools, and while many pools move."""
         size = self._store.pod_count(key)
-        return (
-            min(MAX_BATCH_SECONDS, BATCH_SECONDS_PER_POD * size) if size > UNBATCHED_PODS else 0.0
-        )
+        own = BATCH_SECONDS_PER_POD * size if size > UNBATCHED_PODS else 0.0
+        own = min(MAX_BATCH_SECONDS, own)
+        if self._changes.per_second() < BUSY_CHANGES_PER_SECOND:
+            return own
+        shared = self._moving_pools() / MOVING_PASSES_PER_SECOND
+        return max(own, min(MAX_MOVING_BATCH_SECONDS, shared))

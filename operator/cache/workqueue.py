@@ -54,6 +54,7 @@ class WorkQueue(Generic[K]):
         self._failures: dict[K, int] = {}
         self._waiters: deque[asyncio.Future[K]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._closed = False
 
     def add(self, key: K, delay: float = 0.0, *, rate_limited: bool = False) -> None:
@@ -178,11 +179,17 @@ class WorkQueue(Generic[K]):
         self._arm_timer()
 
     def _arm_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         head = self._earliest_entry()
         if head is None or not self._waiters or self._closed:
             return
+        if self._timer is not None:
+            if self._timer_due <= head[0]:
+                return  # it comes early, finds nothing due, and is set again: that costs less than to set it each time
+            self._timer.cancel()
+        self._timer_due = head[0]
         delay = max(0.0, head[0] - self._clock())
-        self._timer = asyncio.get_running_loop().call_later(delay, self._dispatch_due)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._ring_timer)
+
+    def _ring_timer(self) -> None:
+        self._timer = None
+        self._dispatch_due()

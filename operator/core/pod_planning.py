@@ -65,11 +65,13 @@ class PodGang:
     index: int
     pods: tuple[Pod, ...]
     size: int
+    living: tuple[Pod, ...] = field(init=False)
+    """Pods that are not being deleted."""
 
-    @property
-    def living(self) -> tuple[Pod, ...]:
-        """Pods that are not being deleted."""
-        return tuple(pod for pod in self.pods if not pod.is_deleting)
+    def __post_init__(self) -> None:
+        """Look at the pods once: a pass asks a dozen times."""
+        living = tuple(pod for pod in self.pods if not pod.is_deleting)
+        object.__setattr__(self, "living", living)
 
     @property
     def is_complete(self) -> bool:

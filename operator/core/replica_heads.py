@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_common.wire import Lifecycle, StagedWeights, WeightsId, WeightsSource, WorkerState
 
@@ -37,16 +37,16 @@ class ReplicaHead:
     worker: ObservedWorker
     members: tuple[Pod, ...] = ()
     """The other pods of its gang that are not being deleted, by rank."""
+    lost_member: Pod | None = field(init=False)
+    """A member that has ended: no engine goes on without one of its ranks."""
+    is_finished: bool = field(init=False)
+    """It has ended, or its gang has: it comes back as new pods only."""
 
-    @property
-    def lost_member(self) -> Pod | None:
-        """A member that has ended: no engine goes on without one of its ranks."""
-        return next((pod for pod in self.members if pod.is_finished), None)
-
-    @property
-    def is_finished(self) -> bool:
-        """It has ended, or its gang has: it comes back as new pods only."""
-        return self.pod.is_finished or self.lost_member is not None
+    def __post_init__(self) -> None:
+        """Look at the pods once: a pass asks a dozen times."""
+        lost = next((pod for pod in self.members if pod.is_finished), None)
+        object.__setattr__(self, "lost_member", lost)
+        object.__setattr__(self, "is_finished", self.pod.is_finished or lost is not None)
 
     @property
     def is_serving(self) -> bool:

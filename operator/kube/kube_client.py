@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import orjson
+
 from rollout_common.kube.api_client import ApiClient, ApiRequest
 from rollout_common.kube.errors import Forbidden, KubeError, NotFound
 from rollout_common.kube.reflector import Collection
@@ -94,6 +96,7 @@ class KubeClient(ApiClient):
             AiohttpConnections,
             on_request=on_request,
             write_seconds=write_seconds,
+            decode=orjson.loads,  # half the time of json's, and names of fields once for all objects
         )
         self._account = service_account
         self._tokens: dict[str, tuple[float, str]] = {}

@@ -185,12 +185,19 @@ def poll_heads(
     fast = {
         p.uid
         for p in heads
-        if moving and (not p.gate or _has_news(seen.workers.get(p.uid), update))
+        if moving
+        and (_is_starting(p, seen.workers.get(p.uid)) or _has_news(seen.workers.get(p.uid), update))
     }
     polled = ctx.workers.watch_heads(key, heads, fast)
     for uid in memory.polled - polled:
         ctx.workers.forget_head(uid)
     memory.polled = polled
+
+
+def _is_starting(pod: Pod, worker: ObservedWorker | None) -> bool:
+    """Whether its first good answer is yet to come; after that only the API server has anything left to do."""
+    serves = worker is not None and worker.state is not None and worker.state.serving
+    return not (pod.gate or serves)
 
 
 def _has_news(worker: ObservedWorker | None, update: LastUpdate | None) -> bool:

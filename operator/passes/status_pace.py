@@ -24,6 +24,10 @@ class StatusPace:
         """Note whether a pool is on its way to what its spec asks for."""
         (self._moving.add if moving else self._moving.discard)(key)
 
+    def moving_count(self) -> int:
+        """Return how many pools are on their way."""
+        return len(self._moving)
+
     def progress_seconds(self) -> float:
         """Return the least time between two such writes of one pool."""
         share = len(self._moving) / PROGRESS_WRITES_PER_SECOND

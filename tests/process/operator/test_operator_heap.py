@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_operator.heap_freezing import freeze_heap, keep_heap_frozen
+from rollout_operator.heap_freezing import freeze_heap, keep_heap_frozen, thaw_if_grown
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,22 @@ def test_what_is_known_is_frozen_and_what_is_new_is_collected() -> None:
     gone = weakref.ref(Ring())
     freeze_heap()
     assert gone() is None
+
+
+def test_a_heap_that_grew_is_collected_whole_and_one_that_did_not_is_left_alone() -> None:
+    freeze_heap()
+    settled = thaw_if_grown(0)
+    rings = [Ring() for _ in range(1000)]
+    gone = weakref.ref(rings[0])
+    freeze_heap()
+    del rings
+    assert thaw_if_grown(settled) == settled
+    assert gone() is not None, "a thousand are little"
+    kept = [Ring() for _ in range(settled // 2)]
+    freeze_heap()
+    assert thaw_if_grown(settled) > settled
+    assert gone() is None
+    del kept
 
 
 async def test_the_collector_is_as_before_when_the_process_ends() -> None:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.names import (
+    ANNOTATION_CLAIM,
+    ANNOTATION_DEVICES,
+    ANNOTATION_SURGE,
+    ANNOTATION_TRAINER,
+    CONDITION_PROVEN,
+    GANG_EXIT_CODE,
+    GATE_SERVING,
+    LABEL_MANAGED_BY,
+    LABEL_POOL,
+    MANAGER_NAME,
+)
 from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.cache.object_store import ObjectStore
+from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
+from rollout_operator.cache.object_store import ObjectStore, trim_object
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.pods.builder import PodBuilder
-from rollout_operator.core.pods.pod_reader import parse_pod
+from rollout_operator.core.pods.pod_reader import foreign_pod_reason, parse_pod
 from tests.support.unit.poolspecs import spec_of
 
 KEY = PoolKey("rl", "math")
@@ -167,14 +180,66 @@ def test_managed_fields_are_not_kept() -> None:
     assert store.find_pool(KEY) == pool(1)
 
 
-def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
-    spec = spec_of()
-    builder = PodBuilder("math", "rl", "owner", "", spec, EngineDefaults(image="registry/hf:1"))
+AT = "2026-11-28T10:00:00Z"
+OOM = {"exitCode": 137, "reason": "OOMKilled", "startedAt": AT, "finishedAt": AT, "message": "{}"}
+
+
+def container(name: str = "worker", **state: Any) -> Obj:
+    """A status as a kubelet writes it."""
+    return {
+        "name": name,
+        "image": "registry/hf:1",
+        "containerID": "c",
+        "ready": False,
+        "state": state,
+    }
+
+
+def condition(kind: str, status: str, **more: str) -> Obj:
+    return {"type": kind, "status": status, "lastTransitionTime": AT, "lastProbeTime": None, **more}
+
+
+SERVING: Obj = {
+    "phase": "Running",
+    "podIP": "10.0.0.1",
+    "hostIP": "10.1.0.1",
+    "startTime": AT,
+    "containerStatuses": [{**container(running={"startedAt": AT}), "started": True}],
+    "conditions": [
+        condition("Ready", "True"),
+        condition(GATE_SERVING, "True", message="boot b1: it serves"),
+        condition(CONDITION_PROVEN, "True"),
+    ],
+}
+LOST = {"phase": "Failed", "reason": "NodeLost", "message": "Node n1 is gone"}
+FAILED = {"phase": "Failed", "containerStatuses": [container(terminated=OOM)]}
+FOLLOWED = {
+    "phase": "Failed",
+    "containerStatuses": [container(terminated={"exitCode": GANG_EXIT_CODE})],
+}
+BOOTING = {"containerStatuses": [{**container(running={"startedAt": AT}), "started": False}]}
+NO_IMAGE = {"containerStatuses": [container(waiting={"reason": "ErrImagePull", "message": "404"})]}
+LOADS_MODEL = {"initContainerStatuses": [container("download", running={"startedAt": AT})]}
+NO_NODE = {
+    "conditions": [condition("PodScheduled", "False", reason="Unschedulable", message="0/3")]
+}
+
+
+@pytest.mark.parametrize(
+    "status", [SERVING, LOST, FAILED, FOLLOWED, BOOTING, NO_IMAGE, LOADS_MODEL, NO_NODE, {}]
+)
+def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) -> None:
+    spec = spec_of(resources={"limits": {"memory": "8Gi"}})
+    builder = PodBuilder("math", "rl", "owner", "7", spec, EngineDefaults(image="registry/hf:1"))
     made = builder.build_pod(0, 0, 1)
-    made["metadata"] |= {"uid": "u", "resourceVersion": "1"}
+    made["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": AT}
+    made["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 0}
+    made["metadata"]["annotations"] |= {
+        ANNOTATION_SURGE: "", ANNOTATION_TRAINER: "t", ANNOTATION_CLAIM: "c", ANNOTATION_DEVICES: "0,1",
+    }  # fmt: skip
     made["metadata"]["managedFields"] = [{"fieldsV1": {f"f:{n}": {} for n in range(500)}}]
-    made["spec"]["nodeName"] = "n1"
-    made["status"] = {"phase": "Running", "podIP": "10.0.0.1"}
+    made["spec"] |= {"nodeName": "n1", "resourceClaims": [{"name": DEVICES_CLAIM_NAME}]}
+    made["status"] = status
     before = json.dumps(made)
     store = ObjectStore()
     store.upsert_written("pods", made)
@@ -183,7 +248,15 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it() -> None:
     assert len(json.dumps(kept)) < len(before) / 4
     assert parse_pod(kept, "owner") == parse_pod(made, "owner")
     assert [c["name"] for c in kept["spec"]["containers"]] == ["worker"]
-    assert kept["spec"].keys() & {"volumes", "tolerations"} == set()
+    for account, current in product(("other", spec.service_account_name), (True, False)):
+        expected: dict[str, Any] = {
+            "name": "math-0-0",
+            "subdomain": "math-heads",
+            "account": account,
+            "current": current,
+        }
+        assert foreign_pod_reason(kept, **expected) == foreign_pod_reason(made, **expected)
+    assert trim_object("pods", kept) == kept
 
 
 @pytest.mark.parametrize(
