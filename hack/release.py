@@ -2,7 +2,8 @@
 
     make release                                  # of the version that the files have
     python hack/release.py cut 0.2.0 --dry-run    # which files the next version changes
-    python hack/release.py cut 0.2.0              # change them; then commit and tag v0.2.0
+    python hack/release.py cut 0.2.0              # change them; then run pytest tests/chart/test_chart_render.py
+                                                  # --update-goldens, commit and tag v0.2.0
 
 On a tagged commit the tag must name the version. Images of the engines are not made here: they are built from the Dockerfile.
 """

@@ -315,7 +315,7 @@ def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_pa
             )
             if verb == "upgrade":
                 args = cluster.kubectl("-n", NAMESPACE, "get", "deploy", "-o", "yaml")
-                assert "registry.example/rollout-operator:0.1.0" in args, (
+                assert "registry.example/rollout-operator:0.2.0" in args, (
                     f"{page}: the image is kept"
                 )
     assert ran[-1] == "uninstall"
