@@ -1,7 +1,7 @@
 """Spans for OpenTelemetry, if it is installed and the environment names a collector; else nothing happens, at no cost worth naming.
 
-Operator and workers send spans if `OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) is set; the
-other variables of OpenTelemetry's specification hold, too. A trainer's process sets OpenTelemetry up itself, and the client
+Operator and workers send spans by OTLP over HTTP if `OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`)
+is set; OpenTelemetry's variables for resources, sampling, batches and the exporter hold, too. A trainer's process sets OpenTelemetry up itself, and the client
 adds to what is there. Contexts travel as the header `traceparent` (W3C Trace Context).
 
 An update of weights has the same trace in each process that takes part: its ids are made of the pool and the version.
@@ -9,6 +9,7 @@ An update of weights has the same trace in each process that takes part: its ids
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import os
@@ -16,7 +17,10 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from .settings import STOP_TRACING_SECONDS
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -53,8 +57,10 @@ def _trace_api() -> Any:
     return sys.modules.get("opentelemetry.trace")
 
 
-def _propagate_api() -> Any:
-    return importlib.import_module("opentelemetry.propagate")
+def _propagator() -> Any:
+    """Return what reads and writes `traceparent`, whatever `OTEL_PROPAGATORS` says: all of our processes must agree."""
+    found = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
+    return found.TraceContextTextMapPropagator()
 
 
 _chosen_ids: ContextVar[SpanIds | None] = ContextVar("chosen_ids", default=None)
@@ -69,11 +75,12 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
         exporter: Takes the spans, whatever the environment says; None: OTLP over HTTP does.
 
     Raises:
-        TracingUnavailable: It says where, but the extra `otel` is not installed.
+        TracingUnavailable: It says where, but the extra `otel` is not installed, or refuses its variables.
     """
     global _started
-    wanted = any(map(os.environ.get, ENDPOINTS)) and os.environ.get("OTEL_SDK_DISABLED") != "true"
-    if exporter is None and not wanted:
+    endpoint = next(filter(os.environ.get, ENDPOINTS), None)
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if exporter is None and (endpoint is None or disabled):
         return False
     try:
         from opentelemetry import trace
@@ -84,7 +91,7 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
     except ImportError as error:
         raise TracingUnavailable(
-            f"{ENDPOINTS[0]} is set, but OpenTelemetry is not installed ({error}):"
+            f"{endpoint} is set, but OpenTelemetry is not installed ({error}):"
             " pip install 'rollout-operator[otel]', or unset it"
         ) from error
 
@@ -103,18 +110,26 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
         "OTEL_RESOURCE_ATTRIBUTES", ""
     )
     resource = Resource.create({} if named else {"service.name": service})
-    provider = TracerProvider(resource=resource, id_generator=ChosenIds())
-    provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
+    # `stop_tracing` ends it: by itself it would wait for half a minute at the end of the process.
+    provider = TracerProvider(resource=resource, id_generator=ChosenIds(), shutdown_on_exit=False)
+    try:
+        provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
+    except ValueError as error:
+        raise TracingUnavailable(
+            f"OpenTelemetry refuses its settings ({error}): correct the variables OTEL_…, or unset {endpoint}"
+        ) from error
     trace.set_tracer_provider(provider)
     _started = True
     return True
 
 
 def stop_tracing() -> None:
-    """Send what has not been sent; a process that ends itself hard calls this before."""
-    trace = _trace_api()
-    if trace is not None and hasattr(provider := trace.get_tracer_provider(), "shutdown"):
-        provider.shutdown()
+    """Send what has not been sent, for some seconds at most: the last act of a process that `start_tracing` was called in."""
+    if (trace := _trace_api()) is None or not _started:
+        return
+    sending = Thread(target=trace.get_tracer_provider().shutdown, daemon=True)
+    sending.start()
+    sending.join(STOP_TRACING_SECONDS)
 
 
 @contextmanager
@@ -122,11 +137,15 @@ def _span(
     name: str, kind: SpanKind, parent: Mapping[str, str] | None, attributes: Attributes
 ) -> Iterator[Span]:
     trace = _trace_api()
-    context = None if parent is None else _propagate_api().extract(parent)
+    context = None if parent is None else _propagator().extract(parent)
     with trace.get_tracer(SCOPE).start_as_current_span(
         name, context, trace.SpanKind[kind.upper()], attributes
     ) as span:
-        yield span
+        try:
+            yield span
+        except asyncio.CancelledError:  # also what a deadline looks like in here
+            span.set_status(trace.Status(trace.StatusCode.ERROR, "cancelled, or out of time"))
+            raise
 
 
 def open_span(
@@ -136,7 +155,7 @@ def open_span(
     parent: Mapping[str, str] | None = None,
     attributes: Attributes = {},  # noqa: B006 - never changed
 ) -> AbstractContextManager[Span | None]:
-    """Return a context manager within which a span is the current one; an exception marks it as failed.
+    """Return a context manager within which a span is the current one; an exception, or its cancellation, marks it as failed.
 
     Args:
         name: Of the kind of work, not of one piece of it.
@@ -170,7 +189,7 @@ def link_span(ids: SpanIds) -> None:
 def add_trace_header(headers: MutableMapping[str, str]) -> None:
     """Add the current span's `traceparent`, if there is one."""
     if _trace_api() is not None:
-        _propagate_api().inject(headers)
+        _propagator().inject(headers)
 
 
 def update_ids(namespace: str, pool: str, epoch: int, version: int) -> SpanIds:
@@ -210,7 +229,7 @@ def record_span(
 
 
 class TraceRequests:
-    """ASGI middleware: a span for each POST, from its first byte to the last of its answer.
+    """ASGI middleware: a span for each POST that the port's guard lets in, to the last byte of its answer.
 
     Looks are left out: state, health, readiness and metrics are asked for all the time.
     """
@@ -230,8 +249,22 @@ class TraceRequests:
 
         async def note_status(message: Any) -> None:
             if message["type"] == "http.response.start":
-                note_attributes({"http.response.status_code": message["status"]})
+                _note_answer(message["status"])
             await send(message)
 
-        with open_span(f"POST {scope['path']}", "server", parent=headers, attributes=attributes):
-            await self._app(scope, receive, note_status)
+        with open_span("POST", "server", parent=headers, attributes=attributes) as span:
+            try:
+                await self._app(scope, receive, note_status)
+            finally:
+                route = getattr(scope.get("route"), "path", None)
+                if span is not None and route is not None:
+                    # A path may name a turn or be anybody's invention; routes are few.
+                    span.update_name(f"POST {route}")
+                    span.set_attribute("http.route", route)
+
+
+def _note_answer(status: int) -> None:
+    """Add the status of an answer; only 5xx are failures of a server (OpenTelemetry's conventions for HTTP)."""
+    note_attributes({"http.response.status_code": status})
+    if status >= 500 and (trace := _trace_api()) is not None:
+        trace.get_current_span().set_status(trace.Status(trace.StatusCode.ERROR))

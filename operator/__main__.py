@@ -24,7 +24,9 @@ def main() -> None:
         operator_logs.configure_logging(config.log_level, config.log_format)
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         tracing.start_tracing("rollout-operator")
-        sys.exit(asyncio.run(_run_operator(config)))
+        code = asyncio.run(_run_operator(config))
+        tracing.stop_tracing()
+        sys.exit(code)
     except (ConfigError, tracing.TracingUnavailable) as error:
         sys.stderr.write(f"rollout-operator: {error}\n")
         sys.exit(2)

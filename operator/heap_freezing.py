@@ -40,12 +40,12 @@ async def keep_heap_frozen() -> None:
 
 
 def thaw_if_grown(settled: int) -> int:
-    """Collect all of the heap if more is frozen than after the last time; return how many objects are now."""
+    """Collect all of the heap if half as much again is frozen as after the last time; return what to compare with next."""
     if gc.get_freeze_count() > THAW_GROWTH * settled:
         gc.unfreeze()
         freeze_heap()
         return gc.get_freeze_count()
-    return settled
+    return min(settled, gc.get_freeze_count())  # a store that shrank may grow by cycles again
 
 
 def freeze_heap() -> None:

@@ -75,7 +75,8 @@ async def run_attempt(
     try:
         async with asyncio.timeout(seconds) as scope:
             lease.watch_timeout(scope)
-            with tracing.open_span("attempt", "client", attributes={"url.full": lease.member.url}):
+            about = {"url.full": str(_generate_url(lease.member.url))}
+            with tracing.open_span("attempt", "client", attributes=about):
                 return await _exchange_stream(client, lease, request, take, taken)
     except TimeoutError:
         # Either the deadline passed, or the lease was cut off.

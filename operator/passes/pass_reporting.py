@@ -79,7 +79,7 @@ def _trace_update(key: PoolKey, update: LastUpdate, outcome: UpdatePhase, ended:
         "rollout.outcome": outcome.value,
     }
     ids = tracing.update_ids(key.namespace, key.name, update.epoch, update.version)
-    failed = "" if outcome is UpdatePhase.COMPLETE else update.message
+    failed = update.message if outcome is UpdatePhase.FAILED else ""
     tracing.record_span(
         "weights update", ids, update.started_at.timestamp(), ended, attributes, failed
     )

@@ -36,6 +36,7 @@ from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
 
+WAITING_REASONS = ("Unschedulable", "WaitingForTrainer")
 CALLS_BEGUN_TOGETHER = 50
 """A request takes the loop some 0.2 ms until it is sent."""
 
@@ -111,8 +112,7 @@ async def write_status(
     """
     ctx, key, status = writer.ctx, writer.key, plan.status
     update_pool_metrics(ctx, key, pool, status, plan)
-    progressing = status.find_condition(ConditionType.PROGRESSING)
-    ctx.pace.note_pool(key, moving=progressing is not None and progressing.status == "True")
+    ctx.pace.note_pool(key, moving=_is_moving(status))
     before, after = memory.stored_fields, owned_fields(status)
     if before == after:
         memory.unwritten = None
@@ -151,6 +151,12 @@ async def write_status(
     memory.obstacles.clear_obstacle(STATUS_LABEL)
     memory.written_at = now
     return None
+
+
+def _is_moving(status: RolloutReplicaStatus) -> bool:
+    """Whether a pool is on its way; one that waits for a node or a trainer, perhaps for days, is not."""
+    found = status.find_condition(ConditionType.PROGRESSING)
+    return found is not None and found.status == "True" and found.reason not in WAITING_REASONS
 
 
 def _rests_on_status(plan: PassPlan, stored: RolloutReplicaStatus) -> bool:

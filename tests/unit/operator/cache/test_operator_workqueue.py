@@ -247,3 +247,13 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+async def test_a_key_that_is_due_earlier_than_all_others_wakes_a_worker_in_time() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    waiting = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    queue.add("late", 30)
+    queue.add("later", 60)
+    queue.add("soon", 0.05)
+    assert await asyncio.wait_for(waiting, 1) == "soon"

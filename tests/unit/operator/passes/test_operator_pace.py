@@ -107,3 +107,18 @@ async def test_what_a_commit_rests_on_waits_for_no_pace(lab: PassLab) -> None:
     assert [verb for _, verb in lab.asked] == ["stage", "commit"]
     assert len(lab.written) == told + 1, "at once"
     assert lab.status["weights"]["committed"]["rootHash"] == "hash(0, 0)"
+
+
+async def test_a_pool_that_waits_for_a_node_does_not_count_as_moving(lab: PassLab) -> None:
+    lab.has_pool(replicas=1)
+    lab.has_pod(pod())
+    await lab.reconcile()
+    assert lab.ctx.pace.moving_count() == 1
+    lab.clock.steady += 120
+    lab.clock.wall += 120
+    no_node = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    since = {"lastTransitionTime": "1970-01-12T13:00:00Z", "message": "0/3 nodes are available"}
+    lab.has_pod({**pod(resourceVersion="9"), "status": {"conditions": [no_node | since]}})
+    await lab.reconcile()
+    assert condition(lab.status, "Progressing") == ("True", "Unschedulable")
+    assert lab.ctx.pace.moving_count() == 0

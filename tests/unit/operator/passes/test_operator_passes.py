@@ -355,6 +355,16 @@ async def test_only_heads_that_have_something_new_to_say_are_asked_often(lab: Pa
     assert lab.poller.fast == {one: False, two: False, three: True}
 
 
+async def test_a_head_that_serves_is_asked_seldom_until_its_gate_is_set(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
+    ready = lab.has_pod(head(0), worker_of())
+    starting = lab.has_pod(head(1), worker_of(loading=True))
+    await lab.reconcile()
+    await lab.polled()
+    await lab.reconcile()
+    assert lab.poller.fast == {ready: False, starting: True}
+
+
 async def test_a_pool_that_rests_is_asked_seldom(lab: PassLab) -> None:
     [uid] = await serving(lab)
     changed(lab, state="Paused")

@@ -86,15 +86,29 @@ def test_a_context_that_came_is_passed_on_by_those_who_send_no_spans() -> None:
     assert headers == given
 
 
-@pytest.mark.parametrize(("share", "flags"), [("1.0", "01"), ("0.0", "00")])
-def test_an_update_is_sent_whole_or_not_at_all(share: str, flags: str) -> None:
-    """By the decision of the sampler on its root, in a process of its own: OpenTelemetry is set up once in each."""
-    program = """
-from opentelemetry import trace
+TRACED = """
+import asyncio, contextlib
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rollout_common import tracing
 exporter = InMemorySpanExporter()
 assert tracing.start_tracing("operator", exporter)
+"""
+
+
+def run_traced(program: str, **environ: str) -> str:
+    """Run a program whose spans stay in `exporter`: OpenTelemetry can be set up once in a process."""
+    path = ":".join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED + program],
+        env={"PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("share", "flags"), [("1.0", "01"), ("0.0", "00")])
+def test_an_update_is_sent_whole_or_not_at_all(share: str, flags: str) -> None:
+    program = """
 ids = tracing.update_ids("rl", "policy", 1, 7)
 headers = ids.to_headers()
 with tracing.open_span("commit", "client", parent=headers):
@@ -103,10 +117,80 @@ tracing.record_span("weights update", ids, 0, 1, {})
 tracing.stop_tracing()
 print(headers["traceparent"][-2:], len(exporter.get_finished_spans()))
 """
-    path = ":".join(filter(None, sys.path))
     sampler = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": share}
+    found = run_traced(program, OTEL_PROPAGATORS="none", **sampler)
+    assert found.split() == [flags, "2" if flags == "01" else "0"]
+
+
+def test_an_error_and_a_deadline_mark_a_span_as_failed() -> None:
+    program = """
+async def act():
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.01):
+            with tracing.open_span("slow"):
+                await asyncio.sleep(60)
+    with contextlib.suppress(ValueError), tracing.open_span("wrong"):
+        raise ValueError("no")
+    with tracing.open_span("well"):
+        pass
+asyncio.run(act())
+tracing.stop_tracing()
+for span in exporter.get_finished_spans():
+    print(span.name, span.status.status_code.name)
+"""
+    assert run_traced(program).splitlines() == ["slow ERROR", "wrong ERROR", "well UNSET"]
+
+
+def test_requests_are_named_by_their_route_and_5xx_are_errors() -> None:
+    program = """
+import httpx
+from fastapi import Response
+from rollout_worker.ports.port_app import new_app
+app = new_app("t", "t", limits=lambda: None)
+@app.post("/v1/turn/{attempt}/use")
+async def use(attempt: str) -> Response:
+    return Response(status_code=503 if attempt == "7" else 200)
+async def call():
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://w") as client:
+        for path in ("/v1/turn/6/use", "/v1/turn/7/use", "/made/up"):
+            await client.post(path)
+        await client.get("/v1/turn/6/use")
+asyncio.run(call())
+tracing.stop_tracing()
+for span in exporter.get_finished_spans():
+    print(span.name, span.attributes["http.response.status_code"], span.status.status_code.name)
+"""
+    named = "POST /v1/turn/{attempt}/use"
+    assert run_traced(program).splitlines() == [
+        f"{named} 200 UNSET",
+        f"{named} 503 ERROR",
+        "POST 404 UNSET",
+    ]
+
+
+def test_a_collector_that_does_not_answer_keeps_no_process_from_ending() -> None:
+    program = """
+import time
+tracing.STOP_TRACING_SECONDS = 0.3
+with tracing.open_span("last"):
+    pass
+exporter.export = lambda spans: time.sleep(60)
+began = time.monotonic()
+tracing.stop_tracing()
+print(time.monotonic() - began)
+"""
+    assert 0.2 < float(run_traced(program)) < 3
+
+
+def test_wrong_variables_of_opentelemetry_are_named() -> None:
+    path = ":".join(filter(None, sys.path))
+    wrong = {
+        tracing.ENDPOINTS[1]: "http://collector:4318",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": path, **sampler},
-        capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", 'from rollout_common import tracing; tracing.start_tracing("x")'],
+        env={"PYTHONPATH": path, **wrong}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.stdout.split() == [flags, "2" if flags == "01" else "0"]
+    assert "TracingUnavailable: OpenTelemetry refuses its settings" in done.stderr
+    assert f"or unset {tracing.ENDPOINTS[1]}" in done.stderr
