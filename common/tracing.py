@@ -64,7 +64,8 @@ def _propagator() -> Any:
 
 
 _chosen_ids: ContextVar[SpanIds | None] = ContextVar("chosen_ids", default=None)
-_started = False
+started = False
+"""Whether `start_tracing` has set this process up."""
 
 
 def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
@@ -77,7 +78,7 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
     Raises:
         TracingUnavailable: It says where, but the extra `otel` is not installed, or refuses its variables.
     """
-    global _started
+    global started
     endpoint = next(filter(os.environ.get, ENDPOINTS), None)
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if exporter is None and (endpoint is None or disabled):
@@ -119,13 +120,13 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
             f"OpenTelemetry refuses its settings ({error}): correct the variables OTEL_…, or unset {endpoint}"
         ) from error
     trace.set_tracer_provider(provider)
-    _started = True
+    started = True
     return True
 
 
 def stop_tracing() -> None:
     """Send what has not been sent, for some seconds at most: the last act of a process that `start_tracing` was called in."""
-    if (trace := _trace_api()) is None or not _started:
+    if (trace := _trace_api()) is None or not started:
         return
     sending = Thread(target=trace.get_tracer_provider().shutdown, daemon=True)
     sending.start()
@@ -239,7 +240,7 @@ class TraceRequests:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request within its span."""
-        if not _started or scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         headers = {

@@ -101,7 +101,7 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
 
 def _note_generation(flight: InFlightRequest) -> None:
     """Add to the request's span what was generated, in the words of OpenTelemetry's conventions where it has any."""
-    if not tracing.is_recording():
+    if not (tracing.started and tracing.is_recording()):
         return
     done = flight.final_event()
     spans = [span for output in flight.outputs for span in output.spans]

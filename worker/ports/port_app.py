@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_common.tracing import TraceRequests
+from rollout_common import tracing
 from rollout_common.wire import Problem
 from rollout_common.wire.problems import MEDIA_TYPE, ProblemError, invalid_request_problem
 from rollout_worker.engine import EngineCrashed, EngineError
@@ -53,7 +53,8 @@ def new_app(
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(EngineError, _answer_engine_error)
     app.add_exception_handler(Exception, _answer_internal_error)
-    app.add_middleware(TraceRequests)
+    if tracing.started:
+        app.add_middleware(tracing.TraceRequests)
     app.state.bodies = BodyReader(limits, refused=refused)
     app.router.route_class = BodyRoute
     return app
