@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -57,6 +58,7 @@ def _trace_api() -> Any:
     return sys.modules.get("opentelemetry.trace")
 
 
+@cache
 def _propagator() -> Any:
     """Return what reads and writes `traceparent`, whatever `OTEL_PROPAGATORS` says: all of our processes must agree."""
     found = importlib.import_module("opentelemetry.trace.propagation.tracecontext")

@@ -65,6 +65,7 @@ async def cleanup(**_: Any) -> None:
     if _OperatorProcess.operator is not None and _OperatorProcess.task is not None:
         _OperatorProcess.operator.stop()
         await asyncio.wait({_OperatorProcess.task}, timeout=20)
+        await asyncio.to_thread(tracing.stop_tracing)
 
 
 kopf_streams.register_handlers(_feed_operator)

@@ -41,11 +41,12 @@ async def keep_heap_frozen() -> None:
 
 def thaw_if_grown(settled: int) -> int:
     """Collect all of the heap if half as much again is frozen as after the last time; return what to compare with next."""
-    if gc.get_freeze_count() > THAW_GROWTH * settled:
+    frozen = gc.get_freeze_count()  # it counts them one by one
+    if frozen > THAW_GROWTH * settled:
         gc.unfreeze()
         freeze_heap()
         return gc.get_freeze_count()
-    return min(settled, gc.get_freeze_count())  # a store that shrank may grow by cycles again
+    return min(settled, frozen)  # a store that shrank may grow by cycles again
 
 
 def freeze_heap() -> None:

@@ -96,7 +96,7 @@ class OperatorParts:
         self.neighbours = NeighbourInformer(
             self.kube,
             NEIGHBOUR_PARSERS,
-            self.feed.note_worker_change,
+            self.feed.note_change,
         )
         self.gangs = GangWatch(
             self.kube, self._wake_pool, config.watch_namespaces, config.gang_scheduler
@@ -115,9 +115,9 @@ class OperatorParts:
 
     def _add_workers(self) -> None:
         self.connections = WorkerConnections(self._config.control_ca_file)
-        self.poller = HeadPoller(self._ask_state, self.feed.note_worker_change)
+        self.poller = HeadPoller(self._ask_state, self.feed.note_change)
         self.calls = WorkerCalls(
-            self.feed.note_worker_change,
+            self.feed.note_change,
             after=lambda lane, answer: self.workers.note_call_end(lane, answer),
             may_start=self.leadership.may_write,
             failed=self.telemetry.count_failed_call,

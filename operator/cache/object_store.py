@@ -335,8 +335,9 @@ def _object_key(obj: Obj) -> PoolKey:
 
 _POD_METADATA = (
     "name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences",
-    "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
+    "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "annotations",
 )  # fmt: skip
+_OUR_ANNOTATIONS = f"{GROUP}/"
 _POD_SPEC = (
     "serviceAccountName", "hostname", "subdomain", "nodeName", "terminationGracePeriodSeconds", "resourceClaims",
 )  # fmt: skip
@@ -361,24 +362,15 @@ def trim_object(resource: ResourceName, obj: Obj) -> Obj:
 def _trim_pod(obj: Obj) -> Obj:
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     notes = meta.get("annotations") or {}
+    ours = {name: text for name, text in notes.items() if name.startswith(_OUR_ANNOTATIONS)}
+    containers = _pick_parts(spec, ("containers", "initContainers"), ("name", "resources"))
+    ran = _pick_parts(status, ("containerStatuses", "initContainerStatuses"), _CONTAINER_STATUS)
+    conditions = _pick_parts(status, ("conditions",), _CONDITION)
     trimmed = {
-        "metadata": {
-            **_pick_fields(meta, _POD_METADATA),
-            "annotations": {k: v for k, v in notes.items() if k.startswith(f"{GROUP}/")},
-        },
-        "spec": {
-            **_pick_fields(spec, _POD_SPEC),
-            **_pick_parts(spec, ("containers", "initContainers"), ("name", "resources")),
-        },
-        "status": {
-            **_pick_fields(status, _POD_STATUS),
-            **_pick_parts(
-                status, ("containerStatuses", "initContainerStatuses"), _CONTAINER_STATUS
-            ),
-            **_pick_parts(status, ("conditions",), _CONDITION),
-        },
+        "metadata": _pick_fields({**meta, "annotations": ours}, _POD_METADATA),
+        "spec": _pick_fields(spec, _POD_SPEC) | containers,
+        "status": _pick_fields(status, _POD_STATUS) | ran | conditions,
     }
-    trimmed["metadata"] = _pick_fields(trimmed["metadata"], (*_POD_METADATA, "annotations"))
     return _pick_fields(trimmed, ("metadata", "spec", "status"))
 
 

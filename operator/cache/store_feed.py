@@ -83,7 +83,7 @@ class StoreFeed:
             if resource == "pools":
                 self._queue.add(key)
             else:
-                self._queue_change(key)
+                self.note_change(key)
 
     def begin_list(self, resource: ResourceName, namespace: str | None) -> None:
         """Note that a list is about to be asked for."""
@@ -114,19 +114,17 @@ class StoreFeed:
             if namespace in (None, key.namespace):
                 self._queue.add(key, random.uniform(0, seconds))
 
-    def note_worker_change(self, key: PoolKey) -> None:
-        """Look at a pool, one of whose workers has changed."""
-        self._queue_change(key)
-
-    def _queue_change(self, key: PoolKey) -> None:
+    def note_change(self, key: PoolKey) -> None:
+        """Look at a pool: one of its pods or workers, or what it shares devices with, has changed."""
         self._changes.add_change()
         self._queue.add(key, self._batch_delay(key))
 
     def _batch_delay(self, key: PoolKey) -> float:
         """Return for how long more changes may join one: longer in large pools, and while many pools move."""
         size = self._store.pod_count(key)
-        own = BATCH_SECONDS_PER_POD * size if size > UNBATCHED_PODS else 0.0
-        own = min(MAX_BATCH_SECONDS, own)
+        own = (
+            0.0 if size <= UNBATCHED_PODS else min(MAX_BATCH_SECONDS, BATCH_SECONDS_PER_POD * size)
+        )
         if self._changes.per_second() < BUSY_CHANGES_PER_SECOND:
             return own
         shared = self._moving_pools() / MOVING_PASSES_PER_SECOND

@@ -186,7 +186,7 @@ def poll_heads(
         p.uid
         for p in heads
         if moving
-        and (_is_starting(p, seen.workers.get(p.uid)) or _has_news(seen.workers.get(p.uid), update))
+        and (_is_starting(p, worker := seen.workers.get(p.uid)) or _has_news(worker, update))
     }
     polled = ctx.workers.watch_heads(key, heads, fast)
     for uid in memory.polled - polled:

@@ -28,7 +28,13 @@ from rollout_operator.core.status_report import document_for_unreadable_status
 from .group_writer import GroupWriter
 from .pass_context import PassContext
 from .pass_input import PassInput, poll_heads, update_phase
-from .pass_reporting import count_update, post_events, update_pool_metrics
+from .pass_reporting import (
+    UNSCHEDULABLE_REASON,
+    WAITING_REASON,
+    count_update,
+    post_events,
+    update_pool_metrics,
+)
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
 from .settings import ABSENT_RETRY_SECONDS
@@ -36,7 +42,6 @@ from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
 
-WAITING_REASONS = ("Unschedulable", "WaitingForTrainer")
 CALLS_BEGUN_TOGETHER = 50
 """A request takes the loop some 0.2 ms until it is sent."""
 
@@ -156,7 +161,11 @@ async def write_status(
 def _is_moving(status: RolloutReplicaStatus) -> bool:
     """Whether a pool is on its way; one that waits for a node or a trainer, perhaps for days, is not."""
     found = status.find_condition(ConditionType.PROGRESSING)
-    return found is not None and found.status == "True" and found.reason not in WAITING_REASONS
+    return (
+        found is not None
+        and found.status == "True"
+        and found.reason not in (WAITING_REASON, UNSCHEDULABLE_REASON)
+    )
 
 
 def _rests_on_status(plan: PassPlan, stored: RolloutReplicaStatus) -> bool:

@@ -91,9 +91,9 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
         if body.stream:
             return _stream_response(worker, flight, seconds, encode, framed=framed)
         await finish_flights(worker.flights, [flight], seconds, request)
-        _note_generation(flight)
         if framed:  # the same frames, in one go
             return _stream_response(worker, flight, seconds, encode, framed=True)
+        _note_generation(flight)
         if flight.has_scores:
             return StreamingResponse(flight.response_pieces(), media_type="application/json")
         return Response(flight.to_response().model_dump_json(), media_type="application/json")

@@ -22,10 +22,11 @@ from rollout_common import tracing
 """As if the extra were not installed."""
 
 
-def run_hidden(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_program(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own: OpenTelemetry can be set up once in each."""
     path = ":".join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, "-c", HIDDEN + program],
+        [sys.executable, "-c", program],
         env={"PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -51,13 +52,13 @@ tracing.record_span("y", tracing.update_ids("rl", "p", 1, 2), 0, 1, {})
 tracing.stop_tracing()
 assert not headers and not tracing.is_recording() and not tracing.start_tracing("x")
 """
-    done = run_hidden(program)
+    done = run_program(HIDDEN + program)
     assert done.returncode == 0, done.stderr
 
 
 def test_an_endpoint_without_opentelemetry_says_what_to_install() -> None:
     endpoint = {tracing.ENDPOINTS[0]: "http://collector:4318"}
-    done = run_hidden('tracing.start_tracing("x")', **endpoint)
+    done = run_program(HIDDEN + 'tracing.start_tracing("x")', **endpoint)
     assert "TracingUnavailable: OTEL_EXPORTER_OTLP_ENDPOINT is set, but" in done.stderr
     assert "pip install 'rollout-operator[otel]', or unset it" in done.stderr
 
@@ -96,12 +97,8 @@ assert tracing.start_tracing("operator", exporter)
 
 
 def run_traced(program: str, **environ: str) -> str:
-    """Run a program whose spans stay in `exporter`: OpenTelemetry can be set up once in a process."""
-    path = ":".join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", TRACED + program],
-        env={"PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    """Run a program whose spans stay in `exporter`; return what it prints."""
+    done = run_program(TRACED + program, **environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -183,14 +180,11 @@ print(time.monotonic() - began)
 
 
 def test_wrong_variables_of_opentelemetry_are_named() -> None:
-    path = ":".join(filter(None, sys.path))
     wrong = {
         tracing.ENDPOINTS[1]: "http://collector:4318",
         "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", 'from rollout_common import tracing; tracing.start_tracing("x")'],
-        env={"PYTHONPATH": path, **wrong}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    program = 'from rollout_common import tracing; tracing.start_tracing("x")'
+    done = run_program(program, **wrong)
     assert "TracingUnavailable: OpenTelemetry refuses its settings" in done.stderr
     assert f"or unset {tracing.ENDPOINTS[1]}" in done.stderr

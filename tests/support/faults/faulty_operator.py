@@ -77,11 +77,11 @@ class FaultyOperator:
         self.neighbours = NeighbourInformer(
             self.kube,
             NEIGHBOUR_PARSERS,
-            self.feed.note_worker_change,
+            self.feed.note_change,
         )
         self.poller = HeadPoller(
             lambda key, address: self.control(key, address).state(),
-            self.feed.note_worker_change,
+            self.feed.note_change,
             clock=loop.time,
         )
         self.calls = WorkerCalls(

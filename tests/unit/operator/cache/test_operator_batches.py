@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
-from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.objects import Obj, PoolKey, ResourceName
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.cache.settings import MAX_BATCH_SECONDS, MAX_MOVING_BATCH_SECONDS
 from rollout_operator.cache.store_feed import StoreFeed
@@ -31,16 +31,16 @@ class Feed:
         """Other pools change 100 times a second."""
         for number in range(1000):
             self.now += 0.01
-            self.feed.note_worker_change(PoolKey("rl", f"other-{number % 7}"))
+            self.feed.note_change(PoolKey("rl", f"other-{number % 7}"))
         while self.queue.get_due() is not None:
             pass
 
-    def take_event(self, resource: str, name: str) -> None:
+    def take_event(self, resource: ResourceName, name: str) -> None:
         self.version += 1
         labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: KEY.name}
         meta = {"name": name, "namespace": KEY.namespace, "uid": name, "labels": labels}
         obj: Obj = {"metadata": {**meta, "resourceVersion": str(self.version)}}
-        self.feed.take_event("pods" if resource == "pods" else "pools", "MODIFIED", obj)
+        self.feed.take_event(resource, "MODIFIED", obj)
 
     def is_woken(self, seconds: float) -> bool:
         """Whether the pool is looked at within so many seconds; that look ends at once."""
@@ -68,13 +68,13 @@ def test_while_many_pools_move_changes_of_pods_and_workers_wait_for_each_other(
     feed.moving = moving
     for name in "abc":
         feed.take_event("pods", name)
-    feed.feed.note_worker_change(KEY)
+    feed.feed.note_change(KEY)
     assert not feed.is_woken(0.9 * seconds)
     assert feed.is_woken(0.2 * seconds), "the first of them counts"
     assert not feed.is_woken(3 * seconds), "once for all"
 
 
-def test_pools_that_wait_for_nodes_or_trainers_delay_no_others() -> None:
+def test_while_little_changes_pools_that_move_delay_no_others() -> None:
     feed = Feed()
     feed.let_others_change()
     feed.moving = 100_000

@@ -248,6 +248,7 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) ->
     assert len(json.dumps(kept)) < len(before) / 4
     assert parse_pod(kept, "owner") == parse_pod(made, "owner")
     assert [c["name"] for c in kept["spec"]["containers"]] == ["worker"]
+    assert kept["spec"].keys() & {"volumes", "tolerations"} == set()
     for account, current in product(("other", spec.service_account_name), (True, False)):
         expected: dict[str, Any] = {
             "name": "math-0-0",
