@@ -282,7 +282,7 @@ class GenerateOutput(Wire):
     """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
 
     `logprobs` is omitted if the request asked for none; `top_logprobs`, `routed_experts` and `sampling_mask` unless
-    it asked for them.
+    it asked for them, and if the output was aborted before its first token.
     """
 
     index: int = Field(ge=0)

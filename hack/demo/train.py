@@ -46,6 +46,8 @@ SHAPE = (
 EXAMPLES = REPOSITORY / "examples"
 EXAMPLE = EXAMPLES / "grpo"
 JOB_SECONDS, HEAL_SECONDS = 900.0, 180.0
+STOPPED_SECONDS = 2.0
+"""Less than any probe or client waits for a worker that stands still."""
 GOAL = 0.8
 """Chance is 0.1. Some policies stay at 0.86 for long, with one wrong number in ten: they have learned, too."""
 
@@ -228,21 +230,25 @@ class Trouble:
         """Kill -9 the first worker while requests are in flight."""
         pod = self.stage.get("pod", f"{self.pool}-0-0")
         pid = process_in(pod["metadata"]["uid"], "rollout-worker")
+        counts: list[int] = []
 
         def stopped_with_requests() -> int:
+            """Stop it until enough requests wait in it: it stands still, so they stay and others join them."""
             os.kill(pid, signal.SIGSTOP)
-            # The answers that it is about to send are out, and the next requests in.
-            time.sleep(0.2)
-            if (found := unanswered_requests(pid)) >= self.BUSY:
-                return found
+            end = time.monotonic() + STOPPED_SECONDS
+            while time.monotonic() < end:
+                time.sleep(0.2)  # the answers that it was about to send are out by now
+                counts.append(unanswered_requests(pid))
+                if counts[-1] >= self.BUSY:
+                    return counts[-1]
             os.kill(pid, signal.SIGCONT)
             return 0
 
-        # It stands still before it is counted: a quick machine has them for an instant in each step.
         try:
-            running = self.stage.until(
-                f"{self.BUSY} requests in flight", stopped_with_requests, 60, every=0.05
-            )
+            running = self.stage.until(f"{self.BUSY} requests in flight", stopped_with_requests, 60)
+        except DemoError as error:
+            pool = self.stage.kubectl("get", "rr", self.pool, "-o", "wide")
+            raise DemoError(f"{error}; it had {counts}\n{pool}") from None
         finally:
             os.kill(pid, signal.SIGKILL)
         self.stage.say(f"$ kill -9 {self.pool}-0-0, which had {running} requests in flight")

@@ -141,7 +141,7 @@ def busy_with_kinds(worker: Served) -> Callable[[], None]:
             if count and fields is scored:
                 assert len(output["top_logprobs"]["token_ids"]) == count
                 assert len(answer.json()["prompt_logprobs"]["logprobs"]) == len(PROMPT)
-            if "return_sampling_mask" in fields:
+            if count and "return_sampling_mask" in fields:
                 masks = SamplingMask.model_validate(output["sampling_mask"])
                 assert len(masks.counts) == count
 
