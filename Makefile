@@ -90,6 +90,10 @@ soak: prepared ## run tests that are too long for every day: long cycles, many e
 vm: cluster-build images ## check local nodes in a Debian with cgroup v2 only, booted by QEMU (root)
 	@$(PYTHON3) hack/vm/machine.py python3 hack/vm/check.py
 
+.PHONY: vm-readme
+vm-readme: ## follow README's way without a cluster in a bare Debian, booted by QEMU (root)
+	@$(PYTHON3) hack/vm/machine.py --bare --minutes=120 python3 hack/vm/readme.py
+
 .PHONY: test-fast
 test-fast: $(VENV) ## run the tests that need no cluster
 	$(BIN)/pytest tests/unit tests/chart $(PYTEST_ARGS)

@@ -7,7 +7,8 @@ kwok runs pods as objects only, and the operator trusts only the answers of work
 of pools become Ready, this server implements the wire models of the control port: the address that a
 request was sent to identifies the pod, and each pod has its own fence, holds and weights. There are no
 engines: models load, stage and commit at once. `GET /counts` on 127.0.0.1 shows the calls of each route,
-and `POST /push?epoch=1&version=2&nth=2` gives every second pod the bytes that a trainer would have pushed.
+`GET /committed` the versions that were ever committed, `POST /push?epoch=1&version=2&nth=2` gives every second pod
+the bytes that a trainer would have pushed, and `POST /restart?address=10.1.128.1` restarts the process of one pod.
 """
 
 from __future__ import annotations
@@ -195,19 +196,22 @@ class Server:
         self.pods: dict[str, PodState] = {}
         """By address."""
         self._counts: Counter[str] = Counter()
+        self._committed: set[tuple[int, int]] = set()
 
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/state", self._state)
         app.router.add_get("/counts", self._show_counts)
+        app.router.add_get("/committed", self._show_committed)
         app.router.add_post("/push", self._push)
+        app.router.add_post("/restart", self._restart)
         self._post(app, "/v1/pause", PauseRequest, pause)
         self._post(app, "/v1/resume", ReleaseRequest, release)
         self._post(app, "/v1/sleep", SleepRequest, sleep)
         self._post(app, "/v1/wake", WakeRequest, release)
         self._post(app, "/v1/require", RequireRequest, require)
         self._post(app, "/v1/weights/stage", StageRequest, stage)
-        self._post(app, "/v1/weights/commit", CommitRequest, commit)
+        self._post(app, "/v1/weights/commit", CommitRequest, self._commit)
         self._post(app, "/v1/weights/discard", DiscardRequest, discard)
         return app
 
@@ -222,6 +226,18 @@ class Server:
 
     async def _show_counts(self, _: web.Request) -> web.Response:
         return web.json_response({"pods": len(self.pods), **self._counts})
+
+    async def _show_committed(self, _: web.Request) -> web.Response:
+        return web.json_response(sorted(self._committed))
+
+    async def _restart(self, request: web.Request) -> web.Response:
+        self.pods.pop(request.query["address"], None)
+        return web.json_response({})
+
+    def _commit(self, pod: PodState, body: CommitRequest) -> bytes:
+        answer = commit(pod, body)
+        self._committed.add((body.epoch, body.version))
+        return answer
 
     async def _push(self, request: web.Request) -> web.Response:
         epoch, version, nth = (int(request.query[name]) for name in ("epoch", "version", "nth"))

@@ -3,11 +3,13 @@
 
     sudo python3 hack/vm/machine.py python3 hack/vm/check.py
     sudo python3 hack/vm/machine.py make demo
+    sudo python3 hack/vm/machine.py --bare python3 hack/vm/readme.py
 
 The machine sees the repository and the cache at their own paths, and what it writes there is gone when it ends.
-Nothing is built in it: `make prepared` first. It has no network. Without hardware virtualization QEMU translates
-each instruction, and the machine's clock counts them, a nanosecond each: it goes about five times slower than
-ours, so deadlines and times mean there what they mean on a real machine.
+Nothing is built in it: `make prepared` first. It has no network. A `--bare` one is as a newcomer's: it has a network,
+and of ours nothing but a clone. Without hardware virtualization QEMU translates each instruction, and the machine's
+clock counts them, a nanosecond each: it goes about five times slower than ours, so deadlines and times mean there what
+they mean on a real machine.
 """
 
 from __future__ import annotations
@@ -32,11 +34,30 @@ from localkube.home import REPOSITORY, cache, exclusive, say, step
 SUITE = "bookworm"
 PACKAGES = {"qemu-system-x86": "/usr/bin/qemu-system-x86_64", "mmdebstrap": "/usr/bin/mmdebstrap"}
 FILE_SERVERS = ("/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd")
-INSIDE = ("systemd-sysv", "udev", "linux-image-cloud-amd64", "python3", "make", "procps",
-          "ca-certificates", *debian.NODE_PACKAGES)  # fmt: skip
+INSIDE = ("systemd-sysv", "udev", "linux-image-cloud-amd64", "python3", "python3-venv", "git", "make",
+          "procps", "ca-certificates", *debian.NODE_PACKAGES)  # fmt: skip
 DISK = "16G"
 HIDDEN = ("clusters", "logs", "vm")
 """Folders of the cache that the machine has of its own."""
+
+AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+"""Whom this machine trusts: what it downloads from may be known to nobody else."""
+
+# QEMU's own network: a router at .2 and names from .3.
+BARE_BEGIN = f"""\
+link=$(ls /sys/class/net | grep -v '^lo$' | head -1)
+ip link set lo up
+ip link set $link up
+ip address add 10.0.2.15/24 dev $link
+ip route add default via 10.0.2.2
+echo nameserver 10.0.2.3 >/etc/resolv.conf
+cp /job/authorities.crt {AUTHORITIES}
+export PIP_CERT={AUTHORITIES}
+mkdir /shared
+mount -t virtiofs -o ro repository /shared
+git config --global --add safe.directory '*'
+git clone -q file:///shared $HOME/rollout
+cd $HOME/rollout"""
 
 # The first process of ours: a service, so systemd has put it into a cgroup as it does with all.
 UNIT = """\
@@ -59,6 +80,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--cpus", type=int, help="(default: all; 1 without hardware virtualization)"
+    )
+    parser.add_argument(
+        "--bare",
+        action="store_true",
+        help="with a network and a clone of the repository, without the cache",
     )
     parser.add_argument("--gib", type=int, default=8, help="memory (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=60, help="deadline (%(default)s)")
@@ -117,8 +143,14 @@ def _make_disk(folder: Path) -> None:
 def run_inside(folder: Path, arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         job = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        shares = {"job": job, "repository": REPOSITORY, "cache": cache(), **_interpreter()}
-        (job / "run").write_text(_script(shares, arguments.command))
+        shares = {"job": job, "repository": REPOSITORY}
+        if arguments.bare:
+            shutil.copy(AUTHORITIES, job / "authorities.crt")
+            begin = BARE_BEGIN
+        else:
+            shares |= {"cache": cache(), **_interpreter()}
+            begin = _share_folders(shares)
+        (job / "run").write_text(_script(begin, arguments.command))
         devices = []
         for name, path in shares.items():
             socket = job / f"{name}.socket"
@@ -151,9 +183,9 @@ def _interpreter() -> dict[str, Path]:
     return {} if is_debians else {"python": python.parents[1]}
 
 
-def _script(shares: dict[str, Path], command: list[str]) -> str:
-    """What the machine runs: /job/run."""
-    lines = ["set -eu", "mkdir -p /own/clusters /own/logs /own/vm"]
+def _share_folders(shares: dict[str, Path]) -> str:
+    """The beginning of a machine that sees folders of this one at their own paths."""
+    lines = ["mkdir -p /own/clusters /own/logs /own/vm"]
     # The cache may lie in the repository.
     for name, path in shares.items():
         if name != "job":
@@ -168,8 +200,18 @@ def _script(shares: dict[str, Path], command: list[str]) -> str:
         place = shlex.quote(str(cache() / name))
         lines += [f"mkdir -p {place}", f"mount --bind /own/{name} {place}"]
     lines += [
-        f"export ROLLOUT_CACHE={shlex.quote(str(cache()))} HOME=/root OMP_NUM_THREADS=1",
+        f"export ROLLOUT_CACHE={shlex.quote(str(cache()))} OMP_NUM_THREADS=1",
         f"cd {shlex.quote(str(REPOSITORY))}",
+    ]
+    return "\n".join(lines)
+
+
+def _script(begin: str, command: list[str]) -> str:
+    """What the machine runs: /job/run."""
+    lines = [
+        "set -eu",
+        "export HOME=/root",
+        begin,
         "echo booted after $(cut -d' ' -f1 /proc/uptime) s",
         f"status=0; {shlex.join(command)} || status=$?",
         "echo $status >/job/status",
@@ -205,7 +247,8 @@ def _qemu(folder: Path, arguments: argparse.Namespace) -> list[str]:
         # Two processors whose clock counts instructions wait for each other for minutes.
         processor, cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max", "-icount", "shift=0"], 1
     return [
-        "qemu-system-x86_64", "-nographic", "-no-reboot", "-nic", "none", *processor,
+        "qemu-system-x86_64", "-nographic", "-no-reboot", *processor,
+        "-nic", "user,model=virtio-net-pci" if arguments.bare else "none",
         "-smp", str(arguments.cpus or cpus),
         "-object", f"memory-backend-memfd,id=memory,size={arguments.gib}G,share=on",
         "-m", f"{arguments.gib}G", "-numa", "node,memdev=memory",
