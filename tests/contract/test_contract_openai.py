@@ -262,7 +262,9 @@ def test_versions_are_asked_for_and_named(client: Any, worker: Served) -> None:
             model="tiny", messages=CHAT, max_tokens=2, extra_headers=later
         )
     assert refused.value.code == "version-not-met"
-    assert int(refused.value.response.headers["retry-after"]) >= 1
+    headers = refused.value.response.headers
+    assert int(headers["retry-after"]) >= 1
+    assert headers["X-Weights-Version"] == str(version), "how far it is"
 
 
 def test_an_abort_keeps_its_text(client: Any, worker: Served) -> None:

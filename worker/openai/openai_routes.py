@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRouter
 from typing_extensions import override
 
-from rollout_common.wire import MAX_IDENTITY, StreamDelta
+from rollout_common.wire import MAX_IDENTITY, StreamDelta, WeightsId, WeightsSpan
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_worker.requests.admission_checks import check_prompt_length
 from rollout_worker.requests.http_requests import (
@@ -90,8 +90,17 @@ def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
 
 
 def error_response(error: ProblemError, *, chat: bool) -> Response:
-    """The response for an error."""
-    return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=error.headers)
+    """The response for an error; if it depends on the active weights, its headers name them."""
+    active = (error.problem.model_extra or {}).get("active")
+    headers = {
+        **(error.headers or {}),
+        **(_identity_headers(WeightsId(**active)) if active else {}),
+    }
+    return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=headers)
+
+
+def _identity_headers(weights: WeightsId | WeightsSpan) -> dict[str, str]:
+    return {"X-Weights-Epoch": str(weights.epoch), "X-Weights-Version": str(weights.version)}
 
 
 def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
@@ -278,9 +287,7 @@ class _OpenAICall:
 
     def _weights_headers(self, exchange: OpenAIExchange) -> dict[str, str]:
         found = exchange.oldest_weights() or self._worker.updates.active_identity
-        if found is None:
-            return {}
-        return {"X-Weights-Epoch": str(found.epoch), "X-Weights-Version": str(found.version)}
+        return {} if found is None else _identity_headers(found)
 
     async def _stream_response(self, exchange: OpenAIExchange) -> Response:
         """Wait for the first token before the headers, which name its weights."""

@@ -36,6 +36,7 @@ from .frames import (
     TransferError,
     build_frame,
     check_descriptor,
+    check_early_ping,
     check_kind,
     decode_first,
     encode_frame,
@@ -142,9 +143,10 @@ class Connection:
         Raises:
             TransferError: there is none.
         """
-        self._until = time.monotonic() + self.silence
+        self._until, pings = time.monotonic() + self.silence, 0
         try:
             while (frame := self._receive(HELLO_BYTES)).kind is Kind.PING:
+                check_early_ping(frame, pings := pings + 1)
                 if time.monotonic() > self._until:
                     raise Silent(f"nothing but pings came for {self.silence:g} s")
             self.heard = time.monotonic()

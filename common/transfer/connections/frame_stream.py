@@ -36,6 +36,7 @@ from .frames import (
     Untrusted,
     build_frame,
     check_descriptor,
+    check_early_ping,
     check_kind,
     decode_first,
     encode_frame,
@@ -231,10 +232,11 @@ class FrameStream:
         Raises:
             TransferError: There is none.
         """
+        pings = 0
         try:
             async with asyncio.timeout(self.silence):
                 while (frame := await self._receive(HELLO_BYTES)).kind is Kind.PING:
-                    pass
+                    check_early_ping(frame, pings := pings + 1)
                 return frame
         except TimeoutError as error:
             raise Silent(f"nothing but pings came for {self.silence:g} s") from error

@@ -229,6 +229,16 @@ def build_frame(kind: Kind, text: bytes | bytearray, handle: int | None) -> Fram
     return Frame(kind, head, size, handle)
 
 
+def check_early_ping(frame: Frame, count: int) -> None:
+    """Check the `count`th `PING` of a caller without a ticket, who can have us read `HELLO_BYTES` and no more.
+
+    Raises:
+        Malformed: It carries something, or there are too many.
+    """
+    if frame.head or frame.payload or count * FIRST_BYTES > HELLO_BYTES:
+        raise Malformed("pings before HELLO must be empty and few")
+
+
 def check_kind(frame: Frame, *kinds: Kind) -> Frame:
     """Return this frame, which must be of one of these kinds.
 

@@ -49,6 +49,7 @@ SETTLE_SECONDS = 400.0
 RESTORED_SECONDS = 900.0
 """What a restored etcd has lost is found by the list of everything, each five minutes."""
 READ_SECONDS = 30.0
+OURS = '"logger": "rollout_'
 
 PROBLEMS = (httpx.HTTPError, ApiError, KeyError, json.JSONDecodeError)
 """What a request meets while the API server is down, or if what it asks for is gone."""
@@ -130,10 +131,12 @@ class World:
         self._mends: list[tuple[float, Callable[[], None]]] = []
         self._log_ends: dict[Path, int] = {}
         self._restored = False
+        self._pod_at: dict[str, str] = {}
+        """The uid of the pod that was last seen at an address."""
         self._snapshot = lab.cluster.state / "etcd-snapshot"
         self._followers = [
             Follower(lab, POOLS.format(NAMESPACE), self._note_decision, lambda _: None),
-            Follower(lab, PODS.format(NAMESPACE), lambda _: None, self._end_process),
+            Follower(lab, PODS.format(NAMESPACE), self._note_address, self._end_process),
         ]
         for name in OPERATORS:
             lab.start_operator(name=name, elect=True)
@@ -167,7 +170,7 @@ class World:
 
     def _act(self) -> None:
         kinds: dict[Callable[[], str], float] = {
-            self._create: 3, self._delete: 1.5, self._scale: 3, self._change_template: 2,
+            self._create: 4, self._delete: 1.5, self._scale: 3, self._change_template: 2,
             self._move_target: 5, self._set_state: 3, self._suspend: 1.5,
             self._delete_pod: 2, self._fail_pod: 1, self._restart_worker: 2, self._freeze_workers: 0.5,
             self._kill_operator: 2, self._freeze_operator: 1.5,
@@ -208,7 +211,7 @@ class World:
 
     def _delete(self) -> str:
         pool = self._pick(POOLS.format(NAMESPACE))
-        if pool is None:
+        if pool is None or len(self.lab.pools()) < MAX_POOLS / 2:
             return ""
         self.lab.api.delete(f"{POOLS.format(NAMESPACE)}/{pool['metadata']['name']}")
         return f"delete {pool['metadata']['name']}"
@@ -352,6 +355,22 @@ class World:
 
     # The judge.
 
+    def _note_address(self, pod: Obj) -> None:
+        uid, address = pod["metadata"]["uid"], pod["status"].get("podIP")
+        if address and self._pod_at.setdefault(address, uid) != uid:
+            self._pod_at[address] = uid
+            self._end_process(pod)  # it was another one's
+
+    def _part_pods(self) -> None:
+        """Delete pods at the address of another one: kwok may give it again after it was restarted."""
+        found: dict[str, Obj] = {}
+        for pod in self.lab.api.items(PODS.format(NAMESPACE), fresh=True):
+            address = pod["status"].get("podIP")
+            if address and found.setdefault(address, pod) is not pod:
+                name = pod["metadata"]["name"]
+                self.lab.api.delete(f"{PODS.format(NAMESPACE)}/{name}", gracePeriodSeconds=0)
+                self.acts.append(f"delete pod {name}: it shares the address {address}")
+
     def _note_decision(self, pool: Obj) -> None:
         weights = (pool.get("status") or {}).get("weights") or {}
         update, committed = weights.get("lastUpdate") or {}, weights.get("committed")
@@ -371,6 +390,7 @@ class World:
         why = ""
         while time.monotonic() - since < QUIET_SECONDS:
             try:
+                self._part_pods()
                 why = self._missing() or self._written()
             except PROBLEMS as error:
                 why = f"the API server does not answer: {error!r}"
@@ -415,13 +435,13 @@ class World:
         return ""
 
     def _tracebacks(self) -> list[str]:
-        """Lines of the operators' logs since the last look that tell of an exception that nobody expected."""
+        """Our lines in the operators' logs since the last look that have a traceback: kopf's stream is started again."""
         found = []
         for name in OPERATORS:
             path = processes.log_file(self.lab.cluster.state, name)
             with path.open(errors="replace") as log:
                 log.seek(self._log_ends.get(path, 0))
-                found += [line for line in log if "Traceback" in line]
+                found += [line for line in log if OURS in line and "Traceback" in line]
                 self._log_ends[path] = log.tell()
         return found[:3]
 

@@ -20,6 +20,7 @@ from rollout_common.transfer.connections import frame_stream, frames
 from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import (
+    FIRST_BYTES,
     HELLO_BYTES,
     MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -231,6 +232,17 @@ async def test_a_strangers_first_frame_is_small_and_no_ping(
     theirs.start_pinging()
     ours.silence = SHORT
     with pytest.raises(Silent, match="nothing but pings"):
+        await ours.receive_first()
+
+
+async def test_a_stranger_gets_little_read_by_pings(pair: Pair) -> None:
+    ours, theirs = pair
+    await ours.send(Kind.PING, {"x": "x" * 900})
+    with pytest.raises(Malformed, match="empty and few"):
+        await theirs.receive_first()
+    for _ in range(HELLO_BYTES // FIRST_BYTES + 1):
+        await theirs.send(Kind.PING)
+    with pytest.raises(Malformed, match="empty and few"):
         await ours.receive_first()
 
 

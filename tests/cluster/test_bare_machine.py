@@ -1,0 +1,53 @@
+"""A Debian 12 in a virtual machine: local nodes where only cgroup v2 is mounted, and a newcomer who follows README."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from localkube.home import REPOSITORY
+
+logger = logging.getLogger(__name__)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+NODES_MINUTES, README_MINUTES = 40, 120
+"""Without hardware virtualization; README's packages are 3 GB."""
+
+
+def run_inside(program: str, minutes: int, *flags: str) -> str:
+    """Return what a program of hack/vm prints in a virtual machine."""
+    machine = str(REPOSITORY / "hack/vm/machine.py")
+    done = subprocess.run(
+        [sys.executable, machine, f"--minutes={minutes}", *flags, "python3", f"hack/vm/{program}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+        cwd=REPOSITORY,
+    )
+    logger.info("%s", done.stdout)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# Every day test_local_cluster.py makes nodes with the cgroups of this machine.
+@pytest.mark.soak
+def test_local_nodes_need_no_cgroup_v1() -> None:
+    assert "cgroup v2: all is well" in run_inside("check.py", NODES_MINUTES)
+
+
+# Every day test_local_pool.py runs the same commands here.
+@pytest.mark.soak
+def test_a_newcomer_gets_tokens_by_readmes_words_alone() -> None:
+    shown = run_inside("readme.py", README_MINUTES, "--bare")
+    [seconds] = re.findall(r"first tokens after (\d+) s", shown)
+    assert int(seconds) <= 60, "with a model that is there"
+    rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", shown)]
+    assert rewards[-1] > 0.8, rewards
