@@ -54,7 +54,9 @@ def new_app(
     app.add_exception_handler(EngineError, _answer_engine_error)
     app.add_exception_handler(Exception, _answer_internal_error)
     if tracing.started:
-        app.add_middleware(tracing.TraceRequests)
+        from .request_tracing import TraceRequests  # it imports OpenTelemetry
+
+        app.add_middleware(TraceRequests)
     app.state.bodies = BodyReader(limits, refused=refused)
     app.router.route_class = BodyRoute
     return app
