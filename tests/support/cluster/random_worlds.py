@@ -362,12 +362,16 @@ class World:
             self._end_process(pod)  # it was another one's
 
     def _part_pods(self) -> None:
-        """Delete pods at the address of another one: kwok may give it again after it was restarted."""
-        found: dict[str, Obj] = {}
+        """Delete pods that share an address, which kwok may give again after it was restarted.
+
+        All of them at once: the next pod would get the address of one that is deleted alone.
+        """
+        sharing: dict[str, list[str]] = {}
         for pod in self.lab.api.items(PODS.format(NAMESPACE), fresh=True):
-            address = pod["status"].get("podIP")
-            if address and found.setdefault(address, pod) is not pod:
-                name = pod["metadata"]["name"]
+            if address := pod["status"].get("podIP"):
+                sharing.setdefault(address, []).append(pod["metadata"]["name"])
+        for address, found in sharing.items():
+            for name in found if len(found) > 1 else ():
                 self.lab.api.delete(f"{PODS.format(NAMESPACE)}/{name}", gracePeriodSeconds=0)
                 self.acts.append(f"delete pod {name}: it shares the address {address}")
 
