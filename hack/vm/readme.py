@@ -3,8 +3,8 @@
 
     sudo python3 hack/vm/machine.py --bare python3 hack/vm/readme.py
 
-Each line that README shows is run as it stands, but for the model: where the Hugging Face Hub can't be reached, a
-small one is made. Each step is printed with its time.
+Each line that README shows is run as it stands, but for the model: a small one is made, so that the Hugging Face Hub
+need not be reached. Each step is printed with its time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 SECTION = "## Without a cluster\n"
 START_SECONDS = 300.0
-"""Of `rollout up`: README promises less than a minute, which is printed."""
+"""Of `rollout up`. What it takes is printed: it should be less than a minute."""
 
 MAKE_MODEL = """
 from transformers import LlamaConfig, LlamaForCausalLM
