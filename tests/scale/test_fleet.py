@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.support.api.apiclient import PODS, POOLS, Obj
-from tests.support.cluster.scalelab import NAMESPACE, Call, Lab, processless_pool
+from tests.support.cluster.scalelab import GANG, NAMESPACE, Call, Lab, processless_pool
 from tests.support.cluster.stuck import GRACE_SECONDS, OTHER, POOL, StuckPod
 from tests.support.waiting import eventually
 
@@ -24,12 +24,6 @@ POOLS_COUNT, REPLICAS = 30, 4
 FLEET = {f"fleet-{number:02}" for number in range(POOLS_COUNT)}
 READY_SECONDS = 180.0
 STUCK_SECONDS = 30.0
-GANG = {
-    "engine": {"type": "vllm"},
-    "parallelism": {"tensor": 2, "nodes": 2},
-    "accelerator": {"resource": "nvidia.com/gpu"},
-    "replicas": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +85,7 @@ def test_new_weights_reach_the_whole_fleet(lab: Lab, fleet: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def gangs(bare_lab: Lab, stuck: StuckPod) -> Iterator[str]:
-    bare_lab.create(processless_pool("gangs", **GANG))
+    bare_lab.create(processless_pool("gangs", replicas=2, **GANG))
     bare_lab.await_condition("Ready", {"gangs"}, 60)
     yield "gangs"
     bare_lab.api.delete(f"{POOLS.format(NAMESPACE)}/gangs")

@@ -24,7 +24,8 @@ import httpx
 from localkube import processes
 from rollout_operator.api import names
 from tests.support.api.apiclient import PODS, POOLS, SERVICES, Api, ApiError, Obj, connect
-from tests.support.cluster.scalelab import CONTROL, NAMESPACE, Lab, processless_pool
+from tests.support.cluster.scalelab import CONTROL, GANG, NAMESPACE, Lab, processless_pool
+from tests.support.faults.scenes import decided_weights
 
 OPERATORS = ("operator-1", "operator-2")
 STORE, CONTROLLERS = (
@@ -32,11 +33,6 @@ STORE, CONTROLLERS = (
     ("kube-controller-manager", "kube-scheduler", "kwok"),
 )
 MAX_POOLS, MAX_REPLICAS = 10, 5
-GANG = {
-    "engine": {"type": "vllm"},
-    "parallelism": {"tensor": 2, "nodes": 2},
-    "accelerator": {"resource": "nvidia.com/gpu"},
-}
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"weights": {"strategy": "Rolling"}},
@@ -376,12 +372,7 @@ class World:
                 self.acts.append(f"delete pod {name}: it shares the address {address}")
 
     def _note_decision(self, pool: Obj) -> None:
-        weights = (pool.get("status") or {}).get("weights") or {}
-        update, committed = weights.get("lastUpdate") or {}, weights.get("committed")
-        if update.get("commitStartedAt") or update.get("phase") in ("Committing", "Complete"):
-            self.decided.add((update["epoch"], update["version"]))
-        if committed:
-            self.decided.add((committed["epoch"], committed["version"]))
+        self.decided |= decided_weights(pool)
 
     def _settle(self) -> float:
         """Wait until all is as it should be and nothing is written; return how long it took.

@@ -38,6 +38,12 @@ ENGINES = ("hf", "vllm")
 FAKE_GPUS = 10_000
 CONTROL = "http://127.0.0.1:8001"
 """Where `processless.py` tells what it was asked, and takes what a trainer pushes."""
+GANG: Obj = {
+    "engine": {"type": "vllm"},
+    "parallelism": {"tensor": 2, "nodes": 2},
+    "accelerator": {"resource": "nvidia.com/gpu"},
+}
+"""Spec of a pool whose replicas are two pods each."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -274,12 +274,17 @@ class Scene:
     def _note_decision(self, change: Change) -> None:
         if change.resource != "rolloutreplicas" or change.kind == "DELETED":
             return
-        weights = (change.obj.get("status") or {}).get("weights") or {}
-        update, committed = weights.get("lastUpdate") or {}, weights.get("committed")
-        if update.get("commitStartedAt") or update.get("phase") in ("Committing", "Complete"):
-            self.decided.add((update["epoch"], update["version"]))
-        if committed:
-            self.decided.add((committed["epoch"], committed["version"]))
+        self.decided |= decided_weights(change.obj)
+
+
+def decided_weights(pool: Obj) -> set[tuple[int, int]]:
+    """Return the weights (epoch, version) that a pool's status lets workers commit."""
+    weights = (pool.get("status") or {}).get("weights") or {}
+    update, committed = weights.get("lastUpdate") or {}, weights.get("committed")
+    found = [committed] if committed else []
+    if update.get("commitStartedAt") or update.get("phase") in ("Committing", "Complete"):
+        found.append(update)
+    return {(each["epoch"], each["version"]) for each in found}
 
 
 class _Loop(VirtualLoop):
