@@ -17,6 +17,8 @@ from tests.support.engine.workers import PROMPT, slug
 from tests.support.waiting import until_sync
 
 MOST = 256
+UPDATED = 1000
+"""Tokens of an output during which new weights come, also where they come late: on a busy machine."""
 LONGEST = 2048
 """The tiny model's maximum length."""
 TEXT = [3 + (index * 37 + index * index) % 4000 for index in range(LONGEST)]
@@ -175,7 +177,7 @@ def test_rows_and_scores_survive_an_update(
     """Each token's row is of the weights that made it; the prompt's scores name theirs."""
     if policy not in worker.able["in_flight"]:
         pytest.skip(f"the engine has no {policy}")
-    sampling = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    sampling = {"max_tokens": UPDATED, "ignore_eos": True, "temperature": 0}
     before = worker.state()["weights"]["active"]["version"]
     running = worker.long(
         "u", token_ids=PROMPT, sampling=sampling, prompt_logprobs=True, top_logprobs=3
@@ -191,7 +193,7 @@ def test_rows_and_scores_survive_an_update(
     first = output["weights"][0]["end"]
     rows = {name: values[:first] for name, values in output["top_logprobs"].items()}
     check_rows(rows, reference[1].logits(PROMPT, output["token_ids"][:first]).log_softmax(-1), 3)
-    assert len(output["top_logprobs"]["logprobs"]) == 400
+    assert len(output["top_logprobs"]["logprobs"]) == UPDATED
     best = [values[0] for values in output["top_logprobs"]["logprobs"]]
     assert output["logprobs"] == pytest.approx(best, abs=CLOSE)
 

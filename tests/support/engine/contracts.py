@@ -13,12 +13,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import certifi
 import httpx
 import pytest
+from typing_extensions import override
 
 from tests.support.engine.engine_kinds import QUEUE, ROOT, EngineKind
 from tests.support.engine.tinymodels import TinyModels
@@ -34,6 +36,7 @@ HELPERS = ("resource_tracker", "forkserver", "grammar_process")
 """Python's own, and the process that checks grammars: an engine lives without them."""
 
 Output = dict[str, Any]
+T = TypeVar("T")
 
 
 class Served(Command):
@@ -85,6 +88,8 @@ class Served(Command):
             verify=TLS,
             trust_env=False,
         )
+        self._calls: list[Future[Any]] = []
+        self._made_before = 0.0
         self.said: list[str] = []
         """Distinct messages of progress while it started."""
         try:
@@ -189,10 +194,23 @@ class Served(Command):
                 return float(line.rpartition(" ")[2])
         raise AssertionError("no metric of generated tokens")
 
+    @override
+    def in_background(self, function: Callable[[], T]) -> Future[T]:
+        if all(each.done() for each in self._calls):
+            self._calls.clear()
+            self._made_before = self.made()
+        call = super().in_background(function)
+        self._calls.append(call)
+        return call
+
     def makes(self, tokens: int) -> None:
-        """Wait until so many more tokens were made: a busy machine may take its time."""
-        upto = self.made() + tokens
+        """Wait until so many tokens were made since the calls that run began, or since the last time.
+
+        Counted from here, tokens might never come: on a busy machine an output may end before the first answer.
+        """
+        upto = self._made_before + tokens
         until_sync(lambda: self.made() >= upto, 30, what=f"{tokens} tokens")
+        self._made_before = self.made()
 
     # Between tests.
 

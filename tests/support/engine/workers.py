@@ -123,7 +123,7 @@ class Client:
         sampling = {"max_tokens": 1800, "ignore_eos": True, "temperature": 0}
         body = {"request_id": request_id, "sampling": sampling, **fields}
         before = self.state()["in_flight"]
-        answer = self._threads.submit(lambda: self.generate(**body))
+        answer = self.in_background(lambda: self.generate(**body))
         until_sync(
             lambda: answer.done() or self.state()["in_flight"] > before, what="the request to run"
         )
