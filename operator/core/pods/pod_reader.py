@@ -43,6 +43,10 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         return None  # somebody changed its labels
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    node = (obj.get("spec") or {}).get("nodeName")
+    if node:
+        # A scheduler that could not bind an earlier pod of this name may write its failure here, by name.
+        conditions.pop("PodScheduled", None)
     gate = conditions.get(names.GATE_SERVING, {})
     reported = describe_trouble(status, {}, memory_limits(obj))
     return Pod(
@@ -66,7 +70,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
             conditions.get(names.CONDITION_PROVEN, {}).get("lastTransitionTime")
         ),
         ip=status.get("podIP"),
-        node=(obj.get("spec") or {}).get("nodeName"),
+        node=node,
         restarts=restarts,
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         is_surge=names.ANNOTATION_SURGE in notes,

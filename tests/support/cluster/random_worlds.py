@@ -403,7 +403,10 @@ class World:
         return since - began
 
     def _report(self, problem: str) -> str:
-        return "\n".join([problem, *self.acts])
+        pods: list[str] = []
+        with suppress(*PROBLEMS):
+            pods = [json.dumps(each) for each in self.lab.api.items(PODS.format(NAMESPACE))]
+        return "\n".join([problem, *self.acts, *pods])
 
     def _written(self) -> str:
         found = [call for call in self.lab.writes() if call.resource != "leases"]

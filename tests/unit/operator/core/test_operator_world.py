@@ -266,6 +266,17 @@ def waiting(reason: str) -> dict[str, Any]:
     return {"containerStatuses": [{"name": "worker", "state": state}]}
 
 
+def test_a_pod_with_a_node_is_scheduled_whatever_was_written_about_its_name() -> None:
+    """A scheduler writes by name that it could not bind a pod, which may be another one by then."""
+    failure = {"reason": "SchedulerError", "message": "pods 'p-3-1' not found"}
+    written = {"type": "PodScheduled", "status": "False", **failure}
+    status = {**RAW["status"], "conditions": [*RAW["status"]["conditions"], written]}
+    assert parse_pod({**RAW, "status": status}, "owner") == parse_pod(RAW, "owner")
+    unbound = parse_pod({**RAW, "spec": {}, "status": status}, "owner")
+    assert unbound is not None
+    assert unbound.trouble == "SchedulerError: pods 'p-3-1' not found"
+
+
 NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "full"}
 
 
@@ -319,7 +330,7 @@ NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
     ],
 )
 def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
-    found = parse_pod({**RAW, "status": status}, "owner")
+    found = parse_pod({**RAW, "spec": {}, "status": status}, "owner")
     assert found is not None
     assert found.trouble == said
 
@@ -388,7 +399,8 @@ def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:
 
 def test_a_pod_lacks_a_node_only_if_nothing_else_is_wrong_with_it() -> None:
     def lacks_node(**status: Any) -> bool:
-        found = parse_pod({**RAW, "status": {"conditions": [NO_ROOM], **status}}, "owner")
+        unbound = {**RAW, "spec": {}, "status": {"conditions": [NO_ROOM], **status}}
+        found = parse_pod(unbound, "owner")
         assert found is not None
         return found.lacks_node
 
