@@ -88,7 +88,11 @@ soak: prepared ## run tests that are too long for every day: long cycles, many e
 
 .PHONY: vm
 vm: cluster-build images ## check local nodes in a Debian with cgroup v2 only, booted by QEMU (root)
-	@$(PYTHON3) hack/vm/machine.py python3 hack/vm/check.py
+	@$(PYTHON3) hack/vm/machine.py python3 hack/vm/cgroups.py
+
+.PHONY: vm-nodes
+vm-nodes: $(VENV) ## push weights between two Debians, booted by QEMU, and cut the power of one (root)
+	@$(PYTHON3) hack/vm/two_nodes.py
 
 .PHONY: vm-readme
 vm-readme: ## follow README's way without a cluster in a bare Debian, booted by QEMU (root)

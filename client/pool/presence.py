@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import httpx
@@ -10,10 +9,11 @@ import httpx
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
 from rollout_client.routing.member_clients import MemberClients, describe_error
+from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import RequestRouter
-from rollout_common.wire import WorkerInfo
+from rollout_common.wire import WeightsId, WorkerInfo
 
-from .settings import INFO_TIMEOUT_SECONDS
+from .settings import INFO_TIMEOUT_SECONDS, SERVING_LOOK_SECONDS
 
 
 class MemberVerbs:
@@ -26,16 +26,20 @@ class MemberVerbs:
     def _start_discovery(self) -> None:
         raise NotImplementedError
 
+    def _lowest_weights(self) -> WeightsId | None:
+        """Return the oldest weights for requests without bounds of their own."""
+        raise NotImplementedError
+
     @property
     def members(self) -> list[Member]:
         """Members that discovery has found; `serving` says which of them get requests."""
         return self._router.balancer.present_members()
 
     def serving(self) -> list[Member]:
-        """Return the members that get requests now."""
-        now = time.monotonic()
+        """Return the members that get requests without bounds of their own now; one with older weights gets none."""
+        now, bounds = time.monotonic(), WeightsBounds.at_least(self._lowest_weights())
         records = self._router.balancer.records.values()
-        return [record.member for record in records if record.is_usable(now)]
+        return [record.member for record in records if not record.unusable_reason(now, bounds)]
 
     def load(self) -> dict[str, int]:
         """Return the requests of this pool in flight, by member name."""
@@ -51,14 +55,18 @@ class MemberVerbs:
         self._start_discovery()
         began = time.monotonic()
         until = began + seconds
-        while len(found := self.serving()) < count:
+        while True:
+            changed = self._router.next_change
+            bounds = WeightsBounds.at_least(self._lowest_weights())
+            if len(found := self.serving()) >= count:
+                return found
             now = time.monotonic()
             if now >= until or self._router.is_hopeless:
-                why = self._router.refusal_reasons()
+                why = self._router.refusal_reasons(bounds)
                 raise NoReplica(f"{len(found)} of {count} replicas serve ({why})")
-            self._router.warn_if_waiting(began)
-            await asyncio.sleep(min(0.05, until - now))
-        return found
+            self._router.warn_if_waiting(began, bounds)
+            left = min(SERVING_LOOK_SECONDS, until - now)
+            await self._router.wait_for_change(changed, left, bounds)
 
     async def info(self, *, seconds: float = 30) -> WorkerInfo:
         """Return how a replica describes its model, lengths and capabilities.

@@ -10,3 +10,6 @@ PART_RESTART_SECONDS = 1.0
 
 INFO_TIMEOUT_SECONDS = 5.0
 """How long one replica may take to describe itself before another one is asked."""
+
+SERVING_LOOK_SECONDS = 0.05
+"""How often a caller that waits for members looks by itself: discovery and an excluded member's time pass without a word."""

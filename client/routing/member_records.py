@@ -16,6 +16,11 @@ class WeightsBounds:
     min_version: int | None = None
     exact_version: int | None = None
 
+    @classmethod
+    def at_least(cls, weights: WeightsId | None) -> WeightsBounds:
+        """Return the bounds of requests that take these weights and newer ones; None: any."""
+        return cls() if weights is None else cls(weights.epoch, weights.version)
+
     def admits(self, active: WeightsId | None) -> bool:
         """Whether these weights may serve the request; unknown ones (None) may."""
         if active is None:

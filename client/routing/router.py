@@ -72,6 +72,11 @@ class RequestRouter:
         self._changed = asyncio.Event()
 
     @property
+    def next_change(self) -> asyncio.Event:
+        """The event of the next change: take it before looking at the members, wait for it afterwards."""
+        return self._changed
+
+    @property
     def is_hopeless(self) -> bool:
         """Whether no member is known and discovery may not list any."""
         return self.refused() and not self.balancer.present_members()
@@ -129,7 +134,7 @@ class RequestRouter:
         """
         began = time.monotonic()
         while True:
-            changed = self._changed
+            changed = self.next_change
             now = time.monotonic()
             if self.closed:
                 raise PoolClosed("the pool was closed")
@@ -143,11 +148,12 @@ class RequestRouter:
                 why = self.refusal_reasons(bounds)
                 raise NoReplica(f"no replica could take the request in time ({why})")
             self.warn_if_waiting(began, bounds)
-            await self._wait_for_change(changed, min(self.look_seconds, until - now), bounds)
+            await self.wait_for_change(changed, min(self.look_seconds, until - now), bounds)
 
-    async def _wait_for_change(
+    async def wait_for_change(
         self, changed: asyncio.Event, seconds: float, bounds: WeightsBounds
     ) -> None:
+        """Wait until members change, at most for so long; members with other weights are asked for theirs meanwhile."""
         token = object()
         self._waiting[token] = bounds
         try:

@@ -178,7 +178,7 @@ class ClusterSteering(Steering):
             return found
 
         done = await self._follow(judge, seconds - (time.monotonic() - began), tell, identity)
-        return done if push is None else push.reported(done)
+        return done if push is None or barrier is None else push.reported(done, barrier.left)
 
     @override
     async def describe_checkpoint(self) -> WeightsDtypes:

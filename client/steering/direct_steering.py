@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from typing_extensions import override
@@ -128,8 +128,8 @@ class DirectSteering(Steering):
                 version = Version(identity, source, root_hash)
                 barrier = Barrier(self._ports, version, [*awake, *asleep], push=push, spared=asleep)
                 await barrier.stage(until, tell)
-                done = await self._commit_staged(barrier, len(states), began, until, tell)
-                return done if push is None else push.reported(done)
+                done = await self._commit_staged(barrier, states, began, until, tell)
+                return done if push is None else push.reported(done, barrier.left)
         finally:
             # After a failure, too: a replica that comes back needs the earlier weights.
             self._keeper.start()
@@ -139,15 +139,24 @@ class DirectSteering(Steering):
         return await self._ports.describe_checkpoint()
 
     async def _commit_staged(
-        self, barrier: Barrier, total: int, began: float, until: float, tell: OnProgress
+        self,
+        barrier: Barrier,
+        there: Collection[str],
+        began: float,
+        until: float,
+        tell: OnProgress,
     ) -> Published:
-        """Commit on all that staged and are awake: from here it only goes forward."""
-        identity, count = barrier.version.identity, len(barrier.committing)
+        """Commit on all of those that were there that staged and are awake: from here it only goes forward."""
+        identity, count, total = barrier.version.identity, len(barrier.committing), len(there)
         message = f"committing weights {identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
         root_hash = next(iter(barrier.staged.values()), barrier.version.root_hash)
         version = replace(barrier.version, root_hash=root_hash)
-        done = await self._order_commit(barrier, version, max(0.0, until - time.monotonic()))
+        # The keeper fences the others once they answer: nobody waits for a dead machine.
+        answering = [name for name in there if name not in barrier.left]
+        done = await self._order_commit(
+            barrier, version, answering, max(0.0, until - time.monotonic())
+        )
         self._note_serving(done, version)
         message = f"{len(done)} of {total} replicas serve weights {identity}"
         if late := total - len(done):
@@ -163,7 +172,7 @@ class DirectSteering(Steering):
         )
 
     async def _order_commit(
-        self, barrier: Barrier, version: Version, left: float
+        self, barrier: Barrier, version: Version, answering: Iterable[str], left: float
     ) -> Mapping[str, CommitResponse]:
         """Order the commit and fence what missed it; return the answers of those that serve the version."""
         order = self._options.commit_request(version.identity, left, version.root_hash)
@@ -181,7 +190,7 @@ class DirectSteering(Steering):
             name, error = next(iter(errors.items()))
             raise refused(name, version.identity, error)
         self._keeper.target = version
-        await self._fence_version(version)
+        await self._fence_version(version, answering)
         done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
         if answers and not done:
             why = f"no replica answered to the commit of {version.identity} in time"
@@ -190,10 +199,10 @@ class DirectSteering(Steering):
             )
         return done
 
-    async def _fence_version(self, version: Version) -> None:
-        """Let no replica serve older weights, be it one that missed the commit or one that sleeps."""
+    async def _fence_version(self, version: Version, names: Iterable[str]) -> None:
+        """Let none of these serve older weights, be it one that missed the commit or one that sleeps."""
         floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
-        await self._ports.ask_members(lambda control: control.require(floor))
+        await self._ports.ask_members(lambda control: control.require(floor), names)
 
     def _note_serving(self, names: Iterable[str], version: Version) -> None:
         known = set(names)

@@ -105,6 +105,8 @@ class Barrier:
         self._news = asyncio.Event()
         self._looked_at = 0.0
         self._dead_seconds = dead_seconds
+        self.left: dict[str, str] = {}
+        """Why replicas left, by name."""
         self._heard_at = dict.fromkeys(names, time.monotonic())
         """When each replica answered last, by name; only those that are still staging."""
         self._all = list(self._heard_at)
@@ -317,6 +319,7 @@ class Barrier:
 
     def _leave(self, name: str, why: str) -> None:
         logger.warning("publishing goes on without %s: %s", name, why)
+        self.left[name] = why
         del self._heard_at[name]
 
     async def discard(self) -> None:

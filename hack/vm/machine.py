@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a command on a Debian of its own, booted by QEMU with cgroup v2 only: `make vm` checks local nodes there.
 
-    sudo python3 hack/vm/machine.py python3 hack/vm/check.py
+    sudo python3 hack/vm/machine.py python3 hack/vm/cgroups.py
     sudo python3 hack/vm/machine.py make demo
     sudo python3 hack/vm/machine.py --bare python3 hack/vm/readme.py
 
@@ -23,8 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 
@@ -72,6 +75,19 @@ StandardError=tty
 TTYPath=/dev/ttyS0
 TimeoutStartSec=infinity
 """
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a machine has.
+
+    Attributes:
+        gib: Memory.
+        cpus: None: all of this one's, or one where QEMU translates.
+    """
+
+    gib: int
+    cpus: int | None = None
 
 
 def main() -> int:
@@ -143,37 +159,76 @@ def _make_disk(folder: Path) -> None:
 def run_inside(folder: Path, arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         job = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        shares = {"job": job, "repository": REPOSITORY}
+        network = ("-nic", "user,model=virtio-net-pci" if arguments.bare else "none")
         if arguments.bare:
             shutil.copy(AUTHORITIES, job / "authorities.crt")
-            begin = BARE_BEGIN
+            begin, shares = BARE_BEGIN, {"job": job, "repository": REPOSITORY}
         else:
-            shares |= {"cache": cache(), **_interpreter()}
-            begin = _share_folders(shares)
-        (job / "run").write_text(_script(begin, arguments.command))
-        devices = []
-        for name, path in shares.items():
-            socket = job / f"{name}.socket"
-            server = _serve(path, socket, job / f"{name}.log")
-            stack.callback(server.wait)
-            stack.callback(server.kill)
-            devices += ["-chardev", f"socket,id={name},path={socket}"]
-            devices += ["-device", f"vhost-user-fs-pci,chardev={name},tag={name}"]
-        machine = subprocess.Popen(
-            _qemu(folder, arguments) + devices,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": str(job)},
-        )
-        stack.callback(machine.wait)
-        stack.callback(machine.kill)
+            begin, shares = share_checkout(job)
+        (job / "run").write_text(make_script(begin, arguments.command))
+        size = Size(arguments.gib, arguments.cpus)
+        machine = boot_machine(stack, folder, job, shares, size, network)
         try:
             machine.wait(arguments.minutes * 60)
         except subprocess.TimeoutExpired:
             raise ClusterError(f"the command did not end in {arguments.minutes} minutes") from None
-        status = job / "status"
-        if not status.exists():
-            raise ClusterError("the machine ended without the command's status")
-        return int(status.read_text())
+        return read_status(job)
+
+
+def read_status(job: Path) -> int:
+    """Return the status of the command of a machine that has ended."""
+    status = job / "status"
+    if not status.exists():
+        raise ClusterError("the machine ended without the command's status")
+    return int(status.read_text())
+
+
+def share_checkout(job: Path) -> tuple[str, dict[str, Path]]:
+    """Return the script's beginning and the shares of a machine that sees repository and cache at their own paths."""
+    shares = {"job": job, "repository": REPOSITORY, "cache": cache(), **_interpreter()}
+    return _share_folders(shares), shares
+
+
+def boot_machine(
+    stack: ExitStack,
+    folder: Path,
+    job: Path,
+    shares: Mapping[str, Path],
+    size: Size,
+    network: Sequence[str],
+    *,
+    counts_instructions: bool = True,
+    console: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Boot a machine that runs `job/run`, and return QEMU's process, which ends with `stack`.
+
+    Args:
+        stack: Ends the machine and the servers of its files.
+        folder: With `disk`, `kernel` and `initrd`, see `make_disk`.
+        job: Folder that the machine sees as /job.
+        shares: Folders that the machine can mount, by tag.
+        size: Memory and processors.
+        network: QEMU's flags of its network.
+        counts_instructions: Whether its clock counts them, where QEMU translates.
+        console: Takes what it prints; None: our standard output.
+    """
+    devices: list[str] = []
+    for name, path in shares.items():
+        socket = job / f"{name}.socket"
+        server = _serve(path, socket, job / f"{name}.log")
+        stack.callback(server.wait)
+        stack.callback(server.kill)
+        devices += ["-chardev", f"socket,id={name},path={socket}"]
+        devices += ["-device", f"vhost-user-fs-pci,chardev={name},tag={name}"]
+    machine = subprocess.Popen(
+        [*_qemu(folder, size, counts_instructions), *network, *devices],
+        stdin=subprocess.DEVNULL,
+        stdout=console,
+        env={**os.environ, "TMPDIR": str(job)},
+    )
+    stack.callback(machine.wait)
+    stack.callback(machine.kill)
+    return machine
 
 
 def _interpreter() -> dict[str, Path]:
@@ -206,7 +261,7 @@ def _share_folders(shares: dict[str, Path]) -> str:
     return "\n".join(lines)
 
 
-def _script(begin: str, command: list[str]) -> str:
+def make_script(begin: str, command: list[str]) -> str:
     """What the machine runs: /job/run."""
     lines = [
         "set -eu",
@@ -238,20 +293,20 @@ def _serve(path: Path, socket: Path, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def _qemu(folder: Path, arguments: argparse.Namespace) -> list[str]:
+def _qemu(folder: Path, size: Size, counts_instructions: bool) -> list[str]:
     flags = Path("/proc/cpuinfo").read_text().split()
     # Some machines have /dev/kvm without these, and no ordinary kernel runs on it.
     if os.access("/dev/kvm", os.W_OK) and not {"vmx", "svm"}.isdisjoint(flags):
         processor, cpus = ["-accel", "kvm", "-cpu", "host"], os.cpu_count()
     else:
         # Two processors whose clock counts instructions wait for each other for minutes.
-        processor, cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max", "-icount", "shift=0"], 1
+        processor, cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max"], 1
+        processor += ["-icount", "shift=0"] if counts_instructions else []
     return [
         "qemu-system-x86_64", "-nographic", "-no-reboot", *processor,
-        "-nic", "user,model=virtio-net-pci" if arguments.bare else "none",
-        "-smp", str(arguments.cpus or cpus),
-        "-object", f"memory-backend-memfd,id=memory,size={arguments.gib}G,share=on",
-        "-m", f"{arguments.gib}G", "-numa", "node,memdev=memory",
+        "-smp", str(size.cpus or cpus),
+        "-object", f"memory-backend-memfd,id=memory,size={size.gib}G,share=on",
+        "-m", f"{size.gib}G", "-numa", "node,memdev=memory",
         "-kernel", str(folder / "vmlinuz"), "-initrd", str(folder / "initrd.img"),
         "-append", "console=ttyS0 root=/dev/vda rw quiet systemd.show_status=0",
         "-drive", f"file={folder / 'disk'},format=raw,if=virtio,snapshot=on,cache=unsafe",

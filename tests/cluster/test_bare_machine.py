@@ -1,4 +1,4 @@
-"""A Debian 12 in a virtual machine: local nodes where only cgroup v2 is mounted, and a newcomer who follows README."""
+"""Debian 12 in virtual machines: local nodes where only cgroup v2 is mounted, a newcomer who follows README, two nodes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ logger = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-NODES_MINUTES, README_MINUTES = 40, 120
+NODES_MINUTES, README_MINUTES, PAIR_MINUTES = 40, 120, 60
 """Without hardware virtualization; README's packages are 3 GB."""
 
 
 def run_inside(program: str, minutes: int, *flags: str) -> str:
     """Return what a program of hack/vm prints in a virtual machine."""
-    machine = str(REPOSITORY / "hack/vm/machine.py")
+    return run_program("machine.py", minutes, *flags, "python3", f"hack/vm/{program}")
+
+
+def run_program(program: str, minutes: int, *flags: str) -> str:
+    """Return what a program of hack/vm prints here."""
+    path = str(REPOSITORY / "hack/vm" / program)
     done = subprocess.run(
-        [sys.executable, machine, f"--minutes={minutes}", *flags, "python3", f"hack/vm/{program}"],
+        [sys.executable, path, f"--minutes={minutes}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,7 +45,7 @@ def run_inside(program: str, minutes: int, *flags: str) -> str:
 # Every day test_local_cluster.py makes nodes with the cgroups of this machine.
 @pytest.mark.soak
 def test_local_nodes_need_no_cgroup_v1() -> None:
-    assert "cgroup v2: all is well" in run_inside("check.py", NODES_MINUTES)
+    assert "cgroup v2: all is well" in run_inside("cgroups.py", NODES_MINUTES)
 
 
 # Every day test_local_pool.py runs the same commands here.
@@ -51,3 +56,9 @@ def test_a_newcomer_gets_tokens_by_readmes_words_alone() -> None:
     assert int(seconds) <= 60, "with a model that is there"
     rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", shown)]
     assert rewards[-1] > 0.8, rewards
+
+
+# Every day test_transfer_faults.py cuts connections and stops processes here.
+@pytest.mark.soak
+def test_weights_cross_a_network_and_a_machine_may_lose_its_power() -> None:
+    assert "two machines: all is well" in run_program("two_nodes.py", PAIR_MINUTES)

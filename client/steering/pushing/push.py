@@ -276,12 +276,17 @@ class Push:
         self._settled(self)
         self.filling.close()
 
-    def reported(self, done: Published) -> Published:
-        """Return the published version with the report of this push, as of now."""
-        self.published = done.identity
-        return replace(done, report=self._report(time.monotonic()))
+    def reported(self, done: Published, left: Mapping[str, str]) -> Published:
+        """Return the published version with the report of this push, as of now.
 
-    def _report(self, committed_at: float) -> PublishReport:
+        Args:
+            done: The published version.
+            left: Why replicas left before they had staged it, by name.
+        """
+        self.published = done.identity
+        return replace(done, report=self._report(time.monotonic(), left))
+
+    def _report(self, committed_at: float, left: Mapping[str, str]) -> PublishReport:
         filling, progress = self.filling, self.progress
         names = {route.receiver.name: route.kind for route in self._routes}
         any_delta = self._deltas is not None and self._deltas.any
@@ -300,7 +305,7 @@ class Push:
             name: PushedTo(
                 kind,
                 max(0.0, (of[name].settled_at or committed_at) - self._opened_at),
-                of[name].why,
+                of[name].why or left.get(name),
                 name in by_delta,
             )
             for name, kind in names.items()

@@ -318,6 +318,27 @@ async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
     assert sent == [(0, 4), (None, 2)]
 
 
+async def test_a_member_with_weights_below_the_floor_does_not_serve(
+    pool: AsyncRolloutPool, worker: ScriptedWorker
+) -> None:
+    """It is asked which weights it has only while somebody waits for it."""
+
+    def active(version: int) -> dict[str, Any]:
+        weights = {"epoch": 0, "version": version, "root_hash": "h"}
+        return {"active": weights, "commit_seq": 1, "fence_epoch": 0}
+
+    await pool.wait_serving()
+    pool._router.balancer.note_weights(worker.url, WeightsId(epoch=0, version=3))
+    pool.floor = WeightsId(epoch=0, version=4)
+    assert pool.serving() == []
+    worker.server.answer("GET", "/v1/weights", active(3))
+    with pytest.raises(NoReplica, match=r"0 of 1 replicas serve \(.*has weights \(0, 3\)"):
+        await pool.wait_serving(seconds=0.3)
+    worker.server.answer("GET", "/v1/weights", active(4))
+    assert len(await pool.wait_serving(seconds=10)) == 1
+    assert len(pool.serving()) == 1
+
+
 async def test_prompts_of_unknown_number_are_refused(pool: AsyncRolloutPool) -> None:
     with pytest.raises(TypeError, match=r"not a generator: pass list\(prompts\), or use as_compl"):
         await pool.generate_many(each for each in [PROMPT])  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ async def test_who_was_restarted_leaves(publish: Publish, caplog: pytest.LogCapt
     await until(lambda: len(publish.told) > 1, what="a look")
     restarted.slot = None
     await asyncio.wait_for(running, 10)
-    assert barrier.staged == {"w1": "h"}
+    assert (barrier.staged, barrier.left) == ({"w1": "h"}, {"w0": "it was restarted"})
     assert "publishing goes on without w0: it was restarted" in caplog.messages
 
 

@@ -530,6 +530,24 @@ async def test_one_that_is_dead_is_no_reason_to_fail(steered: Steered) -> None:
     assert await steered.direct.change_state("Active", 10) == 2, "two of three serve"
 
 
+async def test_a_replica_that_left_delays_nobody_and_is_fenced_by_the_keeper(
+    steered: Steered,
+) -> None:
+    leaver = steered.controls[1]
+    leaver.phase = "Staging"
+    publishing = asyncio.create_task(steered.publish())
+    await until(lambda: len(steered.told) > 1, what="a look")
+    leaver.slot = None  # it was restarted; a dead machine leaves the same way
+    leaver.slow["require"] = 1
+    message = "1 of 2 replicas serve weights (1, 5); 1 get them before they serve again"
+    assert await publishing == message
+    assert "require" not in leaver.verbs
+    leaver.phase = "Staged"
+    leaver.slow.clear()
+    await until(lambda: leaver.active == (1, 5), what="the keeper's care")
+    assert leaver.verbs[-3:] == ["require", "stage", "commit"]
+
+
 async def test_closing_ends_the_care(steered: Steered) -> None:
     await steered.publish()
     await steered.direct.close()
