@@ -153,7 +153,7 @@ class RequestRouter:
     async def wait_for_change(
         self, changed: asyncio.Event, seconds: float, bounds: WeightsBounds
     ) -> None:
-        """Wait until members change, at most for so long; members with other weights are asked for theirs meanwhile."""
+        """Wait until members change, at most for so long; until then members with other weights are asked for theirs."""
         token = object()
         self._waiting[token] = bounds
         try:

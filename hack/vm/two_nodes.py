@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two machines with a network between them: pushed weights cross it, and one machine loses its power meanwhile.
+"""Two machines with a network between them: pushed weights cross it, and one machine loses its power in the middle of a push.
 
     sudo python3 hack/vm/two_nodes.py
 
