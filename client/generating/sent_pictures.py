@@ -63,25 +63,25 @@ def split_pictures(request: GenerateRequest) -> tuple[GenerateRequest, dict[str,
     """Return a request with hashes in place of bytes, and the bytes in base64 by hash."""
     if request.multimodal is None:
         return request, {}
-    texts: dict[str, str] = {}
+    encoded: dict[str, str] = {}
     images = []
     for image in request.multimodal.images:
         if image.data is not None:
             with contextlib.suppress(ValueError):  # the worker says what is wrong with it
                 data = base64.b64decode(image.data, validate=True)
                 ref = "sha256:" + hashlib.sha256(data).hexdigest()
-                texts[ref] = image.data
+                encoded[ref] = image.data
                 image = ImageInput(ref=ref)
         images.append(image)
     named = Multimodal(images=tuple(images))
-    return request.model_copy(update={"multimodal": named}), texts
+    return request.model_copy(update={"multimodal": named}), encoded
 
 
-def with_picture_data(request: GenerateRequest, texts: Mapping[str, str]) -> GenerateRequest:
+def with_picture_data(request: GenerateRequest, encoded: Mapping[str, str]) -> GenerateRequest:
     """Return a request in which these pictures have their bytes, each once."""
-    if request.multimodal is None or not texts:
+    if request.multimodal is None or not encoded:
         return request
-    left = dict(texts)
+    left = dict(encoded)
     images = [
         ImageInput(data=left.pop(image.ref)) if image.ref in left else image
         for image in request.multimodal.images
@@ -117,9 +117,13 @@ class SentPictures:
     async def claim_pictures(
         self, url: str, refs: Collection[str], seconds: float, *, again: bool = False
     ) -> AsyncIterator[PictureClaim]:
-        """Say which of these pictures to send to a worker; others that have the same wait until it has them.
+        """Decide which of these pictures an attempt sends, and let other attempts with the same ones wait for it.
 
-        `seconds`: of which it waits for others at most a part. `again`: the worker has lost some, so send all.
+        Args:
+            url: Of the worker.
+            refs: Hashes of the request's pictures.
+            seconds: What the request has left; it waits for others for half of it at the most.
+            again: Send all of them, because the worker has lost some.
         """
         missing = frozenset(refs)
         if not again:

@@ -31,7 +31,7 @@ HARMONY_PAIRS = (("gpt-oss", "gpt-oss"), ("openai", "openai_gptoss"))
 THOUGHT_MARKS = re.compile(r"(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|◁/?think▷|\s)*")
 """What a parser of reasoning may leave out: marks and white space."""
 MOST_MARKS = 80
-"""Characters of marks before reasoning."""
+"""How many characters of marks and white space may stand before reasoning."""
 FUNCTION_NAME = re.compile(r"[^\s<>]+")
 HARMONY_BODY = re.compile(
     r"<\|message\|>(.*?)(?=<\|(?:end|call|return|start|channel)\|>|$)", re.DOTALL
@@ -214,7 +214,7 @@ def begun_length(text: str, mark: str) -> int:
 
 
 def _is_framed(thought: str, text: str) -> bool:
-    """Whether a text is this one between marks."""
+    """Whether a text is this thought, with nothing around it but marks and white space."""
     limit = MOST_MARKS + len(thought)
     at = text.find(thought, 0, limit)
     while at >= 0:
