@@ -40,6 +40,15 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])
 
 
+async def test_the_collector_leaves_a_started_engine_alone(tiny_models: TinyModels) -> None:
+    gc.unfreeze()
+    async with serving(tiny_models.model(1)):
+        assert gc.get_freeze_count() > 50_000, "objects of torch and transformers"
+    async with serving(tiny_models.model(1), guest=True):
+        before = gc.get_freeze_count()
+    assert gc.get_freeze_count() == before, "the process is somebody else's"
+
+
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_and_wake_bring_the_same_output_back(
     tiny_models: TinyModels, tmp_path: Path, level: Any

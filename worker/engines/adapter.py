@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -23,6 +24,7 @@ from rollout_worker.engine import (
     WeightsRefill,
     WeightsRejected,
 )
+from rollout_worker.engines.frozen_heap import freeze_heap
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
 from rollout_worker.engines.weight_versions import WeightVersions
@@ -67,6 +69,11 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
         if self._parts is None:
             raise EngineError("the engine is not started")
         return self._parts
+
+    async def _freeze_heap(self) -> None:
+        """Keep the collector off all that is there now; a guest would keep garbage of the process's owner, too."""
+        if not self._options.guest:
+            await asyncio.to_thread(freeze_heap)
 
     def _engine_info(
         self,

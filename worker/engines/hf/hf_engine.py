@@ -49,7 +49,7 @@ from .sequence import make_sequence
 from .settings import THREAD_STOP_SECONDS, parse_settings
 from .thread import describe_spent, find_lasting_fault
 from .weights.loading import LoadedModel, load_model
-from .weights.weights_memory import freeze_heap, release_freed
+from .weights.weights_memory import release_freed
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,7 @@ class HfEngine(EngineAdapter[HfParts]):
             torch.set_num_threads(self._settings.threads)
 
         def work(cancelled: Callable[[], bool]) -> LoadedModel:
-            loaded = load_model(self._options, self._settings, relay, cancelled)
-            if not self._options.guest:  # it would keep garbage of the process's owner, too
-                freeze_heap()
-            return loaded
+            return load_model(self._options, self._settings, relay, cancelled)
 
         try:
             loaded = await run_in_thread(work, self._give_up)
@@ -98,6 +95,7 @@ class HfEngine(EngineAdapter[HfParts]):
             if (why := find_lasting_fault(error)) is not None:
                 raise ProcessSpent(describe_spent(why)) from error
             raise
+        await self._freeze_heap()
         self._parts = assemble_parts(
             loaded, self._options, self._settings, self._deliver_deltas, self._on_crash
         )

@@ -21,6 +21,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
+from rollout_worker.engines.frozen_heap import freeze_heap
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.draw_records import DrawRecords, pack_mask_row
 from rollout_worker.engines.sampling.token_draw import draw_tokens
@@ -62,6 +63,7 @@ def install_patches() -> None:
     Scheduler.rollout_check = loader.check_updatable
     Scheduler.rollout_map = loader.map_sink
     Scheduler.rollout_unmap = loader.unmap_sink
+    Scheduler.rollout_freeze_heap = lambda _: freeze_heap()
     _sleep_while_paused()
     _keep_answers_in_order()
     _batch_unread_tokens()

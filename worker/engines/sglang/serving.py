@@ -25,6 +25,8 @@ from sglang.srt.utils import torch_memory_saver_adapter as adapter
 from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from sglang.version import __version__
 
+from rollout_worker.engines.frozen_heap import freeze_heap
+
 from . import patches
 from .child_connection import MAX_LINE_BYTES, encode_frame
 from .child_pictures import ChildPictures
@@ -268,6 +270,11 @@ class _ChildServer:
     async def _do_retake(self, tags: list[str]) -> None:
         take_back = messages.ResumeMemoryOccupationReqInput(tags=with_graph_tags(tags))
         await self._manager.resume_memory_occupation(take_back)
+
+    async def _do_freeze_heaps(self) -> None:
+        """Freeze the heap of this process, and of each scheduler; SGLang does so only where it is asked to over HTTP."""
+        await self._do_call_ranks("rollout_freeze_heap")
+        freeze_heap()
 
     async def _do_flush(self) -> bool:
         return bool((await self._manager.flush_cache()).success)

@@ -70,6 +70,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         started = await self._node.start(report)
         parts = self._parts = self._assemble_parts(started)
         await self._warm_up_and_check(parts, started.root_hash, report)
+        await self._freeze_heap()
         logger.info("serving %s, weights %s", self._options.model, started.root_hash)
         version, layout = started.facts["version"], started.model.layout
         return self._engine_info("sglang", version, started.model, started.root_hash, layout)
@@ -123,6 +124,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
                 key = ("sglang", root_hash, options.args, options.dtype)
                 await selfcheck.check_update(probe, reload, report, key)
             await parts.connection.call_child("flush")
+            await parts.connection.call_child("freeze_heaps")
         except (EngineCrashed, CallFailed) as error:
             why = self._node.last_errors() or error
             raise EngineError(f"SGLang started, but can't generate: {why}") from error

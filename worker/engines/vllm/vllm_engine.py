@@ -109,6 +109,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
             if isinstance(error, EngineCrashed | TimeoutError):
                 raise EngineError(f"vLLM started, but can't generate: {error}") from error
             raise
+        await self._freeze_heap()
         self._parts = parts
         model = launched.model
         chunked = launched.config.scheduler_config.enable_chunked_prefill

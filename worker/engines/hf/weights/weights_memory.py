@@ -291,17 +291,6 @@ def _point_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         target.data = tensor
 
 
-def freeze_heap() -> None:
-    """Exclude the objects that are alive now from every later garbage collection.
-
-    A collection stops all threads. Over the objects of torch and transformers it takes a quarter of
-    a second, without them some milliseconds. They stay excluded for the engines that follow in this
-    process, unless a cycle with one of them keeps a model alive (`HfEngine.stop`).
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def release_freed() -> None:
     """Give freed memory back to the system, which allocators put off."""
     gc.collect()
