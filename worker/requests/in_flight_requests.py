@@ -148,6 +148,8 @@ class InFlightRequests:
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
         self._flights: dict[str, InFlightRequest] = {}
+        self._landing = 0
+        """Outputs of all flights whose pump has not ended; counted here, as each new request asks for it."""
         self._aborts: set[asyncio.Task[None]] = set()
         runtime.telemetry.watch_load(
             lambda: runtime.engine_stats().running, lambda: self.waiting_count
@@ -172,7 +174,7 @@ class InFlightRequests:
     @property
     def waiting_count(self) -> int:
         """Accepted outputs that the engine has not started."""
-        return max(0, len(self.unfinished_outputs) - self._runtime.engine_stats().running)
+        return max(0, self._landing - self._runtime.engine_stats().running)
 
     def outputs_pinned_elsewhere(self, active: WeightsId) -> list[RunningOutput]:
         """Unfinished outputs that asked for exactly one identity, other than this one."""
@@ -187,6 +189,7 @@ class InFlightRequests:
     def launch_request(self, flight: InFlightRequest, deadline_seconds: float) -> None:
         """Register a flight and start its pumps; call it right after the admission check."""
         self._flights[flight.request_id] = flight
+        self._landing += flight.landing
         loop = asyncio.get_running_loop()
         flight.deadline = loop.call_later(deadline_seconds, self._expire_request, flight)
         self._runtime.telemetry.prompt_tokens.inc(len(flight.outputs[0].request.token_ids))
@@ -242,6 +245,7 @@ class InFlightRequests:
         assert output.stop_reason is not None
         telemetry.requests.labels(output.stop_reason.value).inc()
         flight.landing -= 1
+        self._landing -= 1
         if flight.landing:
             return
         flight.ended = time.monotonic()
