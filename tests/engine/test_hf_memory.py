@@ -41,12 +41,11 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 async def test_the_collector_leaves_a_started_engine_alone(tiny_models: TinyModels) -> None:
-    gc.unfreeze()
-    async with serving(tiny_models.model(1)):
-        assert gc.get_freeze_count() > 50_000, "objects of torch and transformers"
+    before = gc.get_freeze_count()
     async with serving(tiny_models.model(1), guest=True):
-        before = gc.get_freeze_count()
-    assert gc.get_freeze_count() == before, "the process is somebody else's"
+        assert gc.get_freeze_count() <= before, "the process is somebody else's"
+    async with serving(tiny_models.model(1)):
+        assert gc.get_freeze_count() > before + 1000
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -7,6 +7,7 @@ neither the loop nor an abort ever waits for a disk or a process.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -188,6 +189,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         await parts.versions.close_spill()
         await asyncio.to_thread(shutdown.shut_down_vllm, parts.launched)
         await asyncio.to_thread(parts.adapters.delete_files)
+        gc.unfreeze()  # what is left of this engine is collected when the next one has started
 
     @override
     def validate(self, request: EngineRequest) -> None:
