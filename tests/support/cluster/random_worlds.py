@@ -405,7 +405,7 @@ class World:
     def _report(self, problem: str) -> str:
         pods: list[str] = []
         with suppress(*PROBLEMS):
-            pods = [json.dumps(each) for each in self.lab.api.items(PODS.format(NAMESPACE))]
+            pods = [_describe_pod(each) for each in self.lab.api.items(PODS.format(NAMESPACE))]
         return "\n".join([problem, *self.acts, *pods])
 
     def _written(self) -> str:
@@ -444,6 +444,11 @@ class World:
         return found[:3]
 
 
+def _describe_pod(pod: Obj) -> str:
+    status = {name: pod["status"].get(name) for name in ("phase", "podIP", "conditions")}
+    return f"{pod['metadata']['name']} on {pod['spec'].get('nodeName')}: {json.dumps(status)}"
+
+
 def _command(state: Path, name: str) -> tuple[list[str], dict[str, str]]:
     """Return the words and the environment with which a process was started."""
     process = processes.recorded(state, name)
@@ -480,10 +485,13 @@ def _pool_lacks(pool: Obj, pods: list[Obj], exact: bool) -> str:
     if wanted != (found := {pod["metadata"]["name"] for pod in pods}):
         return f"pods {wanted ^ found}"
     active = state == "Active" and not suspended
-    conditions = {c["type"]: c["status"] for c in status["conditions"]}
+    conditions = {c["type"]: c for c in status["conditions"]}
     expected = {"Suspended": suspended, "Ready": active, "Degraded": False}
+    # What failed twice in a row is reported until it has done its work for ten minutes.
+    if conditions.get("Degraded", {}).get("reason") == "CrashLooping":
+        del expected["Degraded"]
     for kind, value in expected.items():
-        if conditions.get(kind, "False") != str(value):
+        if conditions.get(kind, {"status": "False"})["status"] != str(value):
             return f"{kind}={value}: {status.get('message')}"
     return next(filter(None, (_pod_lacks(spec, pod, exact) for pod in pods)), "")
 
