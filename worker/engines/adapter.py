@@ -24,13 +24,13 @@ from rollout_worker.engine import (
     WeightsRefill,
     WeightsRejected,
 )
-from rollout_worker.engines.frozen_heap import freeze_heap
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import ServedModel
 from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.lora.lora_checks import holds_adapters
 from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.pictures.picture import Picture
+from rollout_worker.threads import freeze_heap
 
 
 class EngineParts(Protocol):

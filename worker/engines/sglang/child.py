@@ -13,6 +13,7 @@ from importlib.metadata import version
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines import tested
+from rollout_worker.threads import without_garbage_collection
 
 from .settings import NVIDIA_SMI_TIMEOUT_SECONDS
 
@@ -69,7 +70,8 @@ def main() -> None:
     elif (why := tested.untested_version_refusal("SGLang", version("sglang"))) is not None:
         sys.exit(f"Error: {why}")
     number_devices()
-    from rollout_worker.engines.sglang import serving
+    with without_garbage_collection():  # modules stay
+        from rollout_worker.engines.sglang import serving
 
     serving.run_child(descriptor, flags)
 

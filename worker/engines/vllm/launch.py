@@ -37,6 +37,7 @@ from rollout_worker.engines.picture_model import (
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.threads import without_garbage_collection
 
 from .intake import VllmModel, skip_grammar_validation
 from .mask_records import MASK_SCHEDULER, can_record_masks
@@ -138,6 +139,7 @@ def prepare_launch(
     report(Progress(message="reading the model's configuration"))
     read_config(options.model)
     leader = None if options.gang is None else _join_gang(options.gang, settings, cancelled)
+    _import_vllm()  # it reads the environment
     config = _make_config(options, settings, leader)
     # With grammars of the same library as those that were checked.
     config.structured_outputs_config.backend = "guidance"
@@ -199,6 +201,13 @@ def _runs_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _import_vllm() -> None:
+    """Import most of vLLM: five seconds of work, and seven if garbage is collected, of which there is none."""
+    with without_garbage_collection():
+        import vllm.engine.arg_utils
+        import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | None) -> Any:
