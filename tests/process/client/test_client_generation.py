@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from array import array
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.generating.generate_options import Prompt
-from rollout_client.routing.member_clients import STREAMS_PER_CLIENT, MemberClients
+from rollout_client.routing.member_clients import MemberClients
 from tests.support.loopback import loopback
 from tests.support.unit.scripted import (
     END,
@@ -492,17 +491,19 @@ async def test_clients_share_what_servers_are_checked_against() -> None:
     assert seen[0] is seen[1]
 
 
-async def test_a_client_of_httpx_gets_no_more_than_its_share() -> None:
+async def test_each_request_has_a_client_of_its_own_and_the_last_one_used_comes_first() -> None:
     connections, url = MemberClients(), "http://worker"
-    with ExitStack() as stack:
-        lent = [
-            stack.enter_context(connections.client_for(url)) for _ in range(STREAMS_PER_CLIENT + 1)
-        ]
-        assert lent[0] is lent[STREAMS_PER_CLIENT - 1]
-        assert lent[STREAMS_PER_CLIENT] is not lent[0]
-    with connections.client_for(url) as again:
-        assert again is lent[0], "the first one's connections are kept, whatever is free"
+    with connections.client_for(url) as first:
+        with connections.client_for(url) as second:
+            assert second is not first
+        with connections.client_for(url) as again:
+            assert again is second
+    with connections.client_for(url) as last:
+        assert last is first, "its connection is the least likely to have expired"
+    connections.drop_member(url)
     await connections.close()
+    assert first.is_closed
+    assert second.is_closed
 
 
 async def test_hooks_see_attempts_and_requests(worker: ScriptedWorker) -> None:
