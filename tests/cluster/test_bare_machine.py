@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from localkube.home import REPOSITORY
+from localkube.home import REPOSITORY, cache
 
 logger = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-NODES_MINUTES, README_MINUTES, PAIR_MINUTES = 40, 120, 60
+NODES_MINUTES, README_MINUTES, PAIR_MINUTES, DEMO_MINUTES = 40, 120, 60, 100
 """Without hardware virtualization; README's packages are 3 GB."""
 
 
@@ -46,6 +46,15 @@ def run_program(program: str, minutes: int, *flags: str) -> str:
 @pytest.mark.soak
 def test_local_nodes_need_no_cgroup_v1() -> None:
     assert "cgroup v2: all is well" in run_inside("cgroups.py", NODES_MINUTES)
+
+
+# It has no network: its images are those that `make prepared` has built.
+@pytest.mark.soak
+def test_the_demo_tells_its_story_on_cgroup_v2() -> None:
+    python = str(cache() / "venv/bin/python")
+    command = ["env", "PYTHONPATH=hack:hack/cluster", python, "-m", "demo"]
+    shown = run_program("machine.py", DEMO_MINUTES, *command)
+    assert "A pod is killed and replaced; it serves only once it has the weights" in shown
 
 
 # Every day test_local_pool.py runs the same commands here.
