@@ -126,7 +126,7 @@ class SentPictures:
             again: Send all of them, because the worker has lost some.
         """
         missing = frozenset(refs)
-        if not again:
+        if refs and not again:
             await self._wait_for_others(url, refs, min(OTHERS_WAIT_SECONDS, seconds / 2))
             missing = frozenset(ref for ref in refs if not self._knows_picture(url, ref))
         mine = {ref: asyncio.Event() for ref in missing if (url, ref) not in self._sending}
