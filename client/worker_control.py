@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import httpx
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout_common import tracing, wire
 
+from .http_clients import origin_of
 from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
@@ -76,14 +78,16 @@ class WorkerControl:
     Args:
         base_url: For example `http://10.0.0.7:8001`.
         token: Called before each request for the bearer token; None: send none.
-        client: Shared connections, whose limits bound how many are open at once. For hundreds of
-            workers give a `Send` of your own: httpx looks at all open connections in each request.
+        client: Shared connections, or what sends: over `HttpClients` to any number of workers.
     """
 
     def __init__(self, base_url: str, token: Token, client: httpx.AsyncClient | Send) -> None:
         self._base_url = base_url.rstrip("/")
         self._token = token
-        self._request = send_over_httpx(client) if isinstance(client, httpx.AsyncClient) else client
+        if isinstance(client, httpx.AsyncClient):
+            self._request = send_over_httpx(lambda _: nullcontext(client))
+        else:
+            self._request = client
 
     async def state(
         self, *, since: int | None = None, wait: float = 0.0, timeout: float = STATE_TIMEOUT_SECONDS
@@ -214,18 +218,27 @@ class WorkerControl:
         return status, answer
 
 
-def send_over_httpx(client: httpx.AsyncClient, tls_name: str | None = None) -> Send:
-    """Return the `Send` of an httpx client; certificates must name `tls_name`, or the URL's host."""
+def send_over_httpx(
+    client_for: Callable[[str], AbstractContextManager[httpx.AsyncClient]],
+    tls_name: str | None = None,
+) -> Send:
+    """Return what sends over httpx.
+
+    Args:
+        client_for: Lends a client for a request to an origin, as `HttpClients.client_for` does.
+        tls_name: What certificates must name; None: the URL's host.
+    """
     extensions = None if tls_name is None else {"sni_hostname": tls_name}
 
     async def send(
         method: str, url: str, headers: Mapping[str, str], content: bytes | None, seconds: float
     ) -> tuple[int, bytes]:
         try:
-            answer = await client.request(
-                method, url, content=content, headers=dict(headers), timeout=seconds,
-                extensions=extensions,
-            )  # fmt: skip
+            with client_for(origin_of(url)) as client:
+                answer = await client.request(
+                    method, url, content=content, headers=dict(headers), timeout=seconds,
+                    extensions=extensions,
+                )  # fmt: skip
         except httpx.TimeoutException as error:
             raise TimeoutError(str(error) or type(error).__name__) from error
         except httpx.RemoteProtocolError as error:

@@ -12,8 +12,16 @@ from typing import TypeVar
 import httpx
 
 from rollout_client.errors import ClusterError
+from rollout_client.http_clients import HttpClients
+from rollout_client.routing.member_clients import trusted_authorities
 from rollout_client.steering.control_ports import MOUNTED_TOKEN
-from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
+from rollout_client.worker_control import (
+    ControlError,
+    ControlUnreachable,
+    Send,
+    WorkerControl,
+    send_over_httpx,
+)
 from rollout_common.kube.access import Obj
 
 from .pool_access import PoolAccess
@@ -148,11 +156,15 @@ class FactReader:
 
     async def _read_states(self, pods: list[Obj]) -> list[Obj]:
         # All at once: those that are silent take no time from the others.
-        unlimited = httpx.Limits()
-        async with httpx.AsyncClient(trust_env=False, limits=unlimited) as http:
-            return await asyncio.gather(*(self._read_state(http, pod) for pod in pods))
+        trusted = trusted_authorities(environment=False)
+        clients = HttpClients(lambda _: httpx.AsyncClient(verify=trusted, trust_env=False))
+        try:
+            send = send_over_httpx(clients.client_for)
+            return await asyncio.gather(*(self._read_state(send, pod) for pod in pods))
+        finally:
+            await clients.close()
 
-    async def _read_state(self, http: httpx.AsyncClient, pod: Obj) -> Obj:
+    async def _read_state(self, send: Send, pod: Obj) -> Obj:
         name, status = str(pod["metadata"]["name"]), pod.get("status") or {}
         address = status.get("podIP")
         if not address or status.get("phase") != "Running":
@@ -166,7 +178,7 @@ class FactReader:
             return token
 
         try:
-            control = WorkerControl(f"http://{host}:8001", give_token, http)
+            control = WorkerControl(f"http://{host}:8001", give_token, send)
             state = await control.state(timeout=PROBE_SECONDS)
             return state.model_dump(mode="json", exclude_none=True)
         except (ControlError, ControlUnreachable) as error:

@@ -129,7 +129,7 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
         router = RequestRouter(
             LoadBalancer(max_imbalance=max_imbalance, deterministic=deterministic),
             self._discovery_trouble,
-            connections.drop_member,
+            connections.drop_origin,
             refused=lambda: self._discovery.refused,
         )
         MemberVerbs.__init__(self, router, connections)
@@ -272,7 +272,7 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
             logger.info("%s has %d members", self.name, len(after), extra=gone)
         for url in before - after:
             if url not in balancer.records:
-                self._connections.drop_member(url)
+                self._connections.drop_origin(url)
         self._hook.members(len(after), len([m for m in balancer.present_members() if m.ready]))
         self._discovered.set()
         self._router.notify_waiting()

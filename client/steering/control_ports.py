@@ -15,6 +15,7 @@ import httpx
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import SteeringFailed
+from rollout_client.http_clients import HttpClients, origin_of
 from rollout_client.routing.member_clients import trusted_authorities
 from rollout_client.worker_control import (
     ControlError,
@@ -126,24 +127,22 @@ class ControlPorts:
         context = trusted_authorities(environment=False) if ca is None else _tls_context(ca)
         self.trust = Trust(context, "give the file with its CA as control_ca")
         """What the ports for weights are checked against; always for the name of all workers."""
-        self._http = httpx.AsyncClient(
-            verify=context, limits=httpx.Limits(max_connections=None), trust_env=False
-        )
-        self._send = send_over_httpx(self._http, tls_name)
+        self._clients = HttpClients(lambda _: httpx.AsyncClient(verify=context, trust_env=False))
+        self._send = send_over_httpx(self._clients.client_for, tls_name)
 
     @property
     def is_closed(self) -> bool:
         """Whether it is too late to ask anything."""
-        return self._http.is_closed
+        return self._clients.is_closed
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._clients.close()
 
-    def host_of(self, name: str) -> str | None:
-        """Return the address of a member, where all its ports are; None: it is gone."""
-        urls = {member.name: member.control_url for member in self._members()}
-        return urlsplit(urls.get(name) or "").hostname
+    def member_hosts(self) -> dict[str, str]:
+        """Return the address of each member, where all its ports are, by name."""
+        found = {each.name: urlsplit(each.control_url or "").hostname for each in self._members()}
+        return {name: host for name, host in found.items() if host is not None}
 
     async def get_states(self, patience: float = 0.0) -> dict[str, WorkerState]:
         """Return the states of the members that answer, by name.
@@ -217,12 +216,14 @@ class ControlPorts:
         return dict(zip(asked, await asyncio.gather(*map(one, asked)), strict=True))
 
     def _member_controls(self) -> dict[str, WorkerControl]:
-        found = {}
+        found, origins = {}, set()
         for member in self._members():
             if member.control_url is None:
                 why = "its control port is not known: give control_urls to from_urls"
                 raise SteeringFailed(why, replica=member.name)
             found[member.name] = WorkerControl(member.control_url, self._read_token, self._send)
+            origins.add(origin_of(member.control_url))
+        self._clients.keep_origins(origins)
         return found
 
     async def _read_token(self) -> str | None:

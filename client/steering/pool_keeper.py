@@ -151,10 +151,11 @@ class PoolKeeper:
         """
         request = OfferRequest(epoch=identity.epoch, version=identity.version)
         answers = await self._ports.ask_members(lambda control: control.offer(request))
+        hosts = self._ports.member_hosts()
         found = [
-            Peer(host=host, port=offer.port, ticket=offer.ticket)
+            Peer(host=hosts[name], port=offer.port, ticket=offer.ticket)
             for name, offer in answers.items()
-            if isinstance(offer, OfferResponse) and (host := self._ports.host_of(name))
+            if isinstance(offer, OfferResponse) and name in hosts
         ]
         if not found:
             why = f"no replica keeps the pushed weights {identity}"

@@ -220,15 +220,15 @@ class Barrier:
         answers: Mapping[str, StagedWeights | ControlError | ControlUnreachable],
     ) -> None:
         """Bring the bytes to every replica that gave a ticket."""
-        receivers = []
+        receivers, hosts = [], self._ports.member_hosts()
         for name in sorted(self._heard_at):
             answer = answers[name]
             if isinstance(answer, ControlUnreachable):
                 self._leave(name, str(answer))
-            elif (host := self._ports.host_of(name)) is None:
+            elif name not in hosts:
                 self._leave(name, "it is not a member any more")
             elif isinstance(answer, StagedWeights) and answer.transfer is not None:
-                receivers.append(Receiver(name, host, answer.transfer, name in self._based))
+                receivers.append(Receiver(name, hosts[name], answer.transfer, name in self._based))
         loop = asyncio.get_running_loop()
 
         def news() -> None:

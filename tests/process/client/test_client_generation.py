@@ -500,7 +500,7 @@ async def test_each_request_has_a_client_of_its_own_and_the_last_one_used_comes_
             assert again is second
     with connections.client_for(url) as last:
         assert last is first, "its connection is the least likely to have expired"
-    connections.drop_member(url)
+    connections.drop_origin(url)
     await connections.close()
     assert first.is_closed
     assert second.is_closed

@@ -72,6 +72,13 @@ async def test_what_was_handed_over_serves_already_without_an_operator(steered: 
     assert [each.verbs for each in steered.controls] == [[], []]
 
 
+async def test_many_replicas_all_answer_at_once(steered: Steered) -> None:
+    """With one client of httpx for all, fifty of 300 did not before their time was up."""
+    url = steered.controls[0].member.control_url
+    steered.members[:] = [Member(f"http://w{n}:8000", f"w{n}", url) for n in range(300)]
+    assert await steered.publish() == "300 of 300 replicas serve weights (1, 5)"
+
+
 # Epochs.
 
 

@@ -1,0 +1,84 @@
+"""httpx clients with one connection each.
+
+httpx looks at all connections of a client when a request begins and when it ends: with hundreds in flight that takes most
+of the time, and asking a thousand workers at once took 25 s. A client is made in 30 µs and has 3 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+
+@dataclass(slots=True)
+class _ClientsOfOrigin:
+    """`every`: to be closed; `idle`: those that no request uses, the last used one at the end."""
+
+    every: list[httpx.AsyncClient] = field(default_factory=list)
+    idle: list[httpx.AsyncClient] = field(default_factory=list)
+
+
+def origin_of(url: str) -> str:
+    """Return scheme, host and port of a URL: `http://10.0.0.7:8001` of `http://10.0.0.7:8001/v1/state`."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
+
+
+class HttpClients:
+    """Clients by origin (`http://10.0.0.7:8001`), made when first needed, for one event loop.
+
+    Args:
+        make: Returns a client for requests to an origin.
+    """
+
+    def __init__(self, make: Callable[[str], httpx.AsyncClient]) -> None:
+        self._make = make
+        self._clients: dict[str, _ClientsOfOrigin] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.is_closed = False
+        """Whether it is too late to ask anything."""
+
+    @contextmanager
+    def client_for(self, origin: str) -> Iterator[httpx.AsyncClient]:
+        """Yield a client for one request to an origin.
+
+        Raises:
+            RuntimeError: They were closed.
+        """
+        if self.is_closed:
+            raise RuntimeError("the connections were closed")
+        clients = self._clients.setdefault(origin, _ClientsOfOrigin())
+        if clients.idle:
+            client = clients.idle.pop()
+        else:
+            client = self._make(origin)
+            clients.every.append(client)
+        try:
+            yield client
+        finally:
+            clients.idle.append(client)
+
+    def drop_origin(self, origin: str) -> None:
+        """Close an origin's clients in the background; no request may be using them."""
+        for each in self._clients.pop(origin, _ClientsOfOrigin()).every:
+            task = asyncio.create_task(each.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def keep_origins(self, origins: Collection[str]) -> None:
+        """Drop the origins that are not among these, except those that requests use."""
+        for origin in self._clients.keys() - set(origins):
+            clients = self._clients[origin]
+            if len(clients.idle) == len(clients.every):
+                self.drop_origin(origin)
+
+    async def close(self) -> None:
+        """Close all clients; requests that use them fail."""
+        self.is_closed = True
+        clients, self._clients = self._clients, {}
+        closing = [each.aclose() for some in clients.values() for each in some.every]
+        await asyncio.gather(*closing, *self._closing)
