@@ -1,7 +1,7 @@
 """What the client costs per request, against httpx reading the same stream.
 
 The workers are processes that answer at once, so that nothing but the client's own work is seen:
-one request after the other, and a thousand in flight.
+one request after the other, a thousand in flight, and the states of hundreds of workers at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ from bench.reporting.figures import Result, figure
 from bench.rigs.answers import PER_EVENT
 from bench.rigs.instant_workers import Call, crowd, in_turns, instant_workers
 from rollout_client import AsyncRolloutPool
+from rollout_client.discovery.pool_members import Member
+from rollout_client.steering.control_ports import ControlPorts
+from rollout_client.worker_control import WorkerControl
 
 WORKERS = 4
 TOKENS = 64
@@ -38,10 +42,11 @@ class Amount:
     in_flight: int
     rounds: int
     crowd: int
+    ports: int
 
 
-WHOLE = Amount(single=2000, in_flight=1000, rounds=5, crowd=4000)
-QUICK = Amount(single=50, in_flight=25, rounds=2, crowd=50)
+WHOLE = Amount(single=2000, in_flight=1000, rounds=5, crowd=4000, ports=300)
+QUICK = Amount(single=50, in_flight=25, rounds=2, crowd=50, ports=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,31 @@ async def _measure(urls: Sequence[str], amount: Amount) -> Result:
                 cpu, rate = await crowd(call, amount.crowd, amount.in_flight)
                 found.cpu.append(1000 * cpu)
                 found.rate.append(rate)
-    return _result(single, crowds, amount)
+    asked = [await _ask_states(urls, amount.ports) for _ in range(amount.rounds)]
+    return _result(single, crowds, asked, amount)
+
+
+async def _ask_states(urls: Sequence[str], count: int) -> tuple[float, float]:
+    """Return the CPU seconds of asking so many control ports at once: by one client of httpx, and by ours."""
+    turns = itertools.cycle(urls)
+    members = [Member(f"http://w{n}:8000", f"w{n}", next(turns)) for n in range(count)]
+    ports = ControlPorts(lambda: members, None)
+    async with httpx.AsyncClient(limits=httpx.Limits(), timeout=None, trust_env=False) as client:
+        controls = [WorkerControl(each.control_url or "", _no_token, client) for each in members]
+        found = []
+        for ask in (
+            lambda: asyncio.gather(*(each.state(timeout=600) for each in controls)),
+            ports.get_states,
+        ):
+            began = time.process_time()
+            assert len(await ask()) == count
+            found.append(time.process_time() - began)
+    await ports.close()
+    return found[0], found[1]
+
+
+async def _no_token() -> None:
+    return None
 
 
 @asynccontextmanager
@@ -110,6 +139,7 @@ async def _read(client: httpx.AsyncClient) -> None:
 def _result(
     single: tuple[list[float], list[float]],
     crowds: tuple[Crowds, Crowds],
+    asked: Sequence[tuple[float, float]],
     amount: Amount,
 ) -> Result:
     plain, client = ([1000 * seconds for seconds in side] for side in single)
@@ -121,6 +151,10 @@ def _result(
         figure(
             f"CPU per request, {amount.in_flight:,} in flight", pool.cpu, "ms",
             baseline=alone.cpu, against="httpx",
+        ),
+        figure(
+            f"CPU to ask {amount.ports:,} workers for their state", [each for _, each in asked], "s",
+            baseline=[each for each, _ in asked], against="one client of httpx",
         ),
     ]  # fmt: skip
     notes = [

@@ -1,4 +1,4 @@
-"""A program: a data port that answers every generate request at once, without an engine.
+"""A program: a port that answers every generate request and every question for a worker's state at once, without an engine.
 
 `python answers.py TOKENS` takes a free port, prints its number, and serves until it is ended.
 """
@@ -38,8 +38,21 @@ def stream(tokens: int) -> bytes:
     return b"".join(chunks) + b"0\r\n\r\n"
 
 
+def worker_state() -> bytes:
+    """Return the answer of `GET /v1/state`."""
+    active = {"epoch": 0, "version": 0, "root_hash": "checkpoint"}
+    body = json.dumps(
+        {
+            "boot_id": "b", "engine": "hf", "lifecycle": "Active", "serving": True, "caller": "operator",
+            "weights": {"active": active}, "resident": {"weights": True, "kv_cache": True},
+        }
+    )  # fmt: skip
+    head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{len(body)}\r\n\r\n{body}".encode()
+
+
 async def main(tokens: int) -> None:
-    answer = HEAD + stream(tokens)
+    answer, state = HEAD + stream(tokens), worker_state()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -48,7 +61,7 @@ async def main(tokens: int) -> None:
                 for line in head.lower().split(b"\r\n"):
                     if line.startswith(b"content-length:"):
                         await reader.readexactly(int(line[15:]))
-                writer.write(answer)
+                writer.write(state if head.startswith(b"GET ") else answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
