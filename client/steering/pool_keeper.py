@@ -28,7 +28,12 @@ from rollout_common.wire import (
 )
 
 from .control_ports import ControlPorts, DirectOptions
-from .settings import KEEP_INTERVAL_SECONDS, POLL_SECONDS, SEED_TIMEOUT_SECONDS
+from .settings import (
+    KEEP_INTERVAL_SECONDS,
+    MAX_LOOKS_PER_SECOND,
+    POLL_SECONDS,
+    SEED_TIMEOUT_SECONDS,
+)
 from .staging_barrier import Lost, Staged, Unusable, Version, progress_of
 from .steering_protocol import PoolState
 
@@ -81,7 +86,8 @@ class PoolKeeper:
 
     async def _run_loop(self) -> None:
         while True:
-            await asyncio.sleep(KEEP_INTERVAL_SECONDS)
+            pace = len(self._ports.member_hosts()) / MAX_LOOKS_PER_SECOND
+            await asyncio.sleep(max(KEEP_INTERVAL_SECONDS, pace))
             try:
                 await self._check_replicas()
             except Exception:
@@ -99,9 +105,11 @@ class PoolKeeper:
 
     async def _mend_replica(self, control: WorkerControl) -> bool:
         """Give one replica what it lacks; return whether it was given weights."""
-        seeded = self.target is not None and await self._seed_weights(self.target, control)
-        orders = self._orders
-        state = await control.state()
+        orders, state = self._orders, await control.state()
+        target = self.target
+        seeded = target is not None and await self._seed_weights(target, control, state)
+        if seeded:
+            orders, state = self._orders, await control.state()
         if self._ordering or self._orders != orders:
             return seeded  # the state that it lacks may be on its way: look again in the next round
         held = {hold.state for hold in state.holds if hold.holder == state.caller}
@@ -116,9 +124,10 @@ class PoolKeeper:
                 await self.change_state(control, wanted)
         return seeded
 
-    async def _seed_weights(self, version: Version, control: WorkerControl) -> bool:
-        """Give one replica the target if it has older weights; return whether it was given."""
-        state = await control.state()
+    async def _seed_weights(
+        self, version: Version, control: WorkerControl, state: WorkerState
+    ) -> bool:
+        """Give one replica in this state the target if it has older weights; return whether it was given."""
         if not state.resident.weights or not _is_behind(state, version):
             return False
         identity = version.identity
@@ -203,7 +212,7 @@ class PoolKeeper:
             first = WakeRequest(tags=("weights",), load=False if empty else None)
             await _wake_unless_held(control.wake(first))
         if self.target is not None:
-            await self._seed_weights(self.target, control)
+            await self._seed_weights(self.target, control, await control.state())
         await _wake_unless_held(control.wake(WakeRequest(tags=("kv_cache",))))
 
 

@@ -45,11 +45,17 @@ PROGRESS_INTERVAL_SECONDS = 1.0
 KEEP_INTERVAL_SECONDS = 1.0
 """How often the keeper looks at all replicas; one that returns serves nothing until then."""
 
+MAX_LOOKS_PER_SECOND = 200
+"""How many replicas the keeper looks at in a second at most, which takes a seventh of a core; large pools wait longer."""
+
 SEED_TIMEOUT_SECONDS = 600.0
 """How long one replica may take to stage the pool's weights: as long as a publish."""
 
 POLL_SECONDS = 0.1
 """How often replicas are asked while they stage; small models take less than a second."""
+
+MAX_POLLS_PER_SECOND = 500
+"""How many replicas are asked in a second at most while they stage, which takes a third of a core."""
 
 MEMBERS_POLL_SECONDS = 1.0
 """How often replicas are asked whose connection for pushed bytes has been silent."""

@@ -25,7 +25,7 @@ from rollout_common.wire import (
 from .control_ports import ControlPorts
 from .pushing.push import Push
 from .pushing.routes import Receiver
-from .settings import DEAD_SECONDS, MEMBERS_POLL_SECONDS, POLL_SECONDS
+from .settings import DEAD_SECONDS, MAX_POLLS_PER_SECOND, MEMBERS_POLL_SECONDS, POLL_SECONDS
 from .steering_protocol import MISMATCH, OnProgress, PublishProgress, content_mismatch_error
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,9 @@ class Barrier:
                 break
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_SECONDS):  # `wait_for` may swallow a cancellation
+                async with asyncio.timeout(
+                    self._poll_seconds()
+                ):  # `wait_for` may swallow a cancellation
                     await self._news.wait()
             await self._look()
         if push is not None:
@@ -263,6 +265,11 @@ class Barrier:
             else:
                 self._heard_at[name] = now
                 self._judge(name, answer)
+
+    def _poll_seconds(self) -> float:
+        """How long to wait before the next look: many replicas are asked less often, unless their pushes tell."""
+        asked = 0 if self._push is not None else len(self._heard_at)
+        return max(POLL_SECONDS, asked / MAX_POLLS_PER_SECOND)
 
     def _unheard(self, push: Push, names: Iterable[str], now: float) -> list[str]:
         """Return the replicas to ask: their connection is broken, or silent for a while."""
