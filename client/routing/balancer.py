@@ -7,8 +7,8 @@ In this order, among the members that may get it:
    `max_imbalance` requests more than the least loaded one, this one included (its prefix cache is
    warm, but that does not make up for a queue, or for every token at half the pace);
 3. the least loaded, where a request on a replica that samples at half the usual pace counts
-   double; of equals, the one that was chosen least recently. Beyond `MAX_SCANNED` members: the less
-   loaded of two at random, which is nearly as good and whose cost does not grow.
+   double; of equals, the one that was chosen least recently. Beyond `MAX_SCANNED` members: of so many
+   at random, which is nearly as good and whose cost does not grow.
 
 After a failure or a refusal a member is excluded until a probe or a later answer says that it
 serves: health comes from answers, and discovery only says which members exist. Requests in flight
@@ -17,9 +17,10 @@ are counted by URL as long as there are any, even while the member is gone.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -27,10 +28,10 @@ from rollout_client.discovery.pool_members import Member
 from rollout_common.wire import WeightsId, WorkerInfo
 
 from .member_records import ANY_WEIGHTS, MemberRecord, WeightsBounds
-from .settings import PACE_MEMORY_SECONDS
+from .settings import PACE_COMPARE_SECONDS, PACE_MEMORY_SECONDS
 
 MAX_SCANNED = 64
-"""Up to this many members, all are compared."""
+"""How many members are compared for a request."""
 
 STICKY_KEYS = 100_000
 SLOW_FACTOR = 1.5
@@ -63,7 +64,10 @@ class LoadBalancer:
         self._last_url: OrderedDict[str, str] = OrderedDict()
         """By key: the member that got its last request."""
         self._records: dict[str, MemberRecord] = {}
+        self._listed: list[MemberRecord] = []
+        """The records once more, to draw from; empty after a change."""
         self._turn = 0
+        self._compared_at = -math.inf
         self._random = random.Random(self.seed)
 
     # Members.
@@ -101,11 +105,13 @@ class LoadBalancer:
         if not member.proven:
             record.excluded, record.probe_at = "not asked yet", now
         self._records[member.url] = record
+        self._listed.clear()
 
     def _forget_if_done(self, url: str) -> None:
         record = self._records.get(url)
         if record is not None and not record.present and record.in_flight == 0:
             del self._records[url]
+            self._listed.clear()
 
     # Choosing.
 
@@ -124,39 +130,65 @@ class LoadBalancer:
             bounds: Weights that the request takes.
             avoid: URLs of members that get it only if no other may.
         """
-        usable = [r for r in self._records.values() if r.is_usable(now) and bounds.admits(r.active)]
-        usable = [r for r in usable if r.member.url not in avoid] or usable
+
+        def is_allowed(record: MemberRecord) -> bool:
+            return record.is_usable(now) and bounds.admits(record.active)
+
+        usable = self._find_usable(is_allowed, avoid)
         if not usable:
             return None
-        record = self._least_loaded(usable) if key is None else self._member_for_key(key, usable)
+        if key is None:
+            record = self._least_loaded(usable)
+        else:
+            last = self._records.get(self._last_url.get(key, ""))
+            if last is not None and not (is_allowed(last) and last.member.url not in avoid):
+                last = None
+            record = self._member_for_key(key, last, usable)
         self._turn += 1
         record.chosen = self._turn
         record.in_flight += 1
         return record.member
 
-    def _member_for_key(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord:
+    def _find_usable(
+        self, is_allowed: Callable[[MemberRecord], bool], avoid: Collection[str]
+    ) -> list[MemberRecord]:
+        """Return members that may get the request: some of many, and those to avoid only if there are no others."""
+        every: Collection[MemberRecord] = self._records.values()
+        few = len(every) <= MAX_SCANNED or self.deterministic
+        if not few:
+            self._listed = self._listed or list(every)
+            some = self._random.sample(self._listed, MAX_SCANNED)
+            found = [r for r in some if is_allowed(r) and r.member.url not in avoid]
+            if found:
+                return found
+        allowed = [record for record in every if is_allowed(record)]
+        return [record for record in allowed if record.member.url not in avoid] or allowed
+
+    def _member_for_key(
+        self, key: str, last: MemberRecord | None, usable: Sequence[MemberRecord]
+    ) -> MemberRecord:
+        """Return the member for a conversation: `last` is the one that it had, if that may get the request."""
         if self.deterministic:
             return max(usable, key=lambda record: _rendezvous_hash(key, record.member.url))
-        record = self._sticky_member(key, usable) or self._least_loaded(usable)
+        record = self._least_loaded(usable)
+        if last is not None and self._may_stay(last, usable):
+            record = last
         self._last_url[key] = record.member.url
         self._last_url.move_to_end(key)
         if len(self._last_url) > self.sticky_keys:
             self._last_url.popitem(last=False)
         return record
 
-    def _sticky_member(self, key: str, usable: Sequence[MemberRecord]) -> MemberRecord | None:
-        """Return the member that had the key before, if it may keep it."""
-        record = self._records.get(self._last_url.get(key, ""))
-        if record is None or record not in usable or record.slowness > 1:
-            return None
-        least = min(each.weighted_load + (each is record) for each in usable)
-        return record if record.weighted_load + 1 <= least + self.max_imbalance else None
+    def _may_stay(self, record: MemberRecord, usable: Sequence[MemberRecord]) -> bool:
+        """Whether a conversation's member is as fast as usual, and not too loaded."""
+        if record.slowness > 1:
+            return False
+        least = min(each.weighted_load + (each is record) for each in (record, *usable))
+        return record.weighted_load + 1 <= least + self.max_imbalance
 
     def _least_loaded(self, usable: Sequence[MemberRecord]) -> MemberRecord:
         if self.deterministic:
             return min(usable, key=lambda record: record.member.url)
-        if len(usable) > MAX_SCANNED:
-            usable = self._random.sample(usable, 2)
         # Compare the loads with the new request, not before it.
         return min(usable, key=lambda each: (each.weighted_load + each.slowness, each.chosen))
 
@@ -198,12 +230,18 @@ class LoadBalancer:
         return None if record is None else record.info
 
     def note_pace(self, url: str, seconds_per_token: float, now: float) -> None:
-        """Note how fast it sampled, and compare all members again."""
+        """Note how fast it sampled, and compare all members again: many of them not at each request."""
         record = self._records.get(url)
         if record is None:
             return
         old = seconds_per_token if record.pace is None else record.pace
         record.pace, record.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
+        many = len(self._records) > MAX_SCANNED
+        if not (many and now - self._compared_at < PACE_COMPARE_SECONDS):
+            self._compared_at = now
+            self._compare_paces(now)
+
+    def _compare_paces(self, now: float) -> None:
         for each in self._records.values():
             if now - each.paced_at > PACE_MEMORY_SECONDS:
                 each.pace = None

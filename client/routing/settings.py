@@ -5,6 +5,9 @@ from __future__ import annotations
 PACE_MEMORY_SECONDS = 60.0
 """Without a measurement for this long a member counts as fast, so that it is tried again."""
 
+PACE_COMPARE_SECONDS = 1.0
+"""How often the paces of many members are compared: an answer takes seconds, and they don't change faster."""
+
 HEALTH_TICK_SECONDS = 0.1
 """How often members are checked: a probe is at most this late, and a tick costs microseconds."""
 

@@ -182,10 +182,27 @@ def test_a_pace_of_nothing_makes_nobody_slow() -> None:
     assert [record.slowness for record in found.records.values()] == [1, 1]
 
 
-def test_beyond_some_members_two_are_compared() -> None:
+def test_of_many_members_some_are_compared() -> None:
     found = balancer(4 * MAX_SCANNED, seed=1)
     load = Counter(chosen(found) for _ in range(4 * MAX_SCANNED * 10))
-    assert max(load.values()) <= 14, "power of two: near the mean of 10"
+    assert max(load.values()) <= 11, "near the mean of 10"
+    assert len(load) == 4 * MAX_SCANNED
+
+
+def test_the_only_one_of_many_is_found_and_the_paces_of_many_are_compared_now_and_then() -> None:
+    found = balancer(4 * MAX_SCANNED, seed=1)
+    for record in list(found.records.values())[1:]:
+        found.exclude_member(record.member.url, "asleep", 0.0)
+    assert chosen(found, "c") == "w0"
+    for name, pace in (("w0", 0.02), ("w1", 0.02), ("w2", 0.2)):
+        found.note_pace(f"http://{name}:8000", pace, 0.0)
+    slow = found.records["http://w2:8000"]
+    assert slow.slowness == 1
+    found.note_pace("http://w0:8000", 0.02, 2.0)
+    assert slow.slowness == 10
+    found.set_members(members(4 * MAX_SCANNED)[1:], 3.0)
+    found.release_member("http://w0:8000")
+    assert found.choose_member("c", 3.0) is None, "the only one has left"
 
 
 def test_the_stable_hash_is_the_same_in_every_process() -> None:
