@@ -170,10 +170,9 @@ class Barrier:
             if not self._heard_at:
                 break
             self._news.clear()
+            pause = self._poll_seconds()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    self._poll_seconds()
-                ):  # `wait_for` may swallow a cancellation
+                async with asyncio.timeout(pause):  # `wait_for` may swallow a cancellation
                     await self._news.wait()
             await self._look()
         if push is not None:

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollout_client import DirectOptions, RolloutPool
 from rollout_client.steering.steering_protocol import Published, PublishProgress
 
-JOB, MODEL = Path("/job"), Path("/root/model")
+JOB, MODEL = Path("/job"), Path("/var/lib/model")
 FLAGS = {
     "engine": "hf", "model": MODEL, "data-port": 8000, "control-port": 8001, "weights-port": 8002,
     "auth": "token", "auth-token-file": JOB / "token", "log-format": "text",
