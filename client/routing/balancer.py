@@ -152,7 +152,7 @@ class LoadBalancer:
     def _find_usable(
         self, is_allowed: Callable[[MemberRecord], bool], avoid: Collection[str]
     ) -> list[MemberRecord]:
-        """Return members that may get the request: some of many, and those to avoid only if there are no others."""
+        """Return members that may get the request: some of many, and those to avoid only if nobody else may."""
         every: Collection[MemberRecord] = self._records.values()
         few = len(every) <= MAX_SCANNED or self.deterministic
         if not few:
