@@ -81,7 +81,12 @@ class Lab:
         self._log_at = 0
 
     def start_operator(
-        self, *flags: str, seconds: float = 30.0, name: str = "operator", elect: bool = False
+        self,
+        *flags: str,
+        seconds: float = 30.0,
+        name: str = "operator",
+        elect: bool = False,
+        source: Path | None = None,
     ) -> None:
         """Start the operator and wait until it has listed everything.
 
@@ -90,6 +95,7 @@ class Lab:
             seconds: Until it must be ready.
             name: Of the process, if there are several; `metrics` asks the one that was started last.
             elect: It leads only while it holds a Lease, as several must.
+            source: Folder of the packages, if they are of another version.
         """
         self.port = free_ports(1)[0]
         config = self.cluster.state / "operator.json"
@@ -104,8 +110,18 @@ class Lab:
             "--service-account", ACCOUNT, "--lease-namespace", SYSTEM, *flags,
         ]  # fmt: skip
         environment = {"KUBECONFIG": str(account), "OMP_NUM_THREADS": "1"}
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
         processes.spawn(self.cluster.state, name, command, environment)
         eventually("the operator is ready", partial(self._is_ready, name), seconds, every=0.02)
+
+    def install_chart(self, verb: str, tree: Path = ROOT) -> None:
+        """`helm install` or `upgrade` with the chart of a tree, without an operator."""
+        self.cluster.helm(
+            verb, ACCOUNT, tree / "charts/rollout-operator", "--namespace", SYSTEM,
+            "--create-namespace", "--set", "replicaCount=0",
+            "--set", f"workers.namespaces={{{NAMESPACE}}}",
+        )  # fmt: skip
 
     def stop_operator(self, name: str = "operator") -> None:
         """Kill it."""
@@ -289,25 +305,23 @@ def scale_lab(name: str) -> Iterator[Lab]:
         raise RuntimeError("pods without processes need root: their addresses are routed here")
     cluster = Cluster.start(name)
     try:
-        _prepare(cluster)
         with Api(cluster) as api:
-            yield Lab(cluster, api)
+            lab = Lab(cluster, api)
+            _prepare(lab)
+            yield lab
     finally:
         network.deliver_nowhere(cluster.settings.network)
         if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
             Cluster.remove(name)
 
 
-def _prepare(cluster: Cluster) -> None:
+def _prepare(lab: Lab) -> None:
+    cluster = lab.cluster
     server: list[str | Path] = [sys.executable, ROOT / "hack/cluster/processless.py"]
     processes.spawn(cluster.state, "processless", server)
     cluster.start_kwok(gpus=FAKE_GPUS, local=True)
     cluster.kubectl("create", "namespace", NAMESPACE)
-    cluster.helm(
-        "install", ACCOUNT, ROOT / "charts/rollout-operator", "--namespace", SYSTEM,
-        "--create-namespace", "--set", "replicaCount=0",
-        "--set", f"workers.namespaces={{{NAMESPACE}}}",
-    )  # fmt: skip
+    lab.install_chart("install")
     await_crd(cluster)
 
     def answers() -> bool:
