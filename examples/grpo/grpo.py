@@ -200,13 +200,14 @@ def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed
         for step in range(1, steps + 1):
             began = time.monotonic()
             samples = following.result(DEADLINE)
+            importance = policy.learn(samples)
             if step < steps:
+                # Not while it learns, as a trainer would: these small models would be done before the weights come.
                 following = background.submit(draw, seed + step)
+            publisher.publish()
             ours = policy.as_sampled(samples)
             matching = difference(ours, samples)
             raw = difference(policy.as_sampled(samples, raw=True), samples)
-            importance = policy.learn(samples)
-            publisher.publish()
             versions = sorted(set(map(tuple, samples.identity[samples.sampled].tolist())))
             starts = samples.sampled[:, 1:] & ~samples.sampled[:, :-1]
             row = Row(
