@@ -79,6 +79,6 @@ class HttpClients:
     async def close(self) -> None:
         """Close all clients; requests that use them fail."""
         self.is_closed = True
-        clients, self._clients = self._clients, {}
-        closing = [each.aclose() for some in clients.values() for each in some.every]
-        await asyncio.gather(*closing, *self._closing)
+        for origin in list(self._clients):
+            self.drop_origin(origin)
+        await asyncio.gather(*self._closing)

@@ -56,7 +56,7 @@ def remaining_bounds(
         return asked
     if one_version or asked.exact_version is not None:
         return WeightsBounds(first.epoch, asked.min_version, first.version)
-    return WeightsBounds(last.epoch, last.version)
+    return WeightsBounds.at_least(last)
 
 
 def remaining_sampling(sampling: SamplingParams, tokens: int) -> SamplingParams:

@@ -13,6 +13,7 @@ import gc
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -48,7 +49,7 @@ from .parts import HfParts, assemble_parts, make_capabilities
 from .sequence import make_sequence
 from .settings import THREAD_STOP_SECONDS, parse_settings
 from .thread import describe_spent, find_lasting_fault
-from .weights.loading import LoadedModel, load_model
+from .weights.loading import load_model
 from .weights.weights_memory import release_freed
 
 logger = logging.getLogger(__name__)
@@ -84,9 +85,7 @@ class HfEngine(EngineAdapter[HfParts]):
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
 
-        def work(cancelled: Callable[[], bool]) -> LoadedModel:
-            return load_model(self._options, self._settings, relay, cancelled)
-
+        work = partial(load_model, self._options, self._settings, relay)
         try:
             loaded = await run_in_thread(work, self._give_up)
         except ReadCancelled:
