@@ -42,6 +42,7 @@ NEIGHBOUR_PARSERS: Mapping[NeighbourResource, ReadObject] = {
     "resourceclaims": parse_resource_claim,
     "resourceslices": parse_resource_slice,
     "members": parse_candidate,
+    "nodes": lambda node: str(node["metadata"]["name"]),
 }
 """How objects next to pools are read, by what they are."""
 

@@ -241,7 +241,8 @@ class DisruptionSpec(ApiModel):
 
     max_unavailable: int = Field(default=1, ge=0, le=9999)
     """Maximum number of replicas that evictions may take at a time. While a commit runs it counts as 0,
-    and the last copy of pushed weights is never among them."""
+    and the last copy of pushed weights is never among them: a replica is added to take one if its node is
+    cordoned. With 0 no pod is ever evicted."""
 
 
 class SchedulingSpec(ApiModel):

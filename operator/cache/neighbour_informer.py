@@ -1,8 +1,9 @@
-"""The pods of trainers and their ResourceClaims, watched while a pool is next to them, or inside them.
+"""What pools depend on without owning it: pods of trainers, their ResourceClaims, nodes that are cordoned.
 
 Each pass of a colocated pool subscribes it to the pods that its selector selects and to the claims of its
 namespace (and, if it shares their devices out, to the cluster's ResourceSlices); each pass of a Hybrid pool
-subscribes it to its selector's pods. Pools share watches.
+subscribes it to its selector's pods, and each pass of a pool with pushed weights to cordoned nodes. Pools
+share watches.
 
 Each watch has a connection with buffers of its own, so a namespace has a few of them however many pools
 it has: later selectors share one watch of its pods, and are applied here.
@@ -38,8 +39,13 @@ UNMANAGED_SELECTOR = f"{LABEL_MANAGED_BY}!={MANAGER_NAME}"
 
 _ABSENT = "does the cluster have resource.k8s.io/v1 (Kubernetes 1.34)?"
 
-NeighbourResource = Literal["pods", "resourceclaims", "resourceslices", "members"]
-"""Members are pods as well; more is read of them."""
+NeighbourResource = Literal["pods", "resourceclaims", "resourceslices", "members", "nodes"]
+"""Members are pods as well; more is read of them. Nodes: only those that are cordoned."""
+
+_CLUSTER_RESOURCES = ("resourceslices", "nodes")
+"""They have no namespace."""
+
+_CORDONED_NODES = "spec.unschedulable=true"
 ReadObject = Callable[[Obj], object | None]
 """Makes a value of an object; None: it does not count. A pass sees no difference between equal values."""
 Labels = Mapping[str, str]
@@ -91,6 +97,7 @@ class NeighbourObjects:
     pods: tuple[object, ...] = ()
     claims: tuple[object, ...] = ()
     slices: tuple[object, ...] = ()
+    nodes: tuple[object, ...] = ()
     unknown: str | None = None
 
 
@@ -149,8 +156,16 @@ class NeighbourInformer:
             return NeighbourObjects(unknown=members.problem)
         return NeighbourObjects(members.pool_values(key))
 
+    def subscribe_cordons(self, key: PoolKey) -> NeighbourObjects:
+        """Return the cordoned nodes of the cluster, for a pool that runs on any of its nodes."""
+        nodes = self._join_watch(key, "nodes", None)
+        self._leave_watches(key, (nodes,))
+        if not nodes.reflector.listed:
+            return NeighbourObjects(unknown=nodes.problem)
+        return NeighbourObjects(nodes=nodes.pool_values(key))
+
     def unsubscribe_pool(self, key: PoolKey) -> None:
-        """End the subscription of a pool that is gone."""
+        """End the subscription of a pool that is gone, or depends on nothing now."""
         self._leave_watches(key, ())
 
     async def run(self) -> None:
@@ -192,7 +207,8 @@ class NeighbourInformer:
             return meta["name"], None if value is None else (labels, value)
 
         selector = UNMANAGED_SELECTOR if scope.is_shared else scope.selector
-        of = resource_collection(scope.api_resource, scope.namespace, selector)
+        fields = _CORDONED_NODES if scope.resource == "nodes" else None
+        of = resource_collection(scope.api_resource, scope.namespace, selector, fields)
         watch = _NeighbourWatch(
             Reflector(
                 lambda: follow_collection(
@@ -211,7 +227,7 @@ class NeighbourInformer:
         self, key: PoolKey, resource: NeighbourResource, selector: TrainerSelector | None
     ) -> WatchScope:
         """Return the watch that shows these objects: their own, or that of the whole namespace."""
-        namespace = None if resource == "resourceslices" else key.namespace
+        namespace = None if resource in _CLUSTER_RESOURCES else key.namespace
         whole = WatchScope(resource, namespace, None)
         if selector is None:
             return whole

@@ -27,12 +27,15 @@ def plan_budget(
     most = spec.disruption.max_unavailable
     allowed = 0 if weights.is_committing else most
     version = weights.committed_version
-    is_last = False
+    least, is_last = pods - allowed, False
     if version.is_pushed:
         copies = sum(can_share_copy(h, version) or waits_for_wake(h, version) for h in heads)
         is_last = 0 < copies <= allowed
-        allowed = min(allowed, max(copies - 1, 0)) if copies else allowed
-    return DisruptionBudget(max(pods - allowed, 0), unready_go=not is_last)
+        if copies:
+            # An added replica counts as well: of two pods with the only copies, one must stay.
+            living = sum(1 + len(h.members) for h in heads)
+            least = max(least, pods - copies + 1, living - copies + 1)
+    return DisruptionBudget(max(least, 0), unready_go=not is_last)
 
 
 def disruption_budget(name: str, namespace: str, uid: str, wanted: DisruptionBudget) -> Obj:

@@ -21,6 +21,7 @@ from .placement import PlacementProblem
 from .pod_planning import PodGang, PodPlan
 from .replica_heads import ReplicaHead, describe_wait
 from .replica_troubles import ReplicaTroubles
+from .surge import CopyMove
 from .updates.weights_plan import WeightsPlan
 
 
@@ -39,7 +40,9 @@ class PoolView:
     was_at_rest: bool = False
     """By the stored status the pool has reached the rest that spec still asks for."""
     surge: int = 0
-    """Replicas in addition to the wanted ones, for the time of a rolling update."""
+    """Replicas in addition to the wanted ones, for a time."""
+    move: CopyMove | None = None
+    """The copy of pushed weights that one of them is for."""
 
     @property
     def wanted_replicas(self) -> int:
@@ -271,6 +274,17 @@ def _check_rolling_update(view: PoolView) -> Finding | None:
     return Finding(FindingKind.PROGRESSING, "RollingUpdate", text)
 
 
+def _check_copy_move(view: PoolView) -> Finding | None:
+    move = view.move
+    if move is None or move.is_copied:
+        return None
+    text = (
+        f"node {move.node!r} is cordoned, and {move.pod} on it has the only copy of the pushed weights: "
+        f"replica {view.spec.replicas} is added to take one, so that the node can be drained"
+    )
+    return Finding(FindingKind.PROGRESSING, "MovingWeights", text)
+
+
 def _check_state_change(view: PoolView) -> Finding | None:
     if view.spec.suspend or view.spec.state is DesiredState.ACTIVE or view.is_settled:
         return None
@@ -342,6 +356,7 @@ FINDING_CHECKS: tuple[FindingCheck, ...] = (
     _check_scaling_down,
     _check_texts("Unschedulable", _unschedulable_pods, FindingKind.PROGRESSING),
     _check_rolling_update,
+    _check_copy_move,
     _check_texts("WaitingForTrainer", _waiting_replicas, FindingKind.PROGRESSING),
     _check_state_change,
     _check_starting,

@@ -203,6 +203,8 @@ class ObservedPool:
     """The trainer's pods and claims, of a colocated pool."""
     scheduling: ObservedScheduling = field(default_factory=ObservedScheduling)
     """What the cluster has that starts pods together."""
+    cordoned: frozenset[str] = frozenset()
+    """Nodes that take no new pods, and may be drained; known only for a pool with pushed weights."""
     strangers: tuple[str, ...] = ()
     """A sentence on each pod that looks like the pool's and is not: no pass touches them."""
 

@@ -19,9 +19,14 @@ from .replica_heads import ReplicaHead
 from .replica_troubles import find_replica_troubles
 from .settings import KUBELET_READY_SECONDS
 from .status_report import build_status
-from .surge import count_surge
+from .surge import count_surge, find_copy_move
 from .updates.update_planning import plan_weights
-from .updates.weights_plan import WeightsPlan, target_version
+from .updates.weights_plan import (
+    WeightsPlan,
+    committed_version,
+    committed_weights,
+    target_version,
+)
 
 CONTROL_VERBS = (
     ControlVerb.REQUIRE,
@@ -46,7 +51,10 @@ def plan_pass(
     wait = RequeueAfter()
     spec = with_member_count(spec, seen)
     heads = _wanted_heads(spec, seen)
-    surge = count_surge(spec, seen, _healthy_replicas(spec, heads))
+    copies = (*heads.values(), *_surge_heads(spec, seen))
+    version = committed_version(committed_weights(stored.weights))
+    move = find_copy_move(spec, seen, copies, version)
+    surge = count_surge(spec, seen, _healthy_replicas(spec, heads), move)
     surged = spec.model_copy(update={"replicas": spec.replicas + surge}) if surge else spec
     if surge:
         heads = _wanted_heads(surged, seen)
@@ -68,7 +76,7 @@ def plan_pass(
     gangs, errors = group_gangs(surged, seen), stored.last_errors
     ailments = find_replica_troubles(surged, seen, gangs, heads.values(), pods, errors, now, wait)
     target, at_rest = target_version(spec).identity, _was_at_rest(spec, stored)
-    view = PoolView(spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, surge)
+    view = PoolView(spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, surge, move)
     status = build_status(view, stored, now)
     failed = [EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()]
     theirs = spec.mode is PoolMode.HYBRID
@@ -107,6 +115,16 @@ def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, Rep
         # After a member has ended, the answers of its head mean nothing.
         heads[pod.uid] = replace(head, worker=UNKNOWN_WORKER) if head.lost_member else head
     return heads
+
+
+def _surge_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> list[ReplicaHead]:
+    """Living heads of replicas that were added to the wanted ones for a time."""
+    added = (pod for pod in seen.pods if pod.is_surge and pod.owned and not pod.is_deleting)
+    return [
+        ReplicaHead(pod, seen.find_worker(pod))
+        for pod in added
+        if pod.rank == 0 and pod.replica >= spec.replicas
+    ]
 
 
 def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:

@@ -23,7 +23,7 @@ from .settings import FAILURE_RESET_SECONDS, FORCED_DELETION_SECONDS
 
 _LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
 _OUTDATED_REASON = "its pod template is outdated"
-_SURGE_OVER_REASON = "the rolling update needs it no longer"
+_SURGE_OVER_REASON = "what it was added for is over"
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ def plan_pods(
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
-        surge: how many of `spec.replicas` a rolling update adds, as of `surge.count_surge`.
+        surge: how many of `spec.replicas` are there for a time only, as of `surge.count_surge`.
     """
     planner = _PodPlanner(spec, seen, now, wait, surge)
     planner.force_late_deletions()

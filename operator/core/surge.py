@@ -1,4 +1,7 @@
-"""How many replicas a rolling update adds until it is over. Pure.
+"""How many replicas there are for a time in addition to the wanted ones, and why. Pure.
+
+A rolling update adds up to `maxSurge` until it is over. One is added while the only copy of the pool's pushed weights lies
+on a cordoned node: the pool's PodDisruptionBudget would hold the node's drain back for as long as there is no other copy.
 
 As in LeaderWorkerSet they are the replicas with the numbers after the wanted ones. Their pods say so in an annotation:
 what a scale-down leaves for a moment has such numbers, too.
@@ -6,25 +9,75 @@ what a scale-down leaves for a moment has such numbers, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 
 from .observed_pool import ObservedPool
 from .pod_planning import group_gangs
+from .replica_heads import ReplicaHead, WeightsVersion
+from .updates.pushed_copies import can_share_copy
 
 
-def count_surge(spec: RolloutReplicaSpec, seen: ObservedPool, healthy: Collection[int]) -> int:
-    """Return how many replicas there are to be in addition to `spec.replicas`, at most `maxSurge`.
+@dataclass(frozen=True, slots=True)
+class CopyMove:
+    """The only copy of the pool's pushed weights that a wanted replica has is to be moved, or has been."""
+
+    pod: str
+    """The head that has it, or that of an added replica, once that alone has one."""
+    node: str
+    """The cordoned node of the wanted replica; empty once its pod is gone."""
+    is_copied: bool
+    """An added replica has a copy: a drain may go on."""
+
+
+def find_copy_move(
+    spec: RolloutReplicaSpec,
+    seen: ObservedPool,
+    heads: Iterable[ReplicaHead],
+    committed: WeightsVersion,
+) -> CopyMove | None:
+    """Return which copy of the committed weights an added replica must take, or keep; None: none.
+
+    Args:
+        spec: the wanted pool; if it lets no pod be evicted, no drain takes a copy.
+        seen: the world.
+        heads: heads of wanted replicas, and of those that were added.
+        committed: what the pool serves.
+    """
+    if not committed.is_pushed or not spec.replicas:
+        return None
+    copies = [head for head in heads if can_share_copy(head, committed)]
+    wanted = [head for head in copies if head.pod.replica < spec.replicas]
+    if not wanted:
+        return CopyMove(copies[0].pod.name, "", is_copied=True) if copies else None
+    if len(wanted) > 1 or not spec.disruption.max_unavailable:
+        return None
+    pods = (wanted[0].pod, *wanted[0].members)
+    node = next((p.node for p in pods if p.node and p.node in seen.cordoned), None)
+    if node is None:
+        return None
+    return CopyMove(wanted[0].pod.name, node, is_copied=len(copies) > 1)
+
+
+def count_surge(
+    spec: RolloutReplicaSpec,
+    seen: ObservedPool,
+    healthy: Collection[int],
+    move: CopyMove | None = None,
+) -> int:
+    """Return how many replicas there are to be in addition to `spec.replicas`.
 
     Args:
         spec: the wanted pool.
         seen: the world.
         healthy: replicas that do what the spec asks for.
+        move: what `find_copy_move` found.
     """
-    strategy = spec.update_strategy
-    if not strategy.max_surge or spec.suspend or spec.mode is not PoolMode.STANDALONE:
+    if spec.suspend or spec.mode is not PoolMode.STANDALONE:
         return 0
+    strategy = spec.update_strategy
     gangs = group_gangs(spec, seen)
     rolled = [
         gangs[index] for index in range(min(strategy.partition, spec.replicas), spec.replicas)
@@ -37,4 +90,7 @@ def count_surge(spec: RolloutReplicaSpec, seen: ObservedPool, healthy: Collectio
         not (gang.is_complete and gang.is_current(spec) and gang.index in healthy)
         for gang in rolled
     )
-    return min(strategy.max_surge, behind) if begins or goes_on else 0
+    # One that took a copy stays until the replica whose pod was evicted is back.
+    most = max(strategy.max_surge, 1) if goes_on else strategy.max_surge
+    surge = min(most, behind) if begins or goes_on else 0
+    return max(surge, 1) if move is not None else surge

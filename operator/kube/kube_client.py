@@ -35,6 +35,7 @@ _CONTENT_TYPES: Mapping[PatchKind, str] = {
 _PATHS = {
     PLURAL: f"/apis/{GROUP}/{VERSION}",
     "pods": "/api/v1",
+    "nodes": "/api/v1",
     "services": "/api/v1",
     "endpointslices": "/apis/discovery.k8s.io/v1",
     "poddisruptionbudgets": "/apis/policy/v1",
@@ -49,10 +50,11 @@ _PATHS = {
 
 
 def resource_collection(
-    resource: str, namespace: str | None, selector: str | None = None
+    resource: str, namespace: str | None, selector: str | None = None, fields: str | None = None
 ) -> Collection:
-    """Return what to list or watch; namespace None: all of them, or none."""
+    """Return what to list or watch, selected by labels and by fields; namespace None: all of them, or none."""
     params = {"labelSelector": selector} if selector else {}
+    params |= {"fieldSelector": fields} if fields else {}
     what = f"{resource} {namespace or '*'}"
     return Collection(resource, _resource_path(resource, namespace), what, params)
 

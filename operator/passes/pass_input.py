@@ -79,6 +79,7 @@ def observe_pool(
         undeleted=memory.obstacles.undeleted,
         beside=beside,
         scheduling=_observe_scheduling(ctx, key, spec),
+        cordoned=_observe_cordons(ctx, key, spec, memory),
         strangers=foreign,
     )
 
@@ -94,6 +95,19 @@ def _observe_scheduling(
     trouble = ctx.gangs.find_trouble() if scheduler is None else queue_trouble(spec, scheduler)
     taken = None if trouble else scheduler
     return ObservedScheduling(taken, lacking=taken is None, trouble=trouble)
+
+
+def _observe_cordons(
+    ctx: PassContext, key: PoolKey, spec: RolloutReplicaSpec, memory: PoolMemory
+) -> frozenset[str]:
+    """The cordoned nodes, for a pool of its own pods whose weights no volume has; empty while unknown."""
+    if spec.mode is not PoolMode.STANDALONE:
+        return frozenset()
+    committed = memory.believed_status.weights.committed
+    if committed is None or committed.source.pushed is None:
+        ctx.neighbours.unsubscribe_pool(key)
+        return frozenset()
+    return frozenset(map(str, ctx.neighbours.subscribe_cordons(key).nodes))
 
 
 def _observe_members(

@@ -59,6 +59,7 @@ def test_operator_cluster_wide() -> None:
     assert bound(documents, NAME) == [
         ("*", f"ClusterRole/{NAME}"),
         ("*", f"ClusterRole/{NAME}-devices"),
+        ("*", f"ClusterRole/{NAME}-nodes"),
         ("rollout-system", f"Role/{NAME}-own"),
     ]
 
@@ -71,6 +72,7 @@ def test_operator_in_named_namespaces() -> None:
         assert rights(one(here, "Role", NAME)) == POOLS
     assert bound(documents, NAME) == [
         ("*", f"ClusterRole/{NAME}-devices"),
+        ("*", f"ClusterRole/{NAME}-nodes"),
         ("rollout-system", f"Role/{NAME}-own"),
         ("team-a", f"Role/{NAME}"),
         ("team-b", f"Role/{NAME}"),
@@ -84,6 +86,13 @@ def test_devices_are_read_by_the_operator_and_by_the_namespaces_of_trainers() ->
     subjects = one(documents, "ClusterRoleBinding", "rollouts-devices")["subjects"]
     groups = [each["name"] for each in subjects if each["kind"] == "Group"]
     assert groups == ["system:serviceaccounts:rl", "system:serviceaccounts:rl-2"]
+
+
+def test_nodes_are_listed_by_the_operator_alone() -> None:
+    documents = case("everything")
+    assert rights(one(documents, "ClusterRole", "rollouts-nodes")) == {"/nodes": {"list", "watch"}}
+    (subject,) = one(documents, "ClusterRoleBinding", "rollouts-nodes")["subjects"]
+    assert (subject["kind"], subject["name"]) == ("ServiceAccount", "rollouts-operator")
 
 
 def test_operator_in_its_own_namespace() -> None:

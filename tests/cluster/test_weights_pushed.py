@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,21 +21,29 @@ pytestmark = pytest.mark.timeout(540)
 """Alone, it also makes and removes the cluster, which takes minutes on a busy machine."""
 
 
-def test_what_a_trainer_pushed_reaches_the_pool_who_joins_it_later_and_who_sleeps(
-    cluster: Cluster, fleet: Fleet
-) -> None:
+Connect = Callable[[], RolloutPool]
+
+
+@pytest.fixture(scope="module")
+def connect(cluster: Cluster, shared_fleet: Fleet) -> Connect:
+    """Makes a trainer's connection to the pool."""
+    fleet = shared_fleet
     grant = [f"--serviceaccount={fleet.namespace}:{ACCOUNT}", "--clusterrole=rollout-trainer"]
     for words in (["serviceaccount", ACCOUNT], ["rolebinding", ACCOUNT, *grant]):
         fleet.kubectl("create", *words, check=False)  # there from a run before
-    kubeconfig = cluster.service_account_kubeconfig(fleet.namespace, ACCOUNT)
-    folder = rollout_local.make_models() / "weights"
-    first, second = (load_file(folder / name / "model.safetensors") for name in ("2", "3"))
-    connect = partial(
+    return partial(
         RolloutPool.from_cluster,
         *(fleet.name, fleet.namespace),
-        kubeconfig=kubeconfig,
+        kubeconfig=cluster.service_account_kubeconfig(fleet.namespace, ACCOUNT),
         control_token=steering_token(fleet),
     )
+
+
+def test_what_a_trainer_pushed_reaches_the_pool_who_joins_it_later_and_who_sleeps(
+    fleet: Fleet, connect: Connect
+) -> None:
+    folder = rollout_local.make_models() / "weights"
+    first, second = (load_file(folder / name / "model.safetensors") for name in ("2", "3"))
     with connect() as trainer:
         trainer.wait_serving(2, seconds=START_SECONDS)
         done = trainer.publish_weights(1, tensors=first)
@@ -63,3 +72,30 @@ def test_what_a_trainer_pushed_reaches_the_pool_who_joins_it_later_and_who_sleep
     fleet.settled(fleet.identity, 3)
     found = {fleet.weights(replica)["active"]["root_hash"] for replica in range(3)}
     assert found == {done.root_hash}, "they had it when they woke"
+
+
+def test_a_drain_takes_the_only_copy_once_another_node_has_one(
+    cluster: Cluster, fleet: Fleet, connect: Connect
+) -> None:
+    fleet.patch(replicas=1)
+    weights = load_file(rollout_local.make_models() / "weights" / "1" / "model.safetensors")
+    with connect() as trainer:
+        done = trainer.publish_weights(3, tensors=weights)
+    fleet.identity = done.identity.as_tuple()
+    fleet.bytes_of[fleet.identity] = "1"
+    fleet.settled(fleet.identity, 1)
+    before = fleet.pod()
+    node, since = before["spec"]["nodeName"], fleet.now()
+    drain = ("drain", node, f"--pod-selector={fleet.selector}", "--delete-emptydir-data")
+    try:
+        said = cluster.kubectl(*drain, f"--timeout={START_SECONDS:.0f}s", timeout=START_SECONDS + 9)
+        assert f"{fleet.name}-0-0 evicted" in said
+        fleet.settled(fleet.identity, 1, seconds=START_SECONDS)
+        fleet.eventually("the added replica is gone", lambda: len(fleet.pods()) == 1, 60)
+    finally:
+        cluster.kubectl("uncordon", node)
+    after = fleet.pod()
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    assert after["spec"]["nodeName"] != node
+    assert fleet.weights(0)["active"]["root_hash"] == done.root_hash
+    assert "NoLiveCopy" not in str(fleet.history(since))

@@ -76,8 +76,7 @@ class WeightsPlan:
     @property
     def committed_version(self) -> WeightsVersion:
         """The committed weights as a version."""
-        committed = self.committed
-        return WeightsVersion(committed.identity, committed.source, committed.root_hash)
+        return committed_version(self.committed)
 
     def version_of(self, update: LastUpdate) -> WeightsVersion:
         """The version that an update moves to, bound to its content once commits have begun."""
@@ -145,6 +144,11 @@ def committed_weights(weights: WeightsStatus) -> CommittedWeights:
     if weights.committed is not None:
         return weights.committed
     return CommittedWeights(epoch=0, version=0, source=WeightsSource(checkpoint=Checkpoint()))
+
+
+def committed_version(committed: CommittedWeights) -> WeightsVersion:
+    """Return committed weights as a version."""
+    return WeightsVersion(committed.identity, committed.source, committed.root_hash)
 
 
 def has_unpolled_head(heads: Mapping[str, ReplicaHead]) -> bool:

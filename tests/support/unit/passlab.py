@@ -119,6 +119,7 @@ class PassLab:
                     "pods": parse_trainer,
                     "resourceclaims": parse_resource_claim,
                     "resourceslices": parse_resource_slice,
+                    "nodes": lambda node: str(node["metadata"]["name"]),
                     "members": parse_candidate,
                 },
                 lambda key: None,

@@ -131,6 +131,10 @@ class SimPods(SimCalls):
             pod, phase="Failed", ready=False, finished_at=finished_at, trouble="exit code 137"
         )
 
+    def place(self, name: str, node: str) -> None:
+        """The pod runs on another node."""
+        self.pods[name] = replace(self.pods[name], node=node)
+
     def ask_to_go(self, name: str) -> None:
         """Somebody deletes a pod, as `kubectl delete pod` and evictions do."""
         pod = self.pods[name]

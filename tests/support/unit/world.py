@@ -38,6 +38,8 @@ class World(SimPods):
     def __init__(self, spec: RolloutReplicaSpec) -> None:
         super().__init__(spec)
         self.generation = 1
+        self.cordoned: frozenset[str] = frozenset()
+        """Nodes that are cordoned."""
         self.status = RolloutReplicaStatus()
         self.witness = EndedPodClock()
         self.refuses: Callable[[str], bool] = lambda kind: False
@@ -84,6 +86,7 @@ class World(SimPods):
             paused=False,
             retry=self.retry,
             predecessors=told[len(pods) :],
+            cordoned=self.cordoned,
             beside=self.trainers.beside() if self.trainers else ObservedTrainers(),
             strangers=self.hybrid.strangers() if self.hybrid is not None else (),
         )

@@ -55,7 +55,7 @@ ACTIONS = (
       "leave", "silence", "unask", "speak", "hold", "let go", "age", "slow", "quick", "lag", "no lag",
       "publishes", "ahead", "ask too much", "ask less", "publish to refusers and rest"),
     *("finalize", "free", "set clock", "refuse writes", "take writes", "unlabel", "make again",
-      "drain", "ask to go", "freeze", "dawdle"),
+      "drain", "ask to go", "freeze", "dawdle", "cordon", "evict", "uncordon"),
     *("restart trainer", "restart trainer", "end trainer", "more trainers", "all trainers",
       "give claims back", "lose sight of the trainer", "edit slices"),
     *("push", "push", "push", "push to some", "push and die", "point to nothing", "lose copies"),
@@ -157,6 +157,24 @@ class History:
     def ask_to_go(self) -> None:
         if running := self._running():
             self.world.ask_to_go(self.random.choice(running))
+
+    def cordon(self) -> None:
+        """All pods are on this node, also new ones; nobody may be hurt by what that asks for."""
+        self.world.cordoned = frozenset({"node-1"})
+
+    def uncordon(self) -> None:
+        self.world.cordoned = frozenset()
+
+    def evict(self) -> None:
+        """A drain takes what the budget leaves."""
+        budget, running = self.world.step().budget, self._running()
+        if budget is None or not running:
+            return
+        pod = self.world.pods[self.random.choice(running)]
+        ready = sum(each.ready for each in self.world.pods.values())
+        unready_goes = not pod.ready and (budget.unready_go or ready >= budget.min_available)
+        if unready_goes or ready > budget.min_available:
+            self.world.ask_to_go(pod.name)
 
     def freeze(self) -> None:
         """One rank of a gang stands still; of a pool of single pods `silence` has it."""
@@ -408,7 +426,7 @@ class History:
     def end_well(self) -> None:
         """Everything that disturbs ends, and all comes to be as asked."""
         for action in ("mend", "ask less", "leave", "speak", "let go", "quick", "no lag", "wake",
-                       "free", "take writes", "all trainers"):  # fmt: skip
+                       "free", "take writes", "all trainers", "uncordon"):  # fmt: skip
             self.happen(action)
         world = self.world
         if self.random.random() < 0.5:

@@ -27,6 +27,7 @@ PODS = "/api/v1/namespaces/rl/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/rl/resourceclaims"
 
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+NODES = "/api/v1/nodes"
 
 
 def obj(name: str, value: int | None = 1, **labels: str) -> Obj:
@@ -41,7 +42,7 @@ class Bench:
     def __init__(self, kube: KubeClient, server: Loopback) -> None:
         self.kube = kube
         self.server = server
-        self.cluster = WatchedServer(server, PODS, CLAIMS, SLICES)
+        self.cluster = WatchedServer(server, PODS, CLAIMS, SLICES, NODES)
         self.woken: list[PoolKey] = []
 
         def read(found: Obj) -> object | None:
@@ -49,7 +50,13 @@ class Bench:
 
         self.around = NeighbourInformer(
             kube,
-            {"pods": read, "resourceclaims": read, "resourceslices": read, "members": read},
+            {
+                "pods": read,
+                "resourceclaims": read,
+                "resourceslices": read,
+                "members": read,
+                "nodes": read,
+            },
             self.woken.append,
             seconds=7,
         )
@@ -96,6 +103,19 @@ async def test_slices_are_asked_for_only_by_who_shares_devices_out(bench: Bench)
     assert shared() == NeighbourObjects(unknown="")
     await until(lambda: shared() == NeighbourObjects(slices=(("s", 1),)), what="the slices")
     assert bench.look(OTHER) == NeighbourObjects()
+
+
+async def test_only_cordoned_nodes_are_asked_for_and_each_change_wakes_those_who_look(
+    bench: Bench,
+) -> None:
+    bench.cluster.items[NODES] = [{"metadata": {"name": "a"}, "value": 1}]
+    assert bench.around.subscribe_cordons(KEY) == NeighbourObjects(unknown="")
+    await until(lambda: KEY in bench.woken, what="the list")
+    assert bench.around.subscribe_cordons(KEY) == NeighbourObjects(nodes=(("a", 1),))
+    lists = [path for _, path, _ in bench.server.requests if "watch" not in path]
+    assert lists == [f"{NODES}?limit=500&fieldSelector=spec.unschedulable%3Dtrue"]
+    bench.around.unsubscribe_pool(KEY)
+    assert bench.around.subscribe_cordons(OTHER) == NeighbourObjects(unknown="")
 
 
 async def test_an_object_that_nobody_expected_ends_only_its_own_watch(

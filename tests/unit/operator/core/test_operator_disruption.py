@@ -78,6 +78,99 @@ def test_the_only_sleeping_replica_with_the_next_weights_stays() -> None:
     assert budget_of(world) == DisruptionBudget(2, unready_go=False)
 
 
+def pushed_pool(**spec: Any) -> World:
+    """A pool that serves pushed weights, on one node each."""
+    world = World(spec_of(**spec))
+    world.run()
+    for worker in world.workers.values():
+        assert worker.push(WeightsId(epoch=0, version=1))
+    world.set(weights=pushed(0, 1))
+    world.run()
+    return world
+
+
+def live_pods(world: World) -> set[str]:
+    return {pod.name for pod in world.pods.values() if not pod.is_deleting}
+
+
+@pytest.mark.parametrize("more", [{}, GANG], ids=["one pod", "gang"])
+@pytest.mark.parametrize("strategy", [{}, {"partition": 1}], ids=["plain", "partition"])
+def test_the_only_copy_is_moved_before_a_drain_takes_it(
+    more: dict[str, Any], strategy: dict[str, Any]
+) -> None:
+    world = pushed_pool(replicas=1, updateStrategy=strategy, **more)
+    nodes, first = 1 + bool(more), set(world.pods)
+    least = budget_of(world).min_available
+    assert least == nodes, "nothing may take the only copy"
+    world.place("pool-0-0", "leaving")
+    world.cordoned = frozenset({"leaving"})
+    said = set()
+    for _ in range(30):
+        said.add(world.step().sentence)
+    assert any(
+        "node 'leaving' is cordoned, and pool-0-0 on it has the only copy" in s for s in said
+    )
+    assert live_pods(world) > first
+    assert world.status.phase == "Ready"
+    budget = budget_of(world)
+    assert budget.min_available == len(world.pods) - 1, "one of the two copies may go"
+    world.kill("pool-0-0")
+    serving = []
+    for _ in range(60):
+        world.step()
+        serving.append(any(p.ready for p in world.pods.values() if p.rank == 0))
+    assert all(serving)
+    assert live_pods(world) == first
+    assert world.worker(0).active == WeightsId(epoch=0, version=1)
+
+
+def test_an_uncordoned_node_needs_no_second_copy() -> None:
+    world = pushed_pool(replicas=1)
+    world.cordoned = frozenset({"node-1"})
+    world.run()
+    assert live_pods(world) == {"pool-0-0", "pool-1-0"}
+    world.cordoned = frozenset()
+    world.run()
+    assert live_pods(world) == {"pool-0-0"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"replicas": 2}, {"replicas": 1, "disruption": {"maxUnavailable": 0}}],
+    ids=["two copies", "none may be evicted"],
+)
+def test_no_replica_is_added_where_a_drain_takes_no_last_copy(spec: dict[str, Any]) -> None:
+    world = pushed_pool(**spec)
+    world.cordoned = frozenset({"node-1"})
+    world.run()
+    assert len(live_pods(world)) == spec["replicas"]
+
+
+def test_a_pool_that_is_scaled_to_zero_keeps_no_added_replica() -> None:
+    world = pushed_pool(replicas=1)
+    world.cordoned = frozenset({"node-1"})
+    world.run()
+    world.set(replicas=0)
+    world.run()
+    assert not live_pods(world)
+
+
+def test_an_added_replica_that_has_the_only_copy_stays() -> None:
+    world = pushed_pool(replicas=1)
+    world.cordoned = frozenset({"node-1"})
+    world.run()
+    world.kill("pool-0-0")
+    world.cordoned = frozenset()
+    world.refuses = lambda kind: kind == "create"
+    for _ in range(40):
+        world.step()
+        assert "pool-1-0" in live_pods(world)
+    world.refuses = lambda kind: False
+    world.run()
+    assert live_pods(world) == {"pool-0-0"}
+    assert world.worker(0).active == WeightsId(epoch=0, version=1)
+
+
 def test_what_somebody_changed_is_named() -> None:
     want = disruption_budget("pool", "ns", "uid", DisruptionBudget(2, unready_go=True))
     assert budget_difference(want, want) is None
